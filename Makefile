@@ -11,7 +11,7 @@ ORT := $(if $(shell command -v nvidia-smi),gpu,cpu)
 OTHER := $(if $(filter gpu,$(ORT)),onnxruntime,onnxruntime-gpu)
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-mumoe web test lint conformance pairs docs bench fuzz gpu-check clean
+.PHONY: demo demo-mumoe web test lint conformance pairs docs bench fuzz mutants gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
 $(VENV)/ready: constraints.txt pyproject.toml
@@ -78,6 +78,13 @@ FUZZ_KINDS ?=
 
 fuzz: $(VENV)/ready
 	nice $(BIN)/python -m moexport.tests.fuzzing $(FUZZ_KINDS) --seconds $(FUZZ_SECONDS)
+
+# Graphs that are damaged and still run, and which of them the checks refuse. MUTANTS='--only mixtral
+# --precision int8' makes those alone.
+MUTANTS ?=
+
+mutants: $(VENV)/ready
+	$(BIN)/python -m moexport.tests.mutants $(MUTANTS)
 
 # On a machine with an NVIDIA GPU: engines built, compared and timed; results in gpu-check.json.
 # Both parts run, and it fails if either does. TensorRT for servers is on NVIDIA's own index.

@@ -6,7 +6,9 @@ when all of it is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -14,8 +16,9 @@ import onnx_ir as ir
 from ..calibration.shards import Fields
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
-from ..errors import EngineError, ParityError
+from ..errors import EngineError, LoweringError, ParityError
 from ..graphs.lower import Lowered
+from ..graphs.lowerings import lowerings_of
 from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.manifest import MANIFEST_FILE
@@ -25,8 +28,18 @@ from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
 from .inputs import parity_batches
 from .job import ExportJob
 from .options import ExportOptions
-from .parity import MOST_TIES, PARITY_FILE, Comparison, Parity, Tolerance, describe
-from .plan import Plan, plan
+from .parity import (
+    MOST_KEPT,
+    MOST_TIES,
+    PARITY_FILE,
+    Comparison,
+    Parity,
+    Reference,
+    Tolerance,
+    describe,
+    unreached,
+)
+from .plan import GraphPlan, Plan, plan, plan_graph
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
 from .reference import check_network, first_different_layer, torch_reference
@@ -62,7 +75,10 @@ def _exported(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bu
     check_destination(place, force=force, needed_bytes=weights_bytes)
     with atomic_directory(place, force=force) as directory:
         progress.step("writing weights and graphs", total=weights_bytes)
-        lowered = write_graphs(planned, directory, progress)
+        beside = _beside(planned)
+        lowered = write_graphs(
+            replace(planned, graphs=(*planned.graphs, *beside)), directory, progress
+        )
         if planned.table is not None:
             planned.table.write(directory / CALIBRATION_FILE)
         if options.recipe is not None:
@@ -71,11 +87,14 @@ def _exported(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bu
         if constants:
             (directory / SUBSTITUTES_FILE).write_bytes(constants)
         parities: dict[str, Parity] = {}
+        missing: dict[str, list[int]] = {}
         if inputs is not None:
             progress.step("checking against PyTorch", unit="inputs")
-            parities = _parities(planned, lowered, directory, inputs, progress)
+            parities, missing = _parities(planned, beside, lowered, directory, inputs, progress)
+        for graph in beside:
+            (directory / graph.file).unlink()
         progress.step("hashing")
-        manifest = manifest_of(planned, lowered, parities, directory)
+        manifest = manifest_of(planned, lowered, parities, directory, unreached=missing)
         manifest = build_for_export(directory, manifest, options.engine, progress)
         manifest = with_readme(directory, manifest)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
@@ -111,38 +130,82 @@ def found_ranges(
     return calibrate(job.calibration, progress=progress, traced=None if job.fixed else traced)
 
 
+ROUNDED_FILE = "rounded.onnx"
+"""The graph that an export compares its own with, and does not keep."""
+
+
+def _beside(planned: Plan) -> tuple[GraphPlan, ...]:
+    """The graph of another lowering in the same numbers that others are compared with.
+
+    None in FP32, where PyTorch itself is as close, and none where a lowering is inexact.
+    """
+    options, layers = planned.job.options, planned.graphs[0].layers
+    used = {name for graph in planned.graphs for name in graph.lowerings}
+    if options.precision.name == "fp32" or not options.verify:
+        return ()
+    if any(layer.choice.lowering.inexact(layer.work.spec) for layer in layers):
+        return ()
+    kinds = dict.fromkeys(layer.work.spec.kind for layer in layers)
+    names = [record for kind in kinds for record in lowerings_of(kind).values()]
+    for record in sorted(names, key=lambda record: record.name in used):
+        if any(record.inexact(layer.work.spec) for layer in layers):
+            continue
+        with suppress(LoweringError):
+            return (plan_graph(planned.job, planned.traced, record.name, ROUNDED_FILE),)
+    return (replace(planned.graphs[0], file=ROUNDED_FILE),)
+
+
 def _parities(
     planned: Plan,
+    beside: Sequence[GraphPlan],
     lowered: Mapping[str, Lowered],
     directory: Path,
     inputs: Iterable[Fields],
     progress: Progress,
-) -> dict[str, Parity]:
+) -> tuple[dict[str, Parity], dict[str, list[int]]]:
     """Each graph's parity, or a `ParityError` that says where the first difference starts.
 
-    The first of the inputs are kept in the bundle with what PyTorch computed of them.
+    The second are each layer's experts that no input chose. The first of the inputs are kept in the
+    bundle with what PyTorch computed of them, and such later ones as choose further experts.
     """
     job = planned.job
     options, tolerance = job.options, job.options.tolerance
     comparisons: dict[str, Comparison] = {}
+    rounded: Comparison | None = None
+    kept: Reference | None = None
+    reached: dict[str, frozenset[int]] = {}
+
+    def opened(graph: GraphPlan, expected: Reference) -> Comparison:
+        record = graph_record(graph, lowered[graph.file])
+        return opened_comparison(job, directory, record, expected)
+
     for x in inputs:
         expected = torch_reference(job, x)
         if not comparisons:
             check_network(job, expected)
-            expected.save(directory / PARITY_FILE)
-            for graph in planned.graphs:
-                record = graph_record(graph, lowered[graph.file])
-                comparisons[graph.file] = opened_comparison(job, directory, record, expected)
-        for file, comparison in comparisons.items():
-            try:
+            comparisons = {graph.file: opened(graph, expected) for graph in planned.graphs}
+            rounded = next((opened(graph, expected) for graph in beside), None)
+        file = planned.graphs[0].file
+        try:
+            if rounded is not None:
+                expected = replace(expected, rounded=rounded.rounded(expected))
+            for file, comparison in comparisons.items():  # noqa: B007  for the error
                 comparison.add(expected)
-            except EngineError as error:
-                raise ParityError(
-                    f"{file} does not run at sizes that were not traced: {error.message}",
-                    hint="a size of the network became a constant of the graph: --tokens N and "
-                    "--batch N export it for that size alone",
-                ) from error
+        except EngineError as error:
+            raise ParityError(
+                f"{file} does not run at sizes that were not traced: {error.message}",
+                hint="a size of the network became a constant of the graph: --tokens N and "
+                "--batch N export it for that size alone",
+            ) from error
+        if kept is None:
+            kept = expected
+        elif job.fixed_batch is None:
+            kept = kept.with_unreached(expected, MOST_KEPT)
+        for choice, found in expected.reached().items():
+            reached[choice] = reached.get(choice, frozenset()) | found
         progress.advance(len(x[job.model.input.name]))
+    assert kept is not None, "parity has inputs"
+    kept.save(directory / PARITY_FILE)
     parities = {}
     for graph in planned.graphs:
         comparison = comparisons[graph.file]
@@ -169,7 +232,9 @@ def _parities(
             f"{tolerance.routing:.0%}: {way_out(parity, options)}; --no-verify exports without "
             "the check",
         )
-    return parities
+    return parities, unreached(
+        reached, {name: layer.spec.experts for name, layer in job.model.layers.items()}
+    )
 
 
 def _allowed(tolerance: Tolerance) -> str:

@@ -52,6 +52,9 @@ class Tolerance:
     may order them either way. A muMoE layer's coefficients, which sum to 1, are the same choice
     where none differs by more than `coefficient`; below FP32 only those count that one of both has
     dropped, and `routing` is of tokens.
+
+    Below FP32 a graph is also compared with what the same rounding gives in another lowering
+    (`Reference.rounded`): it may be `roundings` times as far from that as that is from PyTorch.
     """
 
     atol: float
@@ -59,6 +62,7 @@ class Tolerance:
     routing: float
     tie: float
     coefficient: float = 1e-3
+    roundings: float = 2.0
 
 
 def recorded(parity: Mapping[str, Any] | None) -> Tolerance:
@@ -77,17 +81,27 @@ TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
         "fp32": Tolerance(atol=0.0, rtol=1e-4, routing=1.0, tie=1e-5),
         "fp16": Tolerance(atol=0.0, rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
         "bf16": Tolerance(atol=0.0, rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
-        "int8": Tolerance(atol=0.0, rtol=1e-1, routing=0.98, tie=1e-2, coefficient=5e-2),
+        "int8": Tolerance(
+            atol=0.0, rtol=1e-1, routing=0.98, tie=1e-2, coefficient=5e-2, roundings=1.5
+        ),
         "fp8": Tolerance(atol=0.0, rtol=2e-1, routing=0.95, tie=2e-2, coefficient=5e-2),
-        "int4": Tolerance(atol=0.0, rtol=3e-1, routing=0.9, tie=5e-2),
+        "int4": Tolerance(atol=0.0, rtol=3e-1, routing=0.9, tie=5e-2, roundings=0.25),
     }
 )
 """FP32: rounding in another order. FP16 keeps 11 bits and BF16 8, over a network's depth. INT8 has
-about 1% of error in each layer, INT4 10%. The ties are what such an error moves a score by."""
+about 1% of error in each layer, INT4 10%. The ties are what such an error moves a score by.
+
+`roundings`: where each of two graphs rounds values of its own, as 16-bit floats do, and INT8 on
+another CPU once some layers have passed on what differs by the last bit, they are √2 times as far
+from each other as from what is exact. INT4 rounds weights, which are the same in both."""
 
 
 GPU_RTOL = 1e-3
 """FP32 on a GPU: products are summed in another order than PyTorch sums them on a CPU."""
+
+
+MOST_KEPT = 32
+"""Inputs that a bundle keeps to be verified with, where fewer do not reach every expert."""
 
 
 def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Tolerance:
@@ -105,6 +119,14 @@ def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Toleranc
 
 
 @dataclass(frozen=True, slots=True)
+class Rounded:
+    """What a graph of another lowering gives in the same numbers: outputs, and what it chose."""
+
+    y: np.ndarray
+    selected: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
     """What PyTorch computes for some inputs.
 
@@ -112,7 +134,8 @@ class Reference:
     all experts. By choice (`choice_key`), `selected` holds the chosen experts [s, k], ascending,
     those of each token [s, m, k], or the kept coefficients [s, m, n], and `margin` [s] or [s, m]
     the gap from the k-th score to the next, relative to the k-th. `kept` is each layer's k.
-    `inputs` and `outputs` are those beside the first, by name.
+    `inputs` and `outputs` are those beside the first, by name. `rounded` is what the precision of
+    the graphs makes of it, None in FP32.
     """
 
     x: np.ndarray
@@ -123,6 +146,7 @@ class Reference:
     kept: Mapping[str, int]
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     outputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    rounded: Rounded | None = None
 
     def feeds(self, first: str, count: int | None = None) -> dict[str, np.ndarray]:
         """Returns the inputs by name, up to `count` of each; `first` is that of `x`."""
@@ -139,20 +163,88 @@ class Reference:
             margin={name: gaps[chosen] for name, gaps in self.margin.items()},
             inputs={name: array[chosen] for name, array in self.inputs.items()},
             outputs={name: array[chosen] for name, array in self.outputs.items()},
+            rounded=None
+            if self.rounded is None
+            else Rounded(
+                self.rounded.y[chosen],
+                {name: sets[chosen] for name, sets in self.rounded.selected.items()},
+            ),
+        )
+
+    def reached(self) -> dict[str, frozenset[int]]:
+        """Returns, by choice, the experts that some input chose: of the others nothing is known."""
+        return {
+            name: frozenset(
+                np.flatnonzero((sets > 0).any(axis=tuple(range(sets.ndim - 1)))).tolist()
+                if _is_mumoe(sets)
+                else np.unique(sets).tolist()
+            )
+            for name, sets in self.selected.items()
+        }
+
+    def with_unreached(self, later: Reference, most: int) -> Reference:
+        """Returns the reference with those inputs of a later one that choose other experts.
+
+        There are `most` at the most, and none where their shapes are others.
+        """
+        mine, theirs = self._arrays(), later._arrays()
+        shapes = [
+            {name: array.shape[1:] for name, array in each.items()} for each in (mine, theirs)
+        ]
+        if shapes[0] != shapes[1]:
+            return self
+        found, rows = self.reached(), []
+        for row in range(len(later.x)):
+            chosen = later.rows(np.array([row])).reached()
+            fresh = any(chosen[name] - found[name] for name in found)
+            if fresh and len(self.x) + len(rows) < most:
+                rows.append(row)
+                found = {name: found[name] | chosen[name] for name in found}
+        return self if not rows else self._joined(later.rows(np.array(rows)))
+
+    def _joined(self, later: Reference) -> Reference:
+        def both(
+            mine: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]
+        ) -> dict[str, np.ndarray]:
+            return {name: np.concatenate((array, theirs[name])) for name, array in mine.items()}
+
+        rounded = None
+        if self.rounded is not None and later.rounded is not None:
+            rounded = Rounded(
+                y=np.concatenate((self.rounded.y, later.rounded.y)),
+                selected=both(self.rounded.selected, later.rounded.selected),
+            )
+        return Reference(
+            x=np.concatenate((self.x, later.x)),
+            y=np.concatenate((self.y, later.y)),
+            dense=np.concatenate((self.dense, later.dense)),
+            selected=both(self.selected, later.selected),
+            margin=both(self.margin, later.margin),
+            kept=self.kept,
+            inputs=both(self.inputs, later.inputs),
+            outputs=both(self.outputs, later.outputs),
+            rounded=rounded,
         )
 
     def save(self, path: Path) -> None:
         """Writes the reference as an `.npz` file."""
+        kept = {f"kept/{layer}": np.array(k) for layer, k in self.kept.items()}
+        # np.savez takes names as keywords; its own first parameter is positional.
+        np.savez(path, **self._arrays(), **kept)  # type: ignore[arg-type]
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """What there is of each input, by name."""
         arrays = {"x": self.x, "y": self.y, "dense": self.dense}
         for choice in self.selected:
             arrays[f"selected/{choice}"] = self.selected[choice]
             arrays[f"margin/{choice}"] = self.margin[choice]
-        for layer, k in self.kept.items():
-            arrays[f"kept/{layer}"] = np.array(k)
         arrays |= {f"x/{name}": array for name, array in self.inputs.items()}
         arrays |= {f"y/{name}": array for name, array in self.outputs.items()}
-        # np.savez takes names as keywords; its own first parameter is positional.
-        np.savez(path, **arrays)  # type: ignore[arg-type]
+        if self.rounded is not None:
+            arrays["rounded"] = self.rounded.y
+            for choice, sets in self.rounded.selected.items():
+                arrays[f"rounded/{choice}"] = sets
+        return arrays
 
     @staticmethod
     def load(path: Path) -> Reference:
@@ -168,6 +260,9 @@ class Reference:
                 kept={layer: int(k) for layer, k in _group(arrays, "kept/").items()},
                 inputs=_group(arrays, "x/"),
                 outputs=_group(arrays, "y/"),
+                rounded=Rounded(arrays["rounded"], _group(arrays, "rounded/"))
+                if "rounded" in arrays
+                else None,
             )
         except (FeedError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise BundleError(f"{path}: not a readable parity record ({error})") from error
@@ -177,7 +272,8 @@ class Reference:
 
     def _problems(self) -> Iterator[str]:
         """In what it is no record of one model's outputs."""
-        groups = (self.selected, self.margin, self.inputs, self.outputs)
+        rounded = Rounded(self.y, {}) if self.rounded is None else self.rounded
+        groups = (self.selected, self.margin, self.inputs, self.outputs, rounded.selected)
         arrays = [("x", self.x), ("y", self.y), ("dense", self.dense)]
         arrays += [each for group in groups for each in group.items()]
         if self.x.ndim == 0 or not self.x.size:
@@ -189,8 +285,12 @@ class Reference:
                 yield f"'{name}' is of shape {array.shape}, for inputs {self.x.shape}"
         if any(array.dtype.kind == "u" for array in self.selected.values()):
             yield "its choices are neither indices nor weights"
-        if self.y.shape != self.dense.shape:
-            yield f"outputs {self.y.shape} and {self.dense.shape} are of different shapes"
+        for other in (self.dense, rounded.y):
+            if self.y.shape != other.shape:
+                yield f"outputs {self.y.shape} and {other.shape} are of different shapes"
+        for name, sets in rounded.selected.items():
+            if name not in self.selected or sets.shape != self.selected[name].shape:
+                yield f"'rounded/{name}' is of shape {sets.shape}"
         if self.selected.keys() != self.margin.keys() or not self.kept:
             yield "its choices are not complete"
 
@@ -241,6 +341,7 @@ class Parity:
     routing: float = 1.0
     tie: float = TIE
     coefficient: float = 1e-3
+    roundings: float = 2.0
     compared: int | None = None
     """Inputs of which anything was compared."""
     all_max_abs: float | None = None
@@ -256,6 +357,9 @@ class Parity:
     """The batch sizes at which the graph was compared."""
     batch: int | None = None
     """The batch size that misses the bounds where another meets them."""
+    apart: float | None = None
+    """How far the graph is from what the same rounding gives in another lowering, over how far that
+    is from PyTorch."""
 
     @property
     def mostly_ties(self) -> bool:
@@ -329,6 +433,15 @@ class Comparison:
         first, *further = values.values()
         return _compared(expected, first, further, sets, self._tolerance)
 
+    def rounded(self, expected: Reference) -> Rounded:
+        """Returns what the graph gives and chooses: the reference of others in its numbers."""
+        values, sets = self._outputs(expected, self._batch)
+        sets = {
+            name: chosen if _is_mumoe(chosen) else np.sort(chosen, axis=-1)
+            for name, chosen in sets.items()
+        }
+        return Rounded(next(iter(values.values())), sets)
+
     def _outputs(
         self, expected: Reference, batch: int
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -348,12 +461,14 @@ class Comparison:
             for name, value in compared.items():
                 found = values[value]
                 shape = expected.selected[name].shape
-                if len(shape) > found.ndim:  # of tokens, which the layer sees one after the other
-                    wanted = (len(x), *shape[1:])
-                    if found.shape[-1] != shape[-1]:
-                        raise ParityError(
-                            f"layer {name}: the graph chose {found.shape}, the reference {wanted}"
-                        )
+                wanted = (len(x), *shape[1:])
+                of_tokens = len(shape) > found.ndim  # which the layer sees one after the other
+                same_k = found.ndim > 0 and found.shape[-1] == shape[-1]
+                if not same_k or not (of_tokens or found.shape == wanted):
+                    raise ParityError(
+                        f"layer {name}: the graph chose {found.shape}, the reference {wanted}"
+                    )
+                if of_tokens:
                     if found.size != math.prod(wanted):  # the values alone decide
                         chosen.pop(name, None)
                         continue
@@ -377,7 +492,8 @@ class Comparison:
             pooled = self._parity([*self._found, *self._probes.values()])
             routed = pooled.routing_agreement >= self._tolerance.routing
             for size, probe in self._probes.items():
-                if not probe.same.within(self._tolerance) or not (routed or probe.first is None):
+                off = not probe.same.within(self._tolerance)
+                if off or not (routed or probe.first is None):
                     missed = self._parity([probe])
                     return replace(missed, passed=False, batch=size, batches=batches)
         return replace(whole, batches=batches)
@@ -393,6 +509,7 @@ class Comparison:
         same = _Distance.of([each.same for each in found])
         if tokens and not same.inputs:  # every input has a token that chose otherwise
             same = everything
+        apart = _Rounding.times([each.rounding for each in found if each.rounding is not None])
         return Parity(
             max_abs=same.max_abs,
             max_rel=same.max_rel,
@@ -405,6 +522,7 @@ class Comparison:
                 and agreeing / choices >= bounds.routing
                 and same.inputs
                 and tied <= MOST_TIES * choices
+                and (apart is None or apart <= bounds.roundings)
             ),
             first_difference=next((each.first for each in found if each.first), None),
             untouched_cosine=min(each.untouched_cosine for each in found),
@@ -420,6 +538,7 @@ class Comparison:
             choices=choices,
             agreeing=agreeing,
             tied=tied,
+            apart=apart,
         )
 
 
@@ -432,7 +551,11 @@ def compare(
     tolerance: Tolerance,
     k: int | None = None,
 ) -> Parity:
-    """Runs a graph on the reference's inputs and returns how far it is off (`Comparison`)."""
+    """Runs a graph on the reference's inputs and returns how far it is off (`Comparison`).
+
+    The session may be of any runtime, which rounds as it likes within the bounds.
+    """
+    expected = replace(expected, rounded=None)
     comparison = Comparison(session, selected_values, batch=batch, tolerance=tolerance, k=k)
     comparison.add(expected)
     return comparison.parity()
@@ -453,6 +576,35 @@ def settled(expected: Reference, tie: float) -> Reference:
             hint="export again with other or more --data",
         )
     return expected.rows(clear)
+
+
+FEW = 8
+"""Experts that are named; of more, how many there are."""
+
+
+def unreached(
+    reached: Mapping[str, frozenset[int]], experts: Mapping[str, int]
+) -> dict[str, list[int]]:
+    """Returns the experts of each layer that were chosen by no input: they were not compared.
+
+    `experts` are the numbers of the layers' experts; `reached` are those of `Reference.reached`.
+    """
+    missing = {
+        layer: sorted(frozenset(range(experts[layer])) - found)
+        for layer, found in reached.items()
+        if layer in experts
+    }
+    return {layer: each for layer, each in missing.items() if each}
+
+
+def not_compared(missing: Mapping[str, list[int]], experts: Mapping[str, int]) -> str:
+    """Returns in words that some experts were not compared; empty where all were."""
+    layers = "; ".join(
+        f"{len(each)} of {experts[layer]} in layer {layer} "
+        f"({', '.join(map(str, each[:FEW]))}{', …' if len(each) > FEW else ''})"
+        for layer, each in missing.items()
+    )
+    return f"experts that no input chose were not compared: {layers}" if layers else ""
 
 
 def describe(parity: Parity) -> str:
@@ -482,6 +634,7 @@ def describe(parity: Parity) -> str:
             f"; MOST WAS NOT COMPARED: {p.tied:,} of {p.choices:,} {what} are ties (scores within "
             f"{p.tie:g} of the k-th)"
         )
+    text += _apart(p)
     if p.batch is not None:
         text = f"in a batch of {p.batch}: {text}"
     if p.first_difference:
@@ -489,6 +642,16 @@ def describe(parity: Parity) -> str:
     if p.flip_margin:
         text += f"; flips at margins up to {p.flip_margin:.1g} of the k-th score"
     return text
+
+
+def _apart(p: Parity) -> str:
+    """What is said of a graph that rounds otherwise than another lowering."""
+    if p.apart is None or p.apart <= p.roundings:
+        return ""
+    return (
+        f"; {p.apart:.2g} TIMES as far from what another lowering gives in the same numbers as "
+        f"that is from PyTorch, where {p.roundings:g} times is the most"
+    )
 
 
 def differences(max_abs: float, max_rel: float, cosine: float) -> str:
@@ -550,6 +713,72 @@ def _distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> _Distanc
 
 
 @dataclass(frozen=True, slots=True)
+class _Rounding:
+    """How far outputs are from what the same rounding gives, and how far that is from PyTorch.
+
+    Each as the largest difference and the sum of squares; `largest` and `squares` are those of the
+    outputs themselves.
+    """
+
+    off: tuple[float, float]
+    own: tuple[float, float]
+    outputs: tuple[float, float]
+
+    @staticmethod
+    def times(parts: Sequence[_Rounding]) -> float | None:
+        """Returns the quotient over all parts, the larger of both measures; None without any.
+
+        What FP32 may differ by is taken off.
+        """
+        if not parts:
+            return None
+        slack, found = TOLERANCES["fp32"].rtol, 0.0
+        for index, combine in enumerate((np.max, _length)):
+            off, own, outputs = (
+                float(combine([each[index] for each in column]))
+                for column in zip(*((p.off, p.own, p.outputs) for p in parts), strict=True)
+            )
+            if not np.isfinite(off):
+                return float("inf")
+            found = max(found, max(0.0, off - slack * outputs) / max(own, slack * outputs, 1e-30))
+        return found
+
+    @staticmethod
+    def of(
+        expected: Reference, y: np.ndarray, sets: Mapping[str, np.ndarray], tolerance: Tolerance
+    ) -> _Rounding | None:
+        """Compares the inputs in which all chose alike; None without any, or without a record."""
+        rounded = expected.rounded
+        if rounded is None:
+            return None
+
+        def alike(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> np.ndarray:
+            same = np.ones(len(y), dtype=bool)
+            for name in one.keys() & other.keys():
+                same &= ~_different(one[name], other[name], tolerance).any(axis=1)
+            return same
+
+        compared, kept = alike(sets, rounded.selected), alike(rounded.selected, expected.selected)
+        if not compared.any() or not kept.any():
+            return None
+        return _Rounding(
+            off=_size(y[compared], rounded.y[compared]),
+            own=_size(rounded.y[kept], expected.y[kept]),
+            outputs=_size(rounded.y[compared]),
+        )
+
+
+def _size(y: np.ndarray, less: np.ndarray | float = 0.0) -> tuple[float, float]:
+    """The largest absolute number of a difference, and its sum of squares per input."""
+    off = y.astype(np.float64) - less
+    return float(np.abs(off).max(initial=0.0)), float((off**2).sum()) / len(y)
+
+
+def _length(squares: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(squares))
+
+
+@dataclass(frozen=True, slots=True)
 class _Found:
     """What one part of the inputs gave.
 
@@ -572,6 +801,7 @@ class _Found:
     same: _Distance
     everything: _Distance
     untouched_cosine: float
+    rounding: _Rounding | None
 
 
 def _compared(
@@ -633,6 +863,7 @@ def _compared(
         ),
         everything=_distance(expected.y, y, np.ones(len(y), dtype=bool)),
         untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
+        rounding=_Rounding.of(expected, y, sets, tolerance),
     )
 
 

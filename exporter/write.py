@@ -34,7 +34,7 @@ from .bundle.verify import graph_comparison, selected_values
 from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_layer
 from .job import ExportJob
 from .model import Model
-from .parity import Comparison, Parity, Reference
+from .parity import Comparison, Parity, Reference, not_compared
 from .plan import GraphPlan, LayerPlan, Plan
 from .quantization.precision import LayerPrecision, precision_record
 
@@ -194,9 +194,17 @@ def opened_comparison(
 
 
 def manifest_of(
-    plan: Plan, lowered: Mapping[str, Lowered], parities: Mapping[str, Parity], directory: Path
+    plan: Plan,
+    lowered: Mapping[str, Lowered],
+    parities: Mapping[str, Parity],
+    directory: Path,
+    *,
+    unreached: Mapping[str, list[int]] | None = None,
 ) -> Manifest:
-    """Returns what there is to say of the graphs and weights in a folder; hashes every file."""
+    """Returns what there is to say of the graphs and weights in a folder; hashes every file.
+
+    `unreached` are each layer's experts that no input of the comparison chose.
+    """
     job, options, main = plan.job, plan.job.options, plan.graphs[0]
     model = job.model
     notes = [*model.notes, *plan.notes]
@@ -211,6 +219,9 @@ def manifest_of(
         for file, each in parities.items()
         if each.mostly_ties
     ]
+    if unreached:
+        experts = {name: layer.spec.experts for name, layer in model.layers.items()}
+        notes.append(f"{not_compared(unreached, experts)}; give more inputs with --data")
     k_port = [TensorSpec(K_INPUT, "int64", (1,))] if options.k == "input" else []
     return Manifest(
         moexport=metadata.version("moexport"),

@@ -29,9 +29,11 @@ from ..parity import (
     compare,
     describe,
     differences,
+    not_compared,
     on_gpu,
     recorded,
     settled,
+    unreached,
 )
 from ..session import Session, SessionOptions
 from ..tensorrt.backends import backend_named, first_gpu
@@ -268,6 +270,7 @@ def _bounds(manifest: Manifest, atol: float | None, rtol: float | None) -> Toler
         routing=max(usual.routing, bounds.routing),
         tie=min(usual.tie, bounds.tie),
         coefficient=min(usual.coefficient, bounds.coefficient),
+        roundings=min(usual.roundings, bounds.roundings),
     )
 
 
@@ -294,6 +297,9 @@ def _parity_check(
         return Check(name, False, error.message)
     parity = comparison.parity()
     detail = describe(parity)
+    experts = {layer.name: layer.experts for layer in manifest.layers}
+    missing = not_compared(unreached(expected.reached(), experts), experts)
+    detail += f"; {missing}" if missing else ""
     exported = recorded(manifest.parity)
     if not parity.passed and (exported.atol > bounds.atol or exported.rtol > bounds.rtol):
         detail += (

@@ -1,0 +1,183 @@
+"""The bundles that are damaged: every family, kind of adapter and token-routed model, small."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import moexport
+import numpy as np
+from moexport.errors import LoweringError, MoexportError
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.export import export
+from moexport.exporter.job import ExportJob, export_job
+from moexport.exporter.model import Model
+from moexport.exporter.options import ExportOptions, PrecisionOptions
+from moexport.exporter.parity import PARITY_FILE, Reference
+from moexport.exporter.trace import trace
+from moexport.graphs.lowerings import lowerings_of
+from moexport.graphs.targets import Precision, Target
+from moexport.tests.exporter.checkpoints import test_adapters, test_own_routers
+from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
+
+FORMS: tuple[tuple[Precision, Target], ...] = (
+    ("fp32", "onnx"),
+    ("fp32", "ort-cpu"),
+    ("fp16", "onnx"),
+    ("bf16", "onnx"),
+    ("int8", "ort-cpu"),
+    ("int8", "onnx"),
+    ("int4", "ort-cpu"),
+    ("int4", "onnx"),
+)
+"""What ONNX Runtime's CPU provider runs or `verify` emulates there. A lowering in a precision is
+damaged for the first target that it serves."""
+
+BLOCKED_OPSET = 21
+
+ROUTED = ("mixtral", "olmoe", "qwen2_moe")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its name, the k that it is exported with and inputs for it, None for random ones."""
+
+    name: str
+    model: Model
+    k: int | str
+    data: dict[str, np.ndarray] | None
+    renormalize: bool = False
+
+
+@dataclass(frozen=True)
+class Base:
+    """A bundle of one graph that is right, with what its export compared it with."""
+
+    subject: str
+    lowering: str
+    precision: Precision
+    target: Target
+    job: ExportJob
+    bundle: Bundle
+    expected: Reference
+
+    @property
+    def name(self) -> str:
+        return f"{self.subject} {self.lowering} {self.precision} {self.target}"
+
+
+@contextmanager
+def _importable(folder: Path, name: str, code: str) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.py").write_text(code)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def subjects(folder: Path) -> dict[str, Any]:
+    """Returns what makes each subject, by name; nothing is loaded before it is called."""
+    found: dict[str, Any] = {}
+    for name in SOFT_MOE:
+        found[name] = lambda name=name: _recorded(name)
+    found["soft_moe_lucidrains renormalised"] = lambda: _recorded(
+        "soft_moe_lucidrains", renormalize=True
+    )
+    for name in MUMOE:
+        found[name] = lambda name=name: _recorded(name)
+    for form in ("full", "tucker"):
+        found[f"adapter MuMoE {form}"] = lambda form=form: _own(folder, "mumoe", form=form)
+    found["adapter SoftMoE"] = lambda: _own(folder, "soft")
+    found["adapter Experts"] = lambda: _own_router(folder)
+    for name in ROUTED:
+        found[name] = lambda name=name: _routed(name, folder)
+    return found
+
+
+def _recorded(name: str, *, renormalize: bool = False) -> Subject:
+    case = read_case(name)
+    model = moexport.load(case.weights, config=case.config)
+    x = case.x.astype(np.float32 if case.x.dtype.kind == "f" else np.int64)
+    title = f"{name} renormalised" if renormalize else name
+    return Subject(title, model, case.ks[0], {"input": x}, renormalize)
+
+
+def _own(folder: Path, factory: str, **given: Any) -> Subject:
+    x = np.random.default_rng(0).standard_normal((12, 6, 3)).astype(np.float32)
+    with _importable(folder / "own", "own", test_adapters.CODE):
+        adapter = "own:adapt" if factory == "soft" else "own:for_tensors"
+        model = moexport.load(f"own:{factory}", config=given, adapter=adapter, example=x)
+    kind = {"soft": "SoftMoE", "mumoe": "MuMoE"}[factory]
+    title = " ".join(["adapter", kind, *given.values()])
+    return Subject(title, model, 2, {model.input.name: x})
+
+
+def _own_router(folder: Path) -> Subject:
+    x = np.random.default_rng(0).standard_normal((8, 6, 3)).astype(np.float32)
+    with _importable(folder / "routed", "routed", test_own_routers.CODE):
+        model = moexport.load("routed:net", example=x)
+    return Subject("adapter Experts", model, "n", {model.input.name: x})
+
+
+def _routed(name: str, folder: Path) -> Subject:
+    from moexport.tests.exporter.token_routed.architectures import ARCHITECTURES, save
+
+    place = folder / "models" / name
+    if not place.exists():
+        save(
+            ARCHITECTURES[name],
+            place,
+            hidden_size=64,
+            intermediate_size=64,
+            **({} if name == "mixtral" else {"moe_intermediate_size": 64}),
+        )
+    return Subject(name, moexport.load(place), "n", None)
+
+
+def bases(
+    subject: Subject,
+    folder: Path,
+    forms: Sequence[tuple[Precision, Target]] = FORMS,
+    lowerings: Sequence[str] | None = None,
+) -> Iterator[Base | str]:
+    """Yields a bundle for each lowering, precision and target that serve a subject's layers.
+
+    Of what an export refuses it yields the reason, but not where a lowering is not for the layers.
+    """
+    model = subject.model
+    kind = next(iter(model.layers.values())).spec.kind
+    traced = trace(model, opset=BLOCKED_OPSET)
+    done: set[tuple[str, Precision]] = set()
+    for precision, target in forms:
+        for lowering in lowerings or lowerings_of(kind):
+            if (lowering, precision) in done:
+                continue
+            name = f"{subject.name} {lowering} {precision} {target}"
+            place = folder / name.replace(" ", "-")
+            options = ExportOptions(
+                k=subject.k,  # type: ignore[arg-type]
+                target=target,
+                lowerings=(lowering,),
+                opset=BLOCKED_OPSET,
+                renormalize=subject.renormalize,
+                precision=PrecisionOptions(precision),
+                data=None if subject.data is None else [subject.data],
+                destination=place,
+            )
+            try:
+                job = export_job(model, options)
+                bundle = export(job, traced=traced)
+            except LoweringError:
+                continue
+            except MoexportError as error:
+                yield f"{name}: {error.message}"
+                continue
+            done.add((lowering, precision))
+            expected = Reference.load(place / PARITY_FILE)
+            yield Base(subject.name, lowering, precision, target, job, bundle, expected)

@@ -1,0 +1,165 @@
+"""Who refuses a damaged bundle, and what the damage does to its outputs."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+from moexport.common.files import sha256
+from moexport.errors import BundleError, EngineError, ParityError
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.manifest import MANIFEST_FILE, FileRecord
+from moexport.exporter.parity import PARITY_FILE, TOLERANCES, describe
+from moexport.exporter.write import opened_comparison
+from moexport.graphs.targets import Precision
+
+from .bases import Base
+from .damage import DAMAGES, Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a damaged graph.
+
+    `effect` is the largest change of an output over max|y|, and `length` that of all outputs
+    together, as a share of theirs; `rounding` and `rounding_length` tell the same of the undamaged
+    graph beside PyTorch, and `apart` how far it is from another lowering (`Parity`). `export` and
+    `verify` say why each refused it, None where it did not.
+    """
+
+    base: str
+    precision: Precision
+    damage: str
+    where: str
+    effect: float
+    length: float
+    rounding: float
+    rounding_length: float
+    apart: float
+    export: str | None
+    verify: str | None
+
+    @property
+    def killed(self) -> bool:
+        """Whether the comparison of an export and `verify` both refused it."""
+        return self.export is not None and self.verify is not None
+
+    @property
+    def below_rounding(self) -> bool:
+        """Whether it changes the outputs by no more than rounding may: what `Tolerance` says."""
+        single = TOLERANCES["fp32"].rtol
+        times = TOLERANCES[self.precision].roundings + self.apart
+        if self.precision == "fp32":
+            return self.effect <= single
+        return (
+            self.effect <= times * self.rounding + single
+            and self.length <= times * self.rounding_length + single
+        )
+
+    @property
+    def survives(self) -> bool:
+        """Whether somebody took it although it changes more than rounding does."""
+        return not self.killed and not self.below_rounding
+
+    def line(self) -> str:
+        """One line about it."""
+        took = [name for name in ("export", "verify") if getattr(self, name) is None]
+        return (
+            f"SURVIVES {' and '.join(took)}: {self.base}: {self.damage}: {self.where}: effect "
+            f"{self.effect:.1e}, {self.length:.1e}; rounding {self.rounding:.1e}, "
+            f"{self.rounding_length:.1e}"
+        )
+
+
+def mutants(base: Base, folder: Path, most: int) -> tuple[list[Verdict], list[str]]:
+    """Returns what became of the damaged graphs of a bundle, and the damage that ends a run.
+
+    Each damage is done in `most` places at the most, spread over the graph.
+    """
+    graph = whole_graph(base)
+    right, refused = by_export(base, base.bundle)
+    assert right is not None and refused is None, refused
+    rounding = distance(right, base.expected.y)
+    apart = (base.bundle.manifest.parity or {}).get("apart") or 0.0
+    verdicts: list[Verdict] = []
+    broken: list[str] = []
+    for damage in DAMAGES:
+        places = list(damage.places(graph))
+        step = max(1.0, len(places) / most)
+        for where, change in [places[int(step * i)] for i in range(min(most, len(places)))]:
+            changed = graph.copy()
+            change(changed)
+            bundle = damaged_bundle(base, changed, folder)
+            try:
+                y, refused = by_export(base, bundle)
+            except (BundleError, EngineError):
+                broken.append(damage.name)
+                continue
+            verdicts.append(
+                Verdict(
+                    base.name,
+                    base.precision,
+                    damage.name,
+                    where,
+                    *((math.inf, math.inf) if y is None else distance(y, right)),
+                    *rounding,
+                    apart,
+                    refused,
+                    by_verify(bundle),
+                )
+            )
+    return verdicts, broken
+
+
+def whole_graph(base: Base) -> Graph:
+    """Returns a bundle's graph with its weights inside."""
+    return Graph(onnx.load(base.bundle.path / base.bundle.manifest.graphs[0].file))
+
+
+def damaged_bundle(base: Base, graph: Graph, folder: Path) -> Bundle:
+    """Writes the bundle with another graph, its hashes right, so that they hide nothing."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    manifest, file = base.bundle.manifest, base.bundle.manifest.graphs[0].file
+    onnx.save(graph.model, folder / file)
+    shutil.copy(base.bundle.path / PARITY_FILE, folder / PARITY_FILE)
+    files = {path.name: FileRecord(sha256(path), path.stat().st_size) for path in folder.iterdir()}
+    manifest = replace(manifest, files=files)
+    (folder / MANIFEST_FILE).write_text(manifest.to_json())
+    return Bundle(folder, manifest)
+
+
+def by_export(base: Base, bundle: Bundle) -> tuple[np.ndarray | None, str | None]:
+    """Returns a graph's outputs, and why the comparison of an export refuses it, if it does.
+
+    There are no outputs where it chose in another shape. Raises `EngineError` or `BundleError` for
+    a graph that does not run.
+    """
+    graph, y = bundle.manifest.graphs[0], None
+    comparison = opened_comparison(base.job, bundle.path, graph, base.expected)
+    try:
+        y = comparison.rounded(base.expected).y
+        comparison.add(base.expected)
+    except ParityError as error:
+        return y, error.message
+    parity = comparison.parity()
+    return y, None if parity.passed else describe(parity)
+
+
+def by_verify(bundle: Bundle) -> str | None:
+    """Returns the first check of `verify` that fails, None where all pass."""
+    return next((f"{c.name}: {c.detail}" for c in bundle.verify() if not c.passed), None)
+
+
+def distance(y: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
+    """Returns how far outputs are off: in their largest number, and in the length of all."""
+    if y.shape != wanted.shape or not np.isfinite(y).all():
+        return float("inf"), float("inf")
+    off = y.astype(np.float64) - wanted
+    length = float(np.linalg.norm(wanted.astype(np.float64)))
+    largest = float(np.abs(wanted).max())
+    return float(np.abs(off).max()) / largest, float(np.linalg.norm(off)) / length

@@ -1,0 +1,64 @@
+"""Damaged graphs that still run are refused: a sample of `python -m moexport.tests.mutants`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from moexport.exporter.parity import MOST_KEPT, Reference, not_compared, unreached
+from moexport.graphs.targets import Precision, Target
+
+from .bases import Base, bases, subjects
+from .judging import mutants
+
+SAMPLE: list[tuple[str, Precision, Target, str]] = [
+    ("soft_moe_lucidrains_geglu_ln", "fp32", "onnx", "gather"),
+    ("soft_moe_lucidrains_geglu_ln", "int8", "ort-cpu", "grouped"),
+    ("adapter Experts", "int8", "ort-cpu", "grouped"),
+    ("mumoe_tr_2level", "fp32", "onnx", "factorised"),
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "target", "lowering"), SAMPLE)
+def test_damage_above_rounding_is_refused_by_the_export_and_by_verify(
+    name: str, precision: Precision, target: Target, lowering: str, tmp_path: Path
+) -> None:
+    subject = subjects(tmp_path / "models")[name]()
+    (base,) = bases(subject, tmp_path / "bundles", [(precision, target)], (lowering,))
+    assert isinstance(base, Base), base
+    verdicts, _ = mutants(base, tmp_path / "damaged", 1)
+    assert [each.line() for each in verdicts if each.survives] == []
+    assert sum(each.killed for each in verdicts) >= 7
+
+
+def reference(chosen: list[list[int]]) -> Reference:
+    """Inputs that choose those experts of a layer."""
+    count = len(chosen)
+    return Reference(
+        x=np.arange(count, dtype=np.float32)[:, None],
+        y=np.zeros((count, 1), np.float32),
+        dense=np.zeros((count, 1), np.float32),
+        selected={"moe": np.array(chosen)},
+        margin={"moe": np.ones(count, np.float32)},
+        kept={"moe": 2},
+    )
+
+
+def test_inputs_that_reach_further_experts_are_kept() -> None:
+    first = reference([[0, 1], [0, 1]])
+    kept = first.with_unreached(reference([[0, 1], [1, 3], [0, 3], [3, 4]]), MOST_KEPT)
+    assert kept.x[:, 0].tolist() == [0.0, 1.0, 1.0, 3.0]
+    assert kept.reached() == {"moe": frozenset({0, 1, 3, 4})}
+    assert first.with_unreached(reference([[2, 3]]), most=2) is first
+    other = replace(reference([[2, 3]]), x=np.zeros((1, 7), np.float32))
+    assert first.with_unreached(other, MOST_KEPT) is first
+
+
+def test_experts_that_no_input_chose_are_told() -> None:
+    missing = unreached(reference([[0, 1], [0, 3]]).reached(), {"moe": 5})
+    assert missing == {"moe": [2, 4]}
+    text = not_compared(missing, {"moe": 5})
+    assert text == "experts that no input chose were not compared: 2 of 5 in layer moe (2, 4)"
+    assert not_compared({}, {}) == ""
