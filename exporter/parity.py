@@ -8,7 +8,7 @@ It is kept in the bundle, so that a bundle can be verified where its checkpoint 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -193,7 +193,8 @@ class Reference:
         ]
         if shapes[0] != shapes[1]:
             return self
-        found, rows = self.reached(), []
+        found = self.reached()
+        rows: list[int] = []
         for row in range(len(later.x)):
             chosen = later.rows(np.array([row])).reached()
             fresh = any(chosen[name] - found[name] for name in found)
@@ -712,66 +713,84 @@ def _distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> _Distanc
     )
 
 
+CHOICES_BY_CHANCE = 0.005
+"""Of all choices so many, and one at least, may differ between two graphs that round alike."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Rounding:
-    """How far outputs are from what the same rounding gives, and how far that is from PyTorch.
+    """How far a graph is from what the same rounding gives, and how far that is from PyTorch.
 
-    Each as the largest difference and the sum of squares; `largest` and `squares` are those of the
-    outputs themselves.
+    Each as the largest difference of an output, the sum of squares, and how many choices differ;
+    `scale` holds those of the outputs themselves, and how many choices there are.
     """
 
-    off: tuple[float, float]
-    own: tuple[float, float]
-    outputs: tuple[float, float]
+    off: tuple[float, float, float]
+    own: tuple[float, float, float]
+    scale: tuple[float, float, float]
 
     @staticmethod
     def times(parts: Sequence[_Rounding]) -> float | None:
-        """Returns the quotient over all parts, the larger of both measures; None without any.
+        """Returns the quotient over all parts, the largest of the three; None without any.
 
-        What FP32 may differ by is taken off.
+        What FP32 may differ by is taken off, and what is chance of choices.
         """
         if not parts:
             return None
-        slack, found = TOLERANCES["fp32"].rtol, 0.0
-        for index, combine in enumerate((np.max, _length)):
-            off, own, outputs = (
-                float(combine([each[index] for each in column]))
-                for column in zip(*((p.off, p.own, p.outputs) for p in parts), strict=True)
+        single, found = TOLERANCES["fp32"].rtol, 0.0
+        combined: tuple[Callable[[list[float]], float], ...] = (max, _length, math.fsum)
+        for index, combine in enumerate(combined):
+            off, own, scale = (
+                combine([each[index] for each in column])
+                for column in zip(*((p.off, p.own, p.scale) for p in parts), strict=True)
             )
+            chosen = combine is math.fsum
+            slack = max(1.0, CHOICES_BY_CHANCE * scale) if chosen else single * scale
             if not np.isfinite(off):
                 return float("inf")
-            found = max(found, max(0.0, off - slack * outputs) / max(own, slack * outputs, 1e-30))
+            found = max(found, max(0.0, off - slack) / max(own, slack, 1e-30))
         return found
 
     @staticmethod
     def of(
         expected: Reference, y: np.ndarray, sets: Mapping[str, np.ndarray], tolerance: Tolerance
     ) -> _Rounding | None:
-        """Compares the inputs in which all chose alike; None without any, or without a record."""
+        """Compares all choices, and the outputs of inputs in which all are alike.
+
+        None without a record.
+        """
         rounded = expected.rounded
         if rounded is None:
             return None
 
-        def alike(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> np.ndarray:
-            same = np.ones(len(y), dtype=bool)
+        def differing(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> np.ndarray:
+            """How many choices of each input."""
+            count = np.zeros(len(y))
             for name in one.keys() & other.keys():
-                same &= ~_different(one[name], other[name], tolerance).any(axis=1)
-            return same
+                count += _different(one[name], other[name], tolerance).sum(axis=1)
+            return count
 
-        compared, kept = alike(sets, rounded.selected), alike(rounded.selected, expected.selected)
-        if not compared.any() or not kept.any():
-            return None
+        others, own = (
+            differing(sets, rounded.selected),
+            differing(rounded.selected, expected.selected),
+        )
+        alike, exact = others == 0, own == 0
+        if not exact.any():  # each input has a token that rounding sends elsewhere
+            exact = ~exact
+        places = sum(
+            math.prod(sets[name].shape[:-1]) for name in sets.keys() & rounded.selected.keys()
+        )
         return _Rounding(
-            off=_size(y[compared], rounded.y[compared]),
-            own=_size(rounded.y[kept], expected.y[kept]),
-            outputs=_size(rounded.y[compared]),
+            off=(*_size(y[alike], rounded.y[alike]), float(others.sum())),
+            own=(*_size(rounded.y[exact], expected.y[exact]), float(own.sum())),
+            scale=(*_size(rounded.y), float(places)),
         )
 
 
 def _size(y: np.ndarray, less: np.ndarray | float = 0.0) -> tuple[float, float]:
     """The largest absolute number of a difference, and its sum of squares per input."""
     off = y.astype(np.float64) - less
-    return float(np.abs(off).max(initial=0.0)), float((off**2).sum()) / len(y)
+    return float(np.abs(off).max(initial=0.0)), float((off**2).sum()) / max(1, len(y))
 
 
 def _length(squares: Sequence[float]) -> float:

@@ -135,7 +135,7 @@ def _routed(name: str, folder: Path) -> Subject:
             place,
             hidden_size=64,
             intermediate_size=64,
-            **({} if name == "mixtral" else {"moe_intermediate_size": 64}),
+            moe_intermediate_size=64,
         )
     return Subject(name, moexport.load(place), "n", None)
 

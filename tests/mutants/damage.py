@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
+INTEGERS = frozenset({onnx.TensorProto.UINT8, onnx.TensorProto.INT8})
 QUANTISED = ("QuantizeLinear", "MatMulIntegerToFloat", "MatMulInteger", "DequantizeLinear")
 
 Change = Callable[["Graph"], None]
@@ -70,7 +72,7 @@ class Graph:
                     if name == value:
                         node.input[index] = to
 
-    def after(self, node: int, op: str, *more: str, **attributes: object) -> None:
+    def after(self, node: int, op: str, *more: str, **attributes: Any) -> None:
         """Puts a node of the same shape behind a node's first output."""
         made = self.nodes[node]
         holder = next(graph for graph in _graphs(self.model.graph) if made in list(graph.node))
@@ -123,17 +125,17 @@ def _experts(graph: Graph) -> dict[str, list[dict[str, Slot]]]:
     found: dict[str, dict[int, dict[str, Slot]]] = {}
     for name, tensor in graph.weights.items():
         if match := ONE.fullmatch(name):
-            layer = found.setdefault(match["layer"], {})
-            layer.setdefault(int(match["expert"]), {})[match["key"]] = (name, None)
+            experts = found.setdefault(match["layer"], {})
+            experts.setdefault(int(match["expert"]), {})[match["key"]] = (name, None)
         elif match := STACKED.fullmatch(name) or MODE.fullmatch(name):
             layer = match["layer"] + ("" if "/tensor." not in name else f".{match['key']}")
             for index in range(tensor.dims[0]):
                 place = found.setdefault(layer, {}).setdefault(index, {})
                 place.setdefault(match["key"], (name, index))
     return {
-        layer: [experts[index] for index in sorted(experts)]
-        for layer, experts in found.items()
-        if len(experts) > 1
+        layer: [by_number[index] for index in sorted(by_number)]
+        for layer, by_number in found.items()
+        if len(by_number) > 1
     }
 
 
@@ -492,8 +494,7 @@ def _zero_point(graph: Graph) -> Places:
             continue
         for index, name in enumerate(node.input[1:], 1):
             tensor = graph.weights.get(name)
-            integer = tensor is not None and tensor.data_type in (2, 3)
-            if not integer or len(tensor.dims) > 1 or np.prod(tensor.dims) != 1:
+            if tensor is None or tensor.data_type not in INTEGERS or np.prod(tensor.dims) != 1:
                 continue
 
             def shift(g: Graph, number: int = number, index: int = index) -> None:

@@ -13,7 +13,7 @@ from moexport.common.files import sha256
 from moexport.errors import BundleError, EngineError, ParityError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import MANIFEST_FILE, FileRecord
-from moexport.exporter.parity import PARITY_FILE, TOLERANCES, describe
+from moexport.exporter.parity import PARITY_FILE, TOLERANCES, Comparison, Rounded, describe
 from moexport.exporter.write import opened_comparison
 from moexport.graphs.targets import Precision
 
@@ -27,8 +27,9 @@ class Verdict:
 
     `effect` is the largest change of an output over max|y|, and `length` that of all outputs
     together, as a share of theirs; `rounding` and `rounding_length` tell the same of the undamaged
-    graph beside PyTorch, and `apart` how far it is from another lowering (`Parity`). `export` and
-    `verify` say why each refused it, None where it did not.
+    graph beside PyTorch, and `apart` how far it is from another lowering (`Parity.apart`); `times`
+    is the same of the damaged graph and the undamaged one, where one took it. `export` and `verify`
+    say why each refused it, None where it did not.
     """
 
     base: str
@@ -40,6 +41,7 @@ class Verdict:
     rounding: float
     rounding_length: float
     apart: float
+    times: float | None
     export: str | None
     verify: str | None
 
@@ -50,14 +52,15 @@ class Verdict:
 
     @property
     def below_rounding(self) -> bool:
-        """Whether it changes the outputs by no more than rounding may: what `Tolerance` says."""
-        single = TOLERANCES["fp32"].rtol
-        times = TOLERANCES[self.precision].roundings + self.apart
+        """Whether it changes the graph by no more than rounding does.
+
+        In FP32 by its bound, 1e-4 of max|y|. Below, the damaged graph is compared with the
+        undamaged one as graphs of two lowerings are (`Tolerance.roundings`).
+        """
         if self.precision == "fp32":
-            return self.effect <= single
-        return (
-            self.effect <= times * self.rounding + single
-            and self.length <= times * self.rounding_length + single
+            return self.effect <= TOLERANCES["fp32"].rtol
+        return self.times is not None and (
+            self.times <= TOLERANCES[self.precision].roundings + self.apart
         )
 
     @property
@@ -83,7 +86,8 @@ def mutants(base: Base, folder: Path, most: int) -> tuple[list[Verdict], list[st
     graph = whole_graph(base)
     right, refused = by_export(base, base.bundle)
     assert right is not None and refused is None, refused
-    rounding = distance(right, base.expected.y)
+    rounding = distance(right.y, base.expected.y)
+    beside = replace(base, expected=replace(base.expected, rounded=right))
     apart = (base.bundle.manifest.parity or {}).get("apart") or 0.0
     verdicts: list[Verdict] = []
     broken: list[str] = []
@@ -99,17 +103,22 @@ def mutants(base: Base, folder: Path, most: int) -> tuple[list[Verdict], list[st
             except (BundleError, EngineError):
                 broken.append(damage.name)
                 continue
+            at_verify = by_verify(bundle)
+            times = None
+            if refused is None or at_verify is None:
+                times = compared(beside, bundle).parity().apart
             verdicts.append(
                 Verdict(
                     base.name,
                     base.precision,
                     damage.name,
                     where,
-                    *((math.inf, math.inf) if y is None else distance(y, right)),
+                    *((math.inf, math.inf) if y is None else distance(y.y, right.y)),
                     *rounding,
                     apart,
+                    times,
                     refused,
-                    by_verify(bundle),
+                    at_verify,
                 )
             )
     return verdicts, broken
@@ -133,7 +142,15 @@ def damaged_bundle(base: Base, graph: Graph, folder: Path) -> Bundle:
     return Bundle(folder, manifest)
 
 
-def by_export(base: Base, bundle: Bundle) -> tuple[np.ndarray | None, str | None]:
+def compared(base: Base, bundle: Bundle) -> Comparison:
+    """Returns the comparison that an export makes of a graph."""
+    graph = bundle.manifest.graphs[0]
+    comparison = opened_comparison(base.job, bundle.path, graph, base.expected)
+    comparison.add(base.expected)
+    return comparison
+
+
+def by_export(base: Base, bundle: Bundle) -> tuple[Rounded | None, str | None]:
     """Returns a graph's outputs, and why the comparison of an export refuses it, if it does.
 
     There are no outputs where it chose in another shape. Raises `EngineError` or `BundleError` for
@@ -142,7 +159,7 @@ def by_export(base: Base, bundle: Bundle) -> tuple[np.ndarray | None, str | None
     graph, y = bundle.manifest.graphs[0], None
     comparison = opened_comparison(base.job, bundle.path, graph, base.expected)
     try:
-        y = comparison.rounded(base.expected).y
+        y = comparison.rounded(base.expected)
         comparison.add(base.expected)
     except ParityError as error:
         return y, error.message
