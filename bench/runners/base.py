@@ -196,11 +196,14 @@ def first_of(x: Inputs) -> Array:
 def chosen_experts(
     found: Mapping[str, Array], experts: Mapping[str, int], rows: int
 ) -> dict[str, Array]:
-    """Returns the experts [rows, k] of each layer, ascending: all n of a layer that found none."""
-    return {
-        layer: np.sort(found[layer], axis=1) if layer in found else np.tile(np.arange(n), (rows, 1))
-        for layer, n in experts.items()
-    }
+    """Returns the experts [rows, k] of each layer, ascending: all n of a layer that found none.
+
+    Those of tokens are [b, m, k] where a graph exposes them: each token is a row.
+    """
+    every = {layer: np.tile(np.arange(n), (rows, 1)) for layer, n in experts.items()}
+    chosen = {layer: found[layer] for layer in experts if layer in found}
+    flat = {layer: array.reshape(-1, array.shape[-1]) for layer, array in chosen.items()}
+    return every | {layer: np.sort(array, axis=1) for layer, array in flat.items()}
 
 
 def in_batches(

@@ -20,15 +20,24 @@ from moexport.tests.pairs.rows import Result, Row, of_source
 from moexport.tests.pairs.sources import NAMES
 
 
+def counts(results: Sequence[Result]) -> str:
+    """How many rows there are, and what came of them."""
+    found = Counter(each.verdict for each in results)
+    each = ", ".join(f"{name} {found[name]}" for name in ("right", "refused", "raw"))
+    return f"rows {len(results)}: {each}"
+
+
 def everything(wanted: Sequence[Row], jobs: int) -> list[Result]:
     """Runs rows in processes, those of a source in one."""
     results: list[Result] = []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         groups = {name: [row for row in wanted if row["source"] == name] for name in NAMES}
         running = [pool.submit(of_source, name, group) for name, group in groups.items() if group]
-        for each in running:
-            results += each.result()
-            for result in results[-len(each.result()) :]:
+        for name, each in zip((n for n in NAMES if groups[n]), running, strict=True):
+            found = each.result()
+            results += found
+            print(f"{name}: {counts(found)}", flush=True)
+            for result in found:
                 if result.verdict == "raw":
                     print(f"RAW {dict(result.row)}\n    {result.said}", flush=True)
     return results
@@ -47,15 +56,14 @@ def main() -> None:
         results += everything([alone(pair) for pair in left], options.jobs)
     right = right_pairs(results)
     refused = {p for each in results if each.verdict == "refused" for p in pairs(each.row)} - right
-    counts = Counter(each.verdict for each in results)
+    seconds = sum(each.seconds for each in results)
     print(
-        f"rows {len(results)}: right {counts['right']}, refused {counts['refused']}, raw "
-        f"{counts['raw']}; pairs {len(all_pairs())}: right {len(right)}, refused {len(refused)}; "
-        f"{sum(each.seconds for each in results):.0f} s"
+        f"{counts(results)}; pairs {len(all_pairs())}: right {len(right)}, refused "
+        f"{len(refused)}; {seconds:.0f} s"
     )
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in results], indent=1))
-    sys.exit(int(counts["raw"] > 0))
+    sys.exit(int(any(each.verdict == "raw" for each in results)))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ Verdict = Literal["right", "refused", "raw"]
 RAW = re.compile(r"\w*(?<!moexport\.)\b[A-Z]\w*(Error|Exception)\b|Traceback|ONNXRuntime|defect of")
 """What no message of ours holds: names of exceptions, and a runtime's own words."""
 
-NAMED = re.compile(r"--[a-z]|\blayer\b|MoE|BUNDLE|bundle|model|graph|calibrat|installed")
+NAMED = re.compile(r"--[a-z]|\blayer\b|MoE|BUNDLE|bundle|model|graph|calibrat|installed|Provider")
 """What an error names."""
 
 KEPT = {"n": "n", "share": "0.5", "number": "3", "input": "input"}
@@ -239,15 +239,23 @@ class Attempt:
     def compare(self, found: np.ndarray, k: Mapping[str, int], change: Mapping[str, Any]) -> None:
         """Raises `WrongError` where an output is not what the formulas give."""
         wanted, margin = self.wanted(k, change)
-        bounds = TOLERANCES[self.row["precision"]]  # type: ignore[index]
-        clear = margin > bounds.tie
         if found.shape != wanted.shape:
             raise WrongError(f"shape {found.shape}, expected {wanted.shape}")
-        if not clear.any():
-            return  # nothing is chosen clearly enough at this precision: `verify` decides
-        off = np.abs(found - wanted)[clear].max() / np.abs(wanted).max()
-        if not off <= bounds.rtol:
-            raise WrongError(f"off by {off:.2g} of max|y|, k = {list(k.values())}")
+        self.within(found, wanted, margin, f"k = {list(k.values())}")
+
+    def within(self, found: np.ndarray, wanted: np.ndarray, margin: np.ndarray, what: str) -> None:
+        """Raises `WrongError` for rows that are off though their experts were chosen clearly.
+
+        Where eight bits or fewer move scores, none may be chosen so: then half of the rows must
+        hold, as a parity check lets a few tokens choose others.
+        """
+        precision = self.row["precision"]
+        bounds = TOLERANCES[precision]  # type: ignore[index]
+        off = np.abs(found - wanted).reshape(len(found), -1).max(1) / np.abs(wanted).max()
+        clear = margin > bounds.tie * (4 if precision in ("int8", "int4", "fp8") else 1)
+        worst = off[clear].max() if clear.any() else np.median(off)
+        if not worst <= bounds.rtol:
+            raise WrongError(f"{what}: off by {worst:.2g} of max|y|, rows {off.round(4).tolist()}")
 
     def wanted(self, k: Mapping[str, int], change: Mapping[str, Any]) -> Wanted:
         n = self.source.experts
@@ -325,15 +333,10 @@ class Attempt:
         self.moexport(*line, writes=y.name)
         with np.load(y) as arrays:
             ones = arrays[Bundle.open(self.bundle).manifest.outputs[0].name]
-        bounds = TOLERANCES[self.row["precision"]]  # type: ignore[index]
-        rows = [list(self.kept().values()), whole.shape, ones.shape]
+        margin = self.wanted(self.kept(), self.edits()[1])[1]
         if whole.shape != ones.shape:
-            raise WrongError(f"run by ones: {rows}")
-        clear = self.wanted(self.kept(), self.edits()[1])[1] > bounds.tie
-        if clear.any():
-            off = np.abs(whole - ones)[clear].max() / np.abs(whole).max()
-            if off > bounds.rtol:
-                raise WrongError(f"run by ones: off by {off:.2g}")
+            raise WrongError(f"run by ones: shapes {whole.shape} and {ones.shape}")
+        self.within(ones, whole, margin, "run by ones")
 
     def _bench(self) -> None:
         folder = self.folder / "bench"

@@ -44,7 +44,9 @@ def sample(seed: str) -> Iterator[Row]:
 SEED = day()
 
 
-@pytest.mark.parametrize("row", sample(SEED), ids=lambda row: f"{SEED}: {' '.join(row.values())}")
+@pytest.mark.parametrize(
+    "row", list(sample(SEED)), ids=lambda row: f"{SEED}: {' '.join(row.values())}"
+)
 def test_a_row_is_right_or_refused_in_words(row: Row, tmp_path: Path) -> None:
     result = attempt(row, source(row["source"], tmp_path / "source"), tmp_path / "row")
     assert result.verdict in ("right", "refused"), f"seed {SEED}: {row}: {result.said}"

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from moexport.bench.measure.latency import TimedRunner, part_of_node, parts_of, parts_of_profile
 from moexport.bench.measure.memory import measure_memory, pickled
+from moexport.bench.runners.base import chosen_experts
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.errors import FeedError
 from moexport.exporter.bundle.bundle import Bundle
@@ -121,3 +122,10 @@ def test_all_nodes_of_an_exported_gate_are_in_its_part(tmp_path: Path) -> None:
     routed = {n.name for n in nodes if part_of_node(n.name, [layer]) == (layer, "router")}
     coefficients = {n.name for n in nodes if "coefficients" in n.name}
     assert coefficients and coefficients <= routed
+
+
+def test_experts_that_a_graph_exposes_by_input_are_those_of_its_tokens() -> None:
+    by_input = np.array([[[3, 1], [0, 2]], [[1, 0], [2, 3]]])
+    found = chosen_experts({"routed": by_input}, {"routed": 4, "whole": 2}, rows=4)
+    assert found["routed"].tolist() == [[1, 3], [0, 2], [0, 1], [2, 3]]
+    assert found["whole"].tolist() == [[0, 1]] * 4
