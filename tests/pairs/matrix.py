@@ -13,8 +13,8 @@ from moexport.tests.pairs.sources import OWN, RECORDED
 
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
-ORDER = ("source", "lowering", "command", "target", "precision", "k", "edits")
-ORDER += tuple(each for each in FACTORS if each not in ORDER)
+FIRST = ("source", "lowering", "command", "target", "precision", "k", "edits")
+ORDER = (*FIRST, *(each for each in FACTORS if each not in FIRST))
 """The factors with many values first: so there are fewer rows."""
 
 SOFT, MUMOE, EXPERTS = "soft-moe", "mumoe", "experts"

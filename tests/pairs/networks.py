@@ -37,7 +37,7 @@ class Soft(nn.Module):
         logits = 2 * torch.einsum("bmd,npd->bmnp", scaled, self.queries)
         slots = torch.einsum("bmnp,bmd->bnpd", logits.softmax(1), x)
         outputs = [
-            each.fc2(F.gelu(each.fc1(slots[:, i]), approximate="tanh"))  # type: ignore[operator, union-attr]
+            each.fc2(F.gelu(each.fc1(slots[:, i]), approximate="tanh"))  # type: ignore[operator]
             for i, each in enumerate(self.parts)
         ]
         combine = logits.flatten(2).softmax(2).view_as(logits)
@@ -164,7 +164,7 @@ def routed() -> nn.Module:
 def as_soft(layer: Soft) -> moexport.SoftMoE:
     return moexport.SoftMoE(
         phi=2 * layer.queries.permute(2, 0, 1),
-        experts=[(each.fc1, each.fc2) for each in layer.parts],  # type: ignore[misc]
+        experts=[(each.fc1, each.fc2) for each in layer.parts],
         norm="l2-plus",
         eps=0.03,
         slots_from="raw",

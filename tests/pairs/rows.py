@@ -26,7 +26,7 @@ from moexport.common.files import sha256
 from moexport.errors import MoexportError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.recipe import LayerRecipe, Recipe
-from moexport.exporter.model import fingerprint
+from moexport.exporter.model import Model, fingerprint
 from moexport.exporter.parity import TOLERANCES
 from moexport.graphs.lowerings import NAMES as LOWERINGS
 from moexport.graphs.targets import TARGETS, Precision, Target
@@ -283,7 +283,15 @@ class Attempt:
         table, source = self.folder / "table.json", self.source
         counts = self.kept()
         k = "n" if self.row["k"] == "input" else ",".join(map(str, counts.values()))
-        typed = ("calibrate", source.path, *source.arguments, "--data", self.x, "-o", table)
+        typed: tuple[str | Path, ...] = (
+            "calibrate",
+            source.path,
+            *source.arguments,
+            "--data",
+            self.x,
+            "-o",
+            table,
+        )
         self.moexport(*typed, "--k", k, writes=table.name)
         if self.row["precision"] in ("int8", "fp8", "fp16") and self.row["edits"] != "recipe":
             return [*line, "--calibration", table]
@@ -352,7 +360,10 @@ class Attempt:
         )
         try:
             alone = self.source.name not in OWN  # a bundle does not say how code is called
-            models = [*([] if alone else [self.source.model]), Bundle.open(self.bundle)]
+            models: list[Model | Bundle] = [
+                *([] if alone else [self.source.model]),
+                Bundle.open(self.bundle),
+            ]
             results = moexport.api.bench(models, request)
         except MoexportError as error:
             if not error.hint or RAW.search(error.message):
@@ -399,11 +410,11 @@ class Attempt:
             written = Recipe(
                 model=fingerprint(self.source.model),
                 data="",
-                target=manifest.target,
+                target=manifest.target,  # type: ignore[arg-type]
                 batch=self.size("batch")[1] if self.row["batch"] != "default" else "1:1:32",
                 tokens=self.size("tokens")[1] if self.row["tokens"] != "default" else "1:196:1024",
                 opset=manifest.opset,
-                precision=manifest.precision,
+                precision=manifest.precision,  # type: ignore[arg-type]
                 quantize=self.row["quantize"],  # type: ignore[arg-type]
                 layers={
                     each.name: LayerRecipe(each.k, each.precision, each.lowering)  # type: ignore[arg-type]
@@ -430,7 +441,15 @@ class Attempt:
         np.savez(labelled, **arrays)  # type: ignore[arg-type]
         self.files |= {labelled.name, "tuned-report"}
         tuned, source = self.folder / "tuned", self.source
-        line = ["tune", source.path, *source.arguments, "--data", labelled, "-o", tuned]
+        line: list[str | Path] = [
+            "tune",
+            source.path,
+            *source.arguments,
+            "--data",
+            labelled,
+            "-o",
+            tuned,
+        ]
         line += ["--time", "1s", "--threads", "1", "--keep", "50%"]
         precision = self.row["precision"]
         line += ["--precision", "fp32" if precision == "fp32" else f"fp32,{precision}"]

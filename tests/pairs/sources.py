@@ -215,9 +215,8 @@ def _with_margins(
 def _transformers(folder: Path) -> Source:
     mixtral = architectures.ARCHITECTURES["mixtral"]
     place = folder / "mixtral"
-    sizes = {"hidden_size": 32, "intermediate_size": 64}
     if not place.exists():
-        architectures.save(mixtral, place, **sizes)
+        architectures.save(mixtral, place, hidden_size=32, intermediate_size=64)
     model = moexport.load(place)
     library = architectures.Library(mixtral, place).model
     random = np.random.default_rng(0)
