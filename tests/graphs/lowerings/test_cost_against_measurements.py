@@ -8,7 +8,6 @@ from pathlib import Path
 import moexport
 import numpy as np
 import pytest
-from _pytest.mark import ParameterSet
 from moexport.bench.results import read
 from moexport.graphs.targets import Precision
 from moexport.perf.layers import auto
@@ -24,28 +23,27 @@ MEDIAN, HIGH, LEAST_CELLS = 1.02, 1.3, 60
 
 
 def name_of(cell: Cell) -> str:
-    """What pytest calls a cell."""
+    """What a cell is called."""
     return f"{cell.precision}-n{cell.layer.experts}-batch{cell.batch}-k{cell.k}"
 
 
-def grid(layers: Sequence[Layer]) -> list[ParameterSet]:
-    """Every cell of the layers that a machine measured, with a name for pytest."""
-    return [
-        pytest.param(cell, id=f"{machine}-{name_of(cell)}")
-        for machine, results in MACHINES.items()
-        for precision in PRECISIONS
-        for cell in cells(results, layers, precision)
+def too_slow(machine: str, layers: Sequence[Layer], slack: float) -> list[str]:
+    """The cells of a machine's table in which the choice of `auto` is further from the best."""
+    found = [
+        cell for precision in PRECISIONS for cell in cells(MACHINES[machine], layers, precision)
     ]
+    assert found
+    return [f"{name_of(cell)}: {cell.auto_slack:.0%}" for cell in found if cell.auto_slack > slack]
 
 
-@pytest.mark.parametrize("cell", grid(SHAPES))
-def test_auto_is_within_15_percent_of_the_best_lowering_measured(cell: Cell) -> None:
-    assert cell.auto_slack <= AUTO_SLACK
+@pytest.mark.parametrize("machine", list(MACHINES))
+def test_auto_is_within_15_percent_of_the_best_lowering_measured(machine: str) -> None:
+    assert too_slow(machine, SHAPES, AUTO_SLACK) == []
 
 
-@pytest.mark.parametrize("cell", grid((HELD_OUT,)))
-def test_auto_is_within_10_percent_on_a_layer_it_was_not_fitted_to(cell: Cell) -> None:
-    assert cell.auto_slack <= HELD_OUT_SLACK
+@pytest.mark.parametrize("machine", list(MACHINES))
+def test_auto_is_within_10_percent_on_a_layer_it_was_not_fitted_to(machine: str) -> None:
+    assert too_slow(machine, (HELD_OUT,), HELD_OUT_SLACK) == []
 
 
 @pytest.mark.parametrize("machine", list(MACHINES))
