@@ -126,12 +126,14 @@ def collecting_logger(trt: Any) -> Any:
     return Logger()
 
 
-def load_engine(plan: PlanFile) -> tuple[Any, Any, Any]:
+def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any, Any]:
     """Returns the backend's module, its runtime and the engine; they must live as long as it.
 
-    Raises `ForeignEngineError` for an engine of another version or GPU, `UntrustedEngineError` for
-    one that was built elsewhere, `EngineError` for a damaged one and where there is no GPU;
-    `MissingExtraError` where the backend is not installed.
+    With `host_weights` the weights that are its inputs will not lie on the GPU. Raises
+    `ForeignEngineError` for an engine of another version or GPU, `UntrustedEngineError` for one
+    that was built elsewhere, `EngineError` for a damaged one, where there is no GPU and for a
+    budget of weights that TensorRT does not take; `MissingExtraError` where the backend is not
+    installed.
     """
     check_runs_here(plan)
     cuda.check_device()
@@ -149,15 +151,54 @@ def load_engine(plan: PlanFile) -> tuple[Any, Any, Any]:
         raise unloadable(plan, logger.lines)
     if plan.record is not None and plan.record.options.get("strip_plan"):
         _refit(plan, trt, logger, engine)
-    streamed = None if plan.record is None else plan.record.options.get("weight_streaming")
-    if streamed is not None:
-        budget = (
-            engine.get_weight_streaming_automatic_budget()
-            if streamed == AUTO
-            else min(parse_size(streamed, "weight_streaming"), engine.streamable_weights_size)
-        )
-        engine.weight_streaming_budget_v2 = budget
+    if plan.record is not None and plan.record.options.get("weight_streaming"):
+        beside = 0 if host_weights else sum(each["nbytes"] for each in plan.record.bound)
+        _stream_weights(plan, engine, beside, logger.lines)
     return trt, runtime, engine
+
+
+KEPT_FREE = 512 << 20
+"""Bytes of the GPU that streamed weights leave to inputs, outputs, kernels and CUDA graphs."""
+
+
+def streaming_budget(streamable: int, free: int, context: int, beside: int = 0) -> int:
+    """Returns how many of an engine's `streamable` bytes of weights fit on the GPU.
+
+    `free` is its free memory while none of them is there, `context` what the execution context
+    takes with all of them streamed, and `beside` what is bound to the engine on the GPU.
+    """
+    return min(streamable, max(0, free - context - beside - KEPT_FREE))
+
+
+def _stream_weights(plan: PlanFile, engine: Any, beside: int, lines: Sequence[str]) -> None:
+    """Sets how many bytes of weights lie on the GPU, before the engine has a context.
+
+    TensorRT's own `get_weight_streaming_automatic_budget` is of no use above 2 GiB: its Python
+    binding returns 32 bits. The setter drops a refusal, so what was set is read back.
+    """
+    assert plan.record is not None
+    asked = str(plan.record.options["weight_streaming"])
+    if asked == AUTO:
+        _set_budget(plan, engine, 0, lines)
+        free, _ = cuda.call("cudaMemGetInfo")
+        # The context's memory has the room in it through which weights are streamed.
+        context = int(engine.device_memory_size_v2)
+        budget = streaming_budget(int(engine.streamable_weights_size), free, context, beside)
+    else:
+        budget = min(parse_size(asked, "weight_streaming"), int(engine.streamable_weights_size))
+    _set_budget(plan, engine, budget, lines)
+
+
+def _set_budget(plan: PlanFile, engine: Any, budget: int, lines: Sequence[str]) -> None:
+    engine.weight_streaming_budget_v2 = budget
+    kept = int(engine.weight_streaming_budget_v2)
+    if kept != budget:
+        said = f": {lines[-1]}" if lines else ""
+        raise EngineError(
+            f"{plan.path}: {plan.backend.title} was to keep {budget} bytes of the weights on the "
+            f"GPU, and keeps {kept}{said}",
+            hint="build it again with fewer bytes in --weight-streaming, or free the GPU's memory",
+        )
 
 
 def _check_validity(plan: PlanFile, trt: Any, runtime: Any, content: bytes) -> None:

@@ -99,7 +99,7 @@ class EngineSession:
         self.path = path
         self.provider = plan.backend.name
         self.record = plan.record
-        self._loaded = LoadedEngine(plan, graphs=capture, eager=eager)
+        self._loaded = LoadedEngine(plan, graphs=capture, eager=eager, host_weights=host_weights)
         self._capture = capture and not self._loaded.records_itself
         self._buffers: dict[str, cuda.DeviceBuffer] = {}
         self._captured: cuda.Captured | None = None
@@ -288,9 +288,11 @@ class LoadedEngine:
     general ones serve until the shape's own are ready. Raises what `load_engine` raises.
     """
 
-    def __init__(self, plan: PlanFile, *, graphs: bool, eager: bool) -> None:
+    def __init__(
+        self, plan: PlanFile, *, graphs: bool, eager: bool, host_weights: bool = False
+    ) -> None:
         self.path = plan.path
-        self._trt, self._runtime, self._engine = load_engine(plan)
+        self._trt, self._runtime, self._engine = load_engine(plan, host_weights=host_weights)
         self.records_itself = plan.backend.records_itself
         recorded = {} if plan.record is None else plan.record.settings
         self._built_capturable = bool(recorded.get("capturable"))

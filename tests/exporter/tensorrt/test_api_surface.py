@@ -239,7 +239,7 @@ def test_polygraphy_takes_the_arguments_that_are_given(tmp_path: Path) -> None:
 CUDA_CALLS = sorted(
     {
         str(node.args[0].value)
-        for module in (cuda, context, backends, bindings)
+        for module in (cuda, context, backends, bindings, loading)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Call)
         and _last_name(node.func) == "call"
@@ -276,6 +276,7 @@ def test_without_a_gpu_the_binding_takes_our_arguments_and_says_so() -> None:
     calls: list[tuple[str, tuple[Any, ...]]] = [
         ("cudaGetDeviceProperties", (0,)),
         ("cudaMalloc", (16,)),
+        ("cudaMemGetInfo", ()),
         ("cudaMemcpyAsync", (1 << 20, 1 << 21, 4, *copy)),
         ("cudaStreamCreateWithFlags", (runtime.cudaStreamNonBlocking,)),
         ("cudaEventCreate", ()),
