@@ -84,6 +84,9 @@ def build(
     if as_json:
         show(json_text([each.record.as_json() for each in made]))
         return
+    for plan in plans:
+        for note in plan.notes:
+            console.note(note)
     for each in made:
         show(made_text(bundle, each))
         for note in precision_notes(each.record.file, each.record.kernels):
@@ -99,6 +102,7 @@ def engine_plans_text(plans: Sequence[EnginePlan]) -> str:
         if plan.cards:
             rows.append(f"  compute capability {', '.join(plan.cards)}")
         rows += [f"  profile {each}" for each in plan.profiles]
+        rows += [f"  note: {each}" for each in plan.notes]
     rows.append("nothing was built (--dry-run)")
     return lines(*rows)
 

@@ -22,6 +22,9 @@ from .measured_lowerings import measure_lowerings, tuned_choice
 from .options import AUTO, TUNE
 from .quantization.precision import PrecisionPlan, Retention, apply_precision
 
+DENSE = "dense"
+"""The lowering that copies no weights, beside one that copies more the larger k is."""
+
 RECIPE = "recipe"
 """Where the lowering of each layer is that of the recipe."""
 
@@ -103,6 +106,12 @@ class Plan:
         options, retention = self.job.options, self.precision.retention
         notes = _share_notes(self.job)
         notes += options.precision.notes(options.target) if retention is None else retention.notes()
+        if len(self.graphs) > 1 and options.lowerings == (AUTO,) and copies_by_k(self.graphs[0]):
+            main, dense = self.graphs
+            notes += (
+                f"k is an input: {main.file} ({main.title}) copies the weights of k experts, and "
+                f"{dense.file} none, which is for a k near n: `--graph {DENSE}` runs it",
+            )
         spans = [
             f"{graph.file} ({graph.title}) for batches of {_span_text(graph.batches)}"
             for graph in self.graphs
@@ -209,7 +218,10 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
     if job.options.target not in ENGINES and not batch.fixed:
         spans = batch_spans([*works.values()], job.options.target, batch.min, batch.max)
     if len(spans) < 2:
-        return (plan_graph(job, traced, AUTO, MAIN_GRAPH),)
+        graph = plan_graph(job, traced, AUTO, MAIN_GRAPH)
+        if job.options.target in ENGINES and copies_by_k(graph):
+            return graph, _for_large_k(plan_graph(job, traced, DENSE, f"model-{DENSE}.onnx"))
+        return (graph,)
     spans.sort(key=lambda span: not span[0] <= batch.opt <= span[1])
     graphs: list[GraphPlan] = []
     for span in spans:
@@ -222,6 +234,19 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
         file = next(name for name in names[1 if graphs else 0 :] if name not in taken)
         graphs.append(replace(graph, file=file, batches=span))
     return tuple(graphs)
+
+
+def copies_by_k(graph: GraphPlan) -> bool:
+    """Whether a graph that takes k copies the weights of the chosen experts: of all at k = n."""
+    return all(layer.k is None and layer.work.spec.chooses_sets for layer in graph.layers) and any(
+        layer.choice.lowering.copied_bytes(layer.work) for layer in graph.layers
+    )
+
+
+def _for_large_k(graph: GraphPlan) -> GraphPlan:
+    reason = "copies no weights, so it is for a k near n"
+    layers = [replace(each, choice=replace(each.choice, reason=reason)) for each in graph.layers]
+    return replace(graph, layers=tuple(layers))
 
 
 def _span_text(span: Span) -> str:

@@ -68,6 +68,14 @@ def _by_tool() -> Gpu | None:
     return Gpu(*rows[0]) if rows else None
 
 
+def gpu_memory_bytes() -> int | None:
+    """Returns the memory of that GPU, or None without one or without CUDA's Python binding."""
+    try:
+        return int(cuda.call("cudaGetDeviceProperties", 0).totalGlobalMem)
+    except (EngineError, MissingExtraError):
+        return None
+
+
 RTX_CARDS: Mapping[str, str] = MappingProxyType(
     {
         "7.5": "RTX 20 series",

@@ -42,7 +42,7 @@ class EnginePlan:
     """One engine to build: of a graph, into a file of this name.
 
     `weights_bytes` is the size of the bundle's weights; `on_gpu` says whether there is a GPU to try
-    kernels on.
+    kernels on. `notes` are what a user should know of the profiles.
     """
 
     graph: str
@@ -53,6 +53,7 @@ class EnginePlan:
     options: EngineOptions = EngineOptions()
     weights_bytes: int = 0
     on_gpu: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def build_engine(

@@ -13,17 +13,17 @@ from typing import Any
 from ...common.console import Progress, Silent
 from ...common.files import sha256
 from ...errors import EngineError, MissingExtraError, UsageError
-from ...graphs.names import part_of
+from ...graphs.names import K_INPUT, part_of
 from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, TensorSpec
 from ..inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
-from .backends import BACKENDS, Backend, backend_named, first_gpu
+from .backends import BACKENDS, Backend, backend_named, first_gpu, gpu_memory_bytes
 from .bindings import BoundWeight, rewritten
 from .build import EnginePlan, build_engine
 from .cache import default_cache
 from .onnx_support import check_graph
 from .options import CURRENT, EngineOptions
-from .profiles import AxisRanges, profile
+from .profiles import AxisRanges, Profile, capped, most_copies, profile
 from .records import EngineRecord, Made, add_to_bundle, engines_of, staging, with_engines
 from .trust import check_private, is_own, own_signature
 from .worker import Compiled
@@ -76,19 +76,66 @@ def plan_engines(
     usual = FP8_CARDS if manifest.precision == "fp8" else DEFAULT_CARDS
     cards = (options.compute_capabilities or usual) if chosen.cards else ()
     weights = sum(r.bytes for name, r in manifest.files.items() if name.endswith(".bin"))
-    return [
-        EnginePlan(
-            graph=each.file,
-            file=engine_file(chosen, each),
-            backend=chosen,
-            profiles=profiles,
-            cards=cards,
-            options=options,
-            weights_bytes=weights,
-            on_gpu=first_gpu() is not None,
+    plans = []
+    for each in records:
+        capped_profiles, notes = within_copies(manifest, each, chosen, profiles, wishes)
+        plans.append(
+            EnginePlan(
+                graph=each.file,
+                file=engine_file(chosen, each),
+                backend=chosen,
+                profiles=capped_profiles,
+                cards=cards,
+                options=options,
+                weights_bytes=weights,
+                on_gpu=first_gpu() is not None,
+                notes=notes,
+            )
         )
-        for each in records
-    ]
+    return plans
+
+
+def within_copies(
+    manifest: Manifest,
+    graph: GraphRecord,
+    chosen: Backend,
+    profiles: Sequence[Profile],
+    wishes: Sequence[AxisRanges],
+) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
+    """Returns a graph's profiles without a k for which `gather` copies too much, with notes.
+
+    Raises `UsageError` where a k that was named, or that the graph has, is too large.
+    """
+    memory = None if chosen.builds_without_gpu else gpu_memory_bytes()
+    width = 4 if manifest.precision == "fp32" else 2  # INT8 is dequantised before it is copied
+    found, notes = list(profiles), []
+    for layer in manifest.layers:
+        if graph.lowerings.get(layer.name) != "gather" or layer.k == layer.experts:
+            continue
+        matrix = layer.dim * (layer.hidden or layer.dim)
+        copies = most_copies(matrix)
+        fitting = min(copies, most_copies(matrix, 2 * matrix * width, memory))
+        for index, (wanted, wishes_of_it) in enumerate(zip(found, wishes, strict=True)):
+            k = layer.k if wanted.k is None else wanted.k.max
+            assert k is not None, "a layer has a k of its own, or the graph takes it"
+            named = wanted.k is None or K_INPUT in wishes_of_it
+            if named and wanted.max[0] * k > copies:
+                raise UsageError(
+                    f"{graph.file}: at --batch {wanted.max[0]} and --k {k} `gather` copies "
+                    f"{wanted.max[0] * k} experts of layer {layer.name}, and a tensor of less than "
+                    f"2^31 elements holds {copies}",
+                    hint="name smaller ones (--profile batch=MIN:OPT:MAX,k=MIN:OPT:MAX), or export "
+                    "with --lowering dense or block-grouped",
+                )
+            if not named and wanted.max[0] * k > fitting:
+                found[index] = capped(wanted, fitting)
+                notes.append(
+                    f"{graph.file}: at batch {wanted.max[0]} `gather` can copy {fitting} experts "
+                    f"of layer {layer.name}: its engine takes k up to "
+                    f"{fitting // wanted.max[0]} of {layer.experts}; a smaller batch in --profile "
+                    "allows more, and --lowering dense all"
+                )
+    return tuple(found), tuple(notes)
 
 
 def _check_axes(port: TensorSpec, profiles: Sequence[AxisRanges], ranges: AxisRanges) -> None:
@@ -172,7 +219,8 @@ def build_for_export(
             return replace(manifest, notes=[*manifest.notes, note])
     plans = plan_engines(manifest, manifest.target, options)
     made = list(make_engines(directory, manifest, plans, directory, progress))
-    notes = [n for each in made for n in precision_notes(each.record.file, each.record.kernels)]
+    notes = [note for each in plans for note in each.notes]
+    notes += [n for each in made for n in precision_notes(each.record.file, each.record.kernels)]
     return with_engines(replace(manifest, notes=[*manifest.notes, *notes]), made)
 
 

@@ -18,7 +18,7 @@ from ...errors import MissingExtraError
 from ..bundle.manifest import MANIFEST_FILE, Manifest
 from .backends import TENSORRT, first_gpu
 from .cache import default_cache, engine_key
-from .engines import exported_ranges
+from .engines import exported_ranges, within_copies
 from .profiles import Profile, profile
 
 NO_TF32 = ("NVIDIA_TF32_OVERRIDE", "0")
@@ -87,7 +87,9 @@ def provider_options(graph: Path) -> dict[str, str]:
     options = _cache_options(manifest, graph.name)
     if manifest.k == "input":
         experts = min(layer.experts for layer in manifest.layers)
-        ranges = profile(manifest.inputs[0], {}, exported_ranges(manifest), experts)
+        whole = profile(manifest.inputs[0], {}, exported_ranges(manifest), experts)
+        record = next(each for each in manifest.graphs if each.file == graph.name)
+        (ranges,), _ = within_copies(manifest, record, TENSORRT, [whole], [{}])
         options |= profile_options(ranges)
     return options
 

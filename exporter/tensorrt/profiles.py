@@ -17,6 +17,13 @@ AXES = ("batch", "tokens", "height", "width", K_INPUT)
 MAX_K = 3840
 """TensorRT's TopK takes no more (its importer's documentation)."""
 
+MOST_ELEMENTS = (1 << 31) - 1
+"""A tensor in TensorRT has no more (`INetworkDefinition::addInput`: "less than 2^31 elements").
+TensorRT-RTX 1.7.1 compiles a profile of more without a word; how it runs is not known."""
+
+COPIED_SHARE = 0.5
+"""The part of a GPU's memory that copied weights may take in a profile whose k nobody named."""
+
 AxisRanges = Mapping[str, AxisRange]
 """Ranges of some axes, as a profile or an export names them."""
 
@@ -156,6 +163,34 @@ def _k_range(wishes: AxisRanges, experts: int | None) -> AxisRange | None:
     return wanted
 
 
+def most_copies(matrix: int, nbytes: int = 1, memory: int | None = None) -> int:
+    """Returns how many experts a run of `gather` may copy, which is the batch times k.
+
+    `matrix` is how many elements the largest matrix of an expert has, `nbytes` what all that is
+    copied of it takes, and `memory` the GPU's bytes, where the GPU is known.
+    """
+    most = MOST_ELEMENTS // matrix
+    return most if memory is None else min(most, int(memory * COPIED_SHARE) // nbytes)
+
+
+def capped(wanted: Profile, copies: int) -> Profile:
+    """Returns the profile with no k of which its largest batch would make more copies.
+
+    Raises `UsageError` where that leaves no k.
+    """
+    assert wanted.k is not None
+    most = copies // wanted.max[0]
+    if most < wanted.k.min:
+        raise UsageError(
+            f"--batch {wanted.max[0]}: `gather` copies k experts for each input, and {copies} is "
+            "all that it can copy at once",
+            hint="name a smaller batch (--profile batch=MIN:OPT:MAX), or export with --lowering "
+            "dense, which copies nothing",
+        )
+    k = AxisRange(wanted.k.min, min(wanted.k.opt, most), min(wanted.k.max, most))
+    return replace(wanted, k=k)
+
+
 def check_k(profiles: Sequence[Profile], k: int | None) -> None:
     """Raises `UsageError` for a k that no profile of an engine contains, whatever the inputs."""
     check_given(k, takes_k=profiles[0].k is not None, what="engine")
@@ -193,7 +228,8 @@ def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> 
 def _k_outside(profiles: Sequence[Profile], k: int) -> UsageError:
     return UsageError(
         f"k = {k}: outside the engine's profile ({_listed(profiles)})",
-        hint="choose a k inside it, or build the engine again with --profile k=MIN:OPT:MAX",
+        hint="choose a --k inside it, run a graph of the bundle that takes more (--graph dense), "
+        "or build the engine again with --profile k=MIN:OPT:MAX,batch=MIN:OPT:MAX",
     )
 
 

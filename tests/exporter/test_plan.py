@@ -64,6 +64,19 @@ def test_where_one_graph_is_asked_for_what_would_be_faster_is_said_and_can_be_ha
     assert advised.split(",") == ["auto", graphs[f"model-{advised[5:]}.onnx"][0]["lowering"]]
 
 
+def test_where_k_is_an_input_of_an_engine_a_dense_graph_is_kept_for_a_k_near_n(
+    tmp_path: Path,
+) -> None:
+    """So many experts that a quarter of them, copied, takes less than reading them all."""
+    layer = many_experts(tmp_path, 3500)
+    options = ("--target", "tensorrt", "--k", "input", "--tokens", "1:4:16")
+    graphs = planned(layer, *options, "--batch", "1:1:8")
+    assert [each["lowering"] for (each,) in graphs.values()] == ["gather", "dense"]
+    assert graphs["model-dense.onnx"][0]["reason"] == "copies no weights, so it is for a k near n"
+    (alone,) = planned(layer, *options, "--batch", "1:64:64").values()
+    assert alone[0]["lowering"] == "dense"
+
+
 def test_bench_refuses_what_the_graphs_of_export_do_not_run(tmp_path: Path) -> None:
     """Without a target both write standard ops alone."""
     arguments = ("bench", LAYER, "-o", tmp_path / "out", "--k", "2", "--lowering", "fused")

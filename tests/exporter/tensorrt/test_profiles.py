@@ -6,7 +6,14 @@ import pytest
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.bundle.manifest import TensorSpec
 from moexport.exporter.inputs import AxisRange
-from moexport.exporter.tensorrt.profiles import Profile, choose, parse_profile, profile
+from moexport.exporter.tensorrt.profiles import (
+    Profile,
+    capped,
+    choose,
+    most_copies,
+    parse_profile,
+    profile,
+)
 
 IMAGES = TensorSpec("input", "float32", ("batch", 3, 32, 32))
 TOKENS = TensorSpec("input_ids", "int64", ("batch", "tokens"), limits={"tokens": 64})
@@ -82,3 +89,38 @@ def test_what_no_profile_contains_is_refused_with_the_profiles() -> None:
         choose([SMALL], (1, 9), 2)
     with pytest.raises(UsageError, match=r"k = 9: outside the engine's profile"):
         choose([SMALL, LARGE], (4, 8), 9)
+
+
+MATRIX = 768 * 7680
+"""Elements of a matrix of one of eight large experts."""
+
+
+@pytest.mark.parametrize(
+    ("matrix", "memory", "copies"),
+    [
+        (MATRIX, None, 364),  # 8 experts for each of 64 inputs would be 512
+        (768 * 384, None, 7281),  # 128 for each of 64 would be 8192
+        (MATRIX, 80 << 30, 364),
+        (MATRIX, 8 << 30, 182),
+        (1, None, 2**31 - 1),
+    ],
+)
+def test_copies_fill_a_tensor_or_half_of_the_gpus_memory(
+    matrix: int, memory: int | None, copies: int
+) -> None:
+    """In FP16, of two matrices each."""
+    assert most_copies(matrix, 2 * matrix * 2, memory) == copies
+    assert copies * matrix < 2**31
+
+
+def test_k_is_capped_for_the_largest_batch() -> None:
+    wide = Profile("input", (1, 8), (8, 8), (64, 8), AxisRange(1, 6, 8))
+    assert capped(wide, 364).k == AxisRange(1, 5, 5)
+    assert capped(wide, 512) == wide
+    with pytest.raises(UsageError, match="--batch 64: `gather` copies k experts") as caught:
+        capped(wide, 63)
+    assert "--lowering dense" in (caught.value.hint or "")
+    with pytest.raises(UsageError, match="k = 6: outside the engine's profile") as caught:
+        choose([capped(wide, 364)], (64, 8), 6)
+    assert "--graph dense" in (caught.value.hint or "")
+    assert "batch=MIN:OPT:MAX" in (caught.value.hint or "")
