@@ -143,12 +143,16 @@ def _beside(planned: Plan) -> tuple[GraphPlan, ...]:
     used = {name for graph in planned.graphs for name in graph.lowerings}
     if options.precision.name == "fp32" or not options.verify:
         return ()
-    if any(layer.choice.lowering.inexact(layer.work.spec) for layer in layers):
+    target = options.target
+    if any(
+        layer.choice.lowering.inexact(layer.work.spec, layer.work.precision, target)
+        for layer in layers
+    ):
         return ()
     kinds = dict.fromkeys(layer.work.spec.kind for layer in layers)
     names = [record for kind in kinds for record in lowerings_of(kind).values()]
     for record in sorted(names, key=lambda record: record.name in used):
-        if any(record.inexact(layer.work.spec) for layer in layers):
+        if any(record.inexact(layer.work.spec, layer.work.precision, target) for layer in layers):
             continue
         with suppress(LoweringError):
             return (plan_graph(planned.job, planned.traced, record.name, ROUNDED_FILE),)

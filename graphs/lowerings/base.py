@@ -17,8 +17,14 @@ from .cost import Machine, WorkOf
 
 
 def serves_all(spec: object) -> str | None:
-    """The `unable` and `inexact` of a lowering without limits."""
+    """The `unable` of a lowering without limits."""
     del spec
+    return None
+
+
+def exact(spec: object, precision: Precision, target: Target) -> str | None:
+    """The `inexact` of a lowering that computes what the layer is defined as."""
+    del spec, precision, target
     return None
 
 
@@ -49,9 +55,9 @@ class LoweringOf(Generic[S]):
     long one batch takes on a machine, in microseconds, and `copied_bytes` the weights that are
     copied for it before they are multiplied, counted as FP32. `unable` returns why the lowering
     cannot serve a layer of its `kind` at all, or None; `no_kernel` why it cannot in a precision on
-    a target. `inexact` returns how its result differs from the layer's definition, or None where it
-    is exact up to rounding; `auto` takes exact lowerings only. `observable` are those whose taps
-    see the rows of the selection alone, each once: what a calibration runs.
+    a target. `inexact` returns how its result then differs from the layer's definition, or None
+    where it is exact up to rounding; `auto` takes exact lowerings only. `observable` are those
+    whose taps see the rows of the selection alone, each once: what a calibration runs.
     """
 
     name: str
@@ -62,7 +68,7 @@ class LoweringOf(Generic[S]):
     copied_bytes: Callable[[WorkOf[S]], float] = copies_nothing
     unable: Callable[[S], str | None] = serves_all
     no_kernel: Callable[[Precision, Target], str | None] = has_all_precisions
-    inexact: Callable[[S], str | None] = serves_all
+    inexact: Callable[[S, Precision, Target], str | None] = exact
     observable: bool = False
     kind: Kind = "soft-moe"
 

@@ -40,7 +40,8 @@ def able(work: AnyWork, target: Target) -> list[AnyLowering]:
     found = [
         record
         for record in lowerings_of(work.spec.kind).values()
-        if _serves(record, work, target) and record.inexact(work.spec) is None
+        if _serves(record, work, target)
+        and record.inexact(work.spec, work.precision, target) is None
     ]
     if not found:
         raise LoweringError(
@@ -244,7 +245,7 @@ def check(name: str, work: AnyWork, target: Target) -> LoweringChoice:
             hint=f"for --target {target} choose auto or one of: {', '.join(serving)}",
         )
     reason = "asked for"
-    caveat = lowering.inexact(spec)
+    caveat = lowering.inexact(spec, work.precision, target)
     if caveat is not None:
         reason += f"; {caveat}"
     machine = machine_for(target, work.precision)

@@ -102,8 +102,22 @@ def other_width(spec: SoftMoESpec | ExpertsSpec) -> str | None:
     return None
 
 
-def inexact_gelu(spec: SoftMoESpec | ExpertsSpec) -> str | None:
-    """How what the op computes for GELU differs from it."""
+def inexact_gelu(
+    spec: SoftMoESpec | ExpertsSpec, precision: Precision, target: Target
+) -> str | None:
+    """How what the op computes for GELU differs from it.
+
+    In ONNX Runtime GPU 1.31.1 it is the tanh form where GELU is the epilogue of the product (FP32
+    everywhere, and cards older than Hopper: `EpilogueOpDefaultFtGelu`), and the exact one where it
+    is a kernel of its own (`doActivationKernel`, FP16 on Hopper): read from its sources and its
+    library's symbols, not run.
+    """
+    gelu = spec.activation in ("gelu", "gelu-tanh")
+    if gelu and precision == "fp16" and TARGETS[target].provider == CUDA_PROVIDER:
+        return (
+            "com.microsoft.MoE computes the exact GELU in FP16 on Hopper and its tanh form on "
+            "older cards, up to 5e-4 apart"
+        )
     if spec.activation == "gelu":
         return "com.microsoft.MoE computes the tanh form of GELU, up to 5e-4 from the exact one"
     return None
@@ -117,6 +131,10 @@ def _no_kernel(precision: Precision, target: Target) -> str | None:
     return f"com.microsoft.MoE has no {precision.upper()} kernel there"
 
 
+KERNELS = 7
+"""What the node takes on a GPU beside the first of its kernels: it chooses an expert, sorts the
+rows, copies them in that order, multiplies twice, and brings them back."""
+
 EXPONENTIAL = 8
 """What the tanh of a GELU takes in that node, in passes over its input."""
 
@@ -124,9 +142,9 @@ EXPONENTIAL = 8
 def predict_us(work: Work, machine: Machine) -> float:
     """The chosen experts are read once and compute the rows that chose them, in one node.
 
-    The CPU's sends every row to its expert by a softmax over all of them, in one thread, packs
-    weights anew in every run, and goes over the rows and over what the activation takes number by
-    number.
+    A GPU's takes several kernels. The CPU's sends every row to its expert by a softmax over all of
+    them, in one thread, packs weights anew in every run, and goes over the rows and over what the
+    activation takes number by number.
     """
     rows = work.selections * work.spec.slots
     tanh = 1 if work.spec.activation == "relu" else EXPONENTIAL
@@ -135,7 +153,7 @@ def predict_us(work: Work, machine: Machine) -> float:
         + expert_macs(work, work.selections) / machine.macs_per_us
         + rows * work.spec.experts * machine.routing_us
         + rows * (4 * work.spec.dim + tanh * work.spec.hidden) * machine.scalar_us
-        + 10 * machine.node_us
+        + (10 + (KERNELS if machine.reads_once else 0)) * machine.node_us
         + around_experts_us(work, machine)
     )
 

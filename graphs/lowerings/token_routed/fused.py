@@ -25,7 +25,7 @@ from ...precision.products import INT8_ROWS
 from ...targets import CPU_PROVIDER, CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Precision, Target
 from ..base import LoweringOf
 from ..cost import PACKED_ROWS, Machine, expert_bytes, expert_macs, stacked_us, stream_us
-from ..fused import EXPONENTIAL, NEVER, inexact_gelu, other_width
+from ..fused import EXPONENTIAL, KERNELS, NEVER, inexact_gelu, other_width
 from .arithmetic import (
     ExpertsLayer,
     by_token,
@@ -269,7 +269,7 @@ def predict_us(work: ExpertsWork, machine: Machine) -> float:
         + rows * spec.experts * machine.routing_us
         + rows * (4 * spec.dim + passes * spec.hidden) * machine.scalar_us
         + combine_us(work, rows, machine)
-        + 12 * machine.node_us
+        + (12 + (KERNELS if machine.reads_once else 0)) * machine.node_us
     )
 
 

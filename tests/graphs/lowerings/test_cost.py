@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import replace
 from typing import get_args
@@ -66,7 +67,7 @@ def test_every_target_has_an_exact_choice_for_every_k_and_says_why(
             choice = choose(work(spec, kept, batch), target)
             assert target in choice.lowering.targets
             assert choice.lowering.unable(spec) is None
-            assert choice.lowering.inexact(spec) is None
+            assert choice.lowering.inexact(spec, "fp32", target) is None
             assert choice.predicted_us > 0
             assert f"k = {kept} of {spec.experts} at batch {batch}" in choice.reason
             named = re.findall(r"[a-z]+(?:-[a-z]+)*", choice.reason)
@@ -81,7 +82,7 @@ def test_the_choice_is_the_fastest_by_prediction() -> None:
         predictions = {
             record.name: record.predict_us(work(spec, kept, batch), CPU)
             for record in LOWERINGS.values()
-            if "onnx" in record.targets and not record.inexact(spec)
+            if "onnx" in record.targets and not record.inexact(spec, "fp32", "onnx")
         }
         assert choice.predicted_us == min(predictions.values())
         assert predictions[choice.lowering.name] == choice.predicted_us
@@ -116,6 +117,44 @@ def test_a_card_is_predicted_by_the_bytes_and_multiplications_of_its_data_sheet(
     choice = choose(size, "tensorrt")
     assert choice.lowering.name == wanted
     assert "H100 by its data sheet, not measured" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("spec", "kept", "batch", "fused_us", "fastest"),
+    [
+        (SMALL, 32, 1, 13, "fused"),
+        (SMALL, 16, 1, 7, "gather"),
+        (SMALL, 16, 2, 12, "fused"),
+        (SMALL, 16, 8, 35, "fused"),
+        (SMALL, 32, 8, 48, "dense"),
+        (SMALL, 32, 64, 53, "dense"),
+        (LARGE, 2, 1, 17, "fused"),
+        (LARGE, 1, 8, 44, "fused"),
+        (LARGE, 2, 8, 60, "dense"),
+    ],
+)
+def test_a_card_reads_each_chosen_expert_once_in_the_fused_node(
+    spec: SoftMoESpec, kept: int, batch: int, fused_us: float, fastest: str
+) -> None:
+    """By hand as above, the bytes alone: what the node's kernels take decides what is near."""
+    size = replace(Work(spec, kept, batch, 197, "fp16"), spec=replace(spec, activation="relu"))
+    machine = replace(GPUS["H100"]["fp16"], node_us=0.0, cached=1.0, macs_per_us=math.inf)
+    predicted = LOWERINGS["fused"].predict_us(size, machine) - around_experts_us(size, machine)
+    assert round(predicted) == fused_us
+    choice = choose(size, "ort-cuda")
+    assert choice.lowering.name == fastest
+    assert "H100 by its data sheet, not measured" in choice.reason
+
+
+def test_gelu_in_the_fused_node_is_no_choice_where_its_form_depends_on_the_card() -> None:
+    fused = LOWERINGS["fused"]
+    exact, tanh = (replace(SMALL, activation=each) for each in ("gelu", "gelu-tanh"))
+    assert "on Hopper" in (fused.inexact(tanh, "fp16", "ort-cuda") or "")
+    assert fused.inexact(tanh, "fp32", "ort-cuda") is None
+    assert fused.inexact(exact, "fp32", "ort-cuda") is not None
+    assert fused.inexact(replace(SMALL, activation="relu"), "fp16", "ort-cuda") is None
+    assert choose(Work(tanh, 16, 2, 197, "fp16"), "ort-cuda").lowering.name == "gather"
+    assert choose(Work(tanh, 16, 2, 197, "fp32"), "ort-cuda").lowering.name == "fused"
 
 
 @pytest.mark.parametrize(("card", "rows"), [("H100", 620), ("RTX 4090", 350)])

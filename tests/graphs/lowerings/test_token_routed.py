@@ -49,7 +49,9 @@ def serving(spec: ExpertsSpec) -> list[tuple[str, Target]]:
         (name, target)
         for name, record in lowerings_of("experts").items()
         for target in TARGETS_HERE
-        if target in record.targets and record.unable(spec) is None and record.inexact(spec) is None
+        if target in record.targets
+        and record.unable(spec) is None
+        and record.inexact(spec, "fp32", target) is None
     ]
 
 
