@@ -22,6 +22,7 @@ from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER
 from .bundle.manifest import METADATA, GraphFacts, TensorSpec
 from .inputs import Inputs, check_array, completed
 from .tensorrt.backends import first_gpu
+from .tensorrt.cuda import DRIVERS
 from .tensorrt.profiles import check_given
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ TENSORRT = "TensorrtExecutionProvider"
 
 PROVIDERS = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
 """Execution providers by the names that the command line and results use."""
+
+CUDA_MAJOR = 13
+"""What onnxruntime-gpu is linked with from 1.31 on (`libcudart.so.13` in its CUDA provider)."""
 
 PROVIDER_OPTIONS = {CUDA: {"use_tf32": "0"}}
 """FP32 is FP32: the provider would round products to 10 bits of mantissa by itself."""
@@ -398,7 +402,8 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
     if started != options.provider:  # one that does not start is left out silently
         raise EngineError(
             f"ONNX Runtime cannot start {options.provider} here and would run on {started} instead",
-            hint="it needs CUDA and cuDNN (pip install 'onnxruntime-gpu[cuda,cudnn]')"
+            hint=f"it needs CUDA {CUDA_MAJOR} with a driver of {DRIVERS[CUDA_MAJOR]} or newer, and "
+            "cuDNN (pip install 'onnxruntime-gpu[cuda,cudnn]')"
             + (" and the TensorRT that it was built with" if options.provider == TENSORRT else "")
             + "; `moexport doctor` shows what is installed",
         )

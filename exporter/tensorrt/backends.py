@@ -128,10 +128,10 @@ class Backend:
         """The command that installs it."""
         return install(self.extra, index=self.index)
 
-    def install_version(self, major: int) -> str:
-        """The command that installs one major version of it, beside a newer one elsewhere."""
+    def install_version(self, versions: str) -> str:
+        """The command that installs these `versions` (`==10.16.1`), beside others elsewhere."""
         index = f"--extra-index-url {self.index} " if self.index else ""
-        return f"pip install {index}'{self.distributions[0]}>={major},<{major + 1}'"
+        return f"pip install {index}'{self.distributions[0]}{versions}'"
 
     @property
     def builds_without_gpu(self) -> bool:
@@ -287,9 +287,10 @@ def instead(compute_capability: str) -> str:
     """Returns what to use on GPUs of a compute capability that a backend does not serve."""
     able = [each for each in BACKENDS.values() if each.serves(compute_capability)]
     if able:
+        brings = "" if able[0].installed() else f", installed with {able[0].install}"
         return (
-            f"use {able[0].title} there (--target {able[0].name}), or run the graph in ONNX "
-            "Runtime (--provider cuda)"
+            f"use {able[0].title} there (--target {able[0].name}){brings}, or run the graph in "
+            "ONNX Runtime (--provider cuda)"
         )
     return "run the graph in ONNX Runtime there: --provider cuda if its CUDA still has it, or cpu"
 

@@ -25,6 +25,7 @@ from ...common.environment import memory_bytes
 from ...common.json_data import from_data
 from ...common.text import size
 from ...errors import EngineError
+from . import cuda
 from .backends import Backend
 from .options import EngineOptions
 from .profiles import Profile
@@ -331,7 +332,8 @@ EXPLANATIONS = (
     Explanation(
         r"driver version is insufficient|no CUDA-capable device|CUDA initialization failure",
         "there is no NVIDIA GPU, or its driver is too old",
-        "build on the machine that will run the engine; `moexport doctor` shows what is installed",
+        "build on the machine that will run the engine; `moexport doctor` shows what is installed; "
+        + cuda.NEEDED,
     ),
     Explanation(
         r"No importer registered|UNSUPPORTED_NODE|[Cc]ould not parse ONNX|Failed to parse ONNX",

@@ -21,6 +21,12 @@ NVIDIA's pages: cuda-bindings 13, Installation ("Driver: Linux (580.65.06 or lat
 12.9.4 and 13.5.0.
 """
 
+NEEDED = (
+    f"CUDA 13 needs a driver of {DRIVERS[13]} or newer; with an older one, pip install "
+    "'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12, in an environment of their own"
+)
+"""What an NVIDIA driver has to do with what pip installs."""
+
 NO_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorStubLibrary")
 NO_MEMORY = "cudaErrorMemoryAllocation"
 
@@ -49,7 +55,8 @@ def driver_problem() -> str | None:
         return None
     return (
         f"cuda-bindings {installed} needs a driver of {needed} or newer, and this one is {driver}: "
-        f"pip install '{bindings_for(driver)}', or update the driver"
+        f"update the driver, or, in an environment of their own, pip install "
+        f"'{bindings_for(driver)}' and tensorrt-cu12 or tensorrt-rtx-cu12"
     )
 
 

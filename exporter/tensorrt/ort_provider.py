@@ -50,12 +50,13 @@ def load_libraries(runtime: Path | None = None) -> None:
         try:
             ctypes.CDLL(places[0] if places else name, mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
-            version = re.sub(r".*\.so\.", "", name)
+            version = int(re.sub(r".*\.so\.", "", name))
             found = versions(TENSORRT.distributions)
             other = f"; TensorRT {next(iter(found.values()))} is installed" if found else ""
             raise MissingExtraError(
                 f"ONNX Runtime's TensorRT provider needs {name}, which cannot be loaded{other}",
-                hint=f"in an environment of its own: {TENSORRT.install_version(int(version))}",
+                hint="in an environment of its own: "
+                + TENSORRT.install_version(f">={version},<{version + 1}"),
             ) from error
 
 

@@ -42,8 +42,8 @@ def check_runs_here(plan: PlanFile) -> None:
         raise ForeignEngineError(
             f"{plan.path}: built by {plan.backend.title} {record.version}, and {installed} is "
             "installed; an engine runs in the version that built it",
-            hint=f"build it again here with `moexport build {plan.path.parent}`, or install "
-            f"{record.version}",
+            hint=f"build it again here with `moexport build {plan.path.parent}`, or in an "
+            f"environment of its own: {plan.backend.install_version(f'=={record.version}')}",
         )
     if gpu is not None:
         _check_gpu(plan, record, gpu)
@@ -91,8 +91,15 @@ REASONS = (
         "build it again with this GPU's --compute-capability",
         True,
     ),
-    Reason("OLD_CUDA_DRIVER", "the NVIDIA driver is too old for it", "update the driver", True),
-    Reason("OLD_CUDA_RUNTIME", "the CUDA runtime is too old for it", "install a newer CUDA", True),
+    Reason(
+        "OLD_CUDA_DRIVER", "the NVIDIA driver is too old for it", f"update it: {cuda.NEEDED}", True
+    ),
+    Reason(
+        "OLD_CUDA_RUNTIME",
+        "the CUDA runtime is too old for it",
+        f"install the wheels of the newer CUDA: {cuda.NEEDED}",
+        True,
+    ),
     Reason(
         "INSUFFICIENT_GPU_MEMORY",
         "the GPU has too little free memory for it",

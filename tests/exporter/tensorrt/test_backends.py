@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from moexport.bench.engines import requirements
 from moexport.errors import EngineError, ForeignEngineError
 from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Backend, Gpu, first_gpu
+from moexport.exporter.tensorrt.plan_file import check_runs_here, reason_of
+from moexport.exporter.tensorrt.trust import find_plan
 from moexport.tests.command import Outcome, run, run_program
 from moexport.tests.exporter.tensorrt.engines import build, export, needs_rtx
 
@@ -47,13 +50,40 @@ def test_the_refusal_names_the_gpu_and_the_way_out() -> None:
         TENSORRT_RTX.check_serves(H100)
     assert "does not serve NVIDIA H100 80GB HBM3 (compute capability 9.0)" in found.value.message
     assert "8.9 (RTX 40 series)" in found.value.message
+    brings = "" if TENSORRT.installed() else f", installed with {TENSORRT.install}"
     assert found.value.hint == (
-        "use TensorRT there (--target tensorrt), or run the graph in ONNX Runtime (--provider cuda)"
+        f"use TensorRT there (--target tensorrt){brings}, or run the graph in ONNX Runtime "
+        "(--provider cuda)"
     )
     with pytest.raises(EngineError, match=r"it serves compute capability 7\.5 and newer") as old:
         TENSORRT.check_serves(V100, EngineError)
     assert old.value.hint is not None
     assert old.value.hint.startswith("run the graph in ONNX Runtime there")
+
+
+@needs_rtx
+@without_gpu
+def test_an_engine_of_another_tensorrt_says_how_to_have_that_one(bundle: Path) -> None:
+    plan = find_plan(bundle / "engine-tensorrt-rtx.plan")
+    assert plan.record is not None
+    check_runs_here(plan)
+    with pytest.raises(ForeignEngineError, match=r"built by TensorRT-RTX 1\.6\.1\.120") as found:
+        check_runs_here(replace(plan, record=replace(plan.record, version="1.6.1.120")))
+    assert found.value.hint is not None
+    assert f"moexport build {bundle}" in found.value.hint
+    assert "pip install 'tensorrt-rtx-cu13==1.6.1.120'" in found.value.hint
+    assert TENSORRT.install_version("==10.16.1.11").startswith("pip install --extra-index-url ")
+
+
+@needs_rtx
+def test_a_driver_that_is_too_old_for_an_engine_is_told_with_what_it_needs() -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    flags = trt.EngineInvalidityDiagnostics
+    reason = reason_of(trt, int(flags.OLD_CUDA_DRIVER))
+    assert reason is not None and reason.foreign
+    assert reason.meaning == "the NVIDIA driver is too old for it"
+    assert "a driver of 580 or newer" in reason.hint
+    assert "'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12" in reason.hint
 
 
 @needs_rtx

@@ -143,7 +143,7 @@ def test_doctor_says_which_binding_an_older_driver_needs(
     problem = cuda.driver_problem()
     assert problem is not None
     assert "cuda-bindings 13 needs a driver of 580 or newer, and this one is 535" in problem
-    assert "pip install 'cuda-bindings>=12,<13'" in problem
+    assert "pip install 'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12" in problem
     card = Gpu("NVIDIA GeForce RTX 4090", "8.9", "535.104.05")
     by_name = {each.name: each.ability(card) for each in requirements()}
     assert by_name["run TensorRT-RTX engines"].detail in (problem, "TensorRT-RTX is not installed")
