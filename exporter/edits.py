@@ -6,7 +6,6 @@ Experts and outputs are counted from 0, as in every array; levels from 1, as `in
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..common.documents import read_document
 from ..errors import BundleError, UsageError
 from ..graphs.rewrites import Rewrite
 
@@ -346,13 +346,11 @@ def _parse_ablate(text: str) -> list[Ablation]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_document(path, "json", lambda said: UsageError(said, hint=_ENTRY))
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be read: {error.strerror}", hint="check --rewrite"
         ) from error
-    except (ValueError, RecursionError) as error:  # not UTF-8 among them
-        raise UsageError(f"{path}: not valid JSON: {error}", hint=_ENTRY) from error
 
 
 def _rewrite(entry: Any, where: str) -> LayerRewrite:

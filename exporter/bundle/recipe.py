@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...common.documents import read_document
 from ...common.files import sha256
 from ...common.json_data import from_data
 from ...errors import UsageError
@@ -98,18 +99,13 @@ class Recipe:
 
 def read_recipe(path: Path) -> Recipe:
     """Returns the recipe in a file; `UsageError` says what is wrong with it and where."""
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_document(path, "yaml", lambda said: UsageError(f"--recipe {said}"))
     except OSError as error:
         raise UsageError(
             f"--recipe {path}: cannot be read: {error.strerror}",
             hint="`moexport tune` writes recipe.yaml into its bundle",
         ) from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        said = str(error).splitlines() or [type(error).__name__]
-        raise UsageError(f"--recipe {path}: not YAML: {said[0]}") from error
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise UsageError(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from ...common.documents import document, read_document
 from ...common.locations import named_by_url, url_of
 from ...common.option import takes
 from ...common.user_code import names_code
@@ -50,35 +49,27 @@ def parse_value(text: str) -> Any:
         return [parse_value(part) for part in text.split(",") if part.strip()]
     if not text:
         return ""
-    for parse in (json.loads, yaml.safe_load):  # YAML has plainer words than JSON
-        try:
-            return parse(text)
-        except (ValueError, RecursionError, yaml.YAMLError):
-            continue
+    for kind in ("json", "yaml"):  # YAML has plainer words than JSON
+        with suppress(UsageError):
+            return document(text, kind, "a value", UsageError)
     return text
 
 
+KINDS = {".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+
+
 def _read_file(file: Path) -> dict[str, Any]:
+    kind = KINDS.get(file.suffix.lower())
+    if kind is None:
+        raise UsageError(
+            f"{file}: configuration is read from .json, .yaml or .toml, not {file.suffix!r}"
+        )
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"{file}: cannot be read: {reason}", hint="check --config") from error
-    try:
-        match file.suffix.lower():
-            case ".json":
-                content: Any = json.loads(text)
-            case ".toml":
-                content = tomllib.loads(text)
-            case ".yaml" | ".yml":
-                content = yaml.safe_load(text)
-            case suffix:
-                raise UsageError(
-                    f"{file}: configuration is read from .json, .yaml or .toml, not {suffix!r}"
-                )
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        line = str(error).replace("\n", " ")
-        raise UsageError(f"{file}: not valid {file.suffix[1:].upper()}: {line}") from error
+        content = read_document(file, kind, UsageError)
+    except OSError as error:
+        raise UsageError(
+            f"{file}: cannot be read: {error.strerror}", hint="check --config"
+        ) from error
     if content is None:
         return {}
     if not isinstance(content, dict):

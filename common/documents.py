@@ -1,0 +1,124 @@
+"""Documents of plain data, each format by one reader within a budget: JSON, YAML and TOML.
+
+Files of a few hundred bytes can hang their usual readers: aliases and merges of YAML multiply, and
+dotted keys of TOML cost the square of their length. So the size of a file is limited before it is
+read, and its nesting and numbers before anything is made of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import MoexportError
+
+MOST_BYTES = {"json": 16 << 20, "toml": 1 << 20, "yaml": 1 << 20}
+"""Of a file. A recipe for 61 layers of 256 experts has 120 kB, a `config.json` that names 21,000
+classes 2 MB."""
+
+MOST_LEVELS = 64
+"""Of nested lists and mappings."""
+
+MOST_DIGITS = 1000
+"""Of a number in YAML, which has numbers of base 60: one costs the square of its length."""
+
+MOST_KEY_PARTS = 16
+"""Of a dotted key of TOML."""
+
+_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
+_LONG_KEY = re.compile(rf"(?<![\w-])(?:{_PART}){{{MOST_KEY_PARTS}}}")
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, RecursionError, yaml.YAMLError)
+"""What parsers raise: PyYAML makes a number of `!!int ""` without a look at it."""
+
+
+def read_document(
+    file: Path, kind: str, error: Callable[[str], MoexportError], most: int | None = None
+) -> Any:
+    """Returns what a file holds, as `document` does; OSError where it cannot be read.
+
+    `most` are its bytes at most, where a file of its kind may have more than usual.
+    """
+    limit = MOST_BYTES[kind] if most is None else most
+    with file.open("rb") as opened:
+        data = opened.read(limit + 1)
+    if len(data) > limit:
+        raise error(f"{file}: has more than {limit} bytes, the limit of a {kind.upper()} file")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as cause:
+        raise error(f"{file}: cannot be read: not text in UTF-8 ({cause})") from cause
+    return document(text, kind, file, error)
+
+
+def document(text: str, kind: str, name: object, error: Callable[[str], MoexportError]) -> Any:
+    """Returns what a text holds as plain data; `kind` is `json`, `toml` or `yaml`.
+
+    Raises `error` with a sentence that names the document and what is wrong with it.
+    """
+    try:
+        match kind:
+            case "json":
+                content = json.loads(text)
+            case "toml":
+                content = _toml(text)
+            case _:
+                content = _yaml(text)
+        _check(content)
+    except _FAILURES as cause:
+        said = " ".join(str(cause).split()) or type(cause).__name__
+        raise error(f"{name}: not valid {kind.upper()}: {said[:300]}") from cause
+    return content
+
+
+def _toml(text: str) -> Any:
+    if _LONG_KEY.search(text):
+        raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
+    return tomllib.loads(text)
+
+
+def _yaml(text: str) -> Any:
+    levels = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        line = f"line {event.start_mark.line + 1}"
+        if getattr(event, "anchor", None) is not None:  # of an alias too
+            raise ValueError(f"{line}: anchors and aliases (&, *) are not read; write it out")
+        if isinstance(event, yaml.CollectionStartEvent):
+            levels += 1
+            _check_levels(levels)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            levels -= 1
+        elif isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
+            if event.value == "<<":
+                raise ValueError(f"{line}: merges (<<) are not read; write the keys out")
+            if len(event.value) > MOST_DIGITS and event.value[:1] in "+-.0123456789":
+                raise ValueError(f"{line}: a number of more than {MOST_DIGITS} digits")
+        if getattr(event, "tag", None) is not None:
+            raise ValueError(f"{line}: tags ({event.tag}) are not read")
+    return yaml.load(text, Loader=_LOADER)  # safe
+
+
+def _check_levels(levels: int) -> None:
+    if levels > MOST_LEVELS:
+        raise ValueError(f"lists and mappings nest deeper than {MOST_LEVELS} levels")
+
+
+def _check(content: Any) -> None:
+    """Raises ValueError for what nests too deep, or a whole number that nothing here can hold."""
+    left = [(content, 0)]
+    while left:
+        each, levels = left.pop()
+        if isinstance(each, dict | list):
+            _check_levels(levels + 1)
+            inner = each.values() if isinstance(each, dict) else each
+            left += [(value, levels + 1) for value in inner]
+        elif isinstance(each, int) and not -(2**63) <= each < 2**63:
+            raise ValueError("a whole number of more than 64 bits")

@@ -1,0 +1,72 @@
+"""Files that hang or fill the usual readers of YAML, TOML and JSON are refused in a sentence."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from moexport.common.documents import MOST_BYTES
+from moexport.errors import UsageError
+from moexport.exporter.bundle.recipe import read_recipe
+from moexport.exporter.checkpoints.load import parse_value, read_config
+
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}], y{i}: 1}}\n" for i in range(1, 20)
+)
+ALIASES = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+
+HOSTILE = [
+    pytest.param("yaml", MERGES, "anchors and aliases", id="nested merges"),
+    pytest.param("yaml", ALIASES, "anchors and aliases", id="aliases"),
+    pytest.param("yaml", "a: {<<: {b: 1}}", "merges", id="a merge"),
+    pytest.param("yaml", "[" * 5000, "nest deeper", id="deep YAML"),
+    pytest.param("yaml", 'a: !!int ""', "tags", id="an empty number"),
+    pytest.param("yaml", f"a: {':'.join(['59'] * 100_000)}", "digits", id="base 60"),
+    pytest.param("yaml", f"a: {':'.join(['59'] * 300)}.5", "YAML", id="float of base 60"),
+    pytest.param("yaml", f"a: {'9' * 400}", "64 bits", id="a huge number"),
+    pytest.param("yaml", "a: 2030-02-31", "YAML", id="a day that is none"),
+    pytest.param("toml", ".".join("a" * 20_000) + " = 1", "parts", id="a dotted key"),
+    pytest.param(
+        "toml", "\n".join(f"a{i}.{'b.' * 300}c = 1" for i in range(60)), "parts", id="keys"
+    ),
+    pytest.param("toml", f"[{' . '.join(['a'] * 9000)}]", "parts", id="a dotted table"),
+    pytest.param("toml", "a = " + "[" * 5000 + "]" * 5000, "TOML", id="deep TOML"),
+    pytest.param("json", '{"a":' * 500 + "1" + "}" * 500, "nest deeper", id="deep JSON"),
+    pytest.param("json", f'{{"a": {"9" * 400}}}', "64 bits", id="a huge number of JSON"),
+    pytest.param("json", f'{{"a": {"9" * 5000}}}', "JSON", id="a number that Python refuses"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "said"), HOSTILE)
+def test_a_hostile_configuration_is_refused_at_once_by_its_name(
+    kind: str, text: str, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / f"c.{kind}"
+    file.write_text(text)
+    started = time.process_time()
+    with pytest.raises(UsageError, match=said) as caught:
+        read_config(file)
+    assert time.process_time() - started < 2
+    assert str(file) in caught.value.message and "\n" not in caught.value.message
+    if kind == "yaml":
+        with pytest.raises(UsageError, match=said) as caught:
+            read_recipe(file)
+        assert f"--recipe {file}: " in caught.value.message
+
+
+@pytest.mark.parametrize("kind", sorted(MOST_BYTES))
+def test_a_file_above_its_limit_is_refused_unread(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / f"c.{kind}"
+    with file.open("wb") as opened:
+        opened.truncate(1 << 40)  # a hole: a terabyte that takes no room
+    with pytest.raises(UsageError, match=f"more than {MOST_BYTES[kind]} bytes"):
+        read_config(file)
+
+
+def test_a_value_on_the_command_line_is_as_strict_and_stays_text() -> None:
+    for text in ("{<<: {a: 1}}", "[&a x]", '!!int ""', "[" * 5000):
+        assert parse_value(text) == text
+    assert parse_value("{a: [1, 0.5]}") == {"a": [1, 0.5]}
