@@ -6,9 +6,7 @@ A feed names shards by one file, a folder of them, or a range as WebDataset writ
 
 from __future__ import annotations
 
-import io
 import re
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..common.locations import AnyPlace, local, path_of, url_of
 from ..errors import FeedError, MissingExtraError, install
+from .tar import TarDamageError, tar_members
 
 Array = NDArray[Any]
 
@@ -35,9 +34,6 @@ IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", "
 """The endings of files that are read as images."""
 
 IMAGE, LABEL, INPUT = "image", "label", "input"
-
-END = bytes(512)
-"""What a tar file ends with."""
 
 
 def shards_of(where: object) -> list[AnyPlace] | None:
@@ -117,16 +113,7 @@ def _samples(
     key, sample = "", dict[str, Any]()
     try:
         with path.open("rb") as file:
-            file.seek(-min(len(END), path.stat().st_size), io.SEEK_END)
-            whole = file.read() == END
-        with tarfile.open(path, "r:") as archive:
-            for member in archive:
-                if not member.isfile():
-                    continue
-                if member.issparse():
-                    raise FeedError(f"{name}: {member.name} is a sparse file, which is not read")
-                opened = archive.extractfile(member)
-                assert opened is not None  # it is a file
+            for member in tar_members(path, file):
                 folder, _, last = member.name.rpartition("/")
                 stem, _, ending = last.partition(".")
                 if f"{folder}/{stem}" != key and sample:
@@ -134,11 +121,10 @@ def _samples(
                     sample = {}
                 key = f"{folder}/{stem}"
                 where = f"{name}: {member.name}"
-                sample |= _field(ending.lower(), opened.read(), where, array_of)
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise FeedError(f"{name}: cut short, or no tar file ({error})", hint=DAMAGED) from error
-    if not whole:
-        raise FeedError(f"{name}: cut short: the end of the archive is missing", hint=DAMAGED)
+                if _is_read(ending.lower()):
+                    sample |= _field(ending.lower(), member.read(file), where, array_of)
+    except (TarDamageError, OSError) as error:
+        raise FeedError(f"{name}: no whole tar file: {error}", hint=DAMAGED) from error
     if sample:
         yield sample
 
@@ -146,20 +132,22 @@ def _samples(
 DAMAGED = "copy or write the shard again"
 
 
+def _is_read(ending: str) -> bool:
+    return f".{ending}" in IMAGES or ending in ("cls", "npy") or ending.endswith(".npy")
+
+
 def _field(
     ending: str, data: bytes, where: str, array_of: Callable[[bytes, str], Array]
 ) -> dict[str, Any]:
-    """The field that a file of a sample is, by its ending; nothing for one that is not read."""
+    """The field that a file of a sample is, by its ending."""
     if f".{ending}" in IMAGES:
         return {IMAGE: data}
     if ending == "cls":
-        try:
-            return {LABEL: int(data)}
-        except ValueError as error:
-            raise FeedError(f"{where}: a .cls file holds the number of a class") from error
-    if ending == "npy" or ending.endswith(".npy"):
-        return {ending.removesuffix("npy").rstrip(".") or INPUT: array_of(data, where)}
-    return {}
+        label = data.strip()
+        if not (label.removeprefix(b"-").isdigit() and len(label) < 19):
+            raise FeedError(f"{where}: a .cls file holds the number of a class")
+        return {LABEL: int(label)}
+    return {ending.removesuffix("npy").rstrip(".") or INPUT: array_of(data, where)}
 
 
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:

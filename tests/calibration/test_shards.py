@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from moexport.bench.data import Labelled, open_labelled
 from moexport.calibration.feeds import batches, labelled_batches, named_batches
+from moexport.calibration.tar import tar_members
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import TensorSpec
 from PIL import Image
@@ -194,3 +196,95 @@ def test_a_sample_that_is_no_input_is_refused_by_its_file(
     with pytest.raises(FeedError, match=said) as caught:
         list(batches(feed, "input"))
     assert str(feed) in caught.value.message
+
+
+# --- archives that are damaged, or ill meant -----------------------------------------------------
+
+
+def refused(feed: Path, said: str = "") -> None:
+    """Whoever reads the feed is told its name, within a second."""
+    started = time.process_time()
+    with pytest.raises(FeedError, match=said) as caught:
+        list(batches(str(feed), "input"))
+    assert time.process_time() - started < 1
+    assert str(feed) in caught.value.message
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_every_common_form_of_tar_is_read_as_python_reads_it(form: int, tmp_path: Path) -> None:
+    names = ["a/b.npy", f"{'long/' * 25}x.npy", *([] if not form else [f"{'é' * 150}/y.npy"])]
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, "w", format=form) as archive:
+        archive.addfile(tarfile.TarInfo("folder/"))
+        folder = tarfile.TarInfo("folder2")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        link = tarfile.TarInfo("link.npy")
+        link.type, link.linkname = tarfile.SYMTYPE, "l" * (150 if form else 50)
+        archive.addfile(link)
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(npy(X[0])), 1.5 if form == tarfile.PAX_FORMAT else 1
+            archive.addfile(info, io.BytesIO(npy(X[0])))
+    with tarfile.open(path) as archive, path.open("rb") as file:
+        expected = [(each.name, each.offset_data) for each in archive if each.isfile()]
+        found = [(each.name, each.start) for each in tar_members(path, file)]
+    assert found == expected
+    assert len(found) == len(names) + 1
+
+
+def test_a_flipped_bit_in_any_header_is_an_error_and_no_end(tmp_path: Path) -> None:
+    feed = write_tar(tmp_path / "x.tar", arrays(slice(0, 40)))
+    whole = feed.read_bytes()
+    with tarfile.open(feed) as archive:
+        headers = [member.offset for member in archive][20::9]
+    for header in headers:
+        for place in (0, 99, 124, 130, 148, 156, 257, 300, 511):
+            data = bytearray(whole)
+            data[header + place] ^= 4
+            feed.write_bytes(data)
+            refused(feed, "damaged header at byte")
+
+
+def test_what_lies_behind_the_end_of_an_archive_is_an_error(tmp_path: Path) -> None:
+    feed = write_tar(tmp_path / "x.tar", arrays(slice(0, 4)))
+    whole = feed.read_bytes()
+    feed.write_bytes(whole + whole)
+    refused(feed, "goes on behind it")
+    feed.write_bytes(whole.rstrip(b"\0") + bytes(-len(whole.rstrip(b"\0")) % 512 + 512))
+    refused(feed, "half of the end")
+
+
+def header(name: str, kind: bytes, size: bytes) -> bytes:
+    """A header of tar whose checksum is right."""
+    start = name.encode().ljust(124, b"\0") + size.ljust(12, b"\0") + b"1".ljust(12, b"\0")
+    block = bytearray(start + b" " * 8 + kind + bytes(100) + b"ustar\x0000").ljust(512, b"\0")
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def pax(records: bytes) -> bytes:
+    padded = records.ljust(-(-len(records) // 512) * 512, b"\0")
+    return header("pax", b"x", b"%011o" % len(records)) + padded
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (header("a.npy", b"0", b"\xff" * 10 + b"\xfe\0"), "no size"),  # -512
+        (header("a.npy", b"x", b"\xff" * 10 + b"\xfe\0"), "no size"),
+        (header("a.npy", b"0", b"-1000"), "no size"),
+        (header("a.npy", b"0", b"\x80" + b"\xff" * 11), "cut short"),
+        (header("a.npy", b"L", b"\x80" + b"\xff" * 11), "cut short"),
+        (pax(b"1" * 200_000), "no size"),
+        (pax(b"1 " * 100_000), "its records are none"),
+        (pax(b"11 size=-5\n") + header("a.npy", b"0", b"0"), "no size"),
+        (pax(b"29 size=99999999999999999999\n") + header("a.npy", b"0", b"0"), "damaged header"),
+        (pax(b"0 a=b\n"), "its records are none"),
+        (pax(b"19 GNU.sparse.a=1.\n") + header("a.npy", b"0", b"0"), "sparse"),
+        (header("a.npy", b"S", b"0"), "is of type"),
+    ],
+)
+def test_an_ill_meant_header_is_refused_at_once(data: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(data + bytes(10240))
+    refused(tmp_path / "x.tar", said)
