@@ -21,6 +21,7 @@ from ...graphs.layers.base import sharing_weights
 from ..checkpoints.files import find_files
 from ..checkpoints.state_dict import upcast
 from ..model import Model, Source, TensorSpec
+from .budget import CONFIG_FILE, SAME, WeightSizes
 from .experts import canonical, check_layer, experts_modules
 from .network import (
     DECODED,
@@ -89,18 +90,25 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
     or damaged, and `FamilyError` for architectures that cannot be served.
     """
     _check_given(given)
-    config = _config(folder)
-    left_out = _leave_out_further_outputs(config)
+    version = transformers_library().__version__
     found = _weight_files(folder)
-    class_ = _class(folder, config)
-    kind = _kind(folder, class_.__name__, config, given.get("part"))
-    build = _builder(class_, kind)
-    skeleton = _built(folder, build, config)
-    paths = _experts(folder, skeleton, config)
-    experts = [int(skeleton.get_submodule(path).num_experts) for path in paths]  # type: ignore[arg-type]
-    routers = find_routers(build, config, max(experts)) if paths else None
-    cached = bool(kind.cached and given.get("use_cache", getattr(config, "use_cache", True)))
-    inputs, outputs, notes = _ports(skeleton, config, kind, cached=cached)
+    sizes = WeightSizes.of(folder, found)
+    sizes.check_config()
+    config = _config(folder)
+    with sizes.building(version):
+        left_out = _leave_out_further_outputs(config)
+        class_ = _class(folder, config)
+        kind = _kind(folder, class_.__name__, config, given.get("part"))
+        build = _builder(class_, kind)
+        skeleton = build(config)
+        packed = getattr(config, "quantization_config", None) is not None
+        sizes.check_built(skeleton, packed=packed)
+        paths = _experts(folder, skeleton, config)
+        experts = [int(skeleton.get_submodule(path).num_experts) for path in paths]  # type: ignore[arg-type]
+    with sizes.building(version):
+        routers = find_routers(build, config, max(experts)) if paths else None
+        cached = bool(kind.cached and given.get("use_cache", getattr(config, "use_cache", True)))
+        inputs, outputs, notes = _ports(skeleton, config, kind, cached=cached)
     takes, gives = [port.name for port in inputs], [port.name for port in outputs]
     watched = Watched.now(found)
     model, mapped = _weights(folder, class_, config, found) if values else (skeleton, found)
@@ -111,13 +119,19 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
     original = TransformersNetwork(model.eval().requires_grad_(False), takes, gives, loops=loops)
     network = sharing_weights(original)
     k, reading = k_of(config.get_text_config()), Reading(mapped, watched)
-    for path in paths:
-        module = original.get_submodule(path)
-        layer = canonical(path, module, k[1] if k else max(experts))
-        if values:
-            check_layer(layer, module)
-            reading.advance(sum(weight.nbytes for weight in layer.parameters()))
-        network.set_submodule(path, layer)
+    if k and experts and k[1] > min(experts):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: {k[0]} is {k[1]}, and a layer has {min(experts)} experts",
+            hint=SAME,
+        )
+    with sizes.building(version):
+        for path in paths:
+            module = original.get_submodule(path)
+            layer = canonical(path, module, k[1] if k else max(experts))
+            if values:
+                check_layer(layer, module)
+                reading.advance(sum(weight.nbytes for weight in layer.parameters()))
+            network.set_submodule(path, layer)
     reading.end()
     wrong = _replace_blocks(network, original, check=values)
     if wrong is not None:
@@ -208,7 +222,7 @@ def _config(folder: Path) -> Any:
         return library.AutoConfig.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except Exception as error:  # every class of configurations has errors of its own
         own = "auto_map" in object_in(folder / "config.json")
         raise FamilyError(
             f"{folder}: transformers {library.__version__} cannot read its config.json: "
@@ -338,18 +352,6 @@ def _part(model: nn.Module, kind: _Kind) -> nn.Module:
         return encoder
     path = next(name for name, module in model.named_modules() if module is encoder)
     model.set_submodule(path, nn.Identity())
-    return model
-
-
-def _built(folder: Path, build: Any, config: Any) -> nn.Module:
-    try:
-        model = build(config)
-    except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
-        raise FamilyError(
-            f"{folder}: its config.json makes no model: {_first(error)}",
-            hint="the file should be the one that was saved with the weights",
-        ) from error
-    assert isinstance(model, nn.Module)
     return model
 
 
@@ -500,7 +502,9 @@ def _weights(
         model, told = _read(folder, class_, config, "auto")
         if _computed_otherwise(model):
             model, told = _read(folder, class_, config, torch.float32)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # every architecture fails in its own way
         raise CheckpointError(
             f"{folder}: transformers cannot load its weights: {_first(error)}",
             hint="copy or download the folder again; it may not be whole",
