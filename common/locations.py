@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import posixpath
 import re
+import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
@@ -18,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ..errors import LocationError, MissingExtraError, MoexportError, install
-from .writing import scratch_until_exit
+from .writing import FULL, scratch_until_exit
 
 AnyPlace = str | Path
 """A path or a URL; of a path that was made of a URL the second slash is missing."""
@@ -37,6 +38,32 @@ HUB_PAGE = re.compile(r"https?://huggingface\.co/(?!.*/resolve/)([^/?#]+/[^/?#]+
 
 ONE_FILE = ("http", "https")
 """Schemes that list no folders."""
+
+CONNECT_S, STALLED_S = 30.0, 60.0
+"""So long a server of HTTP may take to answer, and to send nothing. A file may take any time."""
+
+ATTEMPTS = 3
+"""To copy a file which breaks off."""
+
+UNTOLD_BYTES = 16 << 30
+"""What a file may have whose server does not say how many bytes will come."""
+
+ROOM_BYTES = 256 << 20
+"""This stays free on the disk of the copies."""
+
+ROOM = "free some space, or name another folder for copies: TMPDIR=/folder"
+
+VERSION = (
+    "size",
+    "ETag",
+    "etag",
+    "Content-MD5",
+    "Digest",
+    "Last-Modified",
+    "LastModified",
+    "mtime",
+)
+"""What file systems call that which changes with a file's content."""
 
 _COPIES: dict[str, Path] = {}
 _LOCK = threading.RLock()
@@ -133,29 +160,6 @@ def holds(where: AnyPlace, name: str) -> bool:
         return bool(system.exists(f"{path}/{name}"))
 
 
-def state_of(where: object) -> str:
-    """Returns what tells whether a file, folder or URL has changed; empty for what is none.
-
-    Of files it is the size and the time of the last change; of a URL what its server tells.
-    """
-    url = url_of(where)
-    if url is not None:
-        with _reading(url) as (system, path):
-            if _is_folder(url, system, path):
-                names = _listed(system, path)
-            else:
-                names = ["manifest.json"] if system.exists(f"{path}/manifest.json") else []
-            places = [f"{path}/{name}" for name in names] or [path]
-            return " ".join(str(system.ukey(each)) for each in places)
-    if not isinstance(where, str | Path) or not (place := path_of(where)).exists():
-        return ""
-    files = (
-        sorted(each for each in place.rglob("*") if each.is_file()) if place.is_dir() else [place]
-    )
-    states = ((str(file), file.stat()) for file in files)
-    return " ".join(f"{name} {each.st_size} {each.st_mtime_ns}" for name, each in states)
-
-
 @contextmanager
 def named_by_url() -> Iterator[None]:
     """Within the block, errors name URLs and not their copies."""
@@ -210,12 +214,73 @@ def _copy_existing(system: Any, path: str, names: Iterable[str], folder: Path, u
 
 
 def _copy(system: Any, path: str, target: Path) -> None:
-    """Copies a file; a shorter one than the server announced is an error."""
+    """Copies a file, again where it broke off or was changed meanwhile; leaves no part of one."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    system.get_file(path, str(target))
-    size = system.info(path).get("size")
-    if size is not None and target.stat().st_size != size:
-        raise EOFError(f"{target.stat().st_size} of {size} bytes came")
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            _copy_once(system, path, target)
+        except (MoexportError, FileNotFoundError, PermissionError, TimeoutError):
+            target.unlink(missing_ok=True)
+            raise
+        except Exception as error:
+            target.unlink(missing_ok=True)
+            final = getattr(error, "status", 500) < 500 or getattr(error, "errno", None) in FULL
+            if final or not left:
+                raise
+        else:
+            return
+
+
+def _copy_once(system: Any, path: str, target: Path) -> None:
+    """Copies a file of the size that its server announced, which fits on the disk."""
+    from fsspec.callbacks import Callback
+
+    url = system.unstrip_protocol(path)
+    before = system.info(path)
+    told = before.get("size")
+    free = max(0, shutil.disk_usage(target.parent).free - ROOM_BYTES)
+    if told is not None and told > free:
+        raise LocationError(
+            f"{url}: has {told} bytes, and {free} are free in {target.parent}", hint=ROOM
+        )
+    most = min(free, UNTOLD_BYTES) if told is None else told
+
+    def arrived(size: int | None, value: int, **_: object) -> None:
+        if value > most:
+            limit = "its server announced" if told is not None else "are taken of an unknown size"
+            raise LocationError(f"{url}: more bytes come than the {most} that {limit}", hint=ROOM)
+
+    system.get_file(path, str(target), callback=Callback(hooks={"limit": arrived}))
+    came = target.stat().st_size
+    if told is not None and came != told:
+        raise EOFError(f"{came} of {told} bytes came")
+    system.invalidate_cache(path)
+    if _version(system.info(path)) != _version(before):
+        raise EOFError("it was changed while it was copied")
+
+
+def _version(info: Mapping[str, Any]) -> list[str]:
+    """What a server tells of a file's content: its size, hash and time."""
+    return [f"{key} {info[key]}" for key in VERSION if info.get(key) is not None]
+
+
+def _options(scheme: str) -> dict[str, Any]:
+    """What fsspec is told beside a URL: of HTTP time-outs, and that nothing is to be unpacked.
+
+    A small reply that is compressed could unpack to any size.
+    """
+    if scheme not in ONE_FILE:
+        return {}
+    import aiohttp
+    import fsspec
+
+    users = fsspec.config.conf.get(scheme, {})
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=STALLED_S)
+    client = {**users.get("client_kwargs", {}), "timeout": timeout, "auto_decompress": False}
+    return {
+        "client_kwargs": client,
+        "headers": {**users.get("headers", {}), "Accept-Encoding": "identity"},
+    }
 
 
 @contextmanager
@@ -230,7 +295,7 @@ def _reading(url: str) -> Iterator[tuple[Any, str]]:
     try:
         import fsspec
 
-        yield fsspec.core.url_to_fs(url)
+        yield fsspec.core.url_to_fs(url, **_options(scheme))
     except MoexportError:
         raise
     except ImportError as error:
@@ -239,13 +304,18 @@ def _reading(url: str) -> Iterator[tuple[Any, str]]:
             f"{url}: {scheme}:// needs a library that is not installed ({error})",
             hint=install(extra) if extra else f"fsspec says: {error}",
         ) from error
-    except FileNotFoundError as error:
-        raise LocationError(f"{url}: there is no such file", hint="check the URL") from error
     except PermissionError as error:
         raise LocationError(f"{url}: may not be read ({error})", hint=CREDENTIALS) from error
     except Exception as error:  # every library has errors of its own
-        denied = getattr(error, "status", None) in (401, 403) or "redential" in str(error)
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        # To fsspec's HTTP all that fails is a file that does not exist; the cause says more.
+        cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
+        status = getattr(cause, "status", None)
+        if cause is None or status in (404, 410):
+            raise LocationError(f"{url}: there is no such file", hint="check the URL") from error
+        reason = str(cause).partition("\n")[0] or type(cause).__name__
+        if isinstance(cause, TimeoutError):
+            reason = f"nothing came for {STALLED_S:.0f} s"
+        denied = status in (401, 403) or "redential" in str(cause)
         raise LocationError(
             f"{url}: cannot be read ({reason})", hint=CREDENTIALS if denied else None
         ) from error

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,8 +19,9 @@ import numpy as np
 import pytest
 from moexport import calls
 from moexport.calibration.feeds import batches, count
+from moexport.common import locations
 from moexport.common.files import hash_files
-from moexport.common.locations import holds, local, state_of, url_of
+from moexport.common.locations import holds, local, url_of
 from moexport.errors import BundleError, CheckpointError, LocationError, MissingExtraError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.command import run
@@ -26,12 +30,30 @@ from moexport.tests.recorded import DATA
 WEIGHTS = DATA / "soft_moe_mnist" / "weights.pt"
 
 
+ZEROS = gzip.compress(bytes(1 << 26), 1)
+"""64 MB in 300 kB."""
+
+counts: dict[str, int] = {}
+"""How often, or how much, was read of files that change."""
+
+
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves a folder; /denied is forbidden and /short breaks off."""
+    """Serves a folder; /denied is forbidden, /short breaks off, and others are ill meant."""
+
+    def do_HEAD(self) -> None:
+        if self.path in ("/denied.pt", "/short.pt", "/once.pt", "/stalled.pt"):
+            self.do_GET()
+        else:
+            super().do_HEAD()
 
     def do_GET(self) -> None:
+        bodies = self.command == "GET"
         if self.path == "/denied.pt":
             self.send_error(403)
+        elif self.path in ("/once.pt", "/gzip.pt", "/endless.pt", "/stalled.pt", "/changing.pt"):
+            getattr(self, f"_{self.path[1:-3]}")()
+        elif not bodies and self.path == "/short.pt":
+            self._head(1000)
         elif self.path == "/short.pt":
             self.send_response(200)
             self.send_header("Content-Length", "1000")
@@ -39,6 +61,43 @@ class Quiet(SimpleHTTPRequestHandler):
             self.wfile.write(b"half")
         else:
             super().do_GET()
+
+    def _head(self, size: int | None, **more: str) -> None:
+        self.send_response(200)
+        if size is not None:
+            self.send_header("Content-Length", str(size))
+        for name, value in more.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+
+    def _once(self) -> None:
+        """Breaks off the first time that it is read."""
+        self._head(1000)
+        if self.command == "GET":
+            counts["once"] = counts.get("once", 0) + 1
+            self.wfile.write(b"x" * (10 if counts["once"] == 1 else 1000))
+
+    def _gzip(self) -> None:
+        self._head(len(ZEROS), Content_Encoding="gzip")
+        self.wfile.write(ZEROS)
+
+    def _endless(self) -> None:
+        self._head(None)
+        with suppress(OSError):
+            while counts.setdefault("endless", 0) < 1 << 30:
+                counts["endless"] += self.wfile.write(bytes(1 << 20))
+
+    def _stalled(self) -> None:
+        self._head(1000)
+        if self.command == "GET":
+            self.wfile.write(b"x")
+            self.wfile.flush()
+            time.sleep(3)
+
+    def _changing(self) -> None:
+        counts["changing"] = counts.get("changing", 0) + 1
+        self._head(4, ETag=f'"{counts["changing"]}"')
+        self.wfile.write(b"body")
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -84,7 +143,6 @@ def test_a_path_may_be_written_as_a_url(tmp_path: Path, monkeypatch: pytest.Monk
     for each in (uri, Path(uri), uri.replace("file://", "file://localhost"), "file:w.pt"):
         assert url_of(each) is None
         assert local(each).samefile("w.pt")
-        assert state_of(each)
     assert holds(folder.as_uri(), "w.pt") and not holds(folder.as_uri(), "v.pt")
     for wrong in ("file://w.pt", "file://server/w.pt", "file://", "file:"):
         with pytest.raises(LocationError, match=f"{wrong}: no path") as refused:
@@ -266,3 +324,48 @@ def test_a_name_that_leads_out_of_the_copy_is_refused(memory: str) -> None:
     system.store[f"/{memory.removeprefix('memory://')}/../../x"] = system.open(f"{memory}/ok", "wb")
     with pytest.raises(LocationError, match="cannot be copied by its name"):
         local(memory)
+
+
+def test_a_download_that_broke_off_is_tried_again_at_once(served: tuple[str, Path]) -> None:
+    counts.clear()
+    assert local(f"{served[0]}/once.pt").read_bytes() == b"x" * 1000
+    assert counts["once"] == 2
+
+
+def test_a_server_that_sends_nothing_is_not_waited_for(
+    served: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locations, "STALLED_S", 0.5)
+    started = time.monotonic()
+    with pytest.raises(LocationError, match=r"stalled\.pt: cannot be read \(nothing came for"):
+        local(f"{served[0]}/stalled.pt")
+    assert time.monotonic() - started < 2.5
+
+
+def test_an_endless_body_is_cut_at_its_budget(
+    served: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts.clear()
+    monkeypatch.setattr(locations, "UNTOLD_BYTES", 8 << 20)
+    with pytest.raises(LocationError, match=f"more bytes come than the {8 << 20}"):
+        local(f"{served[0]}/endless.pt")
+    assert counts["endless"] < 64 << 20
+
+
+def test_a_compressed_reply_is_not_unpacked(served: tuple[str, Path]) -> None:
+    assert local(f"{served[0]}/gzip.pt").read_bytes() == ZEROS
+
+
+def test_a_file_that_does_not_fit_is_not_begun(
+    served: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, folder = served
+    (folder / "large.pt").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(locations, "ROOM_BYTES", 1 << 60)
+    with pytest.raises(LocationError, match=r"large\.pt: has 1000 bytes, and 0 are free"):
+        local(f"{url}/large.pt")
+
+
+def test_a_file_that_changes_while_it_is_copied_is_told(served: tuple[str, Path]) -> None:
+    with pytest.raises(LocationError, match="it was changed while it was copied"):
+        local(f"{served[0]}/changing.pt")
