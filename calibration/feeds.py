@@ -24,6 +24,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from ..common.files import allowed_bytes
 from ..common.locations import local, named_by_url, url_of
 from ..common.user_code import attribute_of, module_of, names_code
 from ..errors import FeedError
@@ -518,6 +519,17 @@ def _is(path: Path, kind: str) -> bool:
 @contextmanager
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     with _readable(path, ".npz"), zipfile.ZipFile(path) as archive:
+        size, most = path.stat().st_size, 0
+        for member in archive.infolist():
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise NotImplementedError(f"{member.filename} is compressed as NumPy does not")
+            most += member.file_size
+        if most > allowed_bytes(size):
+            raise FeedError(
+                f"{path}: {size} bytes that would unpack to {most}, "
+                f"and {allowed_bytes(size)} are allowed",
+                hint="save it uncompressed: np.savez",
+            )
         yield archive
 
 
@@ -606,6 +618,8 @@ def _header(file: BinaryIO, where: str, size: int) -> ArrayHeader:
         )
     if any(not 0 <= each < 2**31 for each in header.shape):
         raise ValueError(f"an array cannot be of shape {header.shape}")
+    if header.shape and header.shape[0] > size:  # of rows that have no numbers
+        raise ValueError(f"it has {size} bytes and an array of {header.shape[0]} rows")
     if header.dtype.itemsize * math.prod(header.shape) > size - file.tell():
         raise EOFError("the file ends in the middle of the array")
     return header

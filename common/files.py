@@ -46,6 +46,18 @@ def release(files: Iterable[Path]) -> None:
             libc.madvise(ctypes.c_void_p(start), size, ctypes.c_int(mmap.MADV_DONTNEED))
 
 
+SMALL_BYTES = 128 << 20
+"""What a file may unpack to, however small it is."""
+
+TIMES = 64
+"""A larger file may unpack to so many times its size: layers that share weights, compression."""
+
+
+def allowed_bytes(size: int) -> int:
+    """Returns how many bytes of numbers files of a size may declare."""
+    return max(SMALL_BYTES, TIMES * size)
+
+
 class Reading:
     """A pass over mapped files that gives their pages back on the way.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import pickle
 import pickletools
@@ -25,12 +24,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ...common.documents import read_document
+from ...common.files import allowed_bytes
 from ...common.locations import beside, local, url_of
 from ...errors import CheckpointError
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*PICKLED, ".safetensors", ".npz")
 INDEX = ".index.json"
+INDEX_BYTES = 128 << 20
+"""Of an index of shards at most: one of 90,000 tensors has 9 MB."""
 
 STANDARD = ("model.safetensors", "pytorch_model.bin")
 """What Hugging Face's libraries call the weights, in the order in which they prefer them; beside
@@ -38,17 +41,6 @@ them lie `config.json`, and in a Trainer's folder its optimizer and its argument
 
 RESAVE = "re-save the weights alone: torch.save(model.state_dict(), …) or safetensors"
 DAMAGED = "copy or download the file again; it was probably cut short"
-
-SMALL_BYTES = 128 << 20
-"""What a file may unpack to, however small it is."""
-
-TIMES = 64
-"""A larger file may unpack to so many times its size: layers that share weights, compression."""
-
-
-def allowed_bytes(size: int) -> int:
-    """Returns how many bytes of numbers files of a size may declare."""
-    return max(SMALL_BYTES, TIMES * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +162,10 @@ def _read_index(index: Path, config: Path | None) -> WeightFiles:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        content = read_document(index, "json", CheckpointError, most=INDEX_BYTES)
+        weight_map = content["weight_map"]
         return {str(key): str(name) for key, name in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f'{index}: not an index of shards: it needs {{"weight_map": {{key: file}}}}'
         ) from error

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...common.files import Reading, Watched
+from ...common.files import Reading, Watched, allowed_bytes
 from ...errors import CheckpointError
-from .files import allowed_bytes, find_files, read_files
+from .files import find_files, read_files
 
 ARGUMENTS = ("model_args", "hyper_parameters")
 """Where nanoGPT with its descendants, and Lightning, keep the constructor's arguments beside the

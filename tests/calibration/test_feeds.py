@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import sys
+import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -261,3 +265,44 @@ def test_python_takes_a_generator_for_data(tmp_path: Path) -> None:
     bundle = moexport.export(model, tmp_path / "out", k=2, data=(x[None] for x in X))
     assert bundle.manifest.parity is not None
     assert bundle.manifest.parity["samples"] == 6
+
+
+def bomb(path: Path, kind: int, copies: int) -> None:
+    """Writes an archive whose arrays of zeros have 32 MB each, and in the file next to nothing."""
+    content = io.BytesIO()
+    np.save(content, np.zeros((8, 1 << 20), np.float32))
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        archive.writestr("input.npy", content.getvalue())
+        for i in range(1, copies):
+            info = copy.copy(archive.getinfo("input.npy"))  # the same bytes under another name
+            info.filename = f"other{i}.npy"
+            archive.filelist.append(info)
+            archive.NameToInfo[info.filename] = info
+
+
+@pytest.mark.parametrize(
+    ("kind", "copies", "said"),
+    [
+        pytest.param(zipfile.ZIP_DEFLATED, 100, "would unpack to", id="overlapping"),
+        pytest.param(zipfile.ZIP_BZIP2, 1, "compressed as NumPy does not", id="bzip2"),
+        pytest.param(zipfile.ZIP_LZMA, 1, "compressed as NumPy does not", id="lzma"),
+    ],
+)
+def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused_unread(
+    kind: int, copies: int, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.npz"
+    bomb(path, kind, copies)
+    for read in (batches, labelled_batches):
+        started = time.process_time()
+        with pytest.raises(FeedError, match=said) as caught:
+            list(read(path, "input"))
+        assert time.process_time() - started < 1
+        assert str(path) in caught.value.message
+
+
+def test_an_array_of_more_rows_than_its_file_has_bytes_is_refused(tmp_path: Path) -> None:
+    """Of rows without numbers a file could hold any number, and each would be looked at."""
+    np.save(tmp_path / "x.npy", np.empty((2**31 - 1, 0), np.float32))
+    with pytest.raises(FeedError, match="array of 2147483647 rows"):
+        list(batches(tmp_path / "x.npy", "input"))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from moexport.bench.data import Labelled, open_labelled
 from moexport.calibration.feeds import batches, labelled_batches, named_batches
+from moexport.calibration.shards import _parquet_batch
 from moexport.calibration.tar import tar_members
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import TensorSpec
@@ -288,3 +289,23 @@ def pax(records: bytes) -> bytes:
 def test_an_ill_meant_header_is_refused_at_once(data: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(data + bytes(10240))
     refused(tmp_path / "x.tar", said)
+
+
+def test_a_parquet_file_of_constant_rows_is_refused_by_what_they_would_take(tmp_path: Path) -> None:
+    """2 kB whose rows are 20 million zeros each, as an encoding of runs keeps them."""
+    row = pa.array(np.zeros(20_000_000, np.float32))
+    offsets = pa.array(np.arange(3) * 20_000_000, pa.int32())
+    column = pa.ListArray.from_arrays(offsets, pa.concat_arrays([row] * 2))
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"input": column}), path, compression="zstd")
+    assert path.stat().st_size < 100_000
+    refused(path, "would unpack to .* and 134217728 are allowed")
+
+
+def test_a_parquet_file_of_one_long_text_is_read_row_by_row(tmp_path: Path) -> None:
+    column = pa.array([b"x" * (5 << 20)] * 26, pa.binary()).dictionary_encode()
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"bytes": column}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 100_000
+    assert _parquet_batch(parquet.read_metadata(path), "x", path.stat().st_size) < 32
+    refused(path, "not an array of inputs")
