@@ -382,7 +382,8 @@ def bench(
     from .exporter.bundle.bundle import Bundle
     from .exporter.model import Model
 
-    request = replace(request, batch=request.batches)  # refused before anything is loaded
+    # Refused before anything is loaded.
+    request = replace(request, batch=None if request.batch is None else request.batches)
     if request.folder is not None:
         check_folder(request.folder)
     listed = [models] if isinstance(models, Model | Bundle | str | Path) else models

@@ -167,7 +167,7 @@ def _described(kinds: Sequence[NodeKind], cells: Sequence[Cells]) -> str:
         return f"{number} {what}{'' if number == 1 else 's'}"
 
     nodes = ", ".join(f"{counted(kind.nodes, 'node')} with {kind.name}" for kind in kinds)
-    sizes = counted(len(cells[0].asked.batch), "batch size")
+    sizes = counted(len(cells[0].asked.batches), "batch size")
     return f"{counted(len(cells), 'model')} at {sizes} on {nodes}"
 
 
@@ -188,7 +188,7 @@ class _Sweep:
                 self.pieces[name, piece["model"], piece["part"]] = piece
         known = self._known()
         analyses = self._analyses()
-        timing = [(one, b) for one in self.cells for b in one.asked.batch if one.models in known]
+        timing = [(one, b) for one in self.cells for b in one.asked.batches if one.models in known]
         found = self._done(
             "timed",
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -115,9 +116,10 @@ def evaluate(
 ) -> EvaluationState:
     """Returns the sums of each case of a candidate, and in words what others failed at.
 
-    One pass over the first `limit` samples, in batches of at most `batch`. The reference of a
-    case is PyTorch with its k: the untouched model for k = n, Algorithm 1 by masking for
-    fewer, and the model whose routers choose so many; the edited model where the graphs are edited.
+    One pass over the first `limit` samples, in batches of at most `batch`: of whole ones alone
+    where a candidate's graphs have one size, so that the last samples may be left out. The
+    reference of a case is PyTorch with its k: the untouched model for k = n, Algorithm 1 by masking
+    for fewer, and the model whose routers choose so many; the edited model where graphs are edited.
     An interrupted pass goes on from `state`,
     as it was handed to `keep` now and then. Raises FeedError when PyTorch cannot run the data.
     """
@@ -126,7 +128,10 @@ def evaluate(
     known = data.samples
     total = known if known is None or limit is None else min(known, limit)
     batches = _batches(runners, candidate, data, batch, limit)
-    progress.step(f"{candidate.name}: accuracy, routing and parity", total=total or limit)
+    only, what = candidate.only_batch, f"{candidate.name}: accuracy, routing and parity"
+    if only is not None and total is not None and total % only:
+        what += f" of {total - total % only} inputs: {total % only} more are no batch of {only}"
+    progress.step(what, total=total or limit)
     progress.advance(state.seen)
     done, saved = 0, time.monotonic()
     for size, after in batches:
@@ -179,6 +184,12 @@ def _batches(
     first = data.head(1)
     if not len(first):
         raise FeedError("the data hold no samples", hint="give at least one input")
+    only, given = candidate.only_batch, sys.maxsize if limit is None else limit
+    if only is not None and (held := min(given, len(data.head(only)))) < only:
+        raise FeedError(
+            f"{name} runs batches of {only} inputs alone, and {held} are measured",
+            hint=f"give {only} inputs or more",
+        )
     fitting = max(1, OUTPUT_BYTES // max(1, outputs_of(base, first.batch(0, 1), name).nbytes))
     foretells = len(model.inputs) == 1 or is_language_model(model)
     judge = _Judge(foretells, model.input.below)
@@ -187,8 +198,10 @@ def _batches(
         x = np.ascontiguousarray(inputs) if isinstance(inputs, np.ndarray) else inputs
         return _after(state, runners, outputs_of(base, x, name), references, x, labels, judge)
 
-    for inputs, labels in data.stream(min(batch, fitting), limit):
-        yield len(first_of(inputs)), partial(after, inputs=inputs, labels=labels)
+    for inputs, labels in data.stream(only or min(batch, fitting), limit):
+        # What depends on its batch is the same function only of whole ones.
+        if only in (None, len(first_of(inputs))):
+            yield len(first_of(inputs)), partial(after, inputs=inputs, labels=labels)
 
 
 def _is_untouched(case: Case) -> bool:

@@ -78,7 +78,8 @@ class Candidate:
     `ks` are those of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
     PyTorch engines to measure, by their names in `engines.KINDS`, beside the untouched model,
     which always takes part. `routed` has, for each k of a router that is part of the model, the job
-    of its export, whose model chooses so many. A language model is timed in `phases`.
+    of its export, whose model chooses so many. A language model is timed in `phases`. Graphs of one
+    batch size run that alone: all is measured in batches of `only_batch` then.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Candidate:
     engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2,)
     routed: Mapping[int, ExportJob] = field(default_factory=dict)
     phases: tuple[Phase, ...] = ()
+    only_batch: int | None = None
 
     @property
     def trained_k(self) -> int:
@@ -260,6 +262,7 @@ def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[Timing
         for candidate in candidates
         for phase in candidate.phases or (None,)
         for batch in request.batches
+        if candidate.only_batch in (None, batch)
     )
 
 

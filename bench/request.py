@@ -63,7 +63,12 @@ class BenchRequest(LoadRequest):
     target: CpuTarget = option(
         "onnx", "The target of graphs that ONNX Runtime runs on the CPU.", kind=CpuTarget
     )
-    batch: str | Sequence[int] = option("1", "A list of batch sizes: 1,16.")
+    batch: str | Sequence[int] | None = option(
+        None,
+        "A list of batch sizes: 1,16.",
+        unset="1, or the size of a bundle that has only one",
+        kind=str,
+    )
     data: AnyPath | Labelled | np.ndarray | None = option(
         None,
         "Labelled inputs: an .npz, .tar or .parquet shards, a folder of images by class, "
@@ -226,9 +231,9 @@ class BenchRequest(LoadRequest):
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The batch sizes; `UsageError` for what is none."""
+        """The batch sizes, 1 unless there are any; `UsageError` for what is none."""
         try:
-            sizes = tuple(map(int, _entries(self.batch)))
+            sizes = (1,) if self.batch is None else tuple(map(int, _entries(self.batch)))
         except ValueError:
             sizes = ()
         if not sizes or min(sizes) < 1:

@@ -50,7 +50,7 @@ from .request import BenchRequest
 from .results import Absent, ModelInfo, PartTime, Results, Row
 from .runners.available import select
 from .runners.base import Loader, Runner
-from .runners.candidates import candidates_of, check_exported
+from .runners.candidates import batch_sizes, candidates_of, check_exported
 from .runners.models import loaders
 from .runners.pytorch import CUDA, PyTorch, outputs_of, untouched, without_tf32
 
@@ -256,18 +256,19 @@ def prepared(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Iterator[
         engine=selection.names,
         # The same threads for every engine: PyTorch's own choice, unless told.
         threads=asked.threads or torch.get_num_threads(),
+        batch=batch_sizes(listed, asked),
     )
     check_exported(listed, request)
     data: Labelled | None = None
     inputs: Array | None = None
     first = next((item for item in listed if isinstance(item, Model)), None)
     if first is not None:
-        data = data_of(first, asked, fixed_sizes(first, listed))
+        data = data_of(first, request, fixed_sizes(first, listed))
         calibrates = {"int8", "fp8"} & {*request.precisions}
         inputs = data.head(CALIBRATION_INPUTS if calibrates else 1).inputs
     with candidates_of(listed, request, watcher, inputs) as candidates:
         model = candidates[0].model
-        data = data or data_of(model, asked, fixed_sizes(model, listed))
+        data = data or data_of(model, request, fixed_sizes(model, listed))
         phased = [in_phases(candidate, data, asked.tokens) for candidate in candidates]
         yield phased, data, request, selection.absent
 
@@ -529,7 +530,11 @@ class Measurement:
         }
         for label, found in measure_memories(
             {c.label: loader for c, loader in opening.items() if c.label not in done},
-            {size: self.head.batch(0, size) for size in self.request.batches},
+            {
+                size: self.head.batch(0, size)
+                for size in self.request.batches
+                if self.candidate.only_batch in (None, size)
+            },
             threads=torch.get_num_threads(),
             weights_bytes=self.candidate.weights_bytes,
             title=self.candidate.name,

@@ -299,17 +299,11 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
 
     The k of a request are measured where the bundle's k is a graph input; a baked k stays. Without
     `model` the checkpoint that the manifest names is loaded; `UsageError` when it is gone or
-    another, and for a bundle of one batch size. `BundleError` for a graph or weights that are not
-    as they were written.
+    another. `BundleError` for a graph or weights that are not as they were written.
     """
-    record = bundle.manifest
-    size = record.inputs[0].shape[0]
-    if isinstance(size, int):
-        raise UsageError(
-            f"{bundle.path}: it was exported with --batch {size} and runs that many inputs alone; "
-            "a benchmark runs the data in larger batches, too",
-            hint=f"export it with a range to measure it: --batch 1:{size}:32",
-        )
+    record, only = bundle.manifest, only_batch(bundle)
+    if only is not None:
+        request = replace(request, batch=(only,))
     edits = Edits.from_records(record.edits, str(bundle.path / MANIFEST_FILE))
     edits = edits.with_substitutes(read_substitutes(bundle.path))
     takes_k = record.k == "input"
@@ -355,14 +349,50 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
         renormalize=record.renormalize,
         engines=request.engines,
         routed={_largest(baked): job} if routed else {},
+        only_batch=only,
     )
+
+
+def only_batch(bundle: Bundle) -> int | None:
+    """Returns the batch size that is a constant of a bundle's graphs; None where it is none."""
+    size = bundle.manifest.inputs[0].shape[0]
+    return size if isinstance(size, int) else None
+
+
+def batch_sizes(listed: Sequence[Model | Bundle], request: BenchRequest) -> tuple[int, ...]:
+    """Returns the batch sizes to measure: those of a request, else those that are all a bundle has.
+
+    Raises `UsageError` for a bundle of one size that the request does not name, and for sizes of
+    the request where all bundles have others.
+    """
+    held = [(each, only_batch(each)) for each in listed if isinstance(each, Bundle)]
+    sizes = sorted({size for _, size in held if size is not None})
+    if request.batch is None:
+        return tuple(sizes) or request.batches
+    fixed = len(held) > 0 and all(size is not None for _, size in held) and not _exports(listed)
+    for bundle, size in held:
+        if size is None or (size in request.batches and not fixed):
+            continue
+        if not {size} <= {*request.batches} <= {*sizes}:
+            asked = ",".join(map(str, request.batches))
+            raise UsageError(
+                f"--batch {asked}: {bundle.path} was exported with --batch {size} and runs batches "
+                "of that size alone",
+                hint=f"use --batch {','.join(map(str, sizes))}, or export it with a range: "
+                f"--batch 1:{size}:32",
+            )
+    return request.batches
+
+
+def _exports(listed: Sequence[Model | Bundle]) -> bool:
+    """Whether there is a model to export: one that no bundle follows."""
+    pairs = zip(listed, (*listed[1:], None), strict=True)
+    return any(isinstance(each, Model) and not isinstance(then, Bundle) for each, then in pairs)
 
 
 def check_exported(listed: Sequence[Model | Bundle], request: BenchRequest) -> None:
     """Raises `UsageError` for what says how a model is exported where only bundles are."""
-    following = (*listed[1:], None)
-    pairs = zip(listed, following, strict=True)
-    if any(isinstance(each, Model) and not isinstance(then, Bundle) for each, then in pairs):
+    if _exports(listed):
         return
     idle = {
         "--lowering": request.lowerings != (AUTO,),

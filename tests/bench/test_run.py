@@ -22,6 +22,7 @@ from moexport.bench.runners.pytorch import with_algorithm_1
 from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
 from moexport.errors import FeedError, UsageError
+from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
 from moexport.tests.bench.loaders import Made
@@ -312,12 +313,48 @@ def test_a_bundle_with_a_k_for_each_layer_is_compared_with_so_many_of_each(
     assert graph.parity is not None and graph.parity.cosine > 1 - 1e-6
 
 
-def test_a_bundle_of_one_batch_size_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    weights = DATA / "soft_moe_fkodom" / "weights.pt"
-    out = tmp_path / "out"
-    done = run("export", weights, "--set", "version=0.2.0", "-o", out, "--k", "2", "--batch", "3")
+FKODOM = (DATA / "soft_moe_fkodom" / "weights.pt", "--set", "version=0.2.0", "--k", "2")
+
+
+def test_a_bundle_of_one_batch_size_is_measured_in_whole_batches_of_it(tmp_path: Path) -> None:
+    out, data, report = tmp_path / "out", tmp_path / "x.npz", tmp_path / "report"
+    done = run("export", *FKODOM, "-o", out, "--batch", "3", "--tokens", "5")
     assert done.code == 0, done.err
-    refused = run("bench", out, "-o", tmp_path / "report", "--batch", "3")
+    width = Bundle.open(out).manifest.inputs[0].shape[2]
+    x = np.random.default_rng(0).standard_normal((7, 5, width)).astype(np.float32)
+    np.savez(data, input=x)
+    quick = ("--engine", "onnxruntime", "--rounds", "5", "--threads", "1")
+    done = run("bench", out, "-o", report, "--data", data, *quick)
+    assert done.code == 0, done.err
+    assert "of 6 inputs: 1 more are no batch of 3" in done.err
+    results = read(report / "results.json")
+    assert {row.batch for row in results.rows} == {3}
+    assert results.protocol["samples"] == 6
+    (graph,) = (row for row in results.rows if row.engine == "onnxruntime")
+    assert graph.error is None
+    assert graph.peak_memory_mb is not None
+    assert graph.parity is not None and graph.parity.cosine > 1 - 1e-6
+    np.savez(data, input=x[:2])
+    few = run("bench", out, "-o", tmp_path / "few", "--data", data, *quick)
+    assert "runs batches of 3 inputs alone, and 2 are measured" in few.error
+
+
+@pytest.mark.parametrize("sizes", ["1", "1,3"])
+def test_other_batch_sizes_than_the_one_of_a_bundle_are_refused(sizes: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run("export", *FKODOM, "-o", out, "--batch", "3")
+    assert done.code == 0, done.err
+    refused = run("bench", out, "-o", tmp_path / "report", "--batch", sizes)
     assert refused.code == 2
-    assert "was exported with --batch 3" in refused.error
+    assert f"--batch {sizes}: {out} was exported with --batch 3" in refused.error
+    assert refused.hint == "use --batch 3, or export it with a range: --batch 1:3:32"
     assert not [*(tmp_path / "report").glob("*.json")]
+
+
+def test_bundles_of_several_batch_sizes_are_measured_at_their_own(tmp_path: Path) -> None:
+    for size in ("3", "4"):
+        done = run("export", *FKODOM, "-o", tmp_path / size, "--batch", size)
+        assert done.code == 0, done.err
+    request = BenchRequest(engine="onnxruntime", round_s=0.0, memory=False, parts=False, threads=1)
+    rows = moexport.api.bench([tmp_path / "3", tmp_path / "4"], request).rows
+    assert {(row.model, row.batch, row.error) for row in rows} == {("3", 3, None), ("4", 4, None)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
+from pathlib import Path
 
 from allpairspy import AllPairs
 from moexport.graphs.lowerings import lowerings_of
@@ -136,3 +138,18 @@ def alone(pair: Pair) -> Row:
         if not conflict(row):
             return row
     return best
+
+
+def commit(form: str) -> str:
+    """The commit in a format of git's; the same one where there is no git."""
+    try:
+        done = subprocess.run(
+            ("git", "log", "-1", f"--format={form}", "--date=short"),
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "2026-01-01"
+    return done.stdout.strip()

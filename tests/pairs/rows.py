@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -482,13 +482,12 @@ def attempt(row: Row, given: Source, folder: Path) -> Result:
     return Result(row, verdict, said, exported, time.monotonic() - begun)
 
 
-def of_source(name: str, wanted: Sequence[Row]) -> list[Result]:
+def of_source(name: str, wanted: Sequence[Row], tell: Callable[[Result], None]) -> None:
     """Runs the rows of one source, whose network is traced once for those that need the same."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place, traced_once():
-        folder, found = Path(place), []
+        folder = Path(place)
         given = source(name, folder / "source")
         for number, row in enumerate(wanted):
-            found.append(attempt(row, given, folder / str(number)))
+            tell(attempt(row, given, folder / str(number)))
             shutil.rmtree(folder / str(number), ignore_errors=True)
-        return found

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from moexport.tests.pairs.matrix import all_pairs, alone, conflict, pairs, rows
+from moexport.tests.pairs.matrix import all_pairs, alone, commit, conflict, pairs, rows
 from moexport.tests.pairs.rows import Row, attempt
 from moexport.tests.pairs.sources import source
 
@@ -16,21 +15,6 @@ SLOW = frozenset({"mumoe-mixer", "mumoe-gpt2", "transformers", "tune", "calibrat
 """Values of rows that take long."""
 
 SAMPLE = 6
-
-
-def day() -> str:
-    """The date of the commit; the same one where there is no git."""
-    try:
-        done = subprocess.run(
-            ("git", "log", "-1", "--format=%cd", "--date=short"),
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "2026-01-01"
-    return done.stdout.strip()
 
 
 def sample(seed: str) -> Iterator[Row]:
@@ -41,7 +25,7 @@ def sample(seed: str) -> Iterator[Row]:
     yield chosen.choice([row for row in every if SLOW & {*row.values()}])
 
 
-SEED = day()
+SEED = commit("%cd")
 
 
 @pytest.mark.parametrize(
