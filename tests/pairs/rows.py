@@ -70,7 +70,8 @@ KEPT = {"n": "n", "share": "0.5", "number": "3", "input": "input"}
 class Result:
     """What came of a row; `said` is the error, or what is wrong.
 
-    Where it was `exported`, what was refused is the command after that alone.
+    Where it was `exported`, what was refused is the command after that alone. `seconds` are the
+    processor's.
     """
 
     row: Row
@@ -465,7 +466,7 @@ class Attempt:
 
 def attempt(row: Row, given: Source, folder: Path) -> Result:
     """Runs a row in a folder that is not there yet."""
-    begun = time.monotonic()
+    begun = time.process_time()
     verdict: Verdict = "right"
     said, exported = "", False
     try:
@@ -479,7 +480,7 @@ def attempt(row: Row, given: Source, folder: Path) -> Result:
         verdict, said = "raw", str(finding)
     except Exception as error:  # noqa: BLE001
         verdict, said = "raw", f"{type(error).__name__}: {error}"
-    return Result(row, verdict, said, exported, time.monotonic() - begun)
+    return Result(row, verdict, said, exported, time.process_time() - begun)
 
 
 def of_source(name: str, wanted: Sequence[Row], tell: Callable[[Result], None]) -> None:

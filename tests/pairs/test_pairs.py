@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx
 import pytest
-from moexport.tests.pairs.matrix import all_pairs, alone, commit, conflict, pairs, rows
-from moexport.tests.pairs.rows import Row, attempt
+import torch
+from moexport.tests.pairs.matrix import PLAIN, all_pairs, alone, commit, conflict, pairs, rows
+from moexport.tests.pairs.networks import routed
+from moexport.tests.pairs.rows import Attempt, Row, attempt
 from moexport.tests.pairs.sources import source
 
 SLOW = frozenset({"mumoe-mixer", "mumoe-gpt2", "transformers", "tune", "calibrate"})
@@ -41,3 +46,44 @@ def test_every_pair_is_in_a_row_of_many_or_in_one_of_its_own() -> None:
     apart = all_pairs() - together
     assert {pair for pair in apart if not {*pair} <= {*alone(pair).items()}} == set()
     assert not any(conflict(row) for row in rows())
+
+
+def test_an_int4_graph_with_a_k_per_layer_computes_what_its_dequantised_weights_give(
+    tmp_path: Path,
+) -> None:
+    """So what it is off by is its weights' rounding, and no choice of another layer's k."""
+    given = source("adapter Experts", tmp_path / "source")
+    row = {**PLAIN, "source": given.name, "k": "list", "precision": "int4", "lowering": "grouped"}
+    work = Attempt(row, given, tmp_path / "row")
+    work.moexport("export", *work.command_line()[0], writes="out")
+    stored = {
+        each.name: onnx.numpy_helper.to_array(each)
+        for each in onnx.load(work.bundle / "model.onnx").graph.initializer
+    }
+    network: Any = routed().double()
+    with torch.no_grad():
+        for (name, k), layer in zip(
+            work.kept().items(), (network.first, network.second), strict=True
+        ):
+            layer.k = k
+            for i in range(6):
+                w1, w2 = (_dequantised(stored, f"{name}/experts.{i}.w{at}") for at in (1, 2))
+                for key, rounded in zip(("gate", "up", "down"), (*w1.chunk(2), w2), strict=True):
+                    own = layer.maps[key][i]
+                    assert 0 < (rounded - own).abs().max() < 0.15 * own.abs().max()
+                    own.copy_(rounded)
+        (x,) = given.x.values()
+        wanted = network(torch.from_numpy(x).double()).numpy()
+        network.first.k, network.second.k = network.second.k, network.first.k
+        swapped = network(torch.from_numpy(x).double()).numpy()
+    found = work.outputs(work.bundle)
+    most = np.abs(wanted).max()
+    assert np.abs(found - wanted).max() < 0.03 * most  # a row of activations is INT8
+    assert np.abs(found - swapped).max() > 0.1 * most
+
+
+def _dequantised(stored: Mapping[str, np.ndarray], name: str) -> torch.Tensor:
+    """A matrix [out, in] of 4-bit steps in blocks, the low half of each byte first."""
+    packed, scale = stored[name], stored[f"{name}.scale"].astype(np.float64)
+    steps = np.stack((packed & 15, packed >> 4), -1).reshape(*packed.shape[:2], -1) - 8.0
+    return torch.from_numpy((steps * scale[..., None]).reshape(len(packed), -1))
