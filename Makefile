@@ -11,7 +11,7 @@ ORT := $(if $(shell command -v nvidia-smi),gpu,cpu)
 OTHER := $(if $(filter gpu,$(ORT)),onnxruntime,onnxruntime-gpu)
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-mumoe web test lint conformance pairs docs bench fuzz mutants gpu-check clean
+.PHONY: demo demo-mumoe web test test-all lint conformance pairs docs bench fuzz mutants gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
 $(VENV)/ready: constraints.txt pyproject.toml
@@ -40,9 +40,15 @@ $(WEB): examples/web/package-lock.json
 
 web: $(WEB)
 
+# A process per core: most of a test's time is one program on one core.
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
+
 test: $(VENV)/ready $(WEB)
-	# A process per core: most of a test's time is one program on one core.
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
+	$(PYTEST) -m 'not slow'
+
+# With the long ones: kills, fuzzing, whole documents, servers and clusters.
+test-all: $(VENV)/ready $(WEB)
+	$(PYTEST)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -55,8 +61,7 @@ lint: $(VENV)/ready
 
 # Every architecture with token-routed experts that docs/token-routed.md lists, two models of each.
 conformance: $(VENV)/ready
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal \
-		tests/exporter/token_routed/all_architectures.py
+	$(PYTEST) tests/exporter/token_routed/all_architectures.py
 
 # Every pair of options once, and what came of it; `make test` runs some of them, others each day.
 pairs: $(VENV)/ready
