@@ -109,14 +109,14 @@ def inexact_gelu(
 
     In ONNX Runtime GPU 1.31.1 it is the tanh form where GELU is the epilogue of the product (FP32
     everywhere, and cards older than Hopper: `EpilogueOpDefaultFtGelu`), and the exact one where it
-    is a kernel of its own (`doActivationKernel`, FP16 on Hopper): read from its sources and its
-    library's symbols, not run.
+    is a kernel of its own (`doActivationKernel`, after Hopper's own products in FP16): read from
+    its sources and its library's symbols, not run.
     """
     gelu = spec.activation in ("gelu", "gelu-tanh")
     if gelu and precision == "fp16" and TARGETS[target].provider == CUDA_PROVIDER:
         return (
-            "com.microsoft.MoE computes the exact GELU in FP16 on Hopper and its tanh form on "
-            "older cards, up to 5e-4 apart"
+            "com.microsoft.MoE computes the tanh form of GELU, and with the FP16 products of newer "
+            "cards (from Hopper on) the exact one, up to 5e-4 apart"
         )
     if spec.activation == "gelu":
         return "com.microsoft.MoE computes the tanh form of GELU, up to 5e-4 from the exact one"
