@@ -28,6 +28,11 @@ NEEDED = (
 """What an NVIDIA driver has to do with what pip installs."""
 
 NO_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorStubLibrary")
+MISMATCH = (
+    *("cudaErrorSystemDriverMismatch", "cudaErrorCompatNotSupportedOnDevice"),
+    *("cudaErrorUnsupportedPtxVersion", "cudaErrorSystemNotReady", "cudaErrorInitializationError"),
+)
+"""A driver that does not fit CUDA's libraries, or whose services have not started."""
 NO_MEMORY = "cudaErrorMemoryAllocation"
 
 
@@ -89,7 +94,12 @@ def call(name: str, *arguments: Any) -> Any:
             f"the GPU's memory ran out ({name})",
             hint="run smaller batches, build with a smaller MAX in --profile, or free the GPU",
         )
-    raise EngineError(f"CUDA: {name} failed: {error.name}")
+    raise EngineError(
+        f"CUDA: {name} failed: {error.name}",
+        hint=driver_problem() or f"`nvidia-smi` shows whether the driver works; {NEEDED}"
+        if error.name in MISMATCH
+        else "`moexport doctor` shows what is installed; another program may hold the GPU",
+    )
 
 
 class DeviceBuffer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from ...errors import (
 )
 from . import cuda
 from .backends import Gpu, first_gpu
+from .build import NO_ROOM
 from .options import AUTO
 from .records import EngineRecord
 from .trust import PlanFile, find_plan, read_header, trusted_content
@@ -221,9 +223,12 @@ def _check_validity(plan: PlanFile, trt: Any, runtime: Any, content: bytes) -> N
 def unloadable(plan: PlanFile, lines: Sequence[str]) -> EngineError:
     """Returns the error for an engine that the runtime does not load, in its words."""
     said = lines[0] if lines else "it did not say why"
+    no_room = any(re.search(rf"{NO_ROOM}|cudaErrorMemory", line) for line in lines)
     return EngineError(
         f"{plan.path}: {plan.backend.title} cannot load it: {said}",
-        hint=f"build it again here with `moexport build {plan.path.parent}`",
+        hint="free some of the GPU's memory (nvidia-smi), or build it with --weight-streaming auto"
+        if no_room
+        else f"build it again here with `moexport build {plan.path.parent}`",
     )
 
 

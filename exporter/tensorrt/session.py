@@ -256,7 +256,10 @@ class EngineSession:
         self._capture = self._loaded.capturable(self._stream.handle)
         if self._capture:
             stream = self._stream
-            self._captured = cuda.captured(stream, lambda: self._loaded.enqueue(stream.handle))
+            try:
+                self._captured = cuda.captured(stream, lambda: self._loaded.enqueue(stream.handle))
+            except EngineError:  # it runs directly instead, which tells what is wrong beside that
+                self._capture = False
 
     def _forget(self) -> None:
         """Drops the recording and what is set up."""

@@ -9,7 +9,7 @@ import pytest
 from moexport.errors import EngineError
 from moexport.exporter.bundle.manifest import LayerRecord, Manifest
 from moexport.exporter.tensorrt.engines import check_precision, kernel_types, precision_notes
-from moexport.exporter.tensorrt.worker import Compiled, Product
+from moexport.exporter.tensorrt.worker import Compiled, Product, inspected
 from moexport.tests.exporter.tensorrt.engines import export
 
 LAYER = "soft_moe_fkodom"
@@ -53,6 +53,14 @@ def test_experts_without_a_product_in_the_network_are_a_failure(manifest: Manife
     others = [Product(name="head/MatMul", kind="matrix_multiply", precision="fp32")]
     with pytest.raises(EngineError, match="built in no product at all"):
         check(manifest, built(others))
+
+
+def test_an_inspector_that_writes_no_json_does_not_undo_the_build(manifest: Manifest) -> None:
+    assert inspected('{"Layers": []}') == {"Layers": []}
+    for text in ("", '{"Layers": [', "[]"):
+        kernels = check(manifest, built(products(manifest.layers[0]), inspected(text)))
+        assert kernels == {manifest.layers[0].name: []}
+        assert "proved by the network's types alone" in precision_notes("e.plan", kernels)[0]
 
 
 def test_a_product_in_another_type_is_a_failure(manifest: Manifest) -> None:

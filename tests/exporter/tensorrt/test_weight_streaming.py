@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 from moexport.errors import EngineError
 from moexport.exporter.tensorrt.backends import TENSORRT
-from moexport.exporter.tensorrt.plan_file import KEPT_FREE, _set_budget, streaming_budget
+from moexport.exporter.tensorrt.plan_file import (
+    KEPT_FREE,
+    _set_budget,
+    streaming_budget,
+    unloadable,
+)
 from moexport.exporter.tensorrt.trust import PlanFile
 
 GIB = 1 << 30
@@ -54,3 +59,9 @@ def test_a_budget_that_the_engine_drops_is_an_error_with_both_sizes() -> None:
     with pytest.raises(EngineError, match=rf"{3 * GIB} bytes .* keeps {GIB}: too much") as caught:
         _set_budget(PLAN, engine, 3 * GIB, ["an older line", "too much"])
     assert "--weight-streaming" in (caught.value.hint or "")
+
+
+def test_an_engine_that_does_not_fit_the_gpu_is_told_apart_from_a_damaged_one() -> None:
+    full = "[virtualMemoryBuffer.cpp::resizePhysical::145] Error Code 2: OutOfMemory (no further)"
+    assert "--weight-streaming auto" in (unloadable(PLAN, [full]).hint or "")
+    assert "moexport build" in (unloadable(PLAN, ["magicTag mismatch"]).hint or "")
