@@ -106,7 +106,8 @@ class Plan:
         options, retention = self.job.options, self.precision.retention
         notes = _share_notes(self.job)
         notes += options.precision.notes(options.target) if retention is None else retention.notes()
-        if len(self.graphs) > 1 and options.lowerings == (AUTO,) and copies_by_k(self.graphs[0]):
+        by_k = options.target in ENGINES and options.lowerings == (AUTO,)
+        if by_k and len(self.graphs) > 1:  # as `plan_auto` gives them
             main, dense = self.graphs
             notes += (
                 f"k is an input: {main.file} ({main.title}) copies the weights of k experts, and "

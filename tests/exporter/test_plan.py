@@ -77,6 +77,15 @@ def test_where_k_is_an_input_of_an_engine_a_dense_graph_is_kept_for_a_k_near_n(
     assert alone[0]["lowering"] == "dense"
 
 
+def test_graphs_by_batch_with_k_as_an_input_are_not_taken_for_graphs_by_k(tmp_path: Path) -> None:
+    layer, asked = many_experts(tmp_path), ("--batch", "1:1:65536", "--tokens", "1:4:1024")
+    outcome = run("export", layer, "-o", "out", "--k", "input", "--dry-run", "--json", *asked)
+    assert outcome.code == 0, outcome.err
+    shown = json.loads(outcome.out)
+    assert len(shown["graphs"]) > 1
+    assert "k is an input" not in " ".join(shown["notes"])
+
+
 def test_bench_refuses_what_the_graphs_of_export_do_not_run(tmp_path: Path) -> None:
     """Without a target both write standard ops alone."""
     arguments = ("bench", LAYER, "-o", tmp_path / "out", "--k", "2", "--lowering", "fused")
