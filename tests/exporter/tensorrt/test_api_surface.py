@@ -1,8 +1,8 @@
 """What moexport and Polygraphy's loaders call of TensorRT is there in the versions it supports.
 
 TensorRT for servers cannot be loaded without its libraries and a GPU, so its names are compared
-with recorded lists (`tests/data/tensorrt_api.json` says where they come from), and with TensorRT-RTX
-where that is installed, which has the interface of TensorRT 11.
+with recorded lists (`tests/data/tensorrt_api.json` says where they come from), and with
+TensorRT-RTX where that is installed, which has the interface of TensorRT 11.
 """
 
 from __future__ import annotations
@@ -166,10 +166,10 @@ def test_the_versions_have_what_polygraphy_calls_for_us(version: str) -> None:
 
 
 def missing_in(version: str, names: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yields what a recorded version does not have, or no longer."""
-    known, removed = VERSIONS[version]["names"], VERSIONS[version]["removed"]
+    """Yields what a recorded version does not have."""
+    known = VERSIONS[version]["names"]
     for owner, attribute in names:
-        if attribute not in known.get(owner, ()) or f"{owner}.{attribute}" in removed:
+        if attribute not in known.get(owner, ()):
             yield owner, attribute
 
 
