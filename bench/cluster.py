@@ -28,7 +28,7 @@ from ..common.environment import PACKAGES, versions
 from ..common.locations import state_of
 from ..common.timing import in_one_line
 from ..common.user_code import names_code
-from ..common.writing import make_folder
+from ..common.writing import held
 from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.bundle.manifest import is_bundle
@@ -76,11 +76,9 @@ def sweep_on_ray(
     cells = [Cells(each, asked) for each in _by_model(models)]
     _check(cells)
     found = {}
-    with connected(address, watcher) as cluster:
+    with held(out), connected(address, watcher) as cluster:
         kinds = kinds_of(cluster.ray.nodes(), on)
         watcher.step(_described(kinds, cells))
-        if out is not None:
-            make_folder(out)
         journal = Journal(None if out is None else out / FILE, _what(cells))
         if journal.told:
             watcher.step(journal.told)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..common import timing
 from ..common.console import Progress, Silent
 from ..common.environment import environment, memory_bytes
 from ..common.files import sha256
-from ..common.writing import check_folder, make_folder
+from ..common.writing import check_folder, held
 from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.bundle.manifest import is_bundle
@@ -65,6 +66,22 @@ PHASE_INPUTS = 4  # distinct prompts of a language model
 PROCESS_S = 4.0  # what starting a process and loading a runtime takes
 
 
+def _alone(measured: Callable[..., Results]) -> Callable[..., Results]:
+    """A benchmark that holds its folder, so that a second one there is refused at once."""
+
+    @wraps(measured)
+    def alone(
+        candidates: Sequence[Candidate], data: Labelled, request: BenchRequest, **more: Any
+    ) -> Results:
+        if request.folder is not None:
+            check_folder(request.folder)
+        with held(request.folder):
+            return measured(candidates, data, request, **more)
+
+    return alone
+
+
+@_alone
 def bench(
     candidates: Sequence[Candidate],
     data: Labelled,
@@ -86,8 +103,6 @@ def bench(
     UsageError and FeedError, before anything is opened, for what cannot be measured at all.
     """
     progress, out, before = request.progress or Silent(), request.folder, request.before
-    if out is not None:
-        check_folder(out)
     groups = plan(candidates, request)
     head = data.head(max(request.batches) * request.protocol.inputs)
     if only is not None:
@@ -101,8 +116,6 @@ def bench(
         takes = expected_time(candidates, groups, head, data.samples, request)
         progress.step(describe(groups, takes))
         models = tuple(map(model_info, candidates))
-        if out is not None:
-            make_folder(out)
         same = _same_run(candidates, groups, data, request, facts, models)
         journal = Journal(None if out is None else out / FILE, same)
         if journal.told:

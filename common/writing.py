@@ -260,6 +260,43 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+@contextmanager
+def held(folder: Path | None) -> Iterator[None]:
+    """Holds a folder of results, which is made if need be, for one command; nothing for None.
+
+    Raises OutputError at once where another command holds it. The lock is on a file in the folder
+    and goes with the process; where a file system has no locks nobody is refused. A folder that
+    stays empty is removed.
+    """
+    from filelock import lock_descriptor
+
+    if folder is None:
+        yield
+        return
+    new = not folder.exists()
+    make_folder(folder)
+    lock = folder / f".running{PARTIAL}"
+    with output_errors(folder):
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    free = True
+    try:
+        with suppress(OSError):
+            free = lock_descriptor(handle, blocking=False)
+        if not free:
+            raise OutputError(
+                f"{folder}: another moexport is writing its results there",
+                hint="wait until it has ended, or choose another folder",
+            )
+        yield
+    finally:
+        if free:
+            lock.unlink(missing_ok=True)
+        os.close(handle)
+        if new:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
 _MADE: set[Path] = set()
 
 

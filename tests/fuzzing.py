@@ -16,6 +16,7 @@ import importlib
 import io
 import json
 import random
+import re
 import resource
 import shutil
 import struct
@@ -42,11 +43,14 @@ LIMIT_S = 5.0
 STALLED_S = 120.0
 LIMIT_BYTES = 1 << 30
 
+KILLED_BYTES = 8 << 30
+"""Of its own processes, so that none takes the machine with it."""
+
 KINDS = {"checkpoints": "moexport.tests.exporter.checkpoints.test_fuzz:SUBJECT"} | {
     kind: f"moexport.tests.test_fuzz:{kind.upper()}"
     for kind in (
         *("bundles", "manifests", "graphs", "references", "tables", "results", "rewrites"),
-        *("reports", "configs", "feeds", "plans"),
+        *("reports", "configs", "feeds", "plans", "shards", "recipes", "transformers"),
     )
 }
 """Kinds of file, and the module and name of the `Subject` that says how they are made and read."""
@@ -300,20 +304,80 @@ def mutated_array(data: bytes, rng: random.Random) -> bytes:
     return data[:8] + struct.pack("<H", len(header)) + header + data[10 + length :]
 
 
+TEXTS = (
+    *("&a ", "*a", "<<: ", "<<: *a\n", "!!int ", "!!int ''", "!!binary ", "!!set {", "? [1] : 2"),
+    *(
+        "[" * 3000,
+        "{a: " * 200,
+        "a." * 5000,
+        "[a.b]\n",
+        "[[a]]\n",
+        "\n- ",
+        ": ",
+        "59:" * 5000,
+        "|\n",
+    ),
+    *("9" * 400, "0x" + "f" * 500, "1e999", "2030-02-31", "9999-12-31T23:59:60Z", "\t", "\0", "'"),
+    *("\u2028", '"""', "= {", "%YAML 9.9\n---\n", "---\n", ".inf", "~", "~: ~", "true", "-1"),
+)
+"""What YAML and TOML have that a reader may stumble over."""
+
+
+def mutated_text(data: bytes, rng: random.Random) -> bytes:
+    """Returns a text of YAML or TOML some of whose words are others, or stand elsewhere."""
+    words = re.split(r"(\W)", data.decode())
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        place = rng.randrange(len(words))
+        match rng.randrange(4):
+            case 0:
+                words[place] = rng.choice(words)
+            case 1:
+                words.insert(place, rng.choice(TEXTS))
+            case 2:
+                words[place:place] = words[place : place + rng.randrange(40)] * rng.choice((1, 9))
+            case _:
+                words[place] = rng.choice(TEXTS)
+    return "".join(words).encode()
+
+
+def mutated_tar(data: bytes, rng: random.Random) -> bytes:
+    """Returns a tar one of whose headers is another, its checksum right in most."""
+    headers = [at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"]
+    at = rng.choice(headers)
+    block = bytearray(data[at : at + 512])
+    start, end = rng.choice(((0, 100), (124, 136), (156, 157), (257, 265), (345, 500)))
+    new = rng.choice(
+        (
+            *(b"\xff" * 12, b"\x80" + b"\xff" * 11, b"-1", b"77777777777", b"0", b"\0" * 12),
+            *(b"x", b"g", b"L", b"K", b"S", b"5", b"2", b"7", rng.randbytes(end - start)),
+        )
+    )
+    block[start:end] = new[: end - start].ljust(end - start, b"\0")
+    if rng.random() < 0.9:
+        block[148:156] = b" " * 8
+        block[148:156] = b"%06o\0 " % sum(block)
+    body = rng.choice((b"", b"19 size=9999999999\n", b"13 path=a.b\n", b"9" * 500, b"0 a=b\n"))
+    rest = data[at + 512 :]
+    rest = body + rest[len(body) :] if rng.random() < 0.3 else rest
+    return data[:at] + bytes(block) + rest
+
+
+MUTATIONS: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    ".json": mutated_json,
+    ".onnx": mutated_graph,
+    ".npy": mutated_array,
+    ".yaml": mutated_text,
+    ".toml": mutated_text,
+    ".tar": mutated_tar,
+    ".safetensors": mutated_header,
+}
+
+
 def damaged(file: Path, data: bytes, rng: random.Random) -> bytes:
     """Returns what is in a file, changed with or without an eye to its format."""
-    if rng.random() < 0.7:
-        if file.suffix == ".json":
-            return mutated_json(data, rng)
-        if file.suffix == ".onnx":
-            return mutated_graph(data, rng)
-        if file.suffix == ".npy":
-            return mutated_array(data, rng)
-        if data[:4] == b"PK\x03\x04":
-            return mutated_archive(data, rng)
-        if file.suffix == ".safetensors":
-            return mutated_header(data, rng)
-    return mutated(data, rng)
+    archive = data[:4] == b"PK\x03\x04"
+    change = mutated_archive if archive else MUTATIONS.get(file.suffix, mutated)
+    return change(data, rng) if rng.random() < 0.7 else mutated(data, rng)
 
 
 # --- runs --------------------------------------------------------------------------------------
@@ -382,6 +446,7 @@ def subject_of(kind: str) -> Subject:
 
 def _worker(kind: str, seed: int, count: int, seeds: Path) -> None:
     subject = subject_of(kind)
+    resource.setrlimit(resource.RLIMIT_DATA, (KILLED_BYTES, KILLED_BYTES))
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         folder = Path(shutil.copytree(seeds, Path(name) / "seeds"))
         paths = [folder / each for each in json.loads((folder / "paths.json").read_text())]

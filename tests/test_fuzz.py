@@ -6,8 +6,10 @@ The files are those that a user hands over or gets from others, but for checkpoi
 
 from __future__ import annotations
 
+import io
 import json
 import struct
+import tarfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +31,17 @@ from moexport.common.timing import summarise
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.destination import check_destination
 from moexport.exporter.bundle.manifest import FileRecord, Manifest
+from moexport.exporter.bundle.recipe import LayerRecipe, Recipe, read_recipe
+from moexport.exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
 from moexport.exporter.bundle.verify import verify
-from moexport.exporter.checkpoints.load import read_config
+from moexport.exporter.checkpoints.load import load, read_config
 from moexport.exporter.edits import read_edits
 from moexport.exporter.session import SessionOptions
 from moexport.exporter.tensorrt.plan_file import engine_facts
 from moexport.tests.command import run
 from moexport.tests.fuzzing import Subject, fuzz
 from moexport.tests.recorded import DATA
+from safetensors.numpy import save_file
 
 X = np.random.default_rng(0).standard_normal((3, 5, 24)).astype(np.float32)
 LAYER = (DATA / "soft_moe_fkodom" / "weights.pt", "--set", "version=0.2.0")
@@ -272,6 +277,90 @@ def feed_read(path: Path) -> None:
 FEEDS = Subject(feeds, feed_read)
 
 
+def shards(folder: Path) -> list[Path]:
+    """Tars in the two forms that Python writes with headers of their own, and two Parquet files."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    for name in ("gnu", "pax", "tensor", "lists"):
+        (folder / name).mkdir(parents=True)
+    for name, form in (("gnu", tarfile.GNU_FORMAT), ("pax", tarfile.PAX_FORMAT)):
+        with tarfile.open(folder / name / "x.tar", "w", format=form) as archive:
+            for i, row in enumerate(X):
+                content = io.BytesIO()
+                np.save(content, row)
+                for ending, data in (("npy", content.getvalue()), ("cls", b"%d" % i)):
+                    info = tarfile.TarInfo(f"{'é' * 60 * (i == 1)}{i}.{ending}")
+                    info.size, info.mtime = len(data), 0.5
+                    archive.addfile(info, io.BytesIO(data))
+    column = pa.FixedShapeTensorArray.from_numpy_ndarray(X)
+    table = pa.table({"input": column, "label": np.arange(3)})
+    parquet.write_table(table, folder / "tensor" / "x.parquet", write_page_checksum=True)
+    table = pa.table({"input": X.tolist(), "image": [b"abc"] * 3, "label": np.arange(3)})
+    parquet.write_table(table, folder / "lists" / "x.parquet", compression="zstd")
+    kinds = {"gnu": "tar", "pax": "tar", "tensor": "parquet", "lists": "parquet"}
+    return [folder / name / f"x.{kind}" for name, kind in kinds.items()]
+
+
+def shard_read(path: Path) -> None:
+    for _ in batches(path, "input"):
+        pass
+    for _ in labelled_batches(path, "input"):
+        pass
+
+
+SHARDS = Subject(shards, shard_read)
+
+
+def recipes(folder: Path) -> list[Path]:
+    """A recipe with what takes the places of experts beside it."""
+    (folder / "recipe").mkdir(parents=True)
+    layer = LayerRecipe(k=2, precision="int8", lowering="grouped", experts=(0, 2), constant=True)
+    recipe = Recipe(
+        model="0" * 64,
+        data="1" * 64,
+        target="onnx",
+        batch="1:8",
+        tokens="1:1024",
+        opset=21,
+        precision="int8",
+        quantize="experts",
+        layers={"blocks.0.mlp": layer, "blocks.1.mlp": replace(layer, experts=())},
+        contract={"loss": 0.01, "confirmed": True, "by": ["layer", "model"]},
+    )
+    recipe.write(folder / "recipe" / "recipe.yaml")
+    numbers = {"a/constants": X[0], "b/constants": X[1].astype(np.float16)}
+    save_file(numbers, folder / "recipe" / SUBSTITUTES_FILE)
+    return [folder / "recipe" / "recipe.yaml"]
+
+
+def recipe_read(path: Path) -> None:
+    recipe = read_recipe(path)
+    recipe.text()
+    for _ in (recipe.edits, recipe.floating):
+        pass
+    for array in read_substitutes(path.parent).values():
+        array.sum()
+
+
+RECIPES = Subject(recipes, recipe_read)
+
+
+def transformers_folders(folder: Path) -> list[Path]:
+    """Folders of `transformers` with small weights, of which `config.json` is damaged."""
+    from moexport.tests.exporter.token_routed.architectures import ARCHITECTURES, save
+
+    names = ("mixtral", "qwen2_moe", "deepseek_v3")
+    return [save(ARCHITECTURES[name], folder / name) / "config.json" for name in names]
+
+
+def transformers_read(path: Path) -> None:
+    load(path.parent)
+
+
+TRANSFORMERS = Subject(transformers_folders, transformers_read, ("config.json",))
+
+
 @pytest.mark.parametrize(
     ("subject", "files"),
     [
@@ -286,6 +375,9 @@ FEEDS = Subject(feeds, feed_read)
         pytest.param(REWRITES, 500, id="rewrites"),
         pytest.param(CONFIGS, 300, id="configs"),
         pytest.param(FEEDS, 400, id="feeds"),
+        pytest.param(SHARDS, 400, id="shards"),
+        pytest.param(RECIPES, 300, id="recipes"),
+        pytest.param(TRANSFORMERS, 40, id="transformers"),
     ],
 )
 def test_damaged_files_are_taken_or_refused(subject: Subject, files: int, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ..common.files import sha256
 from ..common.timing import Latency, Protocol
 from ..common.writing import (
     check_folder,
+    held,
     make_folder,
     output_errors,
     remove_folder,
@@ -132,7 +133,8 @@ def search_and_export(
 @contextmanager
 def _kept_in(work: Path | None) -> Iterator[Path]:
     if work is not None:
-        yield work
+        with held(work):
+            yield work
         return
     with scratch_folder("tune") as folder:
         yield folder

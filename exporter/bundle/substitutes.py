@@ -33,7 +33,7 @@ def read_substitutes(folder: Path) -> Mapping[str, np.ndarray]:
         return {}
     try:
         return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         raise BundleError(
             f"{path}: cannot be read ({error})", hint="copy it from the bundle again"
         ) from error

@@ -20,6 +20,8 @@ from moexport.bench.runners.pytorch import with_algorithm_1
 from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol, Round, measure
+from moexport.common.writing import held
+from moexport.errors import OutputError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
 from moexport.tests.bench.loaders import Made
@@ -109,6 +111,15 @@ def test_a_killed_sweep_goes_on_where_it_stopped(
     assert graph.inputs == 3 * (5 * 3 + 1)
     assert all(row.error is None and row.accuracy is not None for row in again.rows)
     assert not (tmp_path / FILE).exists()
+
+
+def test_a_second_benchmark_in_the_same_folder_is_refused_at_once(
+    model: Model, digits: Digits, tmp_path: Path
+) -> None:
+    graph = CountingGraph(model)
+    with held(tmp_path), pytest.raises(OutputError, match="another moexport is writing"):
+        bench([candidate(model, graph)], digits.test, replace(SETTINGS, out=tmp_path))
+    assert not graph.inputs
 
 
 @pytest.mark.parametrize(

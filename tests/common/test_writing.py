@@ -14,6 +14,7 @@ import pytest
 from moexport.common import writing
 from moexport.common.writing import (
     STALE_S,
+    held,
     left_behind,
     locked,
     remove_leftovers,
@@ -230,6 +231,31 @@ def test_who_holds_a_folder_lets_others_wait(tmp_path: Path) -> None:
         list(pool.map(work, range(8)))
     assert [turns[i : i + 3] for i in range(0, 24, 3)] == [[n] * 3 for n in turns[::3]]
     assert sys.platform == "win32" or names(tmp_path) == []
+
+
+def test_a_second_command_with_the_same_folder_is_refused_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    code = HOLD.format(how="held")
+    with subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        started = time.monotonic()
+        with pytest.raises(OutputError, match="results: another moexport is writing"), held(folder):
+            pass
+        assert time.monotonic() - started < 1
+        process.kill()
+    with held(folder):  # the lock went with the process
+        assert folder.is_dir()
+    assert names(folder) == []
+
+
+def test_a_folder_to_which_nothing_was_written_is_removed(tmp_path: Path) -> None:
+    with held(tmp_path / "a" / "b"):
+        pass
+    assert names(tmp_path / "a") == []
+    with held(tmp_path / "c"):
+        (tmp_path / "c" / "results.json").write_text("{}")
+    assert names(tmp_path / "c") == ["results.json"]
 
 
 def test_what_is_being_written_is_known_as_long_as_it_is_there(tmp_path: Path) -> None:

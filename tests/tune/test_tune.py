@@ -17,6 +17,7 @@ from moexport.bench.demo.digits import Digits, Training, load_digits, save, trai
 from moexport.common import timing
 from moexport.common.console import Progress, Silent
 from moexport.common.files import sha256
+from moexport.common.writing import held
 from moexport.errors import MoexportError, ParityError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.recipe import LayerRecipe, read_recipe
@@ -356,6 +357,15 @@ def refused(model: Model, data: LabelledData, folder: Path, **asked: object) -> 
         moexport.tune(model, data, folder / "out", **asked)  # type: ignore[arg-type]
     assert not (folder / "out").exists()
     return caught.value
+
+
+def test_a_second_search_in_the_same_folder_is_refused_at_once(
+    model: Model, digits: Digits, tmp_path: Path
+) -> None:
+    report = tmp_path / "report"
+    with held(report):
+        error = refused(model, few(digits, 60), tmp_path, report=report, keep="97%")
+    assert str(error).startswith(f"{report}: another moexport is writing")
 
 
 def test_too_few_inputs_say_how_many_it_takes(model: Model, digits: Digits, tmp_path: Path) -> None:
