@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..common.files import allowed_bytes
 from ..common.locations import AnyPlace, local, path_of, url_of
 from ..errors import FeedError, MissingExtraError, install
+from .footer import row_groups
 from .tar import TarDamageError, tar_members
 
 Array = NDArray[Any]
@@ -183,8 +184,9 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
     try:
         size = path.stat().st_size
         limits = {"thrift_string_size_limit": size, "thrift_container_size_limit": size}
+        rows = _parquet_batch(path, name)
         with parquet.ParquetFile(path, page_checksum_verification=True, **limits) as file:
-            for batch in file.iter_batches(_parquet_batch(file.metadata, name, size)):
+            for batch in file.iter_batches(rows):
                 columns = zip(batch.schema.names, batch.columns, strict=True)
                 arrays = ((n, _column(column, f"{name}: column '{n}'")) for n, column in columns)
                 yield {n: x for n, x in arrays if x is not None}
@@ -196,30 +198,23 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError)
 """What pyarrow raises for damaged files besides its own errors."""
 
-_VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
-"""By the physical type of Parquet; texts have a byte at least, or none."""
 
-
-def _parquet_batch(metadata: Any, name: str, size: int) -> int:
-    """The rows to read at once of a file whose metadata declare no more than it could hold.
+def _parquet_batch(path: Path, name: str) -> int:
+    """The rows to read at once of a file that declares no more than it could hold.
 
     A constant column takes no room in a file, and a text that is in its dictionary once is copied
     to each row.
     """
+    size = path.stat().st_size
     most, copied = allowed_bytes(size), 1
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        columns = [group.column(i) for i in range(group.num_columns)]
-        values = sum(c.num_values * _VALUE_BYTES.get(c.physical_type, 1) for c in columns)
-        pages = sum(column.total_uncompressed_size for column in columns)
-        if not 0 <= max(values, pages) <= most or not 0 <= group.num_rows <= most:
+    for index, group in enumerate(row_groups(path)):
+        if max(group.value_bytes, group.rows) > most:
             raise FeedError(
-                f"{name}: {size} bytes that would unpack to {max(values, pages)} in row group "
-                f"{index}, and {most} are allowed",
+                f"{name}: {size} bytes that would unpack to {max(group.value_bytes, group.rows)} "
+                f"in row group {index}, and {most} are allowed",
                 hint="write it in smaller row groups",
             )
-        texts = [c for c in columns if c.physical_type not in _VALUE_BYTES]
-        copied = max([copied, *(c.total_uncompressed_size for c in texts)])
+        copied = max(copied, group.text_bytes)
     return max(1, min(SHARD_BATCH, most // copied))
 
 

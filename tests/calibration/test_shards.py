@@ -14,6 +14,7 @@ import pytest
 import torch
 from moexport.bench.data import Labelled, open_labelled
 from moexport.calibration.feeds import batches, labelled_batches, named_batches
+from moexport.calibration.footer import row_groups
 from moexport.calibration.shards import _parquet_batch
 from moexport.calibration.tar import tar_members
 from moexport.errors import FeedError, UsageError
@@ -307,5 +308,22 @@ def test_a_parquet_file_of_one_long_text_is_read_row_by_row(tmp_path: Path) -> N
     path = tmp_path / "x.parquet"
     parquet.write_table(pa.table({"bytes": column}), path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 100_000
-    assert _parquet_batch(parquet.read_metadata(path), "x", path.stat().st_size) < 32
+    assert _parquet_batch(path, "x") < 32
     refused(path, "not an array of inputs")
+
+
+def test_the_footer_is_read_as_pyarrow_reads_it(tmp_path: Path) -> None:
+    table = {"input": X.tolist(), "half": X[:, 0, 0], "label": Y, "name": [str(i) for i in Y]}
+    parquet.write_table(pa.table(table), tmp_path / "x.parquet", row_group_size=30)
+    metadata = parquet.read_metadata(tmp_path / "x.parquet")
+    found = list(row_groups(tmp_path / "x.parquet"))
+    assert len(found) == metadata.num_row_groups == 3
+    widths = {"DOUBLE": 8, "FLOAT": 4, "INT64": 8, "BYTE_ARRAY": 1}
+    for i, each in enumerate(found):
+        group = metadata.row_group(i)
+        columns = [group.column(c) for c in range(4)]
+        values = sum(c.num_values * widths[c.physical_type] for c in columns)
+        pages = sum(c.total_uncompressed_size for c in columns)
+        assert each.rows == group.num_rows
+        assert each.value_bytes == max(values, pages)
+        assert each.text_bytes == columns[3].total_uncompressed_size

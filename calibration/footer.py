@@ -1,0 +1,108 @@
+"""The footer of a Parquet file: what its row groups declare, before any of it is decoded.
+
+It is a message in Thrift's compact protocol. pyarrow shows the same, but a C++ exception ends the
+process where a damaged footer's statistics do not fit its schema (pyarrow 26).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MOST_LEVELS = 32
+
+_WIDTHS = {0: 1, 1: 4, 2: 8, 3: 12, 4: 4, 5: 8}
+"""Bytes of a value by Parquet's physical type; those that are not here are texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """What a row group declares: its rows, the bytes of its values and of its longest texts."""
+
+    rows: int
+    value_bytes: int
+    text_bytes: int
+
+
+def row_groups(path: Path) -> Iterator[RowGroup]:
+    """Yields what the row groups of a file declare; ValueError where it has no whole footer."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 8))
+        length, magic = struct.unpack("<I4s", file.read(8).rjust(8, b"\0"))
+        if magic != b"PAR1" or length > size - 8:
+            raise ValueError("its footer is missing")
+        file.seek(size - 8 - length)
+        data = file.read(length)
+    try:
+        for group in _Thrift(data).struct().get(4, ()):
+            columns = [column[3] for column in group[1]]
+            values = sum(column[5] * _WIDTHS.get(column[1], 1) for column in columns)
+            pages = [column[6] for column in columns]
+            texts = [column[6] for column in columns if column[1] not in _WIDTHS]
+            if min(group[3], *(column[5] for column in columns), *pages) < 0:
+                raise ValueError("its footer declares less than nothing")
+            yield RowGroup(group[3], max(values, sum(pages)), max(texts, default=0))
+    except (IndexError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ValueError("its footer is damaged") from error
+
+
+class _Thrift:
+    """A message of the compact protocol: structs are dicts by the numbers of their fields."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def struct(self, levels: int = 0) -> dict[int, Any]:
+        fields: dict[int, Any] = {}
+        number = 0
+        while head := self._byte():
+            number = number + (head >> 4) if head >> 4 else self._signed()
+            kind = head & 15
+            fields[number] = kind == 1 if kind in (1, 2) else self._value(kind, levels)
+        return fields
+
+    def _value(self, kind: int, levels: int) -> Any:
+        if levels > MOST_LEVELS:
+            raise ValueError("its footer nests too deep")
+        match kind:
+            case 1 | 2 | 3:
+                return self._byte()
+            case 4 | 5 | 6:
+                return self._signed()
+            case 7:
+                return self._bytes(8)
+            case 8:
+                return self._bytes(self._number())
+            case 9 | 10:
+                head = self._byte()
+                count = self._number() if head >> 4 == 15 else head >> 4
+                return [self._value(head & 15, levels + 1) for _ in range(count)]
+            case 12:
+                return self.struct(levels + 1)
+        raise ValueError(f"its footer has a field of type {kind}")
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def _bytes(self, count: int) -> bytes:
+        self._at += count
+        if self._at > len(self._data):
+            raise ValueError("its footer is cut short")
+        return self._data[self._at - count : self._at]
+
+    def _number(self) -> int:
+        number = shift = 0
+        while (byte := self._byte()) > 127:
+            number, shift = number | (byte & 127) << shift, shift + 7
+            if shift > 63:
+                raise ValueError("its footer has a number of more than 64 bits")
+        return number | byte << shift
+
+    def _signed(self) -> int:
+        number = self._number()
+        return number >> 1 ^ -(number & 1)
