@@ -294,6 +294,10 @@ class Reference:
                 yield f"'rounded/{name}' is of shape {sets.shape}"
         if self.selected.keys() != self.margin.keys() or not self.kept:
             yield "its choices are not complete"
+            return
+        for name, sets in self.selected.items():
+            if sets.ndim < 2 or self.margin[name].size != math.prod(sets.shape[:-1]):
+                yield f"'margin/{name}' is of shape {self.margin[name].shape}"
 
     def observed(self, values: Mapping[str, str]) -> dict[str, int]:
         """Returns the ONNX element types of the values that hold recorded choices, by name."""

@@ -39,7 +39,7 @@ from moexport.exporter.edits import read_edits
 from moexport.exporter.session import SessionOptions
 from moexport.exporter.tensorrt.plan_file import engine_facts
 from moexport.tests.command import run
-from moexport.tests.fuzzing import Subject, fuzz
+from moexport.tests.fuzzing import Subject, attempt, fuzz
 from moexport.tests.recorded import DATA
 from safetensors.numpy import save_file
 
@@ -383,3 +383,32 @@ TRANSFORMERS = Subject(transformers_folders, transformers_read, ("config.json",)
 def test_damaged_files_are_taken_or_refused(subject: Subject, files: int, tmp_path: Path) -> None:
     findings = [each for each in fuzz(subject, tmp_path, 1, range(files)) if each is not None]
     assert findings == []
+
+
+def test_a_reference_with_other_keys_is_refused_or_taken(tmp_path: Path) -> None:
+    (manifest,) = [each for each in bundles(tmp_path) if "int8" in str(each)]
+    path = manifest.with_name("parity.npz")
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    selected = next(name for name in arrays if name.startswith("selected/"))
+    margin = selected.replace("selected", "margin")
+    x, sets, gaps = arrays["x"], arrays[selected], arrays[margin]
+    found = []
+    for changes in (
+        *({f"x/{name}": x} for name in ("other", "input", "", "k", "output")),
+        *({f"y/{name}": x} for name in ("other", "output", "")),
+        {"selected/other": sets, "margin/other": gaps},
+        {"selected/other": sets},
+        {"kept/other": np.array(10**6)},
+        {"kept/other": np.array([1, 2])},
+        {margin: np.zeros((len(x), 7))},
+        {selected: sets[..., :1]},
+        {selected: sets[:, 0]},
+        {selected: sets.astype(np.float32)},
+        {"rounded/other": sets},
+        {"dense": x},
+        {"x": x[..., :-1]},
+    ):
+        np.savez(path, **(arrays | changes))
+        found.append(attempt(verified, manifest))
+    assert [each for each in found if each is not None] == []

@@ -94,6 +94,11 @@ def verify(
     expected = None
     if PARITY_FILE in manifest.files:
         expected = Reference.load(directory / PARITY_FILE)
+        ports = {port.name for port in (*manifest.inputs, *manifest.outputs)}
+        unknown = sorted({*expected.inputs, *expected.outputs} - ports)
+        if unknown:
+            yield Check("parity", False, f"{PARITY_FILE} holds {unknown[0]!r}, which no graph has")
+            return
         for graph in valid:
             yield _parity_check(directory, manifest, graph, expected, bounds)
     for engine in engines_of(manifest):
