@@ -609,7 +609,10 @@ def _header(file: BinaryIO, where: str, size: int) -> ArrayHeader:
     """
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    header = ArrayHeader(*read(file))
+    try:
+        header = ArrayHeader(*read(file))
+    except MemoryError as error:  # of Python's parser, which has a stack of its own
+        raise ValueError("its header nests too deep") from error
     if header.dtype.hasobject:
         raise FeedError(
             f"{where}: holds Python objects (dtype {header.dtype}), which are pickled and never "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import struct
 import sys
 import time
 import zipfile
@@ -306,3 +307,11 @@ def test_an_array_of_more_rows_than_its_file_has_bytes_is_refused(tmp_path: Path
     np.save(tmp_path / "x.npy", np.empty((2**31 - 1, 0), np.float32))
     with pytest.raises(FeedError, match="array of 2147483647 rows"):
         list(batches(tmp_path / "x.npy", "input"))
+
+
+def test_a_header_that_nests_too_deep_is_no_lack_of_memory(tmp_path: Path) -> None:
+    header = (b"(" * 5000).ljust(6000) + b"\n"
+    path = tmp_path / "x.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
+    with pytest.raises(FeedError, match="its header nests too deep"):
+        list(batches(path, "input"))
