@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ def _toml(text: str) -> Any:
 
 def _yaml(text: str) -> Any:
     levels = 0
-    for event in yaml.parse(text, Loader=_LOADER):
+    events: Iterator[Any] = yaml.parse(text, Loader=_LOADER)
+    for event in events:
         line = f"line {event.start_mark.line + 1}"
         if getattr(event, "anchor", None) is not None:  # of an alias too
             raise ValueError(f"{line}: anchors and aliases (&, *) are not read; write it out")
