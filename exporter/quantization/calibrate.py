@@ -16,7 +16,7 @@ from ...calibration.observers import Observations, ObservingGraph, observe, obse
 from ...calibration.shards import Fields
 from ...calibration.table import CalibrationTable, Origin, is_table
 from ...common.console import Progress, Silent
-from ...common.writing import check_file, make_folder, scratch_folder
+from ...common.writing import check_file, make_folder, output_errors, scratch_folder
 from ...errors import CalibrationError
 from ...graphs.layers.base import MoESpec
 from ...graphs.layers.stored import LayerOf
@@ -150,10 +150,13 @@ def observe_share(
     with scratch_folder("calibration", workspace) as folder:
         path = folder / GRAPH_FILE
         progress.step("writing the observing graph")
-        graph = _write(job, traced.clone(), path)
+        with output_errors(path):  # of a full disk, which the system tells without a name
+            graph = _write(job, traced.clone(), path)
         progress.step("observing", total=total, unit="inputs")
         batches = rebatched(job.inputs(feed_hash), job.options.batch)
         seen = observe(path, graph, islice(_numbered(batches, progress), share[0], None, share[1]))
+        if total is None:  # nobody knew before, and shards may be fewer than they should be
+            progress.step(f"the feed gave {feed_hash.samples} inputs")
     return Observed(seen=seen, origin=job.origin(feed_hash))
 
 

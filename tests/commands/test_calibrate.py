@@ -11,6 +11,7 @@ from typing import Any
 
 import moexport
 import numpy as np
+import pyarrow as pa
 import pytest
 from moexport.errors import CalibrationError, OutputError, UsageError
 from moexport.exporter.export import found_ranges
@@ -19,6 +20,7 @@ from moexport.exporter.options import ExportOptions, PrecisionOptions, parse_k
 from moexport.exporter.trace import trace
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
+from pyarrow import parquet
 
 WEIGHTS = DATA / "soft_moe_lucidrains" / "weights.pt"
 X = np.random.default_rng(0).standard_normal((12, 5, 32)).astype(np.float32)
@@ -53,6 +55,16 @@ def test_a_table_says_what_it_was_made_from(table: Path) -> None:
     assert all(re.fullmatch("[0-9a-f]{64}", origin[key]) for key in ("model", "feed"))
     assert set(content["ranges"]) == {"layer/experts.input", "layer/experts.hidden"}
     assert [path.name for path in sorted(table.parent.iterdir())] == ["table.json", "x.npz"]
+
+
+def test_a_feed_of_shards_says_how_many_inputs_it_gave(tmp_path: Path) -> None:
+    parquet.write_table(
+        pa.table({"input": pa.FixedShapeTensorArray.from_numpy_ndarray(X)}), tmp_path / "x.parquet"
+    )
+    data, place = tmp_path / "x.parquet", tmp_path / "table.json"
+    outcome = run("calibrate", WEIGHTS, "--data", data, "-o", place, "--k", "2")
+    assert outcome.code == 0, outcome.err
+    assert "the feed gave 12 inputs" in outcome.err
 
 
 def test_the_same_calibration_uses_the_table_that_is_there(table: Path, feed: Path) -> None:
