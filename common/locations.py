@@ -54,14 +54,8 @@ ROOM_BYTES = 256 << 20
 ROOM = "free some space, or name another folder for copies: TMPDIR=/folder"
 
 VERSION = (
-    "size",
-    "ETag",
-    "etag",
-    "Content-MD5",
-    "Digest",
-    "Last-Modified",
-    "LastModified",
-    "mtime",
+    *("size", "ETag", "etag", "Content-MD5", "Digest", "Last-Modified", "LastModified"),
+    *("mtime", "created", "modified", "updated", "blob_id"),
 )
 """What file systems call that which changes with a file's content."""
 
@@ -158,6 +152,32 @@ def holds(where: AnyPlace, name: str) -> bool:
         return (path_of(where) / name).is_file()
     with _reading(url) as (system, path):
         return bool(system.exists(f"{path}/{name}"))
+
+
+def state_of(where: object) -> str:
+    """Returns what tells whether a file, folder or URL has changed; empty for what is none.
+
+    Of files it is the size and the time of the last change; of a URL what its server tells.
+    """
+    url = url_of(where)
+    if url is not None:
+        with _reading(url) as (system, path):
+            if _is_folder(url, system, path):
+                names = _listed(system, path)
+            else:
+                names = ["manifest.json"] if system.exists(f"{path}/manifest.json") else []
+            places = [f"{path}/{name}" for name in names] or [path]
+            system.invalidate_cache()
+            infos = [system.info(each) for each in places]
+            # What fsspec calls a key of a file is for HTTP its URL, whatever it holds.
+            return " ".join(entry for info in infos for entry in (info["name"], *_version(info)))
+    if not isinstance(where, str | Path) or not (place := path_of(where)).exists():
+        return ""
+    files = (
+        sorted(each for each in place.rglob("*") if each.is_file()) if place.is_dir() else [place]
+    )
+    states = ((str(file), file.stat()) for file in files)
+    return " ".join(f"{name} {each.st_size} {each.st_mtime_ns}" for name, each in states)
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
         packed = getattr(config, "quantization_config", None) is not None
         sizes.check_built(skeleton, packed=packed)
         paths = _experts(folder, skeleton, config)
-        experts = [int(skeleton.get_submodule(path).num_experts) for path in paths]  # type: ignore[arg-type]
+        experts = [int(skeleton.get_submodule(path).num_experts) for path in paths]
     with sizes.building(version):
         routers = find_routers(build, config, max(experts)) if paths else None
         cached = bool(kind.cached and given.get("use_cache", getattr(config, "use_cache", True)))

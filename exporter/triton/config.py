@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import BundleError
 from ..bundle.manifest import TensorSpec
 
 TYPES = {
@@ -58,6 +59,8 @@ def port(record: TensorSpec, *, batched: bool, **more: Any) -> dict[str, Any]:
     """Returns an input or output: a size that is not fixed is -1, and Triton adds the batch."""
     shape = record.shape[1:] if batched else record.shape
     sizes = [size if isinstance(size, int) else -1 for size in shape]
+    if record.dtype not in TYPES:
+        raise BundleError(f"'{record.name}' is of type {record.dtype[:40]!r}, which Triton lacks")
     return {"name": record.name, "data_type": Word(TYPES[record.dtype]), "dims": sizes, **more}
 
 

@@ -21,7 +21,7 @@ from moexport import calls
 from moexport.calibration.feeds import batches, count
 from moexport.common import locations
 from moexport.common.files import hash_files
-from moexport.common.locations import holds, local, url_of
+from moexport.common.locations import holds, local, state_of, url_of
 from moexport.errors import BundleError, CheckpointError, LocationError, MissingExtraError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.command import run
@@ -143,6 +143,7 @@ def test_a_path_may_be_written_as_a_url(tmp_path: Path, monkeypatch: pytest.Monk
     for each in (uri, Path(uri), uri.replace("file://", "file://localhost"), "file:w.pt"):
         assert url_of(each) is None
         assert local(each).samefile("w.pt")
+        assert state_of(each)
     assert holds(folder.as_uri(), "w.pt") and not holds(folder.as_uri(), "v.pt")
     for wrong in ("file://w.pt", "file://server/w.pt", "file://", "file:"):
         with pytest.raises(LocationError, match=f"{wrong}: no path") as refused:
@@ -369,3 +370,20 @@ def test_a_file_that_does_not_fit_is_not_begun(
 def test_a_file_that_changes_while_it_is_copied_is_told(served: tuple[str, Path]) -> None:
     with pytest.raises(LocationError, match="it was changed while it was copied"):
         local(f"{served[0]}/changing.pt")
+
+
+def test_a_file_that_changed_between_two_reads_has_another_state(
+    served: tuple[str, Path], memory: str
+) -> None:
+    url, folder = served
+    system = fsspec.filesystem("memory")
+    for place, write in (
+        (f"{url}/a.npz", (folder / "a.npz").write_bytes),
+        (f"{memory}/a.npz", partial(system.pipe, f"{memory}/a.npz")),
+    ):
+        write(b"one")
+        before = state_of(place)
+        assert before and state_of(place) == before
+        time.sleep(1.1)  # what the server tells is a time in seconds
+        write(b"two")
+        assert state_of(place) != before
