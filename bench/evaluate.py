@@ -16,7 +16,7 @@ from ..common.console import Progress, Silent
 from ..common.timing import in_one_line
 from ..errors import FeedError
 from ..exporter.inputs import Inputs
-from ..exporter.parity import TIE
+from ..exporter.parity import TIE, Tolerance
 from .data import Labelled
 from .engines import ModelEngine, engine_of
 from .language import is_language_model
@@ -29,7 +29,6 @@ from .metrics import (
     TopKCounts,
 )
 from .plan import Candidate, Case
-from .results import OutputParity
 from .runners.base import Runner, first_of
 from .runners.models import reference_of
 from .runners.pytorch import Expected, PyTorch, outputs_of, untouched
@@ -43,17 +42,27 @@ OUTPUT_BYTES = 256 << 20
 LEAST_COSINE = {"int8": 0.8, "fp8": 0.8, "int4": 0.8}
 FLOAT_COSINE = 0.99
 """With a smaller cosine to PyTorch's outputs, those of a case are another function's: rounding in
-its precision does not turn them so far. `verify` judges far more finely."""
+its precision does not turn them so far, nor do other experts that it chooses."""
 
 
-def wrong(case: Case, parity: OutputParity) -> str | None:
-    """Returns why outputs are not those of PyTorch in a case's precision; None where they are."""
+def wrong(case: Case, sums: ParityStatistics, bounds: Tolerance | None) -> str | None:
+    """Returns why outputs are not those of PyTorch in a case's precision; None where they are.
+
+    Of a graph that moexport made, `bounds` are those that `verify` has for it.
+    """
+    cosine = sums.parity().cosine
     least = LEAST_COSINE.get(case.precision, FLOAT_COSINE)
-    if parity.cosine >= least:
+    if cosine < least:
+        return (
+            f"wrong outputs: their cosine to PyTorch's with the same k is {cosine:.3f}, and "
+            f"{least} is the least for {case.precision}"
+        )
+    off = None if bounds is None else sums.off(bounds)
+    if bounds is None or off is None:
         return None
     return (
-        f"wrong outputs: their cosine to PyTorch's with the same k is {parity.cosine:.3f}, and "
-        f"{least} is the least for {case.precision}"
+        f"wrong outputs: where the experts are PyTorch's they are {off:.2g} off, and "
+        f"{bounds.rtol:g} is the most for {case.precision}"
     )
 
 
@@ -275,10 +284,12 @@ def _after(
         wanted = reference or Expected(dense, {}, {})
         try:
             actual = runner.infer(x)
+            chosen = _compared(runner, x, wanted)
+            alike = _alike(chosen, wanted, actual.shape)
             found = replace(
                 judge.judged(judge.scores(actual, main, labels), labels, scores),
-                routing=_overlap(runner, x, wanted),
-                parity=ParityStatistics.of(actual, wanted.outputs),
+                routing=_overlap(chosen, wanted),
+                parity=ParityStatistics.of(actual, wanted.outputs, alike),
             )
         except Exception as error:  # noqa: BLE001  the row says what failed; the others go on
             failures[case.label] = in_one_line(error)
@@ -288,13 +299,38 @@ def _after(
     return EvaluationState(state.seen + len(main), base, sums, failures)
 
 
-def _overlap(runner: Runner, x: Inputs, expected: Expected) -> RoutingOverlap:
+def _compared(runner: Runner, x: Inputs, expected: Expected) -> dict[str, Array] | None:
+    """The experts that a graph chose, of the layers that choose in PyTorch; None if not told."""
+    chosen = runner.selected(x) if expected.chosen else None
+    if chosen is None:
+        return None
+    return {n: s for n, s in chosen.items() if n in expected.chosen}
+
+
+def _overlap(chosen: Mapping[str, Array] | None, expected: Expected) -> RoutingOverlap:
     """How far the experts that a graph chose are those that PyTorch's layers chose.
 
     Ties are those of FP32 in any precision: what a precision changes beyond is its own doing.
     """
-    chosen = runner.selected(x) if expected.chosen else None
     if chosen is None:
         return RoutingOverlap()
-    compared = {n: s for n, s in chosen.items() if n in expected.chosen}
-    return RoutingOverlap.of(compared, expected.chosen, expected.margins, TIE)
+    return RoutingOverlap.of(chosen, expected.chosen, expected.margins, TIE)
+
+
+def _alike(
+    chosen: Mapping[str, Array] | None, expected: Expected, output: tuple[int, ...]
+) -> Array | None:
+    """Which inputs [b], or tokens [b, m], of an output chose as PyTorch does in every layer.
+
+    None where nothing is chosen. Where that is not told, none of them is known to.
+    """
+    if not expected.chosen:
+        return None
+    alike = np.zeros(output[:1], dtype=bool)
+    if chosen is None or chosen.keys() != expected.chosen.keys():
+        return alike
+    same = [(np.sort(chosen[n]) == np.sort(s)).all(axis=-1) for n, s in expected.chosen.items()]
+    if len({len(each) for each in same}) > 1 or len(same[0]) % output[0]:
+        return alike
+    found: Array = np.logical_and.reduce(same).reshape(output[0], -1)
+    return found if found.shape == output[:2] and len(output) > found.ndim else found.all(axis=1)

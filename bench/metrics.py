@@ -15,7 +15,7 @@ import numpy as np
 
 from ..calibration.feeds import IGNORED, Array, Labels
 from ..errors import FeedError, ParityError
-from ..exporter.parity import jaccard
+from ..exporter.parity import Tolerance, jaccard
 from .results import Accuracy, Interval, OutputParity, Perplexity, RoutingAgreement
 
 Z = 1.959963984540054  # the normal quantile of 97.5%
@@ -223,18 +223,31 @@ class RoutingOverlap(Sums):
 
 @dataclass(frozen=True, slots=True)
 class ParityStatistics(Sums):
-    """Sums from which the largest difference and the cosine of all outputs follow."""
+    """Sums from which the largest difference and the cosine of all outputs follow.
 
-    LARGEST = frozenset({"max_abs"})
+    `same_…` are of the inputs, or of their tokens, whose experts are those of the reference:
+    how many outputs, the largest difference and output, and the squares of both.
+    """
+
+    LARGEST = frozenset({"max_abs", "same_max_abs", "same_largest"})
 
     max_abs: float = 0.0
     dot: float = 0.0
     squares: float = 0.0
     reference_squares: float = 0.0
+    outputs: int = 0
+    same: int = 0
+    same_max_abs: float = 0.0
+    same_largest: float = 0.0
+    same_squares: float = 0.0
+    same_reference_squares: float = 0.0
 
     @classmethod
-    def of(cls, outputs: Array, reference: Array) -> Self:
-        """Compares outputs of one batch. Raises ParityError for other shapes, NaN or Inf."""
+    def of(cls, outputs: Array, reference: Array, alike: Array | None = None) -> Self:
+        """Compares outputs of one batch. Raises ParityError for other shapes, NaN or Inf.
+
+        `alike` tells the inputs [b], or tokens [b, m], whose experts are the same; None for all.
+        """
         if outputs.shape != reference.shape:
             raise ParityError(
                 f"outputs have shape {outputs.shape}, the PyTorch reference's {reference.shape}"
@@ -242,7 +255,35 @@ class ParityStatistics(Sums):
         a, b = outputs.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
         if not np.isfinite(a).all():
             raise ParityError(f"{int((~np.isfinite(a)).sum())} of {a.size} outputs are not finite")
-        return cls(float(np.abs(a - b).max()), float(a @ b), float(a @ a), float(b @ b))
+        off, wanted = a - b, b
+        if alike is not None:
+            off, wanted = (each.reshape(outputs.shape)[alike].ravel() for each in (off, wanted))
+        return cls(
+            max_abs=float(np.abs(a - b).max()),
+            dot=float(a @ b),
+            squares=float(a @ a),
+            reference_squares=float(b @ b),
+            outputs=a.size,
+            same=off.size,
+            same_max_abs=float(np.abs(off).max(initial=0.0)),
+            same_largest=float(np.abs(wanted).max(initial=0.0)),
+            same_squares=float(off @ off),
+            same_reference_squares=float(wanted @ wanted),
+        )
+
+    def off(self, bounds: Tolerance) -> float | None:
+        """Returns how far outputs of the same experts are off, where that is beyond the bounds.
+
+        In FP32 the largest difference over max|y|; below, where the largest grows with the data,
+        the length of all differences over that of all outputs. None too where less than half of
+        the outputs are of the same experts.
+        """
+        if 2 * self.same < self.outputs or not self.same_largest:
+            return None
+        largest = self.same_max_abs / self.same_largest
+        length = math.sqrt(self.same_squares / self.same_reference_squares)
+        found = largest if bounds.routing == 1.0 else length
+        return None if found <= bounds.rtol + bounds.atol / self.same_largest else found
 
     def parity(self) -> OutputParity:
         """The largest absolute difference and the cosine; two zero outputs have cosine 1."""

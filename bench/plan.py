@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..exporter.bundle.manifest import Dimension
 from ..exporter.job import ExportJob
 from ..exporter.model import Model
+from ..exporter.parity import Tolerance
 from ..exporter.token_routed.network import TransformersNetwork
 from ..graphs.layers.base import MoESpec, moe_layers
 from .engines import KINDS, ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER, ModelEngine
@@ -51,7 +52,8 @@ class GraphSource:
     the same in all layers. Of an INT8 graph the layers in `floating` compute in floats all the
     same, and `integers` are the linear layers of the backbone that do not. `batches` are the sizes
     that it is timed at: those that it was made for where there are graphs for others, None for all.
-    Another exporter's graph has no `lowering`: an empty one.
+    Another exporter's graph has no `lowering`: an empty one. `bounds` say how far the outputs of a
+    graph of moexport's may be off; of others nothing is promised.
     """
 
     k: int
@@ -65,6 +67,7 @@ class GraphSource:
     floating: frozenset[str] = frozenset()
     integers: tuple[IntegerLinear, ...] = ()
     batches: frozenset[int] | None = None
+    bounds: Tolerance | None = None
 
     def open(self) -> Runner:
         """Opens the graph."""

@@ -480,8 +480,10 @@ class Measurement:
             if case.label in state.failures:
                 self.failures[case] = state.failures[case.label]
             else:
-                self.qualities[case] = quality = state.quality(case)
-                reason = wrong(case, quality["parity"])
+                self.qualities[case] = state.quality(case)
+                graph = self.candidate.cases[case]
+                bounds = None if graph is None else graph.bounds
+                reason = wrong(case, state.sums[case.label].parity, bounds)
                 if reason is not None:
                     self.failures[case] = reason
 

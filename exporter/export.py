@@ -42,7 +42,7 @@ from .parity import (
 from .plan import GraphPlan, Plan, plan, plan_graph
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
-from .reference import check_network, first_different_layer, torch_reference
+from .reference import check_network, exact, first_different_layer, torch_reference
 from .tensorrt.engines import build_for_export
 from .trace import trace
 from .write import graph_record, manifest_of, opened_comparison, write_graphs
@@ -69,7 +69,13 @@ def _exported(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bu
     assert place is not None, "an export has a destination"
     inputs = None
     if options.verify:
-        inputs = parity_batches(job.model, job.fixed, options.data, options.samples_to_verify)
+        inputs = parity_batches(
+            job.model,
+            job.fixed,
+            options.data,
+            options.samples_to_verify,
+            tiny=options.precision.name == "fp32",  # FP16 has no such numbers
+        )
     planned = export_plan(job, progress, traced)
     weights_bytes = planned.weights_bytes
     check_destination(place, force=force, needed_bytes=weights_bytes)
@@ -137,26 +143,34 @@ ROUNDED_FILE = "rounded.onnx"
 def _beside(planned: Plan) -> tuple[GraphPlan, ...]:
     """The graph of another lowering in the same numbers that others are compared with.
 
-    None in FP32, where PyTorch itself is as close, and none where a lowering is inexact.
+    None in FP32, where PyTorch in float64 tells what rounding does, and none where a lowering is
+    inexact.
     """
     options, layers = planned.job.options, planned.graphs[0].layers
     used = {name for graph in planned.graphs for name in graph.lowerings}
-    if options.precision.name == "fp32" or not options.verify:
-        return ()
-    target = options.target
-    if any(
-        layer.choice.lowering.inexact(layer.work.spec, layer.work.precision, target)
-        for layer in layers
-    ):
+    if options.precision.name == "fp32" or not options.verify or _inexact(planned):
         return ()
     kinds = dict.fromkeys(layer.work.spec.kind for layer in layers)
     names = [record for kind in kinds for record in lowerings_of(kind).values()]
     for record in sorted(names, key=lambda record: record.name in used):
-        if any(record.inexact(layer.work.spec, layer.work.precision, target) for layer in layers):
+        if any(
+            record.inexact(layer.work.spec, layer.work.precision, options.target)
+            for layer in layers
+        ):
             continue
         with suppress(LoweringError):
             return (plan_graph(planned.job, planned.traced, record.name, ROUNDED_FILE),)
     return (replace(planned.graphs[0], file=ROUNDED_FILE),)
+
+
+def _inexact(planned: Plan) -> bool:
+    """Whether a graph differs from PyTorch by more than rounding, as its lowering says."""
+    layers = [layer for graph in planned.graphs for layer in graph.layers]
+    target = planned.job.options.target
+    return any(
+        layer.choice.lowering.inexact(layer.work.spec, layer.work.precision, target)
+        for layer in layers
+    )
 
 
 def _parities(
@@ -174,6 +188,7 @@ def _parities(
     """
     job = planned.job
     options, tolerance = job.options, job.options.tolerance
+    held = options.held_to_rounding and not _inexact(planned)
     comparisons: dict[str, Comparison] = {}
     rounded: Comparison | None = None
     kept: Reference | None = None
@@ -191,6 +206,8 @@ def _parities(
             rounded = next((opened(graph, expected) for graph in beside), None)
         file = planned.graphs[0].file
         try:
+            measured = held and kept is None
+            expected = replace(expected, rounded=exact(job, expected) if measured else None)
             if rounded is not None:
                 expected = replace(expected, rounded=rounded.rounded(expected))
             for file, comparison in comparisons.items():  # noqa: B007  for the error
@@ -209,7 +226,9 @@ def _parities(
             reached[choice] = reached.get(choice, frozenset()) | found
         progress.advance(len(x[job.model.input.name]))
     assert kept is not None, "parity has inputs"
-    kept.save(directory / PARITY_FILE)
+    # Without a record it has more inputs than the first batch, or there is none.
+    again = held and kept.rounded is None
+    (replace(kept, rounded=exact(job, kept)) if again else kept).save(directory / PARITY_FILE)
     parities = {}
     for graph in planned.graphs:
         comparison = comparisons[graph.file]

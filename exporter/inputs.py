@@ -199,9 +199,16 @@ def _default(
 
 
 def parity_batches(
-    model: Model, fixed: Mapping[str, int], data: Feed | None, count: int
+    model: Model,
+    fixed: Mapping[str, int],
+    data: Feed | None,
+    count: int,
+    *,
+    tiny: bool = False,
 ) -> Iterator[Fields]:
     """Returns inputs to compare with, `SAMPLES` at a time, or whole batches where that is fixed.
+
+    With `tiny` the random inputs of Soft MoE hold tokens that are almost zero (`_with_tiny`).
 
     They are up to `count` of `data`, else the model's own example, or come from a random generator
     that begins the same every time; `fixed` is `ExportJob.fixed`. What comes first is read by the
@@ -212,7 +219,28 @@ def parity_batches(
         return _feed_batches(model, data, count, fixed)
     if model.example is not None and batch is None:
         return iter([{model.input.name: model.example.astype(model.input.dtype)}])
-    return iter([random_arrays(model, batch or SAMPLES, {**SIZES, **fixed})])
+    arrays = random_arrays(model, batch or SAMPLES, {**SIZES, **fixed})
+    return iter([_with_tiny(arrays, model) if tiny else arrays])
+
+
+TINY = 2.0**-20
+"""Far below an epsilon of 1e-5, and far above one of 1e-12; a power of 2 rounds nothing."""
+
+
+def _with_tiny(arrays: Fields, model: Model) -> Fields:
+    """The inputs, the last of which ends in tiny tokens, or rows of an image.
+
+    Where a router or norm takes them as they come, what it adds to a norm shows in no other. Only
+    of Soft MoE: a router that takes each token by itself would find all its experts as good.
+    """
+    name = model.input.name
+    x = arrays[name]
+    soft = all(layer.spec.chooses_sets for layer in model.layers.values())
+    if not soft or x.dtype.kind != "f" or x.ndim < len("bmd") or x.shape[-2] < 2:
+        return arrays
+    x = x.copy()
+    x[-1, ..., x.shape[-2] // 2 :, :] *= x.dtype.type(TINY)
+    return {**arrays, name: x}
 
 
 def _feed_batches(

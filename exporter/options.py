@@ -382,6 +382,11 @@ class ExportOptions:
             rtol=usual.rtol if self.rtol is None else self.rtol,
         )
 
+    @property
+    def held_to_rounding(self) -> bool:
+        """Whether FP32 graphs may only be as far from float64 as rounding takes them."""
+        return self.precision.name == "fp32" and self.atol is None and self.rtol is None
+
 
 def requested(request: ExportRequest, destination: Path | None) -> ExportOptions:
     """Returns the options of an export, parsed, those of a recipe read from its file.

@@ -53,8 +53,8 @@ class Tolerance:
     where none differs by more than `coefficient`; below FP32 only those count that one of both has
     dropped, and `routing` is of tokens.
 
-    Below FP32 a graph is also compared with what the same rounding gives in another lowering
-    (`Reference.rounded`): it may be `roundings` times as far from that as that is from PyTorch.
+    A graph is also compared with what its own numbers should give (`Rounded`): it may be
+    `roundings` times as far from that as that is from PyTorch.
     """
 
     atol: float
@@ -78,7 +78,7 @@ def recorded(parity: Mapping[str, Any] | None) -> Tolerance:
 
 TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
     {
-        "fp32": Tolerance(atol=0.0, rtol=1e-4, routing=1.0, tie=1e-5),
+        "fp32": Tolerance(atol=0.0, rtol=1e-4, routing=1.0, tie=1e-5, roundings=16.0),
         "fp16": Tolerance(atol=0.0, rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
         "bf16": Tolerance(atol=0.0, rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
         "int8": Tolerance(
@@ -93,7 +93,8 @@ about 1% of error in each layer, INT4 10%. The ties are what such an error moves
 
 `roundings`: where each of two graphs rounds values of its own, as 16-bit floats do, and INT8 on
 another CPU once some layers have passed on what differs by the last bit, they are √2 times as far
-from each other as from what is exact. INT4 rounds weights, which are the same in both."""
+from each other as from what is exact. INT4 rounds weights, which are the same in both. In FP32
+PyTorch's own rounding is the measure, and other orders of summing round more or less than that."""
 
 
 GPU_RTOL = 1e-3
@@ -120,10 +121,19 @@ def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Toleranc
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """What a graph of another lowering gives in the same numbers: outputs, and what it chose."""
+    """Outputs, and what was chosen: what tells how far rounding alone may take a graph.
+
+    Below FP32 what a graph of another lowering gives in the same numbers, and of FP32 graphs what
+    PyTorch gives in float64.
+    """
 
     y: np.ndarray
     selected: Mapping[str, np.ndarray]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is of float64: what is far smaller than FP32's bounds is seen then."""
+        return bool(self.y.dtype == np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +145,7 @@ class Reference:
     those of each token [s, m, k], or the kept coefficients [s, m, n], and `margin` [s] or [s, m]
     the gap from the k-th score to the next, relative to the k-th. `kept` is each layer's k.
     `inputs` and `outputs` are those beside the first, by name. `rounded` is what the precision of
-    the graphs makes of it, None in FP32.
+    the graphs makes of it, None where that is not known.
     """
 
     x: np.ndarray
@@ -363,8 +373,8 @@ class Parity:
     batch: int | None = None
     """The batch size that misses the bounds where another meets them."""
     apart: float | None = None
-    """How far the graph is from what the same rounding gives in another lowering, over how far that
-    is from PyTorch."""
+    """How far the graph is from what its numbers should give (`Rounded`), over how far that is from
+    PyTorch."""
 
     @property
     def mostly_ties(self) -> bool:
@@ -653,6 +663,11 @@ def _apart(p: Parity) -> str:
     """What is said of a graph that rounds otherwise than another lowering."""
     if p.apart is None or p.apart <= p.roundings:
         return ""
+    if p.routing == 1.0:  # FP32
+        return (
+            f"; {p.apart:.2g} TIMES as far from float64 as PyTorch's float32 is, where "
+            f"{p.roundings:g} times is the most"
+        )
     return (
         f"; {p.apart:.2g} TIMES as far from what another lowering gives in the same numbers as "
         f"that is from PyTorch, where {p.roundings:g} times is the most"
@@ -732,17 +747,21 @@ class _Rounding:
     off: tuple[float, float, float]
     own: tuple[float, float, float]
     scale: tuple[float, float, float]
+    exact: bool
 
     @staticmethod
     def times(parts: Sequence[_Rounding]) -> float | None:
         """Returns the quotient over all parts, the largest of the three; None without any.
 
-        What FP32 may differ by is taken off, and what is chance of choices.
+        What FP32 may differ by is taken off, and what is chance of choices. Beside float64 it is
+        the last bit, and choices are not counted: FP32 graphs make those of PyTorch anyway.
         """
         if not parts:
             return None
-        single, found = TOLERANCES["fp32"].rtol, 0.0
+        exact, found = all(part.exact for part in parts), 0.0
+        single = float(np.finfo(np.float32).eps) if exact else TOLERANCES["fp32"].rtol
         combined: tuple[Callable[[list[float]], float], ...] = (max, _length, math.fsum)
+        combined = combined[:2] if exact else combined
         for index, combine in enumerate(combined):
             off, own, scale = (
                 combine([each[index] for each in column])
@@ -788,6 +807,7 @@ class _Rounding:
             off=(*_size(y[alike], rounded.y[alike]), float(others.sum())),
             own=(*_size(rounded.y[exact], expected.y[exact]), float(own.sum())),
             scale=(*_size(rounded.y), float(places)),
+            exact=rounded.exact,
         )
 
 

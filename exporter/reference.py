@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
@@ -21,10 +22,10 @@ from ..errors import ParityError
 from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, moe_layers, recorded_choices
 from ..graphs.layers.experts import Experts
 from ..graphs.lower import LayerValues
-from .inputs import PARITY_BATCHES, Inputs, completed
+from .inputs import PARITY_BATCHES, SAMPLES, Inputs, completed
 from .job import ExportJob
 from .model import Model
-from .parity import TOLERANCES, Reference, Tolerance, chunks, compare, describe
+from .parity import TOLERANCES, Reference, Rounded, Tolerance, chunks, compare, describe
 from .session import Session, SessionOptions
 
 
@@ -38,6 +39,39 @@ def torch_reference(job: ExportJob, x: Inputs) -> Reference:
         batch = job.fixed_batch or len(first_input(job.model, x))
         kept, renormalize = kept_experts(job), job.options.renormalize
         return reference(job.model, x, kept, renormalize=renormalize, batch=batch)
+
+
+EXACT_BYTES = 512 << 20
+"""Of larger weights no second copy is made, in float64: their FP32 graphs have one bound alone."""
+
+
+def exact(job: ExportJob, expected: Reference) -> Rounded | None:
+    """Returns what PyTorch computes for the inputs of a reference in float64.
+
+    None where weights are larger than `EXACT_BYTES`, or the network cannot be run so.
+    """
+    model = job.model
+    weights = dict((*model.module.named_parameters(), *model.module.named_buffers()))
+    if sum(each.nbytes for each in weights.values()) > EXACT_BYTES:
+        return None
+    y: list[np.ndarray] = []
+    selected: dict[str, list[np.ndarray]] = {}
+    network = _InFloat64(model, model.module, expected.kept, renormalize=job.options.renormalize)
+    with _pages_given_back(model):
+        try:
+            for part in chunks(expected.feeds(model.input.name), job.fixed_batch or SAMPLES):
+                computed = network.computed(part)
+                y.append(computed.outputs[0])
+                for name, sets in expected.selected.items():
+                    chosen = computed.choices[name][0]
+                    wanted = (len(y[-1]), *sets.shape[1:])
+                    selected.setdefault(name, []).append(chosen.reshape(wanted))
+        except Exception:  # noqa: BLE001  a network may insist on float32: nothing is known then
+            return None
+    found = np.concatenate(y)
+    if found.dtype != np.float64 or not np.isfinite(found).all():
+        return None
+    return Rounded(found, {name: np.concatenate(parts) for name, parts in selected.items()})
 
 
 def kept_experts(job: ExportJob) -> dict[str, int]:
@@ -287,6 +321,20 @@ class _Network:
         ]
         values = all_outputs(module(*tensors))[: len(self._model.outputs)]
         return [value.numpy() for value in values]
+
+
+class _InFloat64(_Network):
+    """The same in float64; the weights of the network stay as they are."""
+
+    def _values(self, module: nn.Module, arrays: Fields) -> list[np.ndarray]:
+        weights = {
+            name: each.double() if each.is_floating_point() else each
+            for name, each in (*module.named_parameters(), *module.named_buffers())
+        }
+        tensors = [torch.from_numpy(np.ascontiguousarray(each)) for each in arrays.values()]
+        tensors = [each.double() if each.is_floating_point() else each for each in tensors]
+        values = all_outputs(functional_call(module, weights, tuple(tensors)))
+        return [value.numpy() for value in values[: len(self._model.outputs)]]
 
 
 @contextmanager

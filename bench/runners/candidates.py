@@ -27,6 +27,7 @@ from ...exporter.inputs import AxisRange
 from ...exporter.job import ExportJob, export_job
 from ...exporter.model import Model
 from ...exporter.options import AUTO, ExportOptions, KOption, PrecisionOptions
+from ...exporter.parity import TOLERANCES, Tolerance, on_gpu, recorded
 from ...exporter.plan import GraphPlan, plan, plan_graph
 from ...exporter.tensorrt.backends import BACKENDS
 from ...exporter.tensorrt.cache import default_cache
@@ -34,6 +35,7 @@ from ...exporter.tensorrt.options import CURRENT, EngineOptions
 from ...exporter.trace import trace
 from ...exporter.write import manifest_of, write_graphs
 from ...graphs.layers.experts import Experts, ExpertsSpec
+from ...graphs.lowerings import lowerings_of
 from ...graphs.targets import Precision
 from ..engines import KINDS, GraphEngine
 from ..measure.roofline import integer_linears
@@ -224,11 +226,16 @@ def _source(
     lowering: str,
     *,
     selected: Mapping[str, str],
+    precision: str,
     given_k: int | None = None,
     engine: EngineOptions | None = None,
+    parity: Mapping[str, Any] | None = None,
     **graph: Any,
 ) -> GraphSource:
-    """A graph's `file` in a runtime; `given_k` where k is an input of the graph."""
+    """A graph's `file` in a runtime; `given_k` where k is an input of the graph.
+
+    `parity` is what a bundle was exported with, whose bounds may be wider than the usual ones.
+    """
     specs = {name: layer.spec for name, layer in model.layers.items()}
     opened = GraphFile(
         path=file,
@@ -244,8 +251,40 @@ def _source(
     )
     loader = runtime.loader(opened)
     return GraphSource(
-        k, lowering, loader, provider=runtime.provider, engine=runtime.engine, **graph
+        *(k, lowering, loader, runtime.provider, precision, runtime.engine),
+        bounds=_bounds(runtime, lowering, model, precision, parity),
+        **graph,
     )
+
+
+def _bounds(
+    runtime: GraphEngine,
+    lowering: str,
+    model: Model,
+    precision: str,
+    parity: Mapping[str, Any] | None,
+) -> Tolerance | None:
+    """How far a graph may be off: as far as `verify` lets it, on a GPU and as it was exported.
+
+    What an inexact lowering adds is as much as a GPU may.
+    """
+    usual = next((each for name, each in TOLERANCES.items() if name == precision), None)
+    if usual is None:
+        return None
+    used = lowering.split("+")
+    inexact = any(
+        record.name in used and record.inexact(layer.spec)
+        for layer in model.layers.values()
+        for record in lowerings_of(layer.spec.kind).values()
+    )
+    on_cpu = runtime.provider == "cpu"
+    bounds = usual
+    if inexact or not on_cpu:
+        bounds = on_gpu(usual, precision, tf32=not on_cpu)
+    if parity is None:
+        return bounds
+    given = recorded(parity)
+    return replace(bounds, atol=given.atol, rtol=max(bounds.rtol, given.rtol))
 
 
 def engine_options(
@@ -336,6 +375,7 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
                 floating=floating,
                 integers=integers,
                 batches=sizes if len(request.batches) > 1 and runtime.backend is None else None,
+                parity=graph.parity,
             )
             for k, runtime in product(ks, graph_engines(request))
             # Of graphs for some sizes of the batch each is timed at its own; an engine is the main.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -264,18 +265,20 @@ def _why_no_reference(manifest: Manifest) -> str:
 def _bounds(manifest: Manifest, atol: float | None, rtol: float | None) -> Tolerance:
     """The bounds of a comparison: those given, else the usual ones of the precision.
 
+    Where one is given in FP32 rounding is no bound, as in an export.
     What the manifest holds may only make them tighter: whoever changes a bundle may write anything.
     """
     usual = next((t for name, t in TOLERANCES.items() if name == manifest.precision), None)
     usual = usual or TOLERANCES["fp32"]
     bounds = recorded(manifest.parity) if manifest.parity is not None else usual
+    given = (atol, rtol) != (None, None) and usual == TOLERANCES["fp32"]
     return Tolerance(
         atol=min(usual.atol, bounds.atol) if atol is None else atol,
         rtol=min(usual.rtol, bounds.rtol) if rtol is None else rtol,
         routing=max(usual.routing, bounds.routing),
         tie=min(usual.tie, bounds.tie),
         coefficient=min(usual.coefficient, bounds.coefficient),
-        roundings=min(usual.roundings, bounds.roundings),
+        roundings=math.inf if given else min(usual.roundings, bounds.roundings),
     )
 
 
