@@ -483,7 +483,7 @@ class Measurement:
                 self.qualities[case] = state.quality(case)
                 graph = self.candidate.cases[case]
                 bounds = None if graph is None else graph.bounds
-                reason = wrong(case, state.sums[case.label].parity, bounds)
+                reason = wrong(case, state.sums[case.label], bounds)
                 if reason is not None:
                     self.failures[case] = reason
 

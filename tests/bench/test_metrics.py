@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from moexport.bench.metrics import ParityStatistics, RoutingOverlap, TopKCounts
 from moexport.errors import FeedError, ParityError
-from moexport.exporter.parity import jaccard
+from moexport.exporter.parity import TOLERANCES, jaccard
 
 
 def test_accuracy_and_what_is_kept_of_the_untouched_model() -> None:
@@ -33,6 +33,22 @@ def test_exact_means_equal_in_every_layer() -> None:
     found = RoutingOverlap.of(chosen, reference).agreement()
     assert found.exact == 0.5
     assert found.jaccard == pytest.approx((1 + 1 + 1 + 1 / 3) / 4)
+
+
+def test_outputs_of_the_same_experts_have_the_bounds_of_their_precision() -> None:
+    wanted = np.array([[3.0, 4.0], [3.0, 4.0], [3.0, 4.0]])
+    found = wanted.copy()
+    found[1] += 0.001
+    found[2] = -wanted[2]  # other experts
+    alike = np.array([True, True, False])
+    sums = ParityStatistics.of(found[:2], wanted[:2], alike[:2])
+    sums += ParityStatistics.of(found[2:], wanted[2:], alike[2:])
+    assert sums.off(TOLERANCES["fp32"]) == pytest.approx(0.001 / 4)
+    assert sums.off(TOLERANCES["int8"]) is None
+    assert ParityStatistics.of(found, wanted).off(TOLERANCES["int8"]) == pytest.approx(
+        1.15, abs=0.01
+    )
+    assert ParityStatistics.of(found, wanted, ~alike).off(TOLERANCES["fp32"]) is None
 
 
 def test_parity_by_hand() -> None:

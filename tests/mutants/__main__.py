@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from .bases import FORMS, Base, bases, subjects
+from .bases import FORMS, IN_BENCH, Base, bases, subjects
 from .damage import DAMAGES
 from .judging import Verdict, mutants
 
@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="of the models whose name holds this")
     parser.add_argument("--precision", default="", help="in this precision")
     parser.add_argument("--most", type=int, default=3, help="places of each damage in a graph")
+    parser.add_argument("--bench", action="store_true", help="judge the rows of benchmarks, too")
     parser.add_argument("--json", type=Path, help="where every verdict goes")
     options = parser.parse_args()
     forms = [form for form in FORMS if options.precision in ("", form[0])]
@@ -42,7 +43,12 @@ def main() -> int:
                     print(f"not exported: {base}", flush=True)
                     continue
                 graphs += 1
-                found, broken = mutants(base, folder / "damaged", options.most)
+                found, broken = mutants(
+                    base,
+                    folder / "damaged",
+                    options.most,
+                    bench=options.bench and base.form in IN_BENCH,
+                )
                 verdicts += found
                 stopped.update(broken)
                 for each in found:
@@ -58,6 +64,10 @@ def main() -> int:
     print(f"graphs {graphs}; damaged graphs that do not run, not counted: {stopped.total()}")
     print(f"below rounding, and passed: {below}, by at most {worst(verdicts)}")
     print(f"mutants killed / made above rounding: {killed} / {killed + survive}")
+    if options.bench:
+        rows = [each for each in verdicts if each.killed and each.in_bench]
+        wrong = [each for each in rows if each.bench is not None]
+        print(f"of those, rows of a benchmark that are errors / made: {len(wrong)} / {len(rows)}")
     return int(survive > 0)
 
 

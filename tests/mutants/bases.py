@@ -37,6 +37,9 @@ FORMS: tuple[tuple[Precision, Target], ...] = (
 """What ONNX Runtime's CPU provider runs or `verify` emulates there. A lowering in a precision is
 damaged for the first target that it serves."""
 
+IN_BENCH: tuple[tuple[Precision, Target], ...] = (("fp32", "onnx"), ("int8", "ort-cpu"))
+"""What a benchmark's row is judged of, too: what ONNX Runtime's CPU provider runs by itself."""
+
 BLOCKED_OPSET = 21
 
 ROUTED = ("mixtral", "olmoe", "qwen2_moe")
@@ -44,13 +47,17 @@ ROUTED = ("mixtral", "olmoe", "qwen2_moe")
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its name, the k that it is exported with and inputs for it, None for random ones."""
+    """A model, its name, the k that it is exported with and inputs for it, None for random ones.
+
+    `tiny`: those are random in FP32, too, where they hold tiny tokens (`exporter.inputs.TINY`).
+    """
 
     name: str
     model: Model
     k: int | str
     data: dict[str, np.ndarray] | None
     renormalize: bool = False
+    tiny: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,7 @@ class Base:
     lowering: str
     precision: Precision
     target: Target
+    model: Model
     job: ExportJob
     bundle: Bundle
     expected: Reference
@@ -68,6 +76,10 @@ class Base:
     @property
     def name(self) -> str:
         return f"{self.subject} {self.lowering} {self.precision} {self.target}"
+
+    @property
+    def form(self) -> tuple[Precision, Target]:
+        return self.precision, self.target
 
 
 @contextmanager
@@ -105,9 +117,8 @@ def _recorded(name: str, *, renormalize: bool = False) -> Subject:
     model = moexport.load(case.weights, config=case.config)
     x = case.x.astype(np.float32 if case.x.dtype.kind == "f" else np.int64)
     title = f"{name} renormalised" if renormalize else name
-    # The random inputs of Soft MoE hold tiny tokens (`inputs.TINY`).
-    data = None if name in SOFT_MOE else {model.input.name: x}
-    return Subject(title, model, case.ks[0], data, renormalize)
+    data = {model.input.name: x}
+    return Subject(title, model, case.ks[0], data, renormalize, name in SOFT_MOE)
 
 
 def _own(folder: Path, factory: str, **given: Any) -> Subject:
@@ -162,6 +173,7 @@ def bases(
                 continue
             name = f"{subject.name} {lowering} {precision} {target}"
             place = folder / name.replace(" ", "-")
+            random = subject.tiny and precision == "fp32"
             options = ExportOptions(
                 k=subject.k,  # type: ignore[arg-type]
                 target=target,
@@ -169,7 +181,7 @@ def bases(
                 opset=BLOCKED_OPSET,
                 renormalize=subject.renormalize,
                 precision=PrecisionOptions(precision),
-                data=None if subject.data is None else [subject.data],
+                data=None if random or subject.data is None else [subject.data],
                 destination=place,
             )
             try:
@@ -182,4 +194,4 @@ def bases(
                 continue
             done.add((lowering, precision))
             expected = Reference.load(place / PARITY_FILE)
-            yield Base(subject.name, lowering, precision, target, job, bundle, expected)
+            yield Base(subject.name, lowering, precision, target, model, job, bundle, expected)

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from moexport.bench.data import LabelledData
+from moexport.bench.evaluate import evaluate, wrong
+from moexport.bench.request import BenchRequest
+from moexport.bench.runners.candidates import from_bundle
 from moexport.common.files import sha256
 from moexport.errors import BundleError, EngineError, ParityError
 from moexport.exporter.bundle.bundle import Bundle
@@ -29,7 +33,7 @@ class Verdict:
     together, as a share of theirs; `rounding` and `rounding_length` tell the same of the undamaged
     graph beside PyTorch, and `apart` how far it is from another lowering (`Parity.apart`); `times`
     is the same of the damaged graph and the undamaged one, where one took it. `export` and `verify`
-    say why each refused it, None where it did not.
+    say why each refused it, None where it did not, and so does `bench`, where it was asked.
     """
 
     base: str
@@ -44,6 +48,8 @@ class Verdict:
     times: float | None
     export: str | None
     verify: str | None
+    in_bench: bool = False
+    bench: str | None = None
 
     @property
     def killed(self) -> bool:
@@ -79,11 +85,17 @@ class Verdict:
         )
 
 
-def mutants(base: Base, folder: Path, most: int) -> tuple[list[Verdict], list[str]]:
+def mutants(
+    base: Base, folder: Path, most: int, *, bench: bool = False
+) -> tuple[list[Verdict], list[str]]:
     """Returns what became of the damaged graphs of a bundle, and the damage that ends a run.
 
-    Each damage is done in `most` places at the most, spread over the graph.
+    Each damage is done in `most` places at the most, spread over the graph. With `bench` the row of
+    a benchmark is judged, too.
     """
+    if bench:
+        wrong_row = by_bench(base, base.bundle)
+        assert wrong_row is None, wrong_row
     graph = whole_graph(base)
     right, refused = by_export(base, base.bundle)
     assert right is not None and refused is None, refused
@@ -123,6 +135,8 @@ def mutants(base: Base, folder: Path, most: int) -> tuple[list[Verdict], list[st
                     times,
                     refused,
                     at_verify,
+                    bench,
+                    by_bench(base, bundle) if bench else None,
                 )
             )
     return verdicts, broken
@@ -174,6 +188,22 @@ def by_export(base: Base, bundle: Bundle) -> tuple[Rounded | None, str | None]:
 def by_verify(bundle: Bundle) -> str | None:
     """Returns the first check of `verify` that fails, None where all pass."""
     return next((f"{c.name}: {c.detail}" for c in bundle.verify() if not c.passed), None)
+
+
+def by_bench(base: Base, bundle: Bundle) -> str | None:
+    """Returns the error of a row that ONNX Runtime has in a benchmark of a bundle, if it has one.
+
+    The data are the inputs of the bundle's comparison.
+    """
+    request = BenchRequest(engine="onnxruntime")
+    candidate = from_bundle(bundle, request, model=base.model)
+    ((case, graph),) = ((c, g) for c, g in candidate.cases.items() if g is not None)
+    data = LabelledData(base.expected.x, None, beside=base.expected.inputs)
+    with graph.open() as runner:
+        state = evaluate({case: runner}, candidate, data, len(base.expected.x))
+    if case.label in state.failures:
+        return state.failures[case.label]
+    return wrong(case, state.sums[case.label], graph.bounds)
 
 
 def distance(y: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:

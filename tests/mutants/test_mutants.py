@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.exporter.parity import MOST_KEPT, Reference, not_compared, unreached
+from moexport.exporter.parity import MOST_KEPT, TOLERANCES, Reference, not_compared, unreached
 from moexport.graphs.targets import Precision, Target
 
 from .bases import Base, bases, subjects
@@ -22,15 +22,34 @@ SAMPLE: list[tuple[str, Precision, Target, str]] = [
 
 
 @pytest.mark.parametrize(("name", "precision", "target", "lowering"), SAMPLE)
-def test_damage_above_rounding_is_refused_by_the_export_and_by_verify(
+def test_damage_above_rounding_is_refused_by_the_export_verify_and_bench(
     name: str, precision: Precision, target: Target, lowering: str, tmp_path: Path
 ) -> None:
     subject = subjects(tmp_path / "models")[name]()
     (base,) = bases(subject, tmp_path / "bundles", [(precision, target)], (lowering,))
     assert isinstance(base, Base), base
-    verdicts, _ = mutants(base, tmp_path / "damaged", 1)
+    in_bench = precision == "fp32"
+    verdicts, _ = mutants(base, tmp_path / "damaged", 1, bench=in_bench)
     assert [each.line() for each in verdicts if each.survives] == []
-    assert sum(each.killed for each in verdicts) >= 7
+    killed = [each for each in verdicts if each.killed]
+    assert len(killed) >= 7
+    # The bound of a row is that of outputs: what is below that is found by the other two alone.
+    bound = TOLERANCES["fp32"].rtol
+    clear = [each for each in killed if in_bench and each.effect > 2 * bound]
+    assert [each.damage for each in clear if each.bench is None] == []
+
+
+def test_damage_far_below_the_bound_of_fp32_is_refused(tmp_path: Path) -> None:
+    subject = subjects(tmp_path / "models")["soft_moe_conv"]()
+    (base,) = bases(subject, tmp_path / "bundles", [("fp32", "onnx")], ("gather",))
+    assert isinstance(base, Base), base
+    parity = base.bundle.manifest.parity
+    assert parity is not None and parity["apart"] < 4
+    verdicts, _ = mutants(base, tmp_path / "damaged", 1)
+    (tanh,) = (each for each in verdicts if each.damage == "activation")
+    assert tanh.effect < TOLERANCES["fp32"].rtol / 2
+    assert tanh.export is not None and "float64" in tanh.export
+    assert tanh.verify is not None and "float64" in tanh.verify
 
 
 def reference(chosen: list[list[int]]) -> Reference:
