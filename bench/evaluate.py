@@ -45,7 +45,7 @@ FLOAT_COSINE = 0.99
 its precision does not turn them so far, nor do other experts that it chooses."""
 
 LEAST_ROUTING = 0.9
-"""Of an FP32 graph's inputs, or tokens, so many choose as PyTorch does at the least, but for ties."""
+"""Of an FP32 graph's inputs, or tokens, so many choose as PyTorch does, but for ties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,9 @@ def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None
     if bounds is None:
         return None
     routing, fp32 = sums.routing, bounds.routing == 1.0
-    if fp32 and routing.exact < LEAST_ROUTING * routing.samples:
-        share = routing.exact / routing.samples
+    other = routing.exact < LEAST_ROUTING * routing.samples or not sums.parity.same
+    if fp32 and routing.samples and other:
+        share = min(routing.exact / routing.samples, sums.parity.same / sums.parity.outputs)
         return f"wrong experts: they are PyTorch's in {share:.0%}, and ties are rare in FP32"
     off = sums.parity.off(bounds)
     if off is None:
@@ -344,5 +345,4 @@ def _alike(
     found: Array = np.logical_and.reduce(same).reshape(output[0], -1)
     if found.shape == output[:2] and len(output) > found.ndim:
         return found
-    every: Array = found.all(axis=1)
-    return every
+    return np.asarray(found.all(axis=1))
