@@ -339,6 +339,11 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
     edits = job.model.edits
     same = not (edits.ablations or edits.rewrites or edits.steers)
     models = (job.model, loaded) if same else (job.model,)
+    if not same and table.origin.model == fingerprint(loaded):
+        raise CalibrationError(
+            f"{where}: was made from the model without the edits of this export",
+            hint="leave --calibration out: with --data the ranges are those of the edited model",
+        )
     if table.origin.model not in map(fingerprint, models):
         raise CalibrationError(
             f"{where}: was made from another model, or from this one with other weights, "

@@ -163,6 +163,19 @@ def test_an_export_refuses_a_table_of_other_weights(table: Path) -> None:
         check_table(export_job(model, ExportOptions(k=2)), made, "table.json", model)
 
 
+def test_an_edited_export_takes_its_ranges_from_data_and_no_table(
+    table: Path, feed: Path, tmp_path: Path
+) -> None:
+    out, options = tmp_path / "out", ("--k", "2", "--precision", "int8", "--target", "ort-cpu")
+    edited = ("export", WEIGHTS, "-o", out, *options, "--ablate", "layer:1")
+    refused = run(*edited, "--calibration", table)
+    assert refused.code == 1
+    assert "was made from the model without the edits of this export" in refused.error
+    assert "leave --calibration out" in refused.hint
+    done = run(*edited, "--data", feed)
+    assert done.code == 0, done.err
+
+
 def test_an_export_without_table_and_feed_says_what_to_give() -> None:
     with pytest.raises(UsageError) as caught:
         export_job(moexport.load(WEIGHTS), ExportOptions(precision=PrecisionOptions("int8")))
