@@ -123,8 +123,8 @@ PLAIN: dict[str, str] = {
 }
 """What is beside a pair that has a row of its own."""
 
-SMALL = ("soft-moe-pytorch", "mumoe", "adapter Experts")
-"""A source of each kind."""
+SMALL = ("soft-moe-pytorch", "mumoe", "adapter MuMoE whole", "adapter Experts")
+"""A source of each kind, and of each form of a muMoE layer's tensor."""
 
 
 def alone(pair: Pair) -> Row:

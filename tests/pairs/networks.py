@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import moexport
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -114,6 +115,11 @@ class Routed(nn.Module):
             every.append(inner @ maps["down"][i].T * float(i != self.without))
         share = (F.one_hot(index, 6).to(x.dtype) * weights[..., None]).sum(-2)
         return torch.einsum("bmne,bmn->bme", torch.stack(every, -2), share)
+
+
+def same_largest(outputs: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Whether the largest of an input's outputs is where its label says: a metric of a user's."""
+    return (outputs.reshape(len(outputs), -1).argmax(-1) == labels).astype(np.float64)
 
 
 class Net(nn.Module):

@@ -32,7 +32,8 @@ from moexport.graphs.lowerings import NAMES as LOWERINGS
 from moexport.graphs.names import K_INPUT
 from moexport.graphs.targets import TARGETS, Precision, Target
 from moexport.tests.command import Outcome, run
-from moexport.tests.pairs.sources import NAMES, OWN, Source, Wanted, source
+from moexport.tests.pairs import networks
+from moexport.tests.pairs.sources import FORETELL, NAMES, OWN, Source, Wanted, source
 from moexport.tests.traces import traced_once
 
 FACTORS: Mapping[str, tuple[str, ...]] = {
@@ -440,9 +441,10 @@ class Attempt:
         """A search of a moment over the source, whose bundle verifies and is made again."""
         labelled = self.folder / "labelled.npz"
         y, _ = self.wanted(self.source.trained, {})
-        labels = {"label": y.argmax(-1)} if y.ndim == 2 else {}
-        for classes in labels.values():  # of one class alone accuracy says nothing
-            classes[0] = (classes[1] + 1) % y.shape[-1]
+        foretells = self.source.name in FORETELL  # whose metric is the perplexity
+        label = y.reshape(len(y), -1).argmax(-1)
+        label[0] = (label[1] + 1) % y.shape[-1]  # of one class alone accuracy says nothing
+        labels = {} if foretells else {"label": label}
         # As many as a bound needs: the same again, which a search does not mind.
         arrays = {n: np.concatenate([a] * 4) for n, a in {**self.source.x, **labels}.items()}
         np.savez(labelled, **arrays)  # type: ignore[arg-type]
@@ -461,6 +463,8 @@ class Attempt:
         precision = self.row["precision"]
         line += ["--precision", "fp32" if precision == "fp32" else f"fp32,{precision}"]
         line += ["--target", self.row["target"], *self.size("batch"), *self.size("tokens")]
+        if y.ndim > 2 and not foretells:
+            line += ["--metric", f"{networks.__name__}:{networks.same_largest.__name__}"]
         self.moexport(*line, writes=tuned.name)
         self.moexport("verify", tuned)
         again = self.folder / "again"

@@ -45,6 +45,9 @@ OWN: Mapping[str, Callable[[], nn.Module]] = {
 
 TRANSFORMERS = "transformers"
 
+FORETELL = (TRANSFORMERS, "mumoe-gpt2")
+"""Sources whose outputs are of the tokens to come."""
+
 NAMES = (*RECORDED, *OWN, TRANSFORMERS)
 
 Wanted = tuple[np.ndarray, np.ndarray]
