@@ -45,9 +45,10 @@ def read(file: Path) -> dict[Key, Result]:
 
 
 def write(file: Path, result: Result) -> None:
-    """Appends a result, and tells of it."""
+    """Appends a result, and tells of it; a line that was cut off ends before it."""
+    cut = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")
     with file.open("a") as lines:
-        lines.write(json.dumps(asdict(result)) + "\n")
+        lines.write("\n" * cut + json.dumps(asdict(result)) + "\n")
     said = f": {result.said}" if result.verdict == "raw" else ""
     print(f"{result.verdict} {result.seconds:.1f} s {' '.join(key(result.row))}{said}", flush=True)
 

@@ -11,10 +11,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from moexport.tests.pairs.__main__ import counts, everything, read
 from moexport.tests.pairs.matrix import PLAIN, all_pairs, alone, commit, conflict, pairs, rows
 from moexport.tests.pairs.networks import routed
 from moexport.tests.pairs.rows import Attempt, Row, attempt
 from moexport.tests.pairs.sources import source
+from moexport.tests.traces import traced_once
 
 SLOW = frozenset({"mumoe-mixer", "mumoe-gpt2", "transformers", "tune", "calibrate"})
 """Values of rows that take long."""
@@ -37,7 +39,8 @@ SEED = commit("%cd")
     "row", list(sample(SEED)), ids=lambda row: f"{SEED}: {' '.join(row.values())}"
 )
 def test_a_row_is_right_or_refused_in_words(row: Row, tmp_path: Path) -> None:
-    result = attempt(row, source(row["source"], tmp_path / "source"), tmp_path / "row")
+    with traced_once():
+        result = attempt(row, source(row["source"], tmp_path / "source"), tmp_path / "row")
     assert result.verdict in ("right", "refused"), f"seed {SEED}: {row}: {result.said}"
 
 
@@ -46,6 +49,21 @@ def test_every_pair_is_in_a_row_of_many_or_in_one_of_its_own() -> None:
     apart = all_pairs() - together
     assert {pair for pair in apart if not {*pair} <= {*alone(pair).items()}} == set()
     assert not any(conflict(row) for row in rows())
+
+
+def test_a_run_that_was_cut_off_goes_on_with_the_rows_that_its_file_lacks(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    both = [{**PLAIN, "lowering": each} for each in ("gathered", "factorised")]  # for other layers
+    everything(both[:1], file, jobs=1)
+    held = file.read_text()
+    file.write_text(held + held[:40])
+    everything(both, file, jobs=1)
+    lines = file.read_text().splitlines(keepends=True)
+    assert lines[0] == held and len(lines) == 3
+    found = [*read(file).values()]
+    assert [each.row for each in found] == both
+    assert [each.verdict for each in found] == ["refused", "refused"]
+    assert counts(found).startswith("rows 2: right 0, refused 2, raw 0; pairs ")
 
 
 def test_an_int4_graph_with_a_k_per_layer_computes_what_its_dequantised_weights_give(
