@@ -268,12 +268,13 @@ def _bounds(
 
     What an inexact lowering adds is as much as a GPU may.
     """
-    usual = next((each for name, each in TOLERANCES.items() if name == precision), None)
-    if usual is None:
+    known = next(((name, each) for name, each in TOLERANCES.items() if name == precision), None)
+    if known is None:
         return None
-    used = lowering.split("+")
+    numbers, usual = known
+    used, target = lowering.split("+"), runtime.target or "onnx"
     inexact = any(
-        record.name in used and record.inexact(layer.spec)
+        record.name in used and record.inexact(layer.spec, numbers, target)
         for layer in model.layers.values()
         for record in lowerings_of(layer.spec.kind).values()
     )
