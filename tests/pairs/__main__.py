@@ -78,8 +78,8 @@ def everything(wanted: Sequence[Row], file: Path, jobs: int) -> None:
             of_source(*each)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for each in as_completed([pool.submit(of_source, *each) for each in work]):
-            each.result()
+        for ended in as_completed([pool.submit(of_source, *each) for each in work]):
+            ended.result()
 
 
 def main() -> None:

@@ -119,7 +119,8 @@ class Routed(nn.Module):
 
 def same_largest(outputs: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Whether the largest of an input's outputs is where its label says: a metric of a user's."""
-    return (outputs.reshape(len(outputs), -1).argmax(-1) == labels).astype(np.float64)
+    same: np.ndarray = outputs.reshape(len(outputs), -1).argmax(-1) == labels
+    return same.astype(np.float64)
 
 
 class Net(nn.Module):

@@ -21,6 +21,7 @@ import moexport
 import numpy as np
 import onnxruntime
 import torch
+from moexport.__main__ import INTERRUPTED
 from moexport.bench.request import BenchRequest
 from moexport.common.files import sha256
 from moexport.errors import MoexportError
@@ -210,6 +211,8 @@ class Attempt:
         """Runs a command that must succeed, or refuse and leave nothing."""
         before = self._there()
         done = run(*line)
+        if done.code == INTERRUPTED:  # the run of all rows, and not this one's option
+            raise KeyboardInterrupt
         if done.code == 0:
             if writes is not None:
                 self.files.add(writes)
@@ -432,9 +435,8 @@ class Attempt:
         line = (self.source.path, *self.source.arguments, "-o", again, "--recipe", recipe, *data)
         no_engine = ("--no-engine",) if TARGETS[self.row["target"]].backend else ()  # type: ignore[index]
         self.moexport("export", *line, *no_engine, writes=again.name)
-        if self.row["edits"] in ("none", "recipe") and not np.array_equal(
-            *(self.outputs(bundle, self._given_k()) for bundle in (again, self.bundle))
-        ):
+        first, then = (self.outputs(bundle, self._given_k()) for bundle in (self.bundle, again))
+        if self.row["edits"] in ("none", "recipe") and not np.array_equal(first, then):
             raise WrongError("replay: other outputs than those of the bundle")
 
     def _tune(self) -> None:
