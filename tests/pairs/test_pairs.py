@@ -21,7 +21,7 @@ from moexport.tests.traces import traced_once
 SLOW = frozenset({"mumoe-mixer", "mumoe-gpt2", "transformers", "tune", "calibrate"})
 """Values of rows that take long."""
 
-SAMPLE = 6
+SAMPLE = 5
 
 
 def sample(seed: str) -> Iterator[Row]:
