@@ -20,6 +20,8 @@ import pytest
 import torch
 from moexport.tests.recorded import VIT_SETS, read_case
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 CASE = read_case("soft_moe_vit")
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "node_modules", "results")

@@ -43,6 +43,8 @@ from moexport.tests.fuzzing import Subject, attempt, fuzz
 from moexport.tests.recorded import DATA
 from safetensors.numpy import save_file
 
+pytestmark = pytest.mark.slow
+
 X = np.random.default_rng(0).standard_normal((3, 5, 24)).astype(np.float32)
 LAYER = (DATA / "soft_moe_fkodom" / "weights.pt", "--set", "version=0.2.0")
 

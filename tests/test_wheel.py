@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from moexport.tests.recorded import DATA
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs", "tune")
 """All that is part of the package below its root; tests, documents and benchmarks stay behind."""

@@ -44,6 +44,8 @@ ray: Any = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 from ray.cluster_utils import Cluster  # noqa: E402  where ray is installed alone
 
+pytestmark = pytest.mark.slow
+
 QUICK: dict[str, Any] = {"rounds": 5, "round_s": 0.01, "memory": False, "parts": False}
 ASKED = QUICK | {"k": ["n", 1], "batch": [1, 2], "engine": "onnxruntime", "threads": 1}
 

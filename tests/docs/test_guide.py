@@ -13,6 +13,8 @@ from moexport.tests.bench.heads import trained_head, unfair_head
 from moexport.tests.docs.documents import ROOT, assert_printed, blocks, type_block
 from moexport.tests.docs.outliers import vit_with_outliers
 
+pytestmark = pytest.mark.slow
+
 
 def follow(page: str, folder: Path, heading: str | None = None) -> int:
     """Runs a page's blocks in one folder and compares its excerpts; returns how many ran.

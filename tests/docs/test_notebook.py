@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from moexport.tests.docs.documents import ROOT, Block, assert_printed
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 

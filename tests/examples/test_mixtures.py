@@ -23,6 +23,8 @@ from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.model import Model
 from moexport.tests.docs.documents import ROOT
 
+pytestmark = pytest.mark.slow
+
 TRAINED = {
     "continuous": [16],
     "noisy-top-k": [2],

@@ -23,6 +23,8 @@ from moexport.examples.studies.latency import (
 from moexport.examples.studies.mnist import Suite, kept, run_mnist
 from moexport.examples.studies.multilinear import TABLE_8, work
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_paper_s_shape_has_2_27_billion_parameters_and_is_halved_until_it_fits() -> None:
     assert parameters(TABLE_3) == 2_264_924_160

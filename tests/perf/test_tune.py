@@ -10,6 +10,8 @@ from moexport.common.console import Silent
 from moexport.perf import tune
 from moexport.perf.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 
 class Steps(Silent):
     """Keeps what is told."""

@@ -23,6 +23,8 @@ from moexport.exporter.model import Model, fingerprint
 from moexport.exporter.options import ExportOptions, PrecisionOptions, recipe_options
 from moexport.tests.command import run
 
+pytestmark = pytest.mark.slow
+
 CODE = '''
 import moexport
 import torch

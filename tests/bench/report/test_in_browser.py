@@ -30,7 +30,10 @@ RowMaker = Callable[..., Row]
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
 CHARTS = ("deploy", "overk", "throughput", "percentiles", "parts", "layers", "memory")
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=f"Chromium: {missing()}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(missing() is not None, reason=f"Chromium: {missing()}"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,8 @@ import pytest
 from moexport.tests.recorded import read_case
 from moexport.tests.test_wheel import ROOT
 
+pytestmark = pytest.mark.slow
+
 NEEDED = (
     *("numpy", "onnx", "onnxruntime", "protobuf", "ml_dtypes", "typing_extensions", "flatbuffers"),
     *("packaging", "msgspec", "filelock", "psutil"),

@@ -29,6 +29,8 @@ from moexport.tests.recorded import DATA, MUMOE, read_case
 from moexport.tune.substitutes.merged import RIDGE, merged_matrices
 from moexport.tune.tune import Tuned
 
+pytestmark = pytest.mark.slow
+
 
 def layers_of(form: Form) -> list[MuMoESpec]:
     """A layer of one tensor, and a block of two whose experts have two levels."""
