@@ -403,7 +403,8 @@ def check_precision(manifest: Manifest, graph: str, compiled: Compiled) -> dict[
     The router stays in FP32 at every precision, so only the experts' products are looked at: in the
     network that was built, and then in the engine, where it could be inspected. Returns what the
     engine's own layers of the experts read and write, by MoE layer: nothing where the inspector
-    does not name them, and then the strongly typed network alone proves the precision.
+    does not name them or other nodes were fused into them, and then the strongly typed network
+    alone proves the precision.
     """
     kernels: dict[str, list[str]] = {}
     for layer in manifest.layers:
@@ -419,16 +420,22 @@ def check_precision(manifest: Manifest, graph: str, compiled: Compiled) -> dict[
                 hint="export again with this --target and --precision, or another --lowering",
             )
         if compiled.inspector is not None:
-            types = kernel_types(compiled.inspector, [product.name for product in products])
-            kernels[layer.name] = sorted(types)
+            named = [product.name for product in products]
+            types = kernel_types(compiled.inspector, named)
             if types and layer.precision not in (*types, *QUANTISED):
+                # One that a Cast was fused into reads and writes other types than it multiplies in.
+                alone = kernel_types(compiled.inspector, named, alone=True)
+                if not alone:
+                    kernels[layer.name] = []
+                    continue
                 raise EngineError(
                     f"{graph}: the experts of layer {layer.name} were asked for in "
                     f"{layer.precision}, and the engine's own layers compute them in "
-                    f"{', '.join(sorted(types))}",
+                    f"{', '.join(sorted(alone))}",
                     hint="try --lowering gather, or open an issue with the list of layers that "
                     "`trtexec --exportLayerInfo` writes",
                 )
+            kernels[layer.name] = sorted(types)
     return kernels
 
 
@@ -438,8 +445,9 @@ def precision_notes(file: str, kernels: Mapping[str, Sequence[str]]) -> list[str
     if not unnamed:
         return []
     return [
-        f"{file}: TensorRT's inspector does not name the experts of {', '.join(unnamed)}: that "
-        "they have the bundle's precision is proved by the network's types alone"
+        f"{file}: TensorRT's inspector does not tell the types of the experts of "
+        f"{', '.join(unnamed)}: that they have the bundle's precision is proved by the network's "
+        "types alone"
     ]
 
 
@@ -462,17 +470,21 @@ TensorRT 10, `Datatype` beside `Format` from 11 on (NVIDIA's page "Migrating IEn
 from TensorRT 10.x to 11.x")."""
 
 
-def kernel_types(inspector: Mapping[str, Any], products: Sequence[str]) -> set[str]:
+def kernel_types(
+    inspector: Mapping[str, Any], products: Sequence[str], *, alone: bool = False
+) -> set[str]:
     """Returns the types of tensors around an engine's layers that compute these ONNX nodes.
 
     An engine's layer names the nodes that were fused into it in its metadata ("Engine Inspector",
-    TensorRT 10.16.1). Empty where none of them names one of these.
+    TensorRT 10.16.1). Empty where none of them names one of these, or `alone` nothing but these.
     """
     layers = [each for each in inspector.get("Layers", ()) if isinstance(each, dict)]
+    if alone:
+        layers = [each for each in layers if {*_nodes_of(each)} <= {*products}]
     words = [
         _type_words(port)
         for each in layers
-        if any(f"[ONNX Layer: {name}]" in str(each.get("Metadata")) for name in products)
+        if not {*_nodes_of(each)}.isdisjoint(products)
         for port in (*each.get("Inputs", ()), *each.get("Outputs", ()))
     ]
     return {
@@ -480,6 +492,11 @@ def kernel_types(inspector: Mapping[str, Any], products: Sequence[str]) -> set[s
         for name, pattern in KERNEL_TYPES.items()
         if any(re.search(rf"\b({pattern})\b", text, re.IGNORECASE) for text in words)
     }
+
+
+def _nodes_of(layer: Mapping[str, Any]) -> list[str]:
+    """The ONNX nodes that an engine's layer computes."""
+    return re.findall(r"\[ONNX Layer: ([^\]]*)\]", str(layer.get("Metadata")))
 
 
 def _type_words(port: Mapping[str, Any]) -> str:

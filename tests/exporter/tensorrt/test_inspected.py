@@ -98,6 +98,17 @@ def test_the_engines_own_types_are_kept_and_compared(manifest: Manifest) -> None
         check(manifest, built(layers, bad))
 
 
+def test_a_kernel_that_fused_a_cast_does_not_undo_the_build(manifest: Manifest) -> None:
+    """It reads and writes floats around products in 16 bits: that is no other precision."""
+    layer = replace(manifest.layers[0], precision="fp16")
+    layers = [replace(each, precision="fp16") for each in products(layer)]
+    nodes = [*(each.name for each in layers), f"{layer.name}/experts/narrow"]
+    inspector = {"Layers": [engine_layer(nodes, "Row major linear FP32")]}
+    kernels = check(replace(manifest, layers=[layer]), built(layers, inspector))
+    assert kernels == {layer.name: []}
+    assert "the network's types" in precision_notes("e.plan", kernels)[0]
+
+
 def test_without_a_gpu_there_is_nothing_to_compare(manifest: Manifest) -> None:
     assert check(manifest, built(products(manifest.layers[0]))) == {}
 
