@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -120,8 +121,13 @@ def reason_of(trt: Any, diagnostics: int) -> Reason | None:
     return None
 
 
+@functools.cache
 def collecting_logger(trt: Any) -> Any:
-    """Returns a logger that keeps what the runtime reports as errors, in `lines`."""
+    """Returns the logger that keeps what a backend reports as errors, in `lines`.
+
+    TensorRT has one for all of a process: the first, which it goes on to use when the engine that
+    it came with is closed. So it is never given up.
+    """
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # the package carries no types
         def __init__(self) -> None:
@@ -149,6 +155,7 @@ def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any
     content = trusted_content(plan)
     trt = plan.backend.load()
     logger = collecting_logger(trt)
+    logger.lines.clear()
     runtime = trt.Runtime(logger)
     if hasattr(runtime, "get_engine_validity"):
         _check_validity(plan, trt, runtime, content)

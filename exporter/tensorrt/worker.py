@@ -144,7 +144,7 @@ def compile_engine(
         version=str(trt.__version__),
         settings=read_back,
         layers=products,
-        inspector=inspect_plan(trt, plan) if request["gpu"] else None,
+        inspector=inspect_plan(trt, plan, loaders.get_trt_logger()) if request["gpu"] else None,
     )
 
 
@@ -336,12 +336,12 @@ def network_products(network: Any) -> list[Product]:
     return products
 
 
-def inspect_plan(trt: Any, plan: Any) -> dict[str, Any] | None:
+def inspect_plan(trt: Any, plan: Any, logger: Any) -> dict[str, Any] | None:
     """Returns what the inspector says of an engine on the GPU here, None of one for other GPUs.
 
     It is empty where that is no JSON: the network's types have proved the precision already.
     """
-    runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
+    runtime = trt.Runtime(logger)  # the builder's own, so that a failure is told in its words
     if hasattr(runtime, "get_engine_validity"):
         validity, _ = runtime.get_engine_validity(plan)
         if validity == trt.EngineValidity.INVALID:
@@ -349,7 +349,7 @@ def inspect_plan(trt: Any, plan: Any) -> dict[str, Any] | None:
     runtime.engine_host_code_allowed = True  # for version-compatible engines; it is our own
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
-        raise DishonouredError("the engine that was just built cannot be loaded")
+        raise RuntimeError("the engine that was just built cannot be loaded")
     text = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
     return inspected(text)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +156,26 @@ def test_every_reason_the_runtime_gives_is_known() -> None:
     validity, diagnostics = runtime.get_engine_validity(b"x" * 1000)
     assert validity == trt.EngineValidity.INVALID
     assert reason_of(trt, diagnostics) == REASONS[0]
+
+
+@needs_rtx
+def test_the_runtimes_logger_outlives_every_engine() -> None:
+    """TensorRT goes on to use the first logger of a process, whatever later engines bring."""
+    trt = pytest.importorskip("tensorrt_rtx")
+    from moexport.exporter.tensorrt.plan_file import collecting_logger
+
+    first = weakref.ref(collecting_logger(trt))
+    gc.collect()
+    assert first() is collecting_logger(trt)
+    collecting_logger(trt).lines.clear()
+    assert trt.Runtime(collecting_logger(trt)).deserialize_cuda_engine(b"x" * 1000) is None
+    assert collecting_logger(trt).lines
+
+
+def test_a_built_engine_that_cannot_be_loaded_says_why() -> None:
+    ours = "RuntimeError: the engine that was just built cannot be loaded"
+    words = "[E] Error Code 2: OutOfMemory (Requested size was 90000000000 bytes.)"
+    assert "the GPU's memory ran out" in explained([words, ours], about()).message
+    unknown = explained([ours], about())
+    assert "cannot be loaded" in unknown.message
+    assert "leave that option out" not in str(unknown.hint)
