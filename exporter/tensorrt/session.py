@@ -476,9 +476,11 @@ class LoadedEngine:
             low, opt, high = (tuple(int(size) for size in shape) for shape in shapes)
             k = None
             if self.takes_k:
-                # The index comes first in every version, whatever its signature calls it.
-                values = self._engine.get_tensor_profile_values(index, K_INPUT)
-                k = AxisRange(*(int(each[0]) for each in values)) if len(values) == 3 else None
+                # It raises where k decides no output's size: then its range is not told.
+                with suppress(RuntimeError):
+                    # The index comes first in every version, whatever its signature calls it.
+                    values = self._engine.get_tensor_profile_values(index, K_INPUT)
+                    k = AxisRange(*(int(each[0]) for each in values)) if len(values) == 3 else None
             profiles.append(Profile(input=self.input_name, min=low, opt=opt, max=high, k=k))
         return profiles
 
