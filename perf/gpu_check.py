@@ -33,8 +33,9 @@ import moexport
 import numpy as np
 from moexport.common.environment import environment
 from moexport.common.writing import write_text
-from moexport.errors import MoexportError
+from moexport.errors import MissingExtraError, MoexportError
 from moexport.exporter.bundle.verify import engine_parity
+from moexport.exporter.options import BLOCKED_OPSET
 from moexport.exporter.parity import (
     PARITY_FILE,
     TOLERANCES,
@@ -46,8 +47,10 @@ from moexport.exporter.parity import (
     settled,
 )
 from moexport.exporter.session import PROVIDERS, Session, SessionOptions
+from moexport.exporter.tensorrt import cuda
 from moexport.exporter.tensorrt.backends import BACKENDS, TENSORRT, Backend, Gpu, first_gpu
 from moexport.exporter.tensorrt.options import EngineOptions
+from moexport.exporter.tensorrt.ort_provider import load_libraries
 from moexport.exporter.tensorrt.profiles import parse_profile
 from moexport.exporter.tensorrt.records import engines_of
 from moexport.exporter.tensorrt.session import EngineSession
@@ -177,11 +180,9 @@ def rows(
     until = time.monotonic() + 60 * asked.minutes
     backends = {name: cast(Target, name) for name in BACKENDS}
     runners = {**backends, **PROVIDER_TARGETS}
-    for runner in runners:
-        trouble = absent(runner, gpu)
-        if trouble is not None:
-            yield asdict(trouble)
-    here = {name: target for name, target in runners.items() if absent(name, gpu) is None}
+    missing = {name: absent(name, gpu) for name in runners}
+    yield from (asdict(trouble) for trouble in missing.values() if trouble is not None)
+    here = {name: target for name, target in runners.items() if missing[name] is None}
     x = np.random.default_rng(0).standard_normal((SAMPLES, 3, 224, 224), np.float32)
     for size, shape in (("small", SMALL), ("large", _shape(asked))):
         model: moexport.Model | None = None
@@ -199,45 +200,56 @@ def rows(
             ]
             if not lowerings:
                 continue
+            if engine and (why := no_units(precision, gpu)) is not None:
+                what = named(runner, size, precision, *lowerings)
+                yield asdict(Trouble(what, why, failure=False))
+                continue
             if time.monotonic() > until:
                 what = named(runner, size, precision, *lowerings)
                 yield asdict(Trouble(what, NO_TIME, failure=False))
                 continue
             model = model or _model(folder, size, shape)
-            place = folder / f"{runner}-{size}-{precision}"
-            try:
-                bundle = moexport.export(
-                    model,
-                    place,
-                    k="input",
-                    target=target,
-                    lowering=",".join(lowerings),
-                    precision=precision,
-                    data=x,
-                    engine=False,
-                )
-            except Exception as error:  # noqa: BLE001  the other precisions are still to be checked
-                yield asdict(Trouble.of(named(runner, size, precision), error))
-                continue
             ks = [k for k in (shape["experts"] // part for part in (1, 2, 4, 8)) if k]
-            for lowering, graph in zip(lowerings, bundle.manifest.graphs, strict=True):
-                what = named(runner, size, precision, lowering)
-                file = asked.output.with_name(f"{asked.output.stem}-{what.replace(', ', '-')}.json")
-                unit = Unit(
-                    runner=runner,
-                    size=size,
-                    precision=precision,
-                    lowering=lowering,
-                    bundle=str(place),
-                    graph=graph.file,
-                    ks=ks,
-                    inspector=str(file),
-                )
-                left = until - time.monotonic()
-                if left <= 0:
-                    yield asdict(Trouble(what, NO_TIME, failure=False))
+            together = [lowerings]
+            while together:
+                part = together.pop(0)
+                place = folder / "-".join((runner, size, precision, *part))
+                try:
+                    bundle = moexport.export(
+                        model,
+                        place,
+                        k="input",
+                        target=target,
+                        lowering=",".join(part),
+                        precision=precision,
+                        opset=BLOCKED_OPSET if precision == "int4" else None,
+                        data=x,
+                        engine=False,
+                    )
+                except Exception as error:  # noqa: BLE001  the others are still to be checked
+                    if len(part) == 1:
+                        yield asdict(Trouble.of(named(runner, size, precision, *part), error))
+                    else:
+                        together = [[each] for each in part]  # one refusal is not to hide the rest
                     continue
-                yield outcome(what, UNIT, json.dumps(asdict(unit)), min(MOST_S, left))
+                for lowering, graph in zip(part, bundle.manifest.graphs, strict=True):
+                    what = named(runner, size, precision, lowering)
+                    name = f"{asked.output.stem}-{what.replace(', ', '-')}.json"
+                    unit = Unit(
+                        runner=runner,
+                        size=size,
+                        precision=precision,
+                        lowering=lowering,
+                        bundle=str(place),
+                        graph=graph.file,
+                        ks=ks,
+                        inspector=str(asked.output.with_name(name)),
+                    )
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        yield asdict(Trouble(what, NO_TIME, failure=False))
+                        continue
+                    yield outcome(what, UNIT, json.dumps(asdict(unit)), min(MOST_S, left))
 
 
 NO_TIME = "no time is left of --minutes: the same command goes on here"
@@ -267,9 +279,12 @@ def absent(runner: str, gpu: Gpu | None) -> Trouble | None:
     engines are right.
     """
     backend: Backend | None = BACKENDS.get(runner)
-    if backend is None and runner == "onnxruntime-tensorrt" and not TENSORRT.installed():
-        why = f"it needs TensorRT, which is not installed: {TENSORRT.install}"
-        return Trouble(runner, why, failure=False)
+    if runner == "onnxruntime-tensorrt":
+        try:
+            load_libraries()
+            TENSORRT.check_installed()
+        except MissingExtraError as error:
+            return Trouble(runner, f"{error.message}; {error.hint}", failure=False)
     if backend is None:
         return None
     if gpu is not None and not backend.serves(gpu.compute_capability):
@@ -278,6 +293,14 @@ def absent(runner: str, gpu: Gpu | None) -> Trouble | None:
     if not backend.installed():
         return Trouble(runner, f"not installed: {backend.install}", failure=gpu is not None)
     return None
+
+
+def no_units(precision: Precision, gpu: Gpu | None) -> str | None:
+    """Returns why a GPU cannot compute in a precision, or None."""
+    least = {"bf16": 8.0, "fp8": 8.9}.get(precision, 0.0)
+    if gpu is None or float(gpu.compute_capability) >= least:
+        return None
+    return f"{gpu.name} has no units for {precision.upper()}: {least} is the first that does"
 
 
 def outcome(what: str, command: Sequence[str], request: str, most_s: float = MOST_S) -> Row:
@@ -385,7 +408,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
     expected = Reference.load(bundle.path / PARITY_FILE)
     built = moexport.build(bundle, graph=unit.graph, options=options)
     (record,) = (each for each in engines_of(built.manifest) if each.graph == unit.graph)
-    with EngineSession(built.path / record.file, eager=True) as session:
+    with EngineSession(built.path / record.file, trust=True, eager=True) as session:
         bounds = on_gpu(recorded(built.manifest.parity), unit.precision)
         parity = engine_parity(session, built.manifest, record, expected, bounds)
         times = list(timed(session, expected.x, unit.ks, session.gpu_ms))
@@ -527,6 +550,10 @@ def main() -> None:
     gpu = first_gpu()
     if gpu is None:
         sys.exit("error: there is no NVIDIA GPU here\nhint: `moexport doctor` says what is")
+    try:
+        cuda.check_device()  # with a driver that is too old every unit would fail, minutes apart
+    except MoexportError as error:
+        sys.exit(f"error: {error.message}\nhint: {error.hint}")
     if not run(asked, gpu):
         sys.exit(f"error: a check failed, or there was no time for all; see {asked.output}")
     print(asked.output)

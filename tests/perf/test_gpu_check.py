@@ -10,11 +10,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from moexport.exporter.tensorrt.backends import TENSORRT, Gpu, first_gpu
+from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Gpu, first_gpu
+from moexport.exporter.tensorrt.ort_provider import PROVIDER_LIBRARY, load_libraries
 from moexport.perf import gpu_check
 from moexport.perf.gpu_check import (
     Checked,
@@ -22,12 +24,14 @@ from moexport.perf.gpu_check import (
     Spread,
     Timed,
     absent,
+    no_units,
     outcome,
     parser,
     run,
     types_of,
 )
 from moexport.tests.docs.documents import ROOT
+from moexport.tests.exporter.tensorrt.engines import needs_rtx
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", "9.0", "580.65.06")
 SHAPE = {"dim": 24, "experts": 2, "hidden": 8, "depth": 2}
@@ -80,6 +84,40 @@ def test_failures_are_kept_with_their_messages(
     if not TENSORRT.installed():
         left_out = {row["what"]: row["why"] for row in content["left_out"]}
         assert "pip install" in left_out["tensorrt"]
+
+
+@needs_rtx
+@pytest.mark.skipif(first_gpu() is not None, reason="what the check says without a GPU")
+def test_four_bit_weights_reach_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the opset that they need; a lowering whose export is refused takes no other with it."""
+    monkeypatch.setattr(gpu_check, "BACKENDS", {"tensorrt-rtx": TENSORRT_RTX})
+    monkeypatch.setattr(gpu_check, "SMALL", SHAPE | {"dim": 96, "hidden": 32})  # whole blocks
+    output = tmp_path / "gpu-check.json"
+    part = ("--precision", "int4", "--lowering", "gather,conditional")
+    run(tiny(output, "--dim", "96", "--hidden", "32", *part), None)
+    failed = {row["what"]: row["why"] for row in json.loads(output.read_text())["failed"]}
+    for size in ("small", "large"):
+        assert f"tensorrt-rtx, {size}, int4, conditional" in failed
+        assert "there is no NVIDIA GPU here" in failed[f"tensorrt-rtx, {size}, int4, gather"]
+
+
+def test_a_precision_that_the_card_lacks_is_left_out() -> None:
+    a100 = Gpu("NVIDIA A100-SXM4-80GB", "8.0", "580.65.06")
+    assert "has no units for FP8" in str(no_units("fp8", a100))
+    assert "BF16" in str(no_units("bf16", Gpu("Tesla T4", "7.5", "580.65.06")))
+    assert no_units("fp8", H100) is None
+    assert no_units("fp16", a100) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the names are those of Linux")
+def test_a_provider_of_another_tensorrt_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / PROVIDER_LIBRARY).write_bytes(b"\0libnvinfer.so.9\0")
+    monkeypatch.setattr(gpu_check, "load_libraries", partial(load_libraries, tmp_path))
+    trouble = absent("onnxruntime-tensorrt", H100)
+    assert trouble is not None and not trouble.failure
+    assert "needs libnvinfer.so.9" in trouble.why
 
 
 def checked(precision: Any, *, passed: bool) -> Checked:
