@@ -120,11 +120,11 @@ def install(*extras: str, index: str | None = None) -> str:
     return f"pip install {options}'.[{','.join(extras)}]' in a clone of moexport"
 
 
-NO_MEMORY = re.compile(
+NO_MEMORY = (
     r"failed to map segment|([Cc]an't|[Cc]annot) allocate memory|bad_alloc|bad allocation"
     r"|(error return|NULL) without (exception set|setting an exception)"
 )
-"""How the system's loader, C++ and PyTorch say that there is no memory."""
+"""How the system's loader, C++ and PyTorch say that there is no memory: compiled on use."""
 
 
 def tells_of_memory(error: BaseException) -> bool:
@@ -136,4 +136,4 @@ def tells_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     words = ImportError | RuntimeError | SystemError
-    return isinstance(error, words) and NO_MEMORY.search(str(error)) is not None
+    return isinstance(error, words) and re.search(NO_MEMORY, str(error)) is not None

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..errors import MoexportError
 
 MOST_BYTES = {"json": 16 << 20, "toml": 1 << 20, "yaml": 1 << 20}
@@ -34,9 +32,7 @@ MOST_KEY_PARTS = 16
 _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 _LONG_KEY = re.compile(rf"(?<![\w-])(?:{_PART}){{{MOST_KEY_PARTS}}}")
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-_FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, RecursionError, yaml.YAMLError)
+_FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, RecursionError)
 """What parsers raise: PyYAML makes a number of `!!int ""` without a look at it."""
 
 
@@ -86,8 +82,19 @@ def _toml(text: str) -> Any:
 
 
 def _yaml(text: str) -> Any:
+    import yaml  # which a machine that only runs bundles lacks
+
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        _check_events(yaml, yaml.parse(text, Loader=loader))
+        return yaml.load(text, Loader=loader)  # safe
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _check_events(yaml: Any, events: Iterator[Any]) -> None:
+    """Raises ValueError for what YAML has beside plain data, or deeper or longer than it may be."""
     levels = 0
-    events: Iterator[Any] = yaml.parse(text, Loader=_LOADER)
     for event in events:
         line = f"line {event.start_mark.line + 1}"
         if getattr(event, "anchor", None) is not None:  # of an alias too
@@ -104,7 +111,6 @@ def _yaml(text: str) -> Any:
                 raise ValueError(f"{line}: a number of more than {MOST_DIGITS} digits")
         if getattr(event, "tag", None) is not None:
             raise ValueError(f"{line}: tags ({event.tag}) are not read")
-    return yaml.load(text, Loader=_LOADER)  # safe
 
 
 def _check_levels(levels: int) -> None:

@@ -22,7 +22,7 @@ from moexport.graphs.targets import TARGETS, Precision
 from moexport.tests.bench.report import browser
 from moexport.tests.command import run
 from moexport.tests.docs.documents import ROOT
-from moexport.tests.recorded import read_case
+from moexport.tests.recorded import RecordedCase, read_case
 
 WEB = ROOT / "examples" / "web"
 CASE = read_case("soft_moe_mnist")
@@ -90,7 +90,7 @@ def in_node(
 
 def assert_same(found: dict[str, Any], bundle: moexport.Bundle, x: np.ndarray, k: int) -> None:
     expected = bundle.session("grouped").run(x, k)
-    np.testing.assert_allclose(found["output"], expected["output"][0], atol=ATOL)
+    np.testing.assert_allclose(found["output"], expected["output"][0].ravel(), atol=ATOL)
     assert found["experts"] == {"layer": sorted(expected["layer/selected"][0].tolist())}
 
 
@@ -146,9 +146,18 @@ def test_every_lowering_runs_in_wasm(place: Path, bundle: moexport.Bundle) -> No
 
 
 @needs_node
-@pytest.mark.parametrize("precision", ["int8", "int4", "fp16"])
-def test_smaller_weights_run_in_wasm(precision: Precision, place: Path, tmp_path: Path) -> None:
-    model = moexport.load(CASE.weights, config=CASE.config)
+@pytest.mark.parametrize(
+    ("precision", "case", "k"),
+    [
+        ("int8", CASE, 4),
+        ("int4", read_case("soft_moe_lucidrains"), 2),  # of whole blocks
+        ("fp16", CASE, 4),
+    ],
+)
+def test_smaller_weights_run_in_wasm(
+    precision: Precision, case: RecordedCase, k: int, place: Path, tmp_path: Path
+) -> None:
+    model = moexport.load(case.weights, config=case.config)
     small = moexport.export(
         *(model, tmp_path / precision),
         k="input",
@@ -156,11 +165,11 @@ def test_smaller_weights_run_in_wasm(precision: Precision, place: Path, tmp_path
         precision=precision,
         lowering="grouped",
         expose_routing=True,
-        data=CASE.x,
+        data=case.x,
     )
-    done = in_node(place, small.path, CASE.x[:1], "4", "onnxruntime-web")
+    done = in_node(place, small.path, case.x[:1], str(k), "onnxruntime-web")
     assert done.returncode == 0, done.stderr
-    assert_same(json.loads(done.stdout), small, CASE.x[:1], 4)
+    assert_same(json.loads(done.stdout), small, case.x[:1], k)
 
 
 @needs_node

@@ -510,7 +510,7 @@ def test_a_mismatch_says_which_options_match_or_how_far_off_each_is(
 ) -> None:
     with pytest.raises(ParityError, match=says) as caught:
         load("own:soft", config=options, example=FEED, adapter=f"own:{adapter}")
-    assert "own:soft: the layer mix computes something else" in caught.value.message
+    assert "own:soft: the layer mix does not match its adapter" in caught.value.message
     if adapter == "unscaled":
         assert "norm='none': " in caught.value.message
         assert "normalised and scaled" in str(caught.value.hint)

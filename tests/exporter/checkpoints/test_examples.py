@@ -134,7 +134,7 @@ def loaded(adapter: str = "adapt", example: Any = None, **config: Any) -> moexpo
     ids=str,
 )
 def test_a_wrong_adapter_is_refused_where_the_example_is_zeros(config: dict[str, Any]) -> None:
-    with pytest.raises(ParityError, match="single:net: the layer mix computes something else"):
+    with pytest.raises(ParityError, match="single:net: the layer mix does not match its adapter"):
         loaded("forgetful", **config)
 
 
