@@ -88,9 +88,14 @@ def in_node(
     )
 
 
-def assert_same(found: dict[str, Any], bundle: moexport.Bundle, x: np.ndarray, k: int) -> None:
+def assert_same(
+    found: dict[str, Any], bundle: moexport.Bundle, x: np.ndarray, k: int, share: float = 0.0
+) -> None:
+    """Fails where experts differ, or outputs by more than a share of max|y| and `ATOL`."""
     expected = bundle.session("grouped").run(x, k)
-    np.testing.assert_allclose(found["output"], expected["output"][0].ravel(), atol=ATOL)
+    y = expected["output"][0].ravel()
+    atol = ATOL + share * float(np.abs(y).max())
+    np.testing.assert_allclose(found["output"], y, atol=atol)
     assert found["experts"] == {"layer": sorted(expected["layer/selected"][0].tolist())}
 
 
@@ -169,7 +174,8 @@ def test_smaller_weights_run_in_wasm(
     )
     done = in_node(place, small.path, case.x[:1], str(k), "onnxruntime-web")
     assert done.returncode == 0, done.stderr
-    assert_same(json.loads(done.stdout), small, case.x[:1], k)
+    # Each runtime's kernel of INT4 weights rounds the rows to 8 bits in its own way.
+    assert_same(json.loads(done.stdout), small, case.x[:1], k, 1e-2 if precision == "int4" else 0.0)
 
 
 @needs_node
