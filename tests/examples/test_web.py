@@ -174,8 +174,8 @@ def test_smaller_weights_run_in_wasm(
     )
     done = in_node(place, small.path, case.x[:1], str(k), "onnxruntime-web")
     assert done.returncode == 0, done.stderr
-    # Each runtime's kernel of INT4 weights rounds the rows to 8 bits in its own way.
-    assert_same(json.loads(done.stdout), small, case.x[:1], k, 1e-2 if precision == "int4" else 0.0)
+    # Each runtime's kernel of INT4 weights rounds rows to 8 bits in its own way, in both products.
+    assert_same(json.loads(done.stdout), small, case.x[:1], k, 2e-2 if precision == "int4" else 0.0)
 
 
 @needs_node
