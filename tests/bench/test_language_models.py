@@ -35,6 +35,8 @@ from moexport.tests.exporter.token_routed.architectures import (
     transformers,
 )
 
+pytestmark = pytest.mark.slow
+
 MIXTRAL = ARCHITECTURES["mixtral"]
 PROMPT = 12
 

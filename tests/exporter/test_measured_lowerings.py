@@ -19,7 +19,7 @@ from moexport.exporter.trace import trace
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import RecordedCase, read_case
 
-pytestmark = pytest.mark.usefixtures("briefly")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("briefly")]
 
 LAYERS = ["blocks.2.mlp", "blocks.3.mlp"]
 STANDARD = {"dense", "gather", "grouped", "conditional"}

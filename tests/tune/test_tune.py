@@ -39,6 +39,8 @@ from moexport.tune.substitutes.substitutes import FOLDER
 from moexport.tune.tune import Tuned
 from safetensors.numpy import load_file, save_file
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def digits() -> Digits:

@@ -23,6 +23,8 @@ from moexport.tests.exporter.families.states import VIT, lucidrains_state, vit_s
 from moexport.tests.fuzzing import Subject, attempt, fuzz
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.slow
+
 
 def read(path: Path) -> None:
     """Loads a checkpoint with what its family asks for."""

@@ -16,6 +16,8 @@ from moexport.exporter.checkpoints import state_dict as widening
 from moexport.tests.exporter.families.states import State, vit_state
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.slow
+
 STATUS = Path("/proc/self/status")
 MEGABYTE = 2**20
 

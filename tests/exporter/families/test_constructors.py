@@ -44,6 +44,8 @@ from moexport.tests.exporter.families.states import (
 )
 from moexport.tests.graphs.mumoe_layers import formula, random_layer, state_of, tensor
 
+pytestmark = pytest.mark.slow
+
 Formula = Callable[[Array, dict[str, Array]], Array]
 
 

@@ -26,6 +26,8 @@ from moexport.tune.substitutes.distill import (
 )
 from torch import nn
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def as_long_as_users(monkeypatch: pytest.MonkeyPatch) -> None:
