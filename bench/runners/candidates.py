@@ -16,11 +16,11 @@ from ...common.console import Progress, Silent
 from ...common.locations import url_of
 from ...common.user_code import names_code
 from ...common.writing import scratch_folder
-from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
+from ...errors import CalibrationError, LoweringError, MoexportError, ParityError, UsageError
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.bundle.manifest import MANIFEST_FILE
 from ...exporter.bundle.substitutes import read_substitutes
-from ...exporter.bundle.verify import selected_values
+from ...exporter.bundle.verify import missed_parity, selected_values
 from ...exporter.edits import Edits
 from ...exporter.export import found_ranges
 from ...exporter.inputs import AxisRange
@@ -230,11 +230,13 @@ def _source(
     given_k: int | None = None,
     engine: EngineOptions | None = None,
     parity: Mapping[str, Any] | None = None,
+    missed: str | None = None,
     **graph: Any,
 ) -> GraphSource:
     """A graph's `file` in a runtime; `given_k` where k is an input of the graph.
 
-    `parity` is what a bundle was exported with, whose bounds may be wider than the usual ones.
+    `parity` is what a bundle was exported with, whose bounds may be wider than the usual ones, and
+    `missed` how the graph misses that comparison now: such a graph is not measured.
     """
     specs = {name: layer.spec for name, layer in model.layers.items()}
     opened = GraphFile(
@@ -250,6 +252,8 @@ def _source(
         options=engine,
     )
     loader = runtime.loader(opened)
+    if missed is not None:
+        loader = Refused(ParityError(f"{file}: it is not PyTorch's any more: {missed}"))
     return GraphSource(
         *(k, lowering, loader, runtime.provider, precision, runtime.engine),
         bounds=_bounds(runtime, lowering, model, precision, parity),
@@ -366,6 +370,8 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
         sizes = frozenset(b for b in request.batches if for_all or record.graph_for(b) is graph)
         file = bundle.graph_file(graph.file)
         integers = integer_linears(file, linears)
+        # In INT8 the rows of a benchmark alone tell large differences only: this tells small ones.
+        missed = missed_parity(bundle.path, record, graph)
         graphs += [
             _source(
                 *(runtime, request.threads, model, file, k, _joined(graph.lowerings.values())),
@@ -377,6 +383,7 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
                 integers=integers,
                 batches=sizes if len(request.batches) > 1 and runtime.backend is None else None,
                 parity=graph.parity,
+                missed=missed,
             )
             for k, runtime in product(ks, graph_engines(request))
             # Of graphs for some sizes of the batch each is timed at its own; an engine is the main.

@@ -111,6 +111,19 @@ def verify(
         yield Check("parity", False, _why_no_reference(manifest))
 
 
+def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> str | None:
+    """Returns how a graph misses the comparison that it was exported with.
+
+    None where it meets it, and where it was never compared.
+    """
+    if graph.parity is None or PARITY_FILE not in manifest.files:
+        return None
+    expected = Reference.load(directory / PARITY_FILE)
+    check = _parity_check(directory, manifest, graph, expected, _bounds(manifest, None, None))
+    wider = bool(graph.parity.get("passed")) and "was exported with wider bounds" in check.detail
+    return None if check.passed or wider else check.detail
+
+
 def graph_comparison(
     directory: Path,
     graph: GraphRecord,

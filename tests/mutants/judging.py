@@ -199,7 +199,11 @@ def by_bench(base: Base, bundle: Bundle) -> str | None:
     candidate = from_bundle(bundle, request, model=base.model)
     ((case, graph),) = ((c, g) for c, g in candidate.cases.items() if g is not None)
     data = LabelledData(base.expected.x, None, beside=base.expected.inputs)
-    with graph.open() as runner:
+    try:
+        opened = graph.open()
+    except ParityError as error:
+        return error.message
+    with opened as runner:
         state = evaluate({case: runner}, candidate, data, len(base.expected.x))
     if case.label in state.failures:
         return state.failures[case.label]
