@@ -198,11 +198,13 @@ def by_bench(base: Base, bundle: Bundle) -> str | None:
     request = BenchRequest(engine="onnxruntime")
     candidate = from_bundle(bundle, request, model=base.model)
     ((case, graph),) = ((c, g) for c, g in candidate.cases.items() if g is not None)
-    data = LabelledData(base.expected.x, None, beside=base.expected.inputs)
     try:
         opened = graph.open()
     except ParityError as error:
         return error.message
+    if base.model.input.dtype == "int64":  # text: what is refused is refused when it is opened
+        return None
+    data = LabelledData(base.expected.x, None, beside=base.expected.inputs)
     with opened as runner:
         state = evaluate({case: runner}, candidate, data, len(base.expected.x))
     if case.label in state.failures:
