@@ -255,7 +255,12 @@ def _source(
     if missed is not None:
         loader = Refused(ParityError(f"{file}: it is not PyTorch's any more: {missed}"))
     return GraphSource(
-        *(k, lowering, loader, runtime.provider, precision, runtime.engine),
+        k=k,
+        lowering=lowering,
+        loader=loader,
+        provider=runtime.provider,
+        precision=precision,
+        engine=runtime.engine,
         bounds=_bounds(runtime, lowering, model, precision, parity),
         **graph,
     )
