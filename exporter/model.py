@@ -23,6 +23,7 @@ from ..graphs.layers.base import (
     MoELayer,
     MoESpec,
     Steering,
+    a_layer,
     moe_layers,
     sharing_weights,
 )
@@ -256,7 +257,7 @@ def _without(kept: KeptExperts, layer: MoELayer) -> MoELayer:
     smaller = layer.with_experts(kept.experts, kept.constants)
     if smaller is None:
         raise UsageError(
-            f"{kept.text}: no experts of a {spec.kind} layer can be dropped",
+            f"{kept.text}: no experts of {a_layer(spec.kind)} can be dropped",
             hint="only those of Soft MoE layers can",
         )
     return smaller
@@ -266,7 +267,7 @@ def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
     """A layer whose experts are one."""
     if not isinstance(layer, MuMoE):
         raise UsageError(
-            f"{edit.text}: the experts of a {layer.spec.kind} layer cannot be merged",
+            f"{edit.text}: the experts of {a_layer(layer.spec.kind)} cannot be merged",
             hint="only those of muMoE layers can",
         )
     tensors = layer.spec.tensors
@@ -333,7 +334,7 @@ def _option(each: Ablation | Steer) -> str:
 def _check_steered(each: Steer, spec: MoESpec) -> None:
     if not spec.rewritable:
         raise UsageError(
-            f"{_option(each)}: layer {spec.name} is a {spec.kind} layer, whose experts have no "
+            f"{_option(each)}: layer {spec.name} is {a_layer(spec.kind)}, whose experts have no "
             "cluster centre that tokens are compared with",
             hint="only muMoE layers can be steered; --ablate works for all kinds",
         )
@@ -368,7 +369,7 @@ def _check_rewrite(each: LayerRewrite, spec: MoESpec) -> None:
     what = f"--rewrite: output {each.rewrite.output} of layer {spec.name}"
     if not spec.rewritable:
         raise UsageError(
-            f"{what}: a {spec.kind} layer has no coefficients to re-write an output by",
+            f"{what}: {a_layer(spec.kind)} has no coefficients to re-write an output by",
             hint="only muMoE layers can be re-written; --ablate works for both kinds",
         )
     if each.rewrite.output >= spec.out:

@@ -549,10 +549,12 @@ def resolve_k(k: KOption, specs: Mapping[str, MoESpec]) -> dict[str, int | None]
 
 def check_renormalize(specs: Mapping[str, MoESpec]) -> None:
     """Raises `UsageError` for a layer whose coefficients cannot be renormalised."""
+    from ..graphs.layers.base import a_layer
+
     for spec in specs.values():
         if not spec.renormalizable:
             raise UsageError(
-                f"--renormalize: layer {spec.name} is a {spec.kind} layer, whose coefficients "
+                f"--renormalize: layer {spec.name} is {a_layer(spec.kind)}, whose coefficients "
                 "stay as they are",
                 hint="leave --renormalize out",
             )

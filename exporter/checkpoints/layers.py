@@ -13,7 +13,7 @@ from functools import partial
 from torch import nn
 
 from ...errors import FamilyError, UsageError
-from ...graphs.layers.base import MoELayer, moe_layers, sharing_weights
+from ...graphs.layers.base import MoELayer, a_layer, moe_layers, sharing_weights
 from ..families import FAMILIES, LAYOUTS
 from ..families.base import find_layers
 from .adapters import EXAMPLE, Adapter, adapter_name, adapter_of, describe
@@ -73,7 +73,7 @@ def find_in_module(
     for path, own in moe_layers(module).items():
         places[path] = LayerPlace(
             path=path,
-            title=f"a {own.spec.kind} layer",
+            title=a_layer(own.spec.kind),
             class_name=type(own).__name__,
             make=partial(_renamed, own),
         )

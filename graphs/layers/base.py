@@ -71,6 +71,12 @@ Kind = str
 """What a spec and the lowerings that serve it call their kind of layer: `soft-moe`, `mumoe` or
 `experts`."""
 
+
+def a_layer(kind: Kind) -> str:
+    """A kind of layer with its article, for messages: "a soft-moe layer", "an experts layer"."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} layer"
+
+
 Algorithm = Literal["masked", "selected"]
 """How eager PyTorch applies Algorithm 1. `masked`: every expert runs, unselected columns of C are
 zeroed. `selected`: a loop over experts that computes the inputs which selected each (the papers'

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import LoweringError
+from ..layers.base import a_layer
 from ..targets import Target
 from . import ALL_LOWERINGS, check_name, lowerings_of
 from .base import AnyLowering
@@ -229,7 +230,7 @@ def check(name: str, work: AnyWork, target: Target) -> LoweringChoice:
     problem: str | None
     if lowering is None:
         kinds = [kind for kind, other in ALL_LOWERINGS if other == name]
-        problem = f"it is for {' and '.join(kinds)} layers, and this is a {spec.kind} layer"
+        problem = f"it is for {' and '.join(kinds)} layers, and this is {a_layer(spec.kind)}"
     elif target in lowering.targets:
         problem = lowering.unable(spec) or lowering.no_kernel(work.precision, target)
     else:
