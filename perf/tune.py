@@ -32,6 +32,7 @@ from moexport.common.text import markdown
 from moexport.common.timing import Latency, Protocol
 from moexport.common.timing import measure as measure_calls
 from moexport.errors import MoexportError
+from moexport.exporter.bundle.recipe import LayerRecipe
 from moexport.exporter.export import export
 from moexport.exporter.families.mumoe_mixer import MixerSpec
 from moexport.exporter.job import export_job
@@ -47,7 +48,7 @@ from moexport.tune.quality import Quality, Tally
 from moexport.tune.request import SearchOptions
 from moexport.tune.schedule import AROUND
 from moexport.tune.search import search
-from moexport.tune.space import RANGED, LayerChoice, Point
+from moexport.tune.space import RANGED, Point
 from moexport.tune.tune import export_best
 from torch import nn
 from torch.nn import functional as F
@@ -457,7 +458,7 @@ def _optuna(
             at = trial.suggest_int(name, 0, len(listed) - 1)
             integer = trial.suggest_categorical(f"{name} in integers", [False, True])
             serves = width != "fp32" and name in job.space.integers[width]
-            choice: LayerChoice = listed[at]
+            choice: LayerRecipe = listed[at]
             layers.append(
                 (name, replace(choice, precision=width if integer and serves else "fp32"))
             )

@@ -28,6 +28,7 @@ from moexport.calibration.table import CalibrationTable, is_table
 from moexport.commands.look import bundle_text, engine_text
 from moexport.common.files import sha256
 from moexport.common.timing import summarise
+from moexport.errors import UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.destination import check_destination
 from moexport.exporter.bundle.manifest import FileRecord, Manifest
@@ -334,6 +335,13 @@ def recipes(folder: Path) -> list[Path]:
     numbers = {"a/constants": X[0], "b/constants": X[1].astype(np.float16)}
     save_file(numbers, folder / "recipe" / SUBSTITUTES_FILE)
     return [folder / "recipe" / "recipe.yaml"]
+
+
+def test_a_recipe_without_a_lowering_is_refused(tmp_path: Path) -> None:
+    (path,) = recipes(tmp_path)
+    path.write_text(path.read_text().replace("lowering: grouped", "lowering: ''", 1))
+    with pytest.raises(UsageError, match=r"layer blocks\.0\.mlp has no lowering"):
+        read_recipe(path)
 
 
 def recipe_read(path: Path) -> None:

@@ -17,6 +17,7 @@ from ..bench.runners.pytorch import untouched
 from ..common.console import Progress
 from ..common.timing import Latency, Protocol
 from ..errors import CheckError, FeedError, MoexportError
+from ..exporter.bundle.recipe import LayerRecipe
 from ..exporter.model import Model
 from .budget import protocol_for
 from .graphs import Graphs, Trial, times_as_long
@@ -24,7 +25,6 @@ from .holdout import Holdout
 from .prepare import SearchJob
 from .quality import Quality
 from .shards import Batch
-from .space import LayerChoice
 from .substitutes.substitutes import FOLDER
 
 MOST = 8
@@ -246,14 +246,14 @@ class SearchResult:
     graphs: Graphs
     latencies: dict[str, Latency]
     protocol: Protocol
-    choices: dict[str, tuple[LayerChoice, ...]]
+    choices: dict[str, tuple[LayerRecipe, ...]]
 
 
 def shortlist(
     job: SearchJob,
     graphs: Graphs,
     base: Trial,
-    choices: dict[str, tuple[LayerChoice, ...]],
+    choices: dict[str, tuple[LayerRecipe, ...]],
 ) -> SearchResult:
     """Returns what a search found; the points to confirm are timed again, for longer."""
     found = [*graphs.trials.values()]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..bench.data import LabelledData
 from ..bench.runners.pytorch import PyTorch
 from ..calibration.feeds import Array
+from ..exporter.bundle.recipe import LayerRecipe
 from ..exporter.inputs import Inputs
 from ..exporter.model import Model
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
@@ -29,7 +30,6 @@ from ..graphs.layers.soft_moe import Chooser, SoftMoE
 from .holdout import batch_size, in_batches
 from .quality import Metric, Quality, Tally
 from .routed import asked_for, routed_layers
-from .space import LayerChoice
 from .substitutes.substitutes import Seen
 
 BATCH = 32
@@ -94,7 +94,7 @@ class Replay:
         return Seen(tokens=self.inputs, samples=samples, scores=scores)
 
     def quality(
-        self, name: str, choice: LayerChoice, substitutes: Mapping[str, np.ndarray] = NOTHING
+        self, name: str, choice: LayerRecipe, substitutes: Mapping[str, np.ndarray] = NOTHING
     ) -> Quality:
         """Returns what is kept with one layer changed; its precision plays no part.
 
@@ -109,7 +109,7 @@ class Replay:
 
     @contextmanager
     def _changed(
-        self, name: str, choice: LayerChoice, substitutes: Mapping[str, np.ndarray]
+        self, name: str, choice: LayerRecipe, substitutes: Mapping[str, np.ndarray]
     ) -> Iterator[Callable[[Inputs], Array]]:
         """Yields the model with one layer as it is chosen."""
         if self.routed:
@@ -174,7 +174,7 @@ def _replaced(module: nn.Module, layer: MoELayer, other: MoELayer) -> Iterator[N
 
 @contextmanager
 def _as_chosen(
-    layer: MoELayer, choice: LayerChoice, constants: np.ndarray | None
+    layer: MoELayer, choice: LayerRecipe, constants: np.ndarray | None
 ) -> Iterator[None]:
     """Within the context a layer computes what is chosen for it.
 
@@ -211,7 +211,7 @@ def _chooser(experts: Sequence[int], *, all_of_them: bool) -> Chooser:
     return choose
 
 
-def in_turn(choices: Mapping[str, Sequence[LayerChoice]]) -> Iterator[tuple[str, LayerChoice]]:
+def in_turn(choices: Mapping[str, Sequence[LayerRecipe]]) -> Iterator[tuple[str, LayerRecipe]]:
     """Yields each choice of each layer."""
     longest = max(map(len, choices.values()), default=0)
     for index in range(longest):  # of every layer one, so that an early end leaves none out

@@ -22,6 +22,7 @@ from ..common.environment import environment
 from ..common.files import STEP_BYTES
 from ..common.writing import make_folder, remove_folder
 from ..errors import MoexportError
+from ..exporter.bundle.recipe import LayerRecipe
 from ..exporter.job import ExportJob, calibration_job, export_job
 from ..exporter.model import Model, check_one_input, fingerprint
 from ..exporter.options import ExportOptions
@@ -39,7 +40,7 @@ from .quality import Metric, check_enough, metric_for
 from .request import SearchOptions
 from .routed import may_choose, routed_layers
 from .schedule import AROUND
-from .space import FEW, INTEGERS, RANGED, LayerChoice, Point, ks_of, unlowered
+from .space import FEW, INTEGERS, RANGED, Point, ks_of, unlowered
 from .substitutes.substitutes import FOLDER
 from .times import served
 
@@ -61,7 +62,7 @@ class Space:
     has layers that can. `floats` are those in which all of a model may compute.
     """
 
-    choices: dict[str, tuple[LayerChoice, ...]]
+    choices: dict[str, tuple[LayerRecipe, ...]]
     integers: dict[Precision, tuple[str, ...]]
     floats: tuple[Precision, ...] = ("fp32",)
 
@@ -111,7 +112,7 @@ class SearchJob:
         """The model as it was trained."""
         return Point(tuple((name, listed[0]) for name, listed in self.space.choices.items()))
 
-    def fewer(self, name: str, kept: Callable[[int], tuple[int, ...]]) -> list[LayerChoice]:
+    def fewer(self, name: str, kept: Callable[[int], tuple[int, ...]]) -> list[LayerRecipe]:
         """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half.
 
         Of a muMoE layer one in place of all. `kept` returns the experts of a subset of some size.
@@ -121,13 +122,15 @@ class SearchJob:
         if not self.request.subsets or routed_layers(self.model):
             return []
         if isinstance(spec, MuMoESpec):
-            return [LayerChoice(1, merged=True)]
+            return [LayerRecipe(1, merged=True)]
         if not isinstance(spec, SoftMoESpec):
             return []
         found = []
         for size in ks_of(spec.experts)[1:]:
             experts = kept(size)
-            found += [LayerChoice(k, experts) for k in dict.fromkeys((size, size // 2)) if k]
+            found += [
+                LayerRecipe(k, experts=experts) for k in dict.fromkeys((size, size // 2)) if k
+            ]
         return found
 
     def uniform(self, precision: Precision) -> list[Point]:
@@ -276,14 +279,14 @@ def _space(base: ExportJob, traced: ir.Model, wanted: Sequence[Precision]) -> Sp
     routed = routed_layers(base.model)
     choices = {
         name: tuple(
-            LayerChoice(k)
+            LayerRecipe(k)
             for k in ks_of(layer.spec.trained_k)
             if not routed or (name in routed and may_choose(base.model, name, k))
         )
         for name, layer in base.model.layers.items()
     }
     choices = {
-        name: listed or (LayerChoice(base.model.layers[name].spec.trained_k),)
+        name: listed or (LayerRecipe(base.model.layers[name].spec.trained_k),)
         for name, listed in choices.items()
     }
     first = {name: listed[0].k for name, listed in choices.items()}
@@ -303,7 +306,7 @@ def _space(base: ExportJob, traced: ir.Model, wanted: Sequence[Precision]) -> Sp
 
 
 def _has_integers_around(base: ExportJob, traced: ir.Model, precision: Precision) -> bool:
-    layers = tuple((name, LayerChoice(k or 1)) for name, k in base.k.items())
+    layers = tuple((name, LayerRecipe(k or 1)) for name, k in base.k.items())
     point = Point(layers).with_around(precision)
     try:
         plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
@@ -312,7 +315,7 @@ def _has_integers_around(base: ExportJob, traced: ir.Model, precision: Precision
     return any(linear.reason is None for linear in plan.linears)
 
 
-def sizes_measured(listed: Sequence[LayerChoice]) -> list[LayerChoice]:
+def sizes_measured(listed: Sequence[LayerRecipe]) -> list[LayerRecipe]:
     """Returns the choices whose time is measured: for others it is taken from those around."""
     n = listed[0].k
     if n <= FEW:

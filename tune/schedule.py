@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..exporter.bundle.recipe import LayerRecipe
 from ..graphs.targets import Precision
-from .space import LayerChoice, Point
+from .space import Point
 
 AROUND = ""
 """The part of a model that is no layer: the network around them."""
@@ -24,7 +25,7 @@ MOST_PREDICTED = 512
 class Option:
     """A choice for one part of a model, with what it costs and how far it moves the outputs."""
 
-    choice: LayerChoice | Precision
+    choice: LayerRecipe | Precision
     cost: float
     shift: float
 
@@ -90,13 +91,13 @@ def cost_of(point: Point, options: PartOptions) -> float:
     )
 
 
-def _choice(point: Point, part: str) -> LayerChoice | Precision:
+def _choice(point: Point, part: str) -> LayerRecipe | Precision:
     return point.around if part == AROUND else point.choices[part]
 
 
 def taken(point: Point, part: str, option: Option) -> Point:
     """Returns a point with an option for one of its parts."""
-    if isinstance(option.choice, LayerChoice):
+    if isinstance(option.choice, LayerRecipe):
         return point.with_layer(part, option.choice)
     return point.with_around(option.choice)
 

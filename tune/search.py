@@ -20,6 +20,7 @@ import torch
 from ..calibration.feeds import Array
 from ..common.console import Progress
 from ..errors import MoexportError
+from ..exporter.bundle.recipe import LayerRecipe
 from ..graphs.targets import Precision
 from .budget import (
     EFFECT,
@@ -49,7 +50,7 @@ from .schedule import (
     steps,
 )
 from .shards import Evaluate, evaluate_here
-from .space import LayerChoice, Point, weight_bytes
+from .space import Point, weight_bytes
 from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
 
@@ -248,7 +249,7 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
     _check_base(base, job.request.keep)
     clock.reserve += job.end(base).reserve_s(clock.left - clock.reserve)
     late = clock.over(TIMES_SHARE)
-    choices: dict[str, tuple[LayerChoice, ...]] = {
+    choices: dict[str, tuple[LayerRecipe, ...]] = {
         name: (
             *listed,
             *(() if late else job.fewer(name, partial(substitutes.kept, name))),
@@ -319,7 +320,7 @@ def _refine(
     job: SearchJob,
     search: Search,
     substitutes: Substitutes,
-    choices: Mapping[str, Sequence[LayerChoice]],
+    choices: Mapping[str, Sequence[LayerRecipe]],
     times: LayerTimes,
 ) -> None:
     """Looks between the sizes of the best point's layers and the next smaller, by halving."""
@@ -335,7 +336,7 @@ def _refine(
         while size - least > max(1, size // FINEST) and not search.over():
             k = (size + least) // 2
             experts = substitutes.kept(name, k) if subsets else ()
-            point = best.point.with_layer(name, LayerChoice(k, experts, now.precision))
+            point = best.point.with_layer(name, LayerRecipe(k, now.precision, experts=experts))
             trial = search.trial(point) if times.knows(point) else None
             if trial is not None and search.best() is trial:
                 best, size = trial, k
@@ -346,7 +347,7 @@ def _refine(
 def _times(
     job: SearchJob,
     times: LayerTimes,
-    choices: Mapping[str, Sequence[LayerChoice]],
+    choices: Mapping[str, Sequence[LayerRecipe]],
     tokens: Mapping[str, Array],
     progress: Progress,
 ) -> None:
@@ -355,7 +356,7 @@ def _times(
     # The largest and the smallest in every precision come first.
     for ends, precision in itertools.product((True, False), precisions):
         within = job.space.integers.get(precision, (*choices,))
-        asked: dict[str, list[LayerChoice]] = {}
+        asked: dict[str, list[LayerRecipe]] = {}
         for name, listed in choices.items():
             own = precision if name in within else "fp32"
             timed = [replace(each, precision=own) for each in sizes_measured(listed)]
@@ -366,7 +367,7 @@ def _times(
 def _measure(
     job: SearchJob,
     times: LayerTimes,
-    asked: Mapping[str, Sequence[LayerChoice]],
+    asked: Mapping[str, Sequence[LayerRecipe]],
     tokens: Mapping[str, Array],
     progress: Progress,
 ) -> None:
@@ -386,14 +387,14 @@ def _shifts(
     job: SearchJob,
     replay: Replay,
     substitutes: Substitutes,
-    choices: Mapping[str, Sequence[LayerChoice]],
+    choices: Mapping[str, Sequence[LayerRecipe]],
     progress: Progress,
-) -> dict[tuple[str, LayerChoice], float]:
+) -> dict[tuple[str, LayerRecipe], float]:
     """How far each choice of each layer alone moves the outputs."""
     # As it was trained, a layer moves nothing.
     found = dict.fromkeys(job.start.layers, 0.0)
     for each in job.journal.found("effect"):
-        choice = msgspec.convert(each["choice"], LayerChoice)
+        choice = msgspec.convert(each["choice"], LayerRecipe)
         found[each["layer"], choice] = each["shift"]
     missing = {
         name: [each for each in listed if (name, each) not in found]
@@ -443,9 +444,9 @@ def _options(
     job: SearchJob,
     floats: Precision,
     integer: Precision | None,
-    choices: Mapping[str, Sequence[LayerChoice]],
+    choices: Mapping[str, Sequence[LayerRecipe]],
     times: LayerTimes,
-    shifts: Mapping[tuple[str, LayerChoice], float],
+    shifts: Mapping[tuple[str, LayerRecipe], float],
     moved: Mapping[tuple[str, Precision], float],
     *,
     by_size: bool,

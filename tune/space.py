@@ -29,42 +29,6 @@ RANGED: tuple[Precision, ...] = ("int8", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
-class LayerChoice:
-    """What one layer is to be: `experts` are those that stay, empty for all; `k` are computed.
-
-    Where `merged`, one expert takes the place of all.
-    """
-
-    k: int
-    experts: tuple[int, ...] = ()
-    precision: Precision = "fp32"
-    merged: bool = False
-
-    @property
-    def fewer(self) -> bool:
-        """Whether the layer has fewer experts than in the checkpoint."""
-        return bool(self.experts) or self.merged
-
-    @property
-    def n(self) -> int:
-        """How many experts the layer has, 0 for all."""
-        return 1 if self.merged else len(self.experts)
-
-    @property
-    def form(self) -> tuple[int, int, Precision]:
-        """What its time depends on: k, how many experts there are (0: all), and the precision."""
-        return self.k, self.n, self.precision
-
-    def text(self, experts: int) -> str:
-        """In words: `k = 4 of 16, int8`."""
-        if self.merged:
-            return f"all experts merged into one, {self.precision}"
-        of = f"{len(self.experts)} of {experts} experts kept, " if self.experts else ""
-        n = len(self.experts) or experts
-        return f"{of}k = {self.k} of {n}, {self.precision}"
-
-
-@dataclass(frozen=True, slots=True)
 class Point:
     """A whole model as it may be exported: a choice for each layer, and what INT8 includes.
 
@@ -72,12 +36,12 @@ class Point:
     width.
     """
 
-    layers: tuple[tuple[str, LayerChoice], ...]
+    layers: tuple[tuple[str, LayerRecipe], ...]
     quantize: Scope = "experts"
     around: Precision = "fp32"
 
     @property
-    def choices(self) -> dict[str, LayerChoice]:
+    def choices(self) -> dict[str, LayerRecipe]:
         """The choice of each layer."""
         return dict(self.layers)
 
@@ -115,7 +79,7 @@ class Point:
         """The same text for the same point."""
         return json.dumps(asdict(self), sort_keys=True)
 
-    def with_layer(self, layer: str, choice: LayerChoice) -> Point:
+    def with_layer(self, layer: str, choice: LayerRecipe) -> Point:
         """Returns the point with another choice for one layer."""
         return replace(self, layers=tuple((n, choice if n == layer else c) for n, c in self.layers))
 
@@ -191,14 +155,7 @@ def recipe_of(
         precision=point.precision,
         quantize=point.quantize,
         layers={
-            name: LayerRecipe(
-                k=choice.k,
-                precision=choice.precision,
-                lowering=lowerings[name],
-                experts=choice.experts,
-                why=why.get(name, ""),
-                merged=choice.merged,
-            )
+            name: replace(choice, lowering=lowerings[name], why=why.get(name, ""))
             for name, choice in point.layers
         },
     )
@@ -212,7 +169,7 @@ def edits_of(point: Point) -> Edits:
     )
 
 
-def covering_models(choices: Mapping[str, Sequence[LayerChoice]]) -> list[dict[str, LayerChoice]]:
+def covering_models(choices: Mapping[str, Sequence[LayerRecipe]]) -> list[dict[str, LayerRecipe]]:
     """Returns as few models as have every choice of every layer, one of each layer at a time."""
     longest = max(len(each) for each in choices.values())
     return [
@@ -221,7 +178,7 @@ def covering_models(choices: Mapping[str, Sequence[LayerChoice]]) -> list[dict[s
     ]
 
 
-def weight_bytes(layer: MoELayer, choice: LayerChoice) -> float:
+def weight_bytes(layer: MoELayer, choice: LayerRecipe) -> float:
     """Returns about what a layer's weights take."""
     share = len(choice.experts) / layer.spec.experts if choice.experts else 1.0
     if choice.merged and isinstance(layer.spec, MuMoESpec):

@@ -14,12 +14,13 @@ from ..bench.journal import Journal
 from ..common.console import Progress
 from ..common.timing import Protocol
 from ..exporter.bundle.manifest import TunedLayers
+from ..exporter.bundle.recipe import LayerRecipe
 from ..exporter.job import ExportJob
 from ..exporter.measured_lowerings import Measuring, Tokens, measure_lowerings
 from ..exporter.quantization.precision import apply_precision
 from ..graphs.targets import Precision
 from .budget import SPIN_MS, Clock
-from .space import LayerChoice, Point, covering_models, unlowered
+from .space import Point, covering_models, unlowered
 from .substitutes.substitutes import Substitutes
 
 BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)
@@ -67,11 +68,11 @@ class LayerTimes:
         self.around_ms: dict[Precision, float] = {}
         self._ratios: dict[tuple[Precision, bool], dict[Point, float]] = {}
 
-    def of(self, layer: str, choice: LayerChoice) -> FormTime | None:
+    def of(self, layer: str, choice: LayerRecipe) -> FormTime | None:
         """Returns what a layer takes; None where no lowering serves that form."""
         return self.forms.get((layer, choice.form))
 
-    def known(self, layer: str, choice: LayerChoice) -> FormTime | None:
+    def known(self, layer: str, choice: LayerRecipe) -> FormTime | None:
         """Returns what a layer takes: measured, or for a size between two by interpolation.
 
         Forms are measured one after the other, while the machine may change its speed: times that
@@ -88,7 +89,7 @@ class LayerTimes:
         ms = float(np.interp(choice.k, [form[0] for form, _ in near], times))
         return replace(_nearest(near, choice.k), ms=ms * self._scale(layer, choice))
 
-    def _near(self, layer: str, choice: LayerChoice) -> list[tuple[LayerForm, FormTime]]:
+    def _near(self, layer: str, choice: LayerRecipe) -> list[tuple[LayerForm, FormTime]]:
         """The forms of a layer that differ from a choice in size alone, the smallest first."""
         near = [
             (form, time)
@@ -99,7 +100,7 @@ class LayerTimes:
         ]
         return sorted(near, key=lambda each: each[0])
 
-    def _scale(self, layer: str, choice: LayerChoice) -> float:
+    def _scale(self, layer: str, choice: LayerRecipe) -> float:
         """How many times as long such layers take in a whole graph as alone (`corrected`)."""
         whole = self._whole(layer, choice.form)
         seen = (self._ratios.get((choice.precision, each)) for each in (whole, True))
@@ -172,7 +173,7 @@ class LayerTimes:
         """Returns what the layers of a point take together."""
         return sum(self._sure(name, choice).ms for name, choice in point.layers)
 
-    def _sure(self, layer: str, choice: LayerChoice) -> FormTime:
+    def _sure(self, layer: str, choice: LayerRecipe) -> FormTime:
         found = self.known(layer, choice)
         assert found is not None, "points are made of choices whose time is known"
         return found
@@ -186,7 +187,7 @@ class LayerTimes:
         self,
         base: ExportJob,
         traced: ir.Model,
-        choices: Mapping[str, Sequence[LayerChoice]],
+        choices: Mapping[str, Sequence[LayerRecipe]],
         inputs: Tokens,
         journal: Journal,
         progress: Progress,
@@ -259,6 +260,6 @@ def served(
     k: Mapping[str, int],
 ) -> list[str]:
     """Returns the layers that really compute in a precision: others keep floats, with a reason."""
-    point = Point(tuple((name, LayerChoice(k[name], (), precision)) for name in layers))
+    point = Point(tuple((name, LayerRecipe(k[name], precision)) for name in layers))
     plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
     return [name for name, layer in plan.layers.items() if layer.precision == precision]

@@ -24,16 +24,39 @@ class LayerRecipe:
 
     `experts` are those that stay, by their numbers in the checkpoint; empty where all do. `k` of
     them are computed. Where `constant`, the others give constants, else nothing. Where `merged`,
-    one takes the place of all.
+    one takes the place of all. `lowering` is empty while a search has not chosen it.
     """
 
     k: int
-    precision: Precision
-    lowering: str
+    precision: Precision = "fp32"
+    lowering: str = ""
     experts: tuple[int, ...] = ()
     why: str = ""
     constant: bool = False
     merged: bool = False
+
+    @property
+    def fewer(self) -> bool:
+        """Whether the layer has fewer experts than in the checkpoint."""
+        return bool(self.experts) or self.merged
+
+    @property
+    def n(self) -> int:
+        """How many experts the layer has, 0 for all."""
+        return 1 if self.merged else len(self.experts)
+
+    @property
+    def form(self) -> tuple[int, int, Precision]:
+        """What its time depends on: k, how many experts there are (0: all), and the precision."""
+        return self.k, self.n, self.precision
+
+    def text(self, experts: int) -> str:
+        """In words, for a layer of so many experts: `k = 4 of 16, int8`."""
+        if self.merged:
+            return f"all experts merged into one, {self.precision}"
+        of = f"{len(self.experts)} of {experts} experts kept, " if self.experts else ""
+        n = len(self.experts) or experts
+        return f"{of}k = {self.k} of {n}, {self.precision}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +137,8 @@ def read_recipe(path: Path) -> Recipe:
         )
     recipe = from_data(Recipe, content, f"--recipe {path}", error=UsageError)
     for name, layer in recipe.layers.items():
+        if not layer.lowering:
+            raise UsageError(f"--recipe {path}: layer {name} has no lowering")
         if list(layer.experts) != sorted(set(layer.experts)):
             raise UsageError(f"--recipe {path}: experts of layer {name} are not in ascending order")
     return recipe

@@ -10,6 +10,7 @@ import math
 import numpy as np
 import pytest
 from moexport.bench.metrics import score_interval
+from moexport.exporter.bundle.recipe import LayerRecipe
 from moexport.tune.confirm import (
     Confirmed,
     Sequences,
@@ -19,14 +20,14 @@ from moexport.tune.confirm import (
 )
 from moexport.tune.graphs import Trial
 from moexport.tune.quality import Quality
-from moexport.tune.space import LayerChoice, Point
+from moexport.tune.space import Point
 
 KEEP, RIGHT = 0.99, 430
 """What is asked, and how many inputs at least one of two models has right."""
 
 
 def trial(ms: float, kept: float = 1.0, low: float = 0.99, shift: float = 0.0) -> Trial:
-    point = Point((("a", LayerChoice(round(1000 * ms))),))
+    point = Point((("a", LayerRecipe(round(1000 * ms))),))
     return Trial(point, {}, Quality(kept, low, 1.0, shift, 100), ms, ms, 10)
 
 

@@ -12,6 +12,7 @@ from moexport.bench.data import LabelledData
 from moexport.bench.runners.base import first_of
 from moexport.common.option import parse_size
 from moexport.errors import UsageError
+from moexport.exporter.bundle.recipe import LayerRecipe
 from moexport.tune.confirm import front_of
 from moexport.tune.graphs import Trial
 from moexport.tune.holdout import Holdout
@@ -19,7 +20,7 @@ from moexport.tune.prepare import sizes_measured
 from moexport.tune.quality import Metric, Quality, Tally, metric_for
 from moexport.tune.request import parse_seconds, parse_share
 from moexport.tune.schedule import Option, predicted_front, steps
-from moexport.tune.space import LayerChoice, Point, ks_of
+from moexport.tune.space import Point, ks_of
 from moexport.tune.substitutes.constants import given_up
 from moexport.tune.times import FormTime, LayerTimes
 
@@ -118,10 +119,10 @@ def test_the_inputs_that_must_confirm_are_enough_where_all_agree() -> None:
 def test_the_path_takes_what_loses_least_for_its_gain_first() -> None:
     def options(*pairs: tuple[float, float]) -> list[Option]:
         return [
-            Option(LayerChoice(8 - index), cost, shift) for index, (cost, shift) in enumerate(pairs)
+            Option(LayerRecipe(8 - index), cost, shift) for index, (cost, shift) in enumerate(pairs)
         ]
 
-    start = Point((("a", LayerChoice(8)), ("b", LayerChoice(8))))
+    start = Point((("a", LayerRecipe(8)), ("b", LayerRecipe(8))))
     listed = {
         "a": options((4.0, 0.0), (3.0, 0.1), (2.0, 0.15), (1.0, 5.0)),  # the second is no corner
         "b": options((4.0, 0.0), (1.0, 0.3)),
@@ -134,14 +135,14 @@ def test_the_predicted_front_is_that_of_all_combinations() -> None:
     random = np.random.default_rng(3)
     options = {
         part: [
-            Option(LayerChoice(9 - index), cost, shift)
+            Option(LayerRecipe(9 - index), cost, shift)
             for index, (cost, shift) in enumerate([(1.0, 0.0), *random.random((count, 2)).tolist()])
         ]
         for part, count in (("a", 5), ("b", 7), ("c", 4))
     }
-    start = Point(tuple((part, LayerChoice(9)) for part in options))
+    start = Point(tuple((part, LayerRecipe(9)) for part in options))
     sums = {
-        tuple(each.choice.k for each in row if isinstance(each.choice, LayerChoice)): (
+        tuple(each.choice.k for each in row if isinstance(each.choice, LayerRecipe)): (
             sum(each.cost for each in row),
             sum(each.shift for each in row),
         )
@@ -163,7 +164,7 @@ def test_the_predicted_front_is_that_of_all_combinations() -> None:
 
 
 def trial(ms: float, kept: float, low: float = 0.0) -> Trial:
-    point = Point((("a", LayerChoice(round(1000 * ms))),))
+    point = Point((("a", LayerRecipe(round(1000 * ms))),))
     return Trial(point, {}, Quality(kept, low, 1.0, 0.0, 100), ms, ms, 10)
 
 
@@ -187,7 +188,7 @@ def of_times() -> tuple[LayerTimes, Point]:
     for name in ("a", "b"):
         times.forms[name, (8, 0, "fp32")] = FormTime(1.0, "dense", {"gather": 1.5, "fused": 4.0})
         times.forms[name, (4, 0, "fp32")] = FormTime(0.5, "gather")
-    return times, Point((("a", LayerChoice(8)), ("b", LayerChoice(8))))
+    return times, Point((("a", LayerRecipe(8)), ("b", LayerRecipe(8))))
 
 
 def test_a_smaller_size_that_was_measured_as_slower_is_taken_to_be_hardly_faster() -> None:
@@ -195,7 +196,7 @@ def test_a_smaller_size_that_was_measured_as_slower_is_taken_to_be_hardly_faster
     # To compute all 8 is faster than to choose 6 of them, and stays so.
     for k, found in ((8, 1.5), (6, 2.0), (4, 3.0), (2, 1.0)):
         times.forms["a", (k, 0, "fp32")] = FormTime(found, f"{k}")
-    known = [times.known("a", LayerChoice(k)) for k in (8, 7, 6, 5, 4, 3, 2)]
+    known = [times.known("a", LayerRecipe(k)) for k in (8, 7, 6, 5, 4, 3, 2)]
     ms = [each.ms for each in known if each is not None]
     assert ms == pytest.approx([1.5, 2.0, 2.5, 2.5, 2.5, 1.75, 1.0], rel=1e-3)
     assert ms[2] > ms[3] > ms[4]
@@ -206,20 +207,20 @@ def test_a_whole_graph_corrects_the_times_of_single_layers() -> None:
     times, point = of_times()
     times.corrected(point, 5.0)
     assert times.predicted_ms(point) == pytest.approx(5.0)
-    smaller = times.predicted_ms(point.with_layer("a", LayerChoice(4)))
+    smaller = times.predicted_ms(point.with_layer("a", LayerRecipe(4)))
     times.corrected(point, 6.0)  # what is around them is known by now
     assert times.predicted_ms(point) == pytest.approx(6.0)
-    assert times.predicted_ms(point.with_layer("a", LayerChoice(4))) > smaller
+    assert times.predicted_ms(point.with_layer("a", LayerRecipe(4))) > smaller
 
 
 def test_a_whole_graph_that_computes_some_experts_corrects_what_computes_some_alone() -> None:
     times, point = of_times()
     times.corrected(point, 5.0)
-    fewer = Point((("a", LayerChoice(4)), ("b", LayerChoice(4))))
+    fewer = Point((("a", LayerRecipe(4)), ("b", LayerRecipe(4))))
     times.corrected(fewer, 8.0)
     assert times.predicted_ms(fewer) == pytest.approx(8.0)
     assert times.predicted_ms(point) == pytest.approx(5.0)
-    mixed = point.with_layer("a", LayerChoice(4))
+    mixed = point.with_layer("a", LayerRecipe(4))
     assert times.predicted_ms(mixed) == pytest.approx((5.0 + 8.0) / 2)
     times.corrected(mixed, 100.0)  # of which of the two it tells is not known
     assert times.predicted_ms(mixed) == pytest.approx((5.0 + 8.0) / 2)
@@ -229,7 +230,7 @@ def test_a_graph_that_is_faster_than_its_layers_alone_leaves_no_negative_time() 
     times, point = of_times()
     times.corrected(point, 1.2)
     assert times.predicted_ms(point) == pytest.approx(1.2)
-    assert 0 < times.predicted_ms(point.with_layer("a", LayerChoice(4))) < 1.2
+    assert 0 < times.predicted_ms(point.with_layer("a", LayerRecipe(4))) < 1.2
 
 
 def test_lowerings_that_may_be_as_fast_in_a_whole_graph_are_tried_in_layers_alike_together() -> (
@@ -238,16 +239,16 @@ def test_lowerings_that_may_be_as_fast_in_a_whole_graph_are_tried_in_layers_alik
     times, point = of_times()
     first = {"a": "dense", "b": "dense"}
     assert times.ways(point, first) == [first, {"a": "gather", "b": "gather"}]
-    mixed = point.with_layer("b", LayerChoice(4))
+    mixed = point.with_layer("b", LayerRecipe(4))
     chosen = {"a": "dense", "b": "gather"}
     assert times.ways(mixed, chosen) == [chosen, {"a": "gather", "b": "gather"}]
 
 
 def test_the_largest_subset_is_timed_itself() -> None:
-    listed = [LayerChoice(k) for k in ks_of(64)]
-    listed += [LayerChoice(size, tuple(range(size))) for size in ks_of(64)[1:]]
+    listed = [LayerRecipe(k) for k in ks_of(64)]
+    listed += [LayerRecipe(size, experts=tuple(range(size))) for size in ks_of(64)[1:]]
     timed = sizes_measured(listed)
-    assert LayerChoice(45, tuple(range(45))) in timed
+    assert LayerRecipe(45, experts=tuple(range(45))) in timed
     assert len(timed) < len(listed)
 
 

@@ -34,7 +34,7 @@ from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 from moexport.tune.confirm import ContractError, holding
 from moexport.tune.request import SearchOptions
-from moexport.tune.space import LayerChoice, Point, job_of
+from moexport.tune.space import Point, job_of
 from moexport.tune.substitutes.substitutes import FOLDER
 from moexport.tune.tune import Tuned
 from safetensors.numpy import load_file, save_file
@@ -312,7 +312,7 @@ def test_a_layer_that_stays_in_floats_is_planned_in_floats() -> None:
     model = moexport.load(case.weights, config=case.config)
     base = export_job(model, ExportOptions(target="ort-cpu", verify=False))
     first, *others = model.layers
-    layers = [(first, LayerChoice(2)), *((name, LayerChoice(2, (), "int4")) for name in others)]
+    layers = [(first, LayerRecipe(2)), *((name, LayerRecipe(2, "int4")) for name in others)]
     lowerings = {first: "dense", **dict.fromkeys(others, "grouped")}  # dense has no INT4
     planned = plan(job_of(base, Point(tuple(layers)), lowerings), trace(base.model), None)
     (graph,) = planned.graphs
@@ -463,7 +463,7 @@ def test_bounds_that_contradict_each_other_are_all_named_with_the_nearest(
 def test_floats_of_16_bits_are_tried_where_the_target_computes_them() -> None:
     assert SearchOptions(target="ort-cuda").tried == ("fp32", "fp16")
     assert SearchOptions(target="ort-cpu").tried == ("fp32", "int8", "int4")
-    point = Point((("a", LayerChoice(2)), ("b", LayerChoice(1)))).in_floats("fp16")
+    point = Point((("a", LayerRecipe(2)), ("b", LayerRecipe(1)))).in_floats("fp16")
     assert point.precision == "fp16"
     assert point.quantize == "experts"
     assert {choice.precision for _, choice in point.layers} == {"fp16"}
@@ -471,7 +471,7 @@ def test_floats_of_16_bits_are_tried_where_the_target_computes_them() -> None:
 
 def test_a_search_in_floats_of_16_bits_writes_graphs_of_them(model: Model, digits: Digits) -> None:
     base = export_job(model, ExportOptions(target="ort-cuda", verify=False))
-    point = Point(tuple((name, LayerChoice(2)) for name in model.layers)).in_floats("fp16")
+    point = Point(tuple((name, LayerRecipe(2)) for name in model.layers)).in_floats("fp16")
     job = job_of(base, point, dict.fromkeys(model.layers, "gather"))
     assert job.options.precision.name == "fp16"
     planned = plan(job, trace(base.model), None)

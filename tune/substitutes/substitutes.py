@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from ...bench.runners.pytorch import PyTorch
 from ...common.files import sha256
 from ...common.writing import make_folder, whole_file
+from ...exporter.bundle.recipe import LayerRecipe
 from ...exporter.edits import Edits, MergedExperts
 from ...exporter.model import Model, edited
 from ...graphs.layers.base import algorithm_1
 from ...graphs.layers.mumoe import MuMoE
 from ...graphs.layers.soft_moe import SoftMoE
-from ..space import LayerChoice, Point, edits_of
+from ..space import Point, edits_of
 from .constants import ConstantExperts
 from .distill import Samples, distil
 from .merged import merged_matrices
@@ -73,7 +74,7 @@ class Substitutes:
         """Returns the experts of a Soft MoE layer that stay where so many do, ascending."""
         return self._of_soft_moe(name).kept(size)
 
-    def fitted(self, name: str, choice: LayerChoice) -> NamedArrays:
+    def fitted(self, name: str, choice: LayerRecipe) -> NamedArrays:
         """Returns what takes the places of a layer's experts, by least squares.
 
         Nothing where all of them stay.
@@ -122,7 +123,7 @@ class Substitutes:
         path = self._place(point)
         return sha256(path) if path.is_file() else ""
 
-    def _fit(self, name: str, choice: LayerChoice) -> NamedArrays:
+    def _fit(self, name: str, choice: LayerRecipe) -> NamedArrays:
         if not choice.merged:
             return {name: self._of_soft_moe(name).fitted(choice.experts)}
         layer = self._model.layers[name]
