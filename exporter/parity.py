@@ -54,7 +54,8 @@ class Tolerance:
     dropped, and `routing` is of tokens.
 
     A graph is also compared with what its own numbers should give (`Rounded`): it may be
-    `roundings` times as far from that as that is from PyTorch.
+    `roundings` times as far from that as that is from PyTorch. Where that is less than once, the
+    last bit of its floats is allowed as well.
     """
 
     atol: float
@@ -134,6 +135,12 @@ class Rounded:
     def exact(self) -> bool:
         """Whether it is of float64: what is far smaller than FP32's bounds is seen then."""
         return bool(self.y.dtype == np.float64)
+
+    @property
+    def half(self) -> bool:
+        """Whether its numbers are those of FP16, whose last bit may fall either way."""
+        with np.errstate(over="ignore"):
+            return bool((self.y == self.y.astype(np.float16)).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -748,6 +755,7 @@ class _Rounding:
     own: tuple[float, float, float]
     scale: tuple[float, float, float]
     exact: bool
+    half: bool
 
     @staticmethod
     def times(parts: Sequence[_Rounding]) -> float | None:
@@ -755,10 +763,13 @@ class _Rounding:
 
         What FP32 may differ by is taken off, and what is chance of choices. Beside float64 it is
         the last bit, and choices are not counted: FP32 graphs make those of PyTorch anyway.
+        Where weights alone are rounded (`half`) a largest difference of FP16's last bit counts for
+        nothing: sums in another order are rounded to either neighbour.
         """
         if not parts:
             return None
-        exact, found = all(part.exact for part in parts), 0.0
+        exact, half = all(part.exact for part in parts), all(part.half for part in parts)
+        found = 0.0
         single = float(np.finfo(np.float32).eps) if exact else TOLERANCES["fp32"].rtol
         combined: tuple[Callable[[list[float]], float], ...] = (max, _length, math.fsum)
         combined = combined[:2] if exact else combined
@@ -771,6 +782,8 @@ class _Rounding:
             slack = max(1.0, CHOICES_BY_CHANCE * scale) if chosen else single * scale
             if not np.isfinite(off):
                 return float("inf")
+            if half and combine is max and off <= float(np.finfo(np.float16).eps) * scale:
+                continue
             found = max(found, max(0.0, off - slack) / max(own, slack, 1e-30))
         return found
 
@@ -808,6 +821,7 @@ class _Rounding:
             own=(*_size(rounded.y[exact], expected.y[exact]), float(own.sum())),
             scale=(*_size(rounded.y), float(places)),
             exact=rounded.exact,
+            half=tolerance.roundings < 1.0 and rounded.half,
         )
 
 

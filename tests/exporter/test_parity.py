@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from moexport.exporter.inputs import Inputs
-from moexport.exporter.parity import TOLERANCES, Parity, Reference, compare, cosines, describe
+from moexport.exporter.parity import (
+    TOLERANCES,
+    Comparison,
+    Parity,
+    Reference,
+    Rounded,
+    compare,
+    cosines,
+    describe,
+)
+from moexport.graphs.targets import Precision
 from moexport.tests.command import run
 from moexport.tests.recorded import read_case
 
@@ -69,6 +79,32 @@ def test_small_outputs_are_judged_in_their_own_scale() -> None:
 
     assert passed(small)
     assert not passed(small * np.float32(1 + 2e-4))
+
+
+@pytest.mark.parametrize(
+    ("precision", "floats", "bits", "passed"),
+    [
+        ("int4", np.float16, 1, True),  # sums in another order, rounded to the other neighbour
+        ("int4", np.float16, 4, False),
+        ("int4", np.float32, 1, False),  # as large a difference between FP32 numbers is none
+        ("int8", np.float16, 1, False),
+    ],
+)
+def test_where_weights_alone_are_rounded_the_last_bit_of_fp16_is_allowed(
+    precision: Precision, floats: type[np.floating[Any]], bits: int, passed: bool
+) -> None:
+    """What PyTorch gives is as near as a quarter of that bit: no multiple of it is one."""
+    exact = np.linspace(0.5, 0.9, 64, dtype=np.float32).reshape(2, 32)
+    lowered = (exact if floats is np.float32 else exact.astype(floats)).astype(np.float32)
+    near = lowered + np.float32(2.0**-13)
+    y = lowered.copy()
+    y[1, 3] += bits * np.float32(2.0**-11)
+    expected = Reference(
+        np.zeros((2, 1), np.float32), near, near, {}, {}, {"layer": 2}, rounded=Rounded(lowered, {})
+    )
+    comparison = Comparison(Answering(y), {}, batch=2, tolerance=TOLERANCES[precision])
+    comparison.add(expected)
+    assert comparison.parity().passed == passed
 
 
 def test_differences_are_told_of_all_inputs_and_of_those_with_the_same_experts() -> None:
