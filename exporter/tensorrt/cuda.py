@@ -6,7 +6,9 @@ NVIDIA's own binding (`cuda.bindings`) is behind them: no compiler and no PyTorc
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import metadata
 from typing import Any
 
@@ -28,9 +30,10 @@ NEEDED = (
 """What an NVIDIA driver has to do with what pip installs."""
 
 NO_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorStubLibrary")
+NO_COMPAT = "cudaErrorCompatNotSupportedOnDevice"
 MISMATCH = (
-    *("cudaErrorSystemDriverMismatch", "cudaErrorCompatNotSupportedOnDevice"),
-    *("cudaErrorUnsupportedPtxVersion", "cudaErrorSystemNotReady", "cudaErrorInitializationError"),
+    *("cudaErrorSystemDriverMismatch", "cudaErrorUnsupportedPtxVersion"),
+    *("cudaErrorSystemNotReady", "cudaErrorInitializationError"),
 )
 """A driver that does not fit CUDA's libraries, or whose services have not started."""
 NO_MEMORY = "cudaErrorMemoryAllocation"
@@ -53,16 +56,35 @@ def bindings_for(driver: int | None) -> str:
 
 
 def driver_problem() -> str | None:
-    """Returns why the installed binding cannot work with this driver, and what can; else None."""
+    """Returns why the installed binding cannot work with this driver, and what can; else None.
+
+    The driver's library that was loaded tells, and its number where none was: NVIDIA's package
+    `cuda-compat` brings the library of a newer driver (CUDA Compatibility, "Forward Compatibility":
+    data-centre GPUs, some RTX cards for servers and Jetsons).
+    """
     driver, installed = _driver(), int(metadata.version("cuda-bindings").partition(".")[0])
-    needed = DRIVERS.get(installed, 0)
-    if driver is None or driver >= needed:
+    needed, served = DRIVERS.get(installed, 0), _served()
+    if served is not None:
+        if served[0] >= installed:
+            return None
+    elif driver is None or driver >= needed:
         return None
+    number = "" if driver is None else f" {driver}"
+    serves = "" if served is None else f", which serves CUDA {served[0]}.{served[1]}"
     return (
-        f"cuda-bindings {installed} needs a driver of {needed} or newer, and this one is {driver}: "
-        f"update the driver, or, in an environment of their own, pip install "
-        f"'{bindings_for(driver)}' and tensorrt-cu12 or tensorrt-rtx-cu12"
+        f"cuda-bindings {installed} needs a driver of {needed} or newer, and this one is{number}"
+        f"{serves}: update the driver, or put cuda-compat-{installed}-0 before it (data-centre "
+        f"cards), or, in an environment of their own, pip install '{bindings_for(driver or 0)}' "
+        "and tensorrt-cu12 or tensorrt-rtx-cu12"
     )
+
+
+def _served() -> tuple[int, int] | None:
+    """The newest CUDA that the driver's loaded library serves; None where none was loaded."""
+    error, served = runtime().cudaDriverGetVersion()
+    if error != runtime().cudaError_t.cudaSuccess or not served:
+        return None
+    return served // 1000, served % 1000 // 10
 
 
 def _driver() -> int | None:
@@ -93,6 +115,11 @@ def call(name: str, *arguments: Any) -> Any:
         raise EngineError(
             f"the GPU's memory ran out ({name})",
             hint="run smaller batches, build with a smaller MAX in --profile, or free the GPU",
+        )
+    if error.name == NO_COMPAT:
+        raise EngineError(
+            "CUDA's compatibility package (cuda-compat) does not serve this card",
+            hint=f"take it out of LD_LIBRARY_PATH and update the driver: {NEEDED}",
         )
     raise EngineError(
         f"CUDA: {name} failed: {error.name}",
@@ -138,20 +165,28 @@ class Stream:
 
 
 class Captured:
-    """Work that was recorded once and is sent as one."""
+    """Work that was recorded once and is sent as one; forgotten when nothing holds it any more."""
 
     def __init__(self, graph: Any) -> None:
-        self._graph = graph
-        self._ready = call("cudaGraphInstantiate", graph, 0)
+        with ExitStack() as made:
+            made.callback(call, "cudaGraphDestroy", graph)
+            self._ready = call("cudaGraphInstantiate", graph, 0)
+            made.callback(call, "cudaGraphExecDestroy", self._ready)
+            self.close = given_back(self, made.pop_all().close)
 
     def launch(self, stream: Stream) -> None:
         """Sends the work."""
         call("cudaGraphLaunch", self._ready, stream.handle)
 
-    def close(self) -> None:
-        """Forgets the work."""
-        call("cudaGraphExecDestroy", self._ready)
-        call("cudaGraphDestroy", self._graph)
+
+def given_back(holder: object, close: Callable[[], None]) -> Callable[[], object]:
+    """Returns a call that closes once: when it is made, or when nothing has the holder any more.
+
+    At the end of a process the driver takes everything back by itself.
+    """
+    end = weakref.finalize(holder, close)
+    end.atexit = False
+    return end
 
 
 def captured(stream: Stream, send: Callable[[], None]) -> Captured:
@@ -161,7 +196,10 @@ def captured(stream: Stream, send: Callable[[], None]) -> Captured:
     try:
         send()
     except BaseException:
-        runtime().cudaStreamEndCapture(stream.handle)  # what `send` raised is what is told
+        # What `send` raised is what is told; of a recording that it broke there is no graph.
+        error, graph = runtime().cudaStreamEndCapture(stream.handle)
+        if error == runtime().cudaError_t.cudaSuccess:
+            call("cudaGraphDestroy", graph)
         raise
     return Captured(call("cudaStreamEndCapture", stream.handle))
 

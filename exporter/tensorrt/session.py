@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,8 @@ class EngineSession:
     answer (TensorRT-RTX), which takes seconds and makes all answers equally fast. Of an engine that
     takes its experts' weights as inputs, `host_weights` leaves them in the machine's memory, and
     `experts` is another bundle whose experts take the place of its own. Raises what `find_plan` and
-    `load_engine` raise. One thread at a time may call it.
+    `load_engine` raise. One thread at a time may call it. What nothing holds any more gives the
+    GPU's memory back as `close` does.
     """
 
     def __init__(
@@ -100,6 +101,9 @@ class EngineSession:
         self.provider = plan.backend.name
         self.record = plan.record
         self._loaded = LoadedEngine(plan, graphs=capture, eager=eager, host_weights=host_weights)
+        held = ExitStack()
+        held.callback(self._loaded.close)
+        self._give_back = cuda.given_back(self, held.close)
         self._capture = capture and not self._loaded.records_itself
         self._buffers: dict[str, cuda.DeviceBuffer] = {}
         self._captured: cuda.Captured | None = None
@@ -110,11 +114,12 @@ class EngineSession:
         self.takes_k = self._loaded.takes_k
         self.input_name = self._loaded.input_name
         self.output_names = self._loaded.output_names
-        self._device = int(cuda.call("cudaGetDevice"))
-        self._stream = cuda.Stream()
         try:
+            self._device = int(cuda.call("cudaGetDevice"))
+            self._stream = cuda.Stream()
+            held.callback(self._stream.close)
             self._loaded.bind_weights(experts, host=host_weights)
-            self._allocate()
+            self._allocate(held)
         except BaseException:
             self.close()
             raise
@@ -173,11 +178,10 @@ class EngineSession:
 
     def close(self) -> None:
         """Gives the GPU's memory back."""
-        self._forget()
-        self._loaded.close()
-        for buffer in self._buffers.values():
-            buffer.free()
-        self._stream.close()
+        try:
+            self._forget()
+        finally:
+            self._give_back()
 
     def _given(self, x: Any) -> AddressedArray:
         """The input in the engine's type, where only its width differs."""
@@ -267,7 +271,7 @@ class EngineSession:
             self._captured.close()
         self._captured, self._ready, self._fresh = None, None, True
 
-    def _allocate(self) -> None:
+    def _allocate(self, held: ExitStack) -> None:
         """Makes room for the largest shapes that the profiles allow."""
         sizes: dict[str, int] = {}
         for index, each in enumerate(self.profiles):
@@ -280,6 +284,7 @@ class EngineSession:
                 sizes[name] = max(sizes.get(name, 1), int(np.prod(shape, dtype=np.int64)) * width)
         for name, nbytes in sizes.items():
             self._buffers[name] = cuda.DeviceBuffer(nbytes)
+            held.callback(self._buffers[name].free)
             self._loaded.bind(name, self._buffers[name].address)
 
 
@@ -447,13 +452,15 @@ class LoadedEngine:
 
     def close(self) -> None:
         """Gives back what the engine holds: the context before the engine, the runtime last."""
-        if self._kernels is not None:
-            self._kernels()
-        self._context = None
-        self._runtime_cache = None
-        self._placed.clear()
-        self._engine = None
-        self._runtime = None
+        try:
+            if self._kernels is not None:
+                self._kernels()
+        finally:
+            self._context = None
+            self._runtime_cache = None
+            self._placed.clear()
+            self._engine = None
+            self._runtime = None
 
     def _must(self, request: Callable[[], Any], what: str) -> None:
         """Raises `EngineError` for a request that is refused: by False, or by an exception."""

@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moexport.bench.engines import requirements
+from moexport.errors import EngineError
 from moexport.exporter.parity import GPU_RTOL, TOLERANCES, on_gpu
 from moexport.exporter.session import TENSORRT
 from moexport.exporter.tensorrt import cache, cuda
 from moexport.exporter.tensorrt.backends import Gpu, first_gpu
 from moexport.exporter.tensorrt.ort_provider import provider_options
 from moexport.exporter.tensorrt.session import BF16, _array, _tensor, _widened
+from moexport.tests.exporter.tensorrt.cuda_stand_in import Cuda
 from moexport.tests.exporter.tensorrt.engines import build, export, needs_rtx
 from moexport.tests.recorded import read_case
 
@@ -150,6 +152,34 @@ def test_doctor_says_which_binding_an_older_driver_needs(
     assert not by_name["run TensorRT-RTX engines"].available
     tool.write_text("#!/bin/sh\necho 580.65.06\n")
     assert cuda.driver_problem() is None
+
+
+@pytest.mark.parametrize(("served", "fits"), [(13000, True), (13020, True), (12020, False)])
+def test_the_drivers_library_is_believed_before_its_number(
+    served: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's cuda-compat brings the library of a newer driver, which the number does not tell."""
+    pytest.importorskip("cuda.bindings")
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 535.104.05\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(cuda, "runtime", lambda: Cuda(driver=served))
+    monkeypatch.setattr(cuda.metadata, "version", lambda _: "13.0.3")
+    problem = cuda.driver_problem()
+    assert (problem is None) == fits
+    if problem is not None:
+        assert "this one is 535, which serves CUDA 12.2: update the driver" in problem
+        assert "cuda-compat-13-0" in problem
+        assert "'cuda-bindings>=12,<13'" in problem
+
+
+def test_a_compatibility_package_for_another_card_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = Cuda(error="cudaErrorCompatNotSupportedOnDevice", fails={"cudaMalloc"})
+    monkeypatch.setattr(cuda, "runtime", lambda: stand_in)
+    with pytest.raises(EngineError, match=r"cuda-compat\) does not serve this card") as caught:
+        cuda.DeviceBuffer(8)
+    assert "update the driver: CUDA 13 needs a driver of 580" in str(caught.value.hint)
 
 
 def test_bounds_on_a_gpu_are_stated_once() -> None:
