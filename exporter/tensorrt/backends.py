@@ -79,19 +79,18 @@ def gpu_memory_bytes() -> int | None:
 RTX_CARDS: Mapping[str, str] = MappingProxyType(
     {
         "7.5": "RTX 20 series",
-        "8.0": "A100",
         "8.6": "RTX 30 series",
         "8.9": "RTX 40 series",
         "12.0": "RTX 50 series",
         "12.1": "GB10",
     }
 )
-"""The compute capabilities that TensorRT-RTX compiles for, each with a card that has it.
+"""The compute capabilities that TensorRT-RTX serves, each with a card that has it.
 
-They are the members of `ComputeCapability` in TensorRT-RTX 1.7.1, which a test compares. NVIDIA's
-support matrix (deeplearning/tensorrt-rtx/latest/getting-started/support-matrix.html on
-docs.nvidia.com, read for 1.0 to 1.6) has the same but for 8.0, and none of the data-centre's 9.0,
-10.0 and 10.3 or of the Jetsons' 8.7 and 11.0.
+They are those of NVIDIA's support matrix (deeplearning/tensorrt-rtx/latest/getting-started/
+support-matrix.html on docs.nvidia.com, read for 1.0 to 1.6): no data-centre card (A100, 8.0; 9.0,
+10.0, 10.3) and no Jetson (8.7, 11.0). `ComputeCapability` in 1.7.1 has 8.0 as well, which a test
+compares.
 """
 
 

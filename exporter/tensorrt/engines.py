@@ -28,8 +28,9 @@ from .records import EngineRecord, Made, add_to_bundle, engines_of, staging, wit
 from .trust import check_private, is_own, own_signature
 from .worker import Compiled
 
-DEFAULT_CARDS = ("8.0", "8.6", "8.9", "12.0")
-"""TensorRT-RTX's own choice where none is named; named, so that the record says which."""
+DEFAULT_CARDS = ("8.6", "8.9", "12.0")
+"""TensorRT-RTX's own choice where none is named, in its support matrix; named, so that the record
+says which."""
 
 FP8_CARDS = ("8.9", "12.0")
 """Those of them that multiply floats of eight bits: Ada and newer."""

@@ -65,7 +65,7 @@ class EngineOptions:
     compute_capabilities: tuple[str, ...] = option(
         (),
         "GPUs that a TensorRT-RTX engine supports, or current.",
-        unset="8.0,8.6,8.9,12.0",
+        unset="8.6,8.9,12.0",
         kind=Any,
         parser=_listed,
         flag="--compute-capability",

@@ -1,4 +1,4 @@
-"""ONNX Runtime's TensorRT provider: its libraries, profiles, the folder of its engines, no TF32.
+"""ONNX Runtime's TensorRT provider: its libraries, types, profiles, folder of engines, no TF32.
 
 The option names are those of "TensorRT Execution Provider" on onnxruntime.ai (read for 1.22).
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from ...common.environment import versions
 from ...common.files import why_not_private
 from ...errors import MissingExtraError
-from ..bundle.manifest import MANIFEST_FILE, Manifest
+from ..bundle.manifest import MANIFEST_FILE, GraphFacts, Manifest
 from .backends import TENSORRT, first_gpu
 from .cache import default_cache, engine_key
 from .engines import exported_ranges, within_copies
@@ -85,7 +85,7 @@ def provider_options(graph: Path) -> dict[str, str]:
     if not (graph.parent / MANIFEST_FILE).is_file():
         return {}
     manifest = Manifest.read(graph.parent)
-    options = _cache_options(manifest, graph.name)
+    options = _cache_options(manifest, graph.name) | type_options(graph, manifest)
     if manifest.k == "input":
         experts = min(layer.experts for layer in manifest.layers)
         whole = profile(manifest.inputs[0], {}, exported_ranges(manifest), experts)
@@ -93,6 +93,37 @@ def provider_options(graph: Path) -> dict[str, str]:
         (ranges,), _ = within_copies(manifest, record, TENSORRT, [whole], [{}])
         options |= profile_options(ranges)
     return options
+
+
+WEAKLY_TYPED = (1, 27)
+"""The first ONNX Runtime whose provider makes weakly typed networks of TensorRT 10.
+
+Earlier ones have the types of the graph where no type is enabled. Pull request 29779 of
+microsoft/onnxruntime, open in September 2026, tells why; the library of onnxruntime-gpu 1.31.1
+creates every network without a flag.
+"""
+
+
+def type_options(graph: Path, manifest: Manifest) -> dict[str, str]:
+    """Returns which types the provider may compute a graph's own in, beside FP32.
+
+    Of a weakly typed network TensorRT computes all in FP32 that is not enabled, and refuses
+    QuantizeLinear without INT8. What is enabled is allowed everywhere: also for the router, whose
+    FP32 is then a wish.
+    """
+    import onnx
+
+    if _onnx_runtime() < WEAKLY_TYPED:
+        return {}
+    facts = GraphFacts.of(onnx.load(graph, load_external_data=False), graph.name)
+    types = {layer.precision for layer in manifest.layers} | ({facts.floats} if facts else set())
+    return {f"trt_{name}_enable": "1" for name in ("fp16", "bf16", "int8") if name in types}
+
+
+def _onnx_runtime() -> tuple[int, ...]:
+    from ...common.onnx_runtime import ort
+
+    return tuple(int(part) for part in ort.__version__.split(".")[:2])
 
 
 def profile_options(ranges: Profile) -> dict[str, str]:

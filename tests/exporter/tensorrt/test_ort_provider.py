@@ -8,14 +8,21 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from moexport.common.onnx_runtime import ort
 from moexport.errors import MissingExtraError
+from moexport.exporter.bundle.manifest import Manifest
 from moexport.exporter.tensorrt import ort_provider
 from moexport.exporter.tensorrt.ort_provider import (
     PROVIDER_LIBRARY,
     linked_libraries,
     load_libraries,
+    provider_options,
+    type_options,
 )
+from moexport.tests.exporter.tensorrt.engines import export
+from moexport.tests.recorded import read_case
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the names are those of Linux")
 
@@ -60,3 +67,26 @@ def test_libraries_of_pips_tensorrt_are_found_where_no_loader_looks(
     loaded = Path("/proc/self/maps").read_text()
     assert str(folder / "libnvinfer.so.10") in loaded
     assert ctypes.CDLL(str(folder / "libnvinfer.so.10"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "enabled"),
+    [
+        ("fp32", set()),
+        ("fp16", {"trt_fp16_enable"}),
+        ("bf16", {"trt_bf16_enable"}),
+        ("int8", {"trt_fp16_enable", "trt_int8_enable"}),  # FP16 is the float around it
+    ],
+)
+def test_a_weakly_typed_network_may_compute_in_the_types_of_its_graph(
+    precision: str, enabled: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez(tmp_path / "x.npz", input=read_case("soft_moe_fkodom").x)
+    data = ("--data", str(tmp_path / "x.npz")) if precision == "int8" else ()
+    asked = ("--k", "2", "--precision", precision, *data)
+    graph = export("soft_moe_fkodom", tmp_path, *asked) / "model.onnx"
+    manifest = Manifest.read(graph.parent)
+    assert {*type_options(graph, manifest)} == enabled
+    assert provider_options(graph).items() >= type_options(graph, manifest).items()
+    monkeypatch.setattr(ort, "__version__", "1.26.0")  # strongly typed, unless a type is enabled
+    assert type_options(graph, manifest) == {}
