@@ -19,6 +19,8 @@ from .common.text import likest
 from .errors import MoexportError, tells_of_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typer.exceptions import TyperException
 
 INTERRUPTED = 130
@@ -30,8 +32,13 @@ RESERVE_BYTES = 32 << 20
 """Address space that is given back when memory ran out, so that it can be said."""
 
 
+_SIGNALS: list[str] = []
+"""Those that told this run of the program to end, by their names."""
+
+
 def _interrupted(signum: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt(signal.Signals(signum).name)
+    _SIGNALS.append(signal.Signals(signum).name)
+    raise KeyboardInterrupt(_SIGNALS[-1])
 
 
 def main() -> None:
@@ -42,9 +49,11 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")
     console = Console(verbose=any(re.fullmatch(r"--verbose|-q*v[qv]*", arg) for arg in sys.argv))
     # A terminated export cleans up after itself as an interrupted one does.
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), _interrupted)
+    _SIGNALS.clear()
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
+            signal.signal(number, _interrupted)
     # Everything goes at the end of the process: looking for cycles in it first takes 0.3 s.
     atexit.register(gc.freeze)
     try:
@@ -72,7 +81,7 @@ def _run(console: Console) -> None:
 
     reserve = [bytearray(RESERVE_BYTES)]  # never written to, so no memory is taken
     try:
-        status = app(prog_name="moexport", standalone_mode=False)
+        status = _status(app)
     except TyperException as error:
         _say_usage(console, error)
         sys.exit(2)
@@ -114,6 +123,19 @@ def _run(console: Console) -> None:
         sys.exit(1)
     if status == INTERRUPTED:  # what the parser makes of an interrupt
         raise KeyboardInterrupt
+
+
+def _status(app: Callable[..., object]) -> object:
+    """What the parser returns; what fails after an interrupt is the interrupt.
+
+    A library that is interrupted while it is imported may swallow that, and fail on what it lacks.
+    """
+    try:
+        return app(prog_name="moexport", standalone_mode=False)
+    except Exception as error:
+        if _SIGNALS:
+            raise KeyboardInterrupt(_SIGNALS[-1]) from error
+        raise
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -107,6 +107,23 @@ def make_folder(place: Path) -> None:
 
 
 @contextmanager
+def made_folder(place: Path) -> Iterator[None]:
+    """Makes a folder and those above it that are missing; of these go, in the end, the empty ones.
+
+    Raises OutputError where that fails.
+    """
+    missing = [folder for folder in (place, *place.parents) if not folder.exists()]
+    with output_errors(place):
+        place.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # one is not empty
+            for folder in missing:
+                folder.rmdir()
+
+
+@contextmanager
 def output_errors(place: Path) -> Iterator[None]:
     """Within the context, what the system refuses to write is an OutputError that names `place`.
 
@@ -131,8 +148,11 @@ def whole_file(place: Path) -> Iterator[Path]:
     """
     check_file(place)
     target = place.resolve()
-    make_folder(target.parent)
-    with output_errors(place), _temporary(target, target.suffix, _new_file) as partial:
+    with (
+        made_folder(target.parent),
+        output_errors(place),
+        _temporary(target, target.suffix, _new_file) as partial,
+    ):
         yield partial
         to_disk(partial)
         partial.replace(target)
@@ -167,6 +187,12 @@ def scratch_folder(name: str, within: Path | None = None) -> AbstractContextMana
             path.mkdir(mode=0o700)
 
     return _temporary(place / f"moexport-{name}", "", make)
+
+
+def scratch_file(name: str) -> AbstractContextManager[Path]:
+    """An empty file as `scratch_folder` is a folder; OSError where it cannot be made."""
+    place = Path(tempfile.gettempdir()) / f"moexport-{name}"
+    return _temporary(place, "", lambda path: path.touch(mode=0o600, exist_ok=False))
 
 
 _UNTIL_EXIT = ExitStack()
@@ -273,28 +299,25 @@ def held(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    new = not folder.exists()
-    make_folder(folder)
+    check_folder(folder)
     lock = folder / f".running{PARTIAL}"
-    with output_errors(folder):
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
-    free = True
-    try:
-        with suppress(OSError):
-            free = lock_descriptor(handle, blocking=False)
-        if not free:
-            raise OutputError(
-                f"{folder}: another moexport is writing its results there",
-                hint="wait until it has ended, or choose another folder",
-            )
-        yield
-    finally:
-        if free:
-            lock.unlink(missing_ok=True)
-        os.close(handle)
-        if new:
-            with suppress(OSError):  # it is not empty
-                folder.rmdir()
+    with made_folder(folder):
+        with output_errors(folder):
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        free = True
+        try:
+            with suppress(OSError):
+                free = lock_descriptor(handle, blocking=False)
+            if not free:
+                raise OutputError(
+                    f"{folder}: another moexport is writing its results there",
+                    hint="wait until it has ended, or choose another folder",
+                )
+            yield
+        finally:
+            if free:
+                lock.unlink(missing_ok=True)
+            os.close(handle)
 
 
 _MADE: set[Path] = set()

@@ -47,6 +47,10 @@ PHASES = ("os.fsync", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "open")
 """The phases of writing: before any of a command's calls of these below the folder it is killed."""
 
 
+LIBRARIES = ("matplotlib", "torchinductor_root")
+"""What libraries keep in the folder for temporary files from one run to the next."""
+
+
 @dataclass(frozen=True)
 class Writer:
     """A command that writes: its arguments, and what says that the destination is whole."""
@@ -316,9 +320,10 @@ def kill_at(folder: Path, writer: Writer, phase: str, number: int) -> bool:
 
 def _count(folder: Path, call: Callable[[Sequence[str]], object]) -> None:
     """Has this process say each call of a phase below the folder before it is made."""
+    places = (str(folder / "o"), str(folder / "t"))
 
     def hook(name: str, given: tuple[object, ...]) -> None:
-        if name in PHASES and given and str(given[0]).startswith(str(folder / "o")):
+        if name in PHASES and given and str(given[0]).startswith(places):
             call((name,))
 
     real = os.fsync
@@ -352,7 +357,7 @@ def check_next(folder: Path, writer: Writer) -> None:
     assert place.exists()
     assert look(folder, writer) == "nothing"
     left = [path.name for path in (folder / "o").rglob("*") if ".partial" in path.name]
-    left += [path.name for path in (folder / "t").glob(".moexport*")]
+    left += [path.name for path in (folder / "t").iterdir() if path.name not in LIBRARIES]
     assert not left, f"left behind: {left}"
 
 

@@ -13,6 +13,7 @@ from ...common.writing import (
     HINTS,
     hint,
     is_partial,
+    made_folder,
     nearest,
     replace_folder,
     temporary_folder,
@@ -88,13 +89,12 @@ def atomic_directory(destination: Path, *, force: bool) -> Iterator[Path]:
 
     On any failure, an interrupt included, the temporary folder is removed and what was at the
     destination stays. A link is followed: what it points to is replaced. Raises `BundleError` for
-    no space or no permission.
+    no space or no permission, `OutputError` for a folder above it that cannot be made.
     """
     check_destination(destination, force=force)
     place = destination.resolve()
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with temporary_folder(place) as partial:
+        with made_folder(place.parent), temporary_folder(place) as partial:
             yield partial
             check_destination(destination, force=force)  # another export may have ended meanwhile
             replace_folder(partial, place)

@@ -13,7 +13,6 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...common.files import Reading, Watched, allowed_bytes
+from ...common.writing import scratch_file
 from ...errors import CheckpointError
 from .files import find_files, read_files
 
@@ -318,9 +318,9 @@ def _temporary(size: int) -> tuple[Tensor, Path] | None:
     if not hasattr(os, "posix_fallocate"):
         return None
     try:
-        with NamedTemporaryFile(prefix="moexport-float32-") as file:
+        with scratch_file("float32") as path, path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, 4 * size)  # so that no write finds the disk full
             numbers = np.memmap(file, dtype=np.float32, mode="r+", shape=(size,))
     except OSError:
         return None
-    return torch.from_numpy(numbers), Path(file.name)
+    return torch.from_numpy(numbers), path

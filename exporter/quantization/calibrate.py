@@ -16,7 +16,7 @@ from ...calibration.observers import Observations, ObservingGraph, observe, obse
 from ...calibration.shards import Fields
 from ...calibration.table import CalibrationTable, Origin, is_table
 from ...common.console import Progress, Silent
-from ...common.writing import check_file, make_folder, output_errors, scratch_folder
+from ...common.writing import check_file, made_folder, output_errors, scratch_folder
 from ...errors import CalibrationError
 from ...graphs.layers.base import MoESpec
 from ...graphs.layers.stored import LayerOf
@@ -150,7 +150,7 @@ def observe_share(
     with scratch_folder("calibration", workspace) as folder:
         path = folder / GRAPH_FILE
         progress.step("writing the observing graph")
-        with output_errors(path):  # of a full disk, which the system tells without a name
+        with output_errors(folder.parent):  # of a full disk, which the system tells without a name
             graph = _write(job, traced.clone(), path)
         progress.step("observing", total=total, unit="inputs")
         batches = rebatched(job.inputs(feed_hash), job.options.batch)
@@ -241,9 +241,9 @@ def kept_table(
             )
         progress.step(f"{path} is up to date: same model, feed, k and method")
         return table
-    make_folder(path.absolute().parent)
-    table = make()
-    table.write(path)
+    with made_folder(path.absolute().parent):
+        table = make()
+        table.write(path)
     return table
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from ...common.console import Progress, Silent
 from ...common.files import sha256
+from ...common.writing import scratch_folder
 from ...errors import EngineError, MissingExtraError, UsageError
 from ...graphs.names import K_INPUT, part_of
 from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, TensorSpec
@@ -324,10 +324,10 @@ def _make(
     if compiled is not None:
         progress.step(f"took {plan.file} from the cache")
     else:
-        with tempfile.TemporaryDirectory() as place:
+        with scratch_folder("build") as place:
             changed = None
             if model is not None:
-                changed = Path(place) / plan.graph
+                changed = place / plan.graph
                 changed.write_bytes(model)
             compiled = build_engine(plan, directory, path, progress, changed)
     try:

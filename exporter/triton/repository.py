@@ -19,6 +19,7 @@ import numpy as np
 from ...common.console import Silent
 from ...common.writing import (
     check_folder,
+    made_folder,
     output_errors,
     replace_folder,
     temporary_folder,
@@ -112,16 +113,14 @@ def write_repository(
         _check_free(place / model.name, model, options)
     progress.step(f"writing {', '.join(model.name for model in models)}")
     target = place.resolve()
-    with output_errors(place):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary_folder(target) as staged:
-            for model in models:
-                _stage(model, staged / model.name, target / model.name, options)
-            if not target.exists():
-                replace_folder(staged, target)
-                return models
-            for model in models:
-                replace_folder(staged / model.name, target / model.name)
+    with made_folder(target.parent), output_errors(place), temporary_folder(target) as staged:
+        for model in models:
+            _stage(model, staged / model.name, target / model.name, options)
+        if not target.exists():
+            replace_folder(staged, target)
+            return models
+        for model in models:
+            replace_folder(staged / model.name, target / model.name)
     return models
 
 

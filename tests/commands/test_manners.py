@@ -291,6 +291,50 @@ def test_an_interrupt_while_the_parser_loads_is_no_traceback() -> None:
     assert done.stderr == "error: interrupted; nothing half-written was left behind\n"
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals as Unix does")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_an_interrupt_while_a_model_is_traced_is_told_as_one(name: str, tmp_path: Path) -> None:
+    """PyTorch's tracer swallows what interrupts its imports, and fails on what it lacks then."""
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, module, *_):\n"
+        "        if module == 'torch._dynamo.exc':\n"
+        f"            os.kill(os.getpid(), signal.{name})\n"
+        "from moexport.__main__ import main\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "main()\n"
+    )
+    arguments = ("export", LAYER, *SET, "-q", "-o", tmp_path / "out")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (130, -signal.SIGINT)
+    assert done.stderr == "error: interrupted; nothing half-written was left behind\n"
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals as Unix does")
+def test_a_hangup_that_is_ignored_ends_no_command() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from moexport.__main__ import main\n"
+        "from moexport import api\n"
+        "real = api.doctor\n"
+        "def hung_up():\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    return real()\n"
+        "api.doctor = hung_up\n"
+        "main()\n"
+    )
+    shell = f"trap '' HUP; exec {shlex.join([sys.executable, '-c', code, 'doctor'])}"  # as nohup
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_command_that_a_report_shows_can_be_typed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

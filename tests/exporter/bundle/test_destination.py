@@ -224,6 +224,20 @@ def test_outputs_that_fill_the_disk_are_told_and_not_kept(
     assert [path.name for path in small_disk.iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("free", [0, 20 << 10])
+def test_ranges_that_do_not_fit_on_the_disk_leave_no_folder(
+    free: int, small_disk: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "x.npz", input=np.zeros((3, 5, 24), np.float32))
+    (small_disk / "mine").write_bytes(bytes((192 << 10) - free))
+    place = small_disk / "new" / "folder" / "table.json"
+    layer = (DATA / "soft_moe_fkodom" / "weights.pt", "--set", "version=0.2.0")
+    outcome = run("calibrate", *layer, "--data", tmp_path / "x.npz", "-o", place)
+    assert outcome.code == 1
+    assert outcome.error == f"{place.parent}: cannot be written: No space left on device"
+    assert [path.name for path in small_disk.rglob("*")] == ["mine"]
+
+
 @pytest.fixture
 def writers(exported: Path, tmp_path: Path) -> dict[str, tuple[str | Path, ...]]:
     """Every command that writes beside `export`, without its `-o`."""

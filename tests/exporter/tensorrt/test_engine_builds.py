@@ -24,7 +24,7 @@ from moexport.exporter.tensorrt.backends import TENSORRT, first_gpu
 from moexport.exporter.tensorrt.build import WORKER
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.trust import read_header
-from moexport.tests.command import PROGRAM, run, start
+from moexport.tests.command import PROGRAM, run, run_program, start
 from moexport.tests.exporter.tensorrt.engines import (
     CARD,
     build,
@@ -338,6 +338,42 @@ def test_an_interrupt_while_the_builder_is_at_work_ends_both_processes(
     assert not worker.exists()
     assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
     assert not kept.exists()
+
+
+KILLED = """
+import os, signal, sys
+from moexport.__main__ import main
+
+def kill(event, given):
+    if event == "shutil.rmtree" and "moexport-build" in str(given[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+main()
+"""
+
+
+@needs_rtx
+@pytest.mark.skipif(sys.platform == "win32", reason="kills as Unix does")
+def test_what_a_killed_build_left_is_removed_by_the_next_after_a_day(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("MOEXPORT_ENGINE_CACHE", "off")
+    build_it = ("build", bundle, *CARD, *SIZES)
+    program = [sys.executable, "-c", KILLED, *map(str, build_it)]
+    done = subprocess.run(program, check=False, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    left = [*bundle.glob(".engines.*.partial"), *temporary.glob(".moexport-build.*.partial")]
+    assert len(left) == 2
+    for each in [file for folder in left for file in (*folder.rglob("*"), folder)]:
+        os.utime(each, (0, 0))
+    outcome = run_program(*build_it)
+    assert outcome.code == 0, outcome.err
+    assert not [each for each in left if each.exists()]
+    assert leftovers(bundle) == leftovers(temporary) == []
 
 
 def test_without_tensorrt_the_install_command_is_told(bundle: Path) -> None:
