@@ -26,6 +26,7 @@ from ..common.cluster import Cluster, NodeKind, Task, connected, kinds_of
 from ..common.console import Silent
 from ..common.environment import PACKAGES, versions
 from ..common.locations import state_of
+from ..common.pytorch import with_threads
 from ..common.timing import in_one_line
 from ..common.user_code import names_code
 from ..common.writing import held
@@ -38,7 +39,7 @@ from .journal import FILE, Journal
 from .plan import Case
 from .request import BenchRequest
 from .results import Results
-from .run import analysed, analyses_wanted, opened, prepared, sweep, with_threads
+from .run import analysed, analyses_wanted, opened, prepared, sweep
 from .runners.base import Runner
 from .runners.models import loaders
 from .runners.pytorch import CUDA, without_tf32
@@ -286,7 +287,7 @@ def _joined(shards: Sequence[BatchStates]) -> dict[str, EvaluationState]:
 def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
     """Returns the sums of a share of the batches, each by its number, for every candidate."""
     found: BatchStates = {}
-    with prepared(_opened(cells), _plain(cells.asked)) as (candidates, data, request, _):
+    with prepared(_opened(cells), _plain(cells.asked)) as (candidates, data, request, *_):
         for candidate in candidates:
             opening = loaders(candidate, request.batches)
             on_gpu = any(case.provider == CUDA for case in opening)

@@ -78,6 +78,13 @@ class Journal:
             self._path.unlink(missing_ok=True)
 
 
+def unfinished(folder: Path | None, kind: str, **keys: Any) -> dict[str, Any] | None:
+    """Returns the first piece of a kind in a folder's unfinished run, None where there is none."""
+    wanted = {"kind": kind} | keys
+    entries = () if folder is None else _lines(folder / FILE)
+    return next((each for each in entries if wanted.items() <= each.items()), None)
+
+
 def _line(entry: Mapping[str, Any]) -> str:
     return json.dumps(entry, ensure_ascii=False) + "\n"
 

@@ -93,7 +93,11 @@ class BenchRequest(LoadRequest):
         None, "Number of inputs for the accuracy.", unset="all", kind=int, min=1
     )
     threads: int | None = option(
-        None, "Threads of every engine.", unset="PyTorch's", kind=int, min=1
+        None,
+        "Threads of every engine.",
+        unset="those with which the untouched model is fastest",
+        kind=int,
+        min=1,
     )
     memory: bool = option(
         True,

@@ -16,16 +16,16 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from ..calibration.feeds import Array
 from ..common import timing
 from ..common.console import Progress, Silent
 from ..common.environment import environment, memory_bytes
 from ..common.files import sha256
+from ..common.pytorch import Threads, fastest_threads, with_threads
 from ..common.writing import check_folder, held
 from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
@@ -39,7 +39,7 @@ from .analyses.subgroups import compared
 from .data import Labelled, LabelledData, Streamed, fingerprint, labelled, load_groups
 from .engines import PYTORCH_COMPILE, Serves
 from .evaluate import EvaluationState, evaluate, wrong
-from .journal import FILE, Journal
+from .journal import FILE, Journal, unfinished
 from .language import is_language_model, phase_inputs, phases_of, prompt_of, token_windows
 from .measure.latency import Scheduled, group_batches, measure_group, parts_of
 from .measure.memory import PeakMemory, measure_memories, worker_count
@@ -47,11 +47,11 @@ from .measure.roofline import Limit, Limits, Rates
 from .plan import Candidate, Case, TimingGroup, describe, plan
 from .report.compare import compare
 from .report.page import write_all
-from .request import BenchRequest
+from .request import ALL, BenchRequest
 from .results import Absent, ModelInfo, PartTime, Results, Row
 from .runners.available import select
 from .runners.base import Loader, Runner
-from .runners.candidates import batch_sizes, candidates_of, check_exported
+from .runners.candidates import batch_sizes, candidates_of, check_exported, with_sources
 from .runners.models import loaders
 from .runners.pytorch import CUDA, PyTorch, outputs_of, untouched, without_tf32
 
@@ -92,6 +92,7 @@ def bench(
     only: int | None = None,
     known: Mapping[str, EvaluationState] | None = None,
     calibration: str | None = None,
+    threads: Threads | None = None,
 ) -> Results:
     """Returns every row of a benchmark, whose engines, k and precisions are those of `candidates`.
 
@@ -99,8 +100,9 @@ def bench(
     opened, evaluated or timed becomes a row with its error. `absent` names the engines that are not
     measured, and `analyses` is what else was found, for the results. `only` one of the batch sizes
     is timed where that is said, and qualities that are `known` are not taken again, by the names of
-    candidates. `calibration` names the file that INT8 took its ranges from, for the report. Raises
-    UsageError and FeedError, before anything is opened, for what cannot be measured at all.
+    candidates. `calibration` names the file that INT8 took its ranges from, for the report, and
+    `threads` tells how the number of threads was found. Raises UsageError and FeedError, before
+    anything is opened, for what cannot be measured at all.
     """
     progress, out, before = request.progress or Silent(), request.folder, request.before
     groups = plan(candidates, request)
@@ -122,6 +124,10 @@ def bench(
             progress.step(journal.told)
         rows: list[Row] = []
         protocol = _protocol(request, data, calibration)
+        if threads is not None:
+            protocol["threads"] = threads.told
+            if not journal.found("threads"):
+                journal.add("threads", of=candidates[0].model.source.path, **asdict(threads))
         for candidate in candidates:
             one = Measurement(candidate, groups, data, head, request, journal, progress)
             one.known = (known or {}).get(candidate.name)
@@ -204,8 +210,14 @@ def opened(
     return [one(each) for each in sources]
 
 
-Prepared = tuple[list[Candidate], Labelled, BenchRequest, tuple[Absent, ...]]
-"""Candidates and their data, the benchmark of them, and the engines that are not measured."""
+class Prepared(NamedTuple):
+    """Candidates and their data, the benchmark of them, the engines that are not measured."""
+
+    candidates: list[Candidate]
+    data: Labelled
+    request: BenchRequest
+    absent: tuple[Absent, ...]
+    threads: Threads
 
 
 def sweep(
@@ -222,15 +234,16 @@ def sweep(
     """
     watcher = asked.progress or Silent()
     analyses_wanted(asked)
-    with prepared(listed, asked) as (candidates, data, request, absent):
+    with prepared(listed, asked) as found:
         return bench(
-            candidates,
-            data,
-            request,
-            absent=absent,
-            analyses=_analyses(candidates, data, asked, watcher),
+            found.candidates,
+            found.data,
+            found.request,
+            absent=found.absent,
+            analyses=_analyses(found.candidates, found.data, asked, watcher),
             only=only,
             known=known,
+            threads=found.threads,
         )
 
 
@@ -247,8 +260,8 @@ def analyses_wanted(asked: BenchRequest) -> Wanted | None:
 
 def analysed(listed: Sequence[Model | Bundle], asked: BenchRequest) -> dict[str, Any]:
     """Returns what is asked about experts and subgroups; measures nothing else."""
-    with prepared(listed, asked) as (candidates, data, _, _):
-        return _analyses(candidates, data, asked, asked.progress or Silent())
+    with prepared(listed, asked) as found:
+        return _analyses(found.candidates, found.data, asked, asked.progress or Silent())
 
 
 @contextmanager
@@ -259,31 +272,53 @@ def prepared(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Iterator[
         for item in listed:
             if isinstance(item, Model):
                 check_one_input(item, "--analysis")
-    engines = asked.engines
-    selection = select(engines, [_served(item) for item in listed])
-    for each in selection.absent:
-        if each.engine in engines:
-            watcher.step(f"not measured: {each.engine}: {each.reason}")
-    request = replace(
-        asked,
-        engine=selection.names,
-        # The same threads for every engine: PyTorch's own choice, unless told.
-        threads=asked.threads or torch.get_num_threads(),
-        batch=batch_sizes(listed, asked),
-    )
+    selection = select(asked.engines, [_served(item) for item in listed])
+    request = replace(asked, engine=selection.names, batch=batch_sizes(listed, asked))
     check_exported(listed, request)
-    data: Labelled | None = None
-    inputs: Array | None = None
-    first = next((item for item in listed if isinstance(item, Model)), None)
-    if first is not None:
-        data = data_of(first, request, fixed_sizes(first, listed))
-        calibrates = {"int8", "fp8"} & {*request.precisions}
-        inputs = data.head(CALIBRATION_INPUTS if calibrates else 1).inputs
-    with candidates_of(listed, request, watcher, inputs) as candidates:
-        model = candidates[0].model
-        data = data or data_of(model, request, fixed_sizes(model, listed))
+    listed = with_sources(listed)
+    first = next(item for item in listed if isinstance(item, Model))
+    data = data_of(first, request, fixed_sizes(first, listed))
+    head = data.head(CALIBRATION_INPUTS if {"int8", "fp8"} & {*request.precisions} else 1)
+    absent = [each for each in selection.absent if each.engine in asked.engines]
+    if absent and asked.engine == ALL:
+        names = ", ".join(each.engine for each in absent)
+        watcher.step(f"not measured, the report says why: {names}")
+    else:
+        for each in absent:
+            watcher.step(f"not measured: {each.engine}: {each.reason}")
+    threads = _threads(first, data, request, watcher)
+    # The same threads for every engine.
+    request = replace(request, threads=threads.count)
+    with candidates_of(listed, request, watcher, head.inputs) as candidates:
         phased = [in_phases(candidate, data, asked.tokens) for candidate in candidates]
-        yield phased, data, request, selection.absent
+        yield Prepared(phased, data, request, selection.absent, threads)
+
+
+def _threads(model: Model, data: Labelled, request: BenchRequest, watcher: Progress) -> Threads:
+    """How many threads every engine gets: as told, as an unfinished run had, or as is fastest."""
+    if request.threads is not None:
+        return Threads(request.threads)
+    begun = unfinished(request.folder, "threads", of=model.source.path)
+    if begun is not None:
+        return msgspec.convert(begun, Threads, strict=False)
+    found = untouched_threads([model], data, request.batches)
+    if found.call_ms:
+        watcher.step(found.told)
+    return found
+
+
+def untouched_threads(models: Sequence[Model], data: Labelled, batches: Sequence[int]) -> Threads:
+    """Returns how many threads untouched models are fastest with; FeedError if one cannot run."""
+    head = data.head(max(batches))
+    if not len(head):
+        return Threads(torch.get_num_threads())
+    calls = []
+    for model in models:
+        base = untouched(model)
+        for x in (head.batch(0, size) for size in batches):
+            outputs_of(base, x, model.source.path)
+            calls.append(base.bound(x))
+    return fastest_threads(*calls)
 
 
 def _analyses(
@@ -658,15 +693,3 @@ def model_info(candidate: Candidate) -> ModelInfo:
 def _file_hash(loader: Loader) -> str:
     """The hash of a graph's file; empty for one that is not a file."""
     return sha256(loader.file) if loader.file is not None and loader.file.is_file() else ""
-
-
-@contextmanager
-def with_threads(count: int | None) -> Iterator[None]:
-    """Sets PyTorch's thread count within the context."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -215,6 +215,12 @@ def refuse_idle(*records: Any, why: str, but: Sequence[str] = ()) -> None:
 LAST = ("Cluster", "Options")
 """Sections of a command's help that end it."""
 
+FURTHER = ("Numbers", "Edits", "Engines", "Weights of engines")
+"""Sections that a help of more than two screens leaves to --help-all."""
+
+SCREENS = 80
+"""Lines of two screens."""
+
 Command = Callable[..., None]
 
 EXIT_CODES = "Exit codes: 0 success, 1 failure, 2 wrong usage, 3 a check failed, 130 interrupted."
@@ -222,6 +228,13 @@ EXIT_CODES = "Exit codes: 0 success, 1 failure, 2 wrong usage, 3 a check failed,
 
 class SectionedCommand(TyperCommand):
     """A command whose help has a section per kind of option, in plain text: Rich takes 0.1 s."""
+
+    whole = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Takes --help-all for a --help that leaves nothing out."""
+        self.whole = "--help-all" in args
+        return super().parse_args(ctx, ["--help"] if self.whole else args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes the arguments and options under their headings."""
@@ -233,11 +246,17 @@ class SectionedCommand(TyperCommand):
                 heading = getattr(each, "rich_help_panel", None)
                 heading = "Arguments" if argument else heading or "Options"
                 sections.setdefault(heading, []).append(record)
+        long = sum(map(len, sections.values())) > SCREENS / 2  # an option takes about two lines
+        left_out = [each for each in FURTHER if each in sections and long and not self.whole]
         last = [each for each in LAST if each in sections]
-        for heading in [each for each in sections if each not in last] + last:
-            records = sections[heading]
+        listed = [each for each in sections if each not in (*last, *left_out)]
+        for heading in listed + last:
             with formatter.section(heading):
-                formatter.write_dl(records)
+                formatter.write_dl(sections[heading])
+        if left_out:
+            names = ", ".join(f"{each} ({len(sections[each])})" for each in left_out)
+            formatter.write_paragraph()
+            formatter.write_text(f"--help-all shows further options: {names}.")
 
 
 def _say_version(asked: bool) -> None:

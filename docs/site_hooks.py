@@ -66,7 +66,7 @@ def _help(command: str) -> str:
         contextlib.redirect_stdout(printed),
         contextlib.suppress(SystemExit),
     ):
-        app([command, "--help"], prog_name="moexport")
+        app([command, "--help-all"], prog_name="moexport")
     return printed.getvalue().strip()
 
 

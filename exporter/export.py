@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import onnx_ir as ir
@@ -16,6 +18,7 @@ import onnx_ir as ir
 from ..calibration.shards import Fields
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
+from ..common.pytorch import Threads, fastest_threads, with_threads
 from ..errors import EngineError, LoweringError, ParityError
 from ..graphs.lower import Lowered
 from ..graphs.lowerings import lowerings_of
@@ -42,7 +45,13 @@ from .parity import (
 from .plan import GraphPlan, Plan, plan, plan_graph
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
-from .reference import check_network, exact, first_different_layer, torch_reference
+from .reference import (
+    check_network,
+    exact,
+    first_different_layer,
+    run_untouched,
+    torch_reference,
+)
 from .tensorrt.engines import build_for_export
 from .trace import trace
 from .write import graph_record, manifest_of, opened_comparison, write_graphs
@@ -65,17 +74,34 @@ def export(
 
 def _exported(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bundle:
     options = job.options
-    place, force = options.destination, options.force
-    assert place is not None, "an export has a destination"
-    inputs = None
+    inputs: Iterable[Fields] | None = None
+    threads = None if options.threads is None else Threads(options.threads)
     if options.verify:
-        inputs = parity_batches(
+        batches = parity_batches(
             job.model,
             job.fixed,
             options.data,
             options.samples_to_verify,
             tiny=options.precision.name == "fp32",  # FP16 has no such numbers
         )
+        first = next(batches)
+        inputs = chain([first], batches)
+        traced = _traced(job, progress, traced)  # tells of a network that cannot be run
+        if threads is None:
+            threads = fastest_threads(partial(run_untouched, job.model, first))
+            if threads.call_ms:
+                progress.step(threads.told)
+    with with_threads(None if threads is None else threads.count):
+        return _written(job, progress, traced, inputs)
+
+
+def _written(
+    job: ExportJob, progress: Progress, traced: ir.Model | None, inputs: Iterable[Fields] | None
+) -> Bundle:
+    """The bundle of a job, compared with PyTorch on inputs unless there are none."""
+    options = job.options
+    place, force = options.destination, options.force
+    assert place is not None, "an export has a destination"
     planned = export_plan(job, progress, traced)
     weights_bytes = planned.weights_bytes
     check_destination(place, force=force, needed_bytes=weights_bytes)
@@ -116,12 +142,17 @@ def export_plan(
     and what `calibrate`, `floats_for_retention` and `plan` raise.
     """
     progress = progress or Silent()
-    if traced is None:
-        progress.step("tracing")
-        traced = trace(job.model, opset=job.options.opset, fixed=job.fixed)
+    traced = _traced(job, progress, traced)
     table = found_ranges(job, traced, progress)
     retention = floats_for_retention(job, traced, table, progress)
     return plan(job, traced, table, retention=retention, progress=progress)
+
+
+def _traced(job: ExportJob, progress: Progress, traced: ir.Model | None) -> ir.Model:
+    if traced is not None:
+        return traced
+    progress.step("tracing")
+    return trace(job.model, opset=job.options.opset, fixed=job.fixed)
 
 
 def found_ranges(

@@ -223,7 +223,8 @@ class ExportOptions:
 
     `lowerings` names the graphs to write, `auto`, `tune` or a name each; the first is `model.onnx`.
     Parity holds where |difference| ≤ atol + rtol · max|y|; None stands for what the precision
-    allows (`tolerance`), over so many inputs of `data` at the most (None: `VERIFY_SAMPLES`).
+    allows (`tolerance`), over so many inputs of `data` at the most (None: `VERIFY_SAMPLES`), with
+    so many `threads` (None: those with which the untouched model is fastest).
     `precision` says in what numbers the graph computes. INT8 takes its ranges from `calibration`, a
     table or its file, or finds them on `data` by `method`; FP16 looks in either for what would
     overflow. With `expose_routing` what every layer chooses is an output of the graphs.
@@ -245,6 +246,7 @@ class ExportOptions:
     rtol: float | None = None
     verify: bool = True
     verify_samples: int | None = None
+    threads: int | None = None
     edits: Edits = NO_EDITS
     precision: PrecisionOptions = PrecisionOptions()
     data: Feed | None = field(default=None, compare=False)
@@ -412,6 +414,7 @@ def requested(request: ExportRequest, destination: Path | None) -> ExportOptions
         rtol=request.rtol,
         verify=request.verify,
         verify_samples=request.verify_samples,
+        threads=request.threads,
         edits=read_edits(request.ablate, request.rewrite, request.steer),
         precision=PrecisionOptions(
             name=request.precision,
@@ -440,7 +443,7 @@ def requested(request: ExportRequest, destination: Path | None) -> ExportOptions
 
 _BESIDE_A_RECIPE = frozenset(
     {"recipe", "data", "atol", "rtol", "verify", "verify_samples", "steer", "engine", "force"}
-    | {"expose_routing"}
+    | {"expose_routing", "threads"}
 )
 """Options that a recipe leaves open."""
 

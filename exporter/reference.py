@@ -41,6 +41,11 @@ def torch_reference(job: ExportJob, x: Inputs) -> Reference:
         return reference(job.model, x, kept, renormalize=renormalize, batch=batch)
 
 
+def run_untouched(model: Model, x: Fields) -> list[np.ndarray]:
+    """Returns what the untouched model gives for inputs."""
+    return _Network(model, model.untouched).outputs(x)
+
+
 EXACT_BYTES = 512 << 20
 """Of larger weights no second copy is made, in float64: their FP32 graphs have one bound alone."""
 

@@ -228,8 +228,7 @@ class ExportRequest(Request):
     )
     target: Target = option(
         "onnx",
-        "The runtime of the graph: onnx (any; standard ops only), ort-cpu, ort-cuda, ort-web, "
-        "tensorrt or tensorrt-rtx.",
+        "The runtime of the graph; onnx is any of them, in standard ops.",
         kind=Target,
     )
     lowering: str = option(
@@ -246,12 +245,6 @@ class ExportRequest(Request):
         "1:196:1024",
         "The same for the number of tokens, if that axis is dynamic.",
         metavar=SIZES,
-    )
-    opset: int | None = option(
-        None,
-        "The ONNX opset, 20 to 23.",
-        unset="20; 23 for language models with --target ort-cpu",
-        kind=int,
     )
     renormalize: bool = option(False, "Divide C by its sum over the selected experts.")
     expose_routing: bool = option(
@@ -275,21 +268,6 @@ class ExportRequest(Request):
     )
     quantize: Scope = option(
         "experts", "What to quantise: the experts, or all linear layers.", kind=Scope
-    )
-    rest: FloatName | None = option(
-        None,
-        "The float type of everything that is not quantised.",
-        unset="fp32; for TensorRT fp16",
-        kind=FloatName,
-    )
-    weight_bits: int | None = option(
-        None,
-        "Bits of INT8 weights on CPUs: 7, or 8, which is slower without VNNI.",
-        unset="7; for TensorRT 8",
-        kind=int,
-    )
-    io_precision: FloatName = option(
-        "fp32", "The type of the graph's float inputs and outputs.", kind=FloatName
     )
     method: Method | None = option(
         None, "How to choose INT8 ranges from the data.", unset="percentile", kind=Method
@@ -338,6 +316,35 @@ class ExportRequest(Request):
         "Compare every graph with PyTorch; a mismatch is an error.",
         flag="--verify/--no-verify",
     )
+    threads: int | None = option(
+        None,
+        "Threads of PyTorch and ONNX Runtime.",
+        unset="those with which the untouched model is fastest",
+        kind=int,
+        min=1,
+    )
+    rest: FloatName | None = option(
+        None,
+        "The float type of everything that is not quantised.",
+        unset="fp32; for TensorRT fp16",
+        heading="Numbers",
+        kind=FloatName,
+    )
+    weight_bits: int | None = option(
+        None,
+        "Bits of INT8 weights on CPUs: 7, or 8, which is slower without VNNI.",
+        unset="7; for TensorRT 8",
+        kind=int,
+    )
+    io_precision: FloatName = option(
+        "fp32", "The type of the graph's float inputs and outputs.", kind=FloatName
+    )
+    opset: int | None = option(
+        None,
+        "The ONNX opset, 20 to 23.",
+        unset="20; 23 for language models with --target ort-cpu",
+        kind=int,
+    )
     ablate: str | Sequence[str] = option(
         (),
         "Experts to remove, counted from 0: LAYER:EXPERT or LAYER:3,5.",
@@ -363,13 +370,13 @@ class ExportRequest(Request):
     )
     engine: EngineOptions | bool | None = option(
         None,
-        "Compile TensorRT engines; in Python, `EngineOptions` sets their options.",
+        "Compile TensorRT engines, with the options of `build`; in Python, `EngineOptions`.",
         unset="if the target has engines and this machine can build them",
-        heading="Engines",
+        heading="Options",
         kind=bool,
         flag="--engine/--no-engine",
     )
-    force: bool = option(False, "Replace an existing bundle.", heading="Options")
+    force: bool = option(False, "Replace an existing bundle.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from ..common.console import Progress
 from ..common.environment import environment
@@ -190,6 +191,7 @@ def opened_comparison(
         fixed_batch=job.fixed_batch,
         k_input=job.options.k == "input",
         tolerance=job.options.tolerance,
+        threads=torch.get_num_threads(),
     )
 
 

@@ -15,8 +15,8 @@ import moexport
 import numpy as np
 import torch
 from moexport.bench.demo.mumoe import save, trainable_gpt2
-from moexport.bench.run import with_threads
 from moexport.common.console import Progress
+from moexport.common.pytorch import with_threads
 from moexport.common.text import markdown
 from moexport.common.timing import IndexedCall, Protocol
 from moexport.common.timing import measure as measure_calls

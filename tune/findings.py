@@ -10,7 +10,7 @@ import msgspec
 
 from ..bench.analyses.findings import TUNING, FrontPoint, TunedLayer, TuningRecord
 from ..bench.data import LabelledData
-from ..bench.demo.demo import THREADS, TrainedNetwork
+from ..bench.demo.demo import TrainedNetwork
 from ..bench.engines import ONNXRUNTIME, PYTORCH_EAGER
 from ..bench.journal import FILE
 from ..bench.plan import Candidate
@@ -87,12 +87,13 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
     return Results(
         models=(info,),
         rows=tuple(rows),
-        environment=environment(),
+        environment=environment() | {"threads": tuned.threads.count},
         protocol={
             "rounds": tuned.protocol.rounds,
             "round_s": tuned.protocol.round_s,
             "samples": quality.inputs,
             "labelled": tuned.metric.name == "accuracy",
+            "threads": tuned.threads.told,
         },
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -131,9 +132,7 @@ def demonstrated(
     progress: Progress, network: TrainedNetwork, data: LabelledData, directory: Path
 ) -> str:
     """Returns what a search finds for a network; its bundle and report go to a demo's folder."""
-    request = SearchOptions(
-        keep=KEEP, threads=THREADS, precisions=("fp32", "int8"), seconds=SECONDS
-    )
+    request = SearchOptions(keep=KEEP, precisions=("fp32", "int8"), seconds=SECONDS)
     place, report = directory / "tuned", directory / "tuned-report"
     progress.step(f"tuning {network.name}: {KEEP:.0%} kept")
     tuned = search_and_export(

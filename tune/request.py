@@ -93,7 +93,11 @@ class TuneRequest(ClusterRequest):
         metavar="TIME",
     )
     threads: int | None = option(
-        None, "The number of threads of every engine.", unset="PyTorch's own choice", kind=int
+        None,
+        "Threads of every engine.",
+        unset="those with which the untouched model is fastest",
+        kind=int,
+        min=1,
     )
     pixels: str | None = option(
         None,

@@ -7,14 +7,18 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
+
 from ..bench.data import Labelled
-from ..bench.run import with_threads
+from ..bench.journal import unfinished
+from ..bench.run import untouched_threads
 from ..common.console import Progress, Silent
 from ..common.files import sha256
+from ..common.pytorch import Threads, with_threads
 from ..common.timing import Latency, Protocol
 from ..common.writing import (
     check_folder,
@@ -37,7 +41,7 @@ from . import layers
 from .budget import TRAINING_S, VERIFIED, Clock
 from .confirm import Confirmed, SearchResult, check_same, contract, contract_record, reasons
 from .graphs import Trial
-from .prepare import CALIBRATED, SearchJob, prepare
+from .prepare import CALIBRATED, SearchJob, check_tunable, prepare
 from .quality import Metric
 from .request import SearchOptions
 from .routed import routed_layers
@@ -70,6 +74,7 @@ class Tuned:
     all_trials: tuple[Trial, ...]
     seen: int
     seconds: float
+    threads: Threads
 
     @property
     def trials(self) -> int:
@@ -105,9 +110,12 @@ def search_and_export(
     clock = clock or Clock(request.seconds)
     check_destination(destination, force=force)
     check_folder(destination.absolute().parent)
-    with with_threads(request.threads), _kept_in(work) as folder:
+    threads = _threads(model, data, request, work, progress)
+    with with_threads(threads.count), _kept_in(work) as folder:
         clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
         job = prepare(model, data, request, folder, progress, clock)
+        if not job.journal.found("threads"):
+            job.journal.add("threads", of=model.source.path, **asdict(threads))
         result = search(job, progress, evaluate)
         place = recipe_folder(destination, work)
         sequence, chosen, bundle = export_best(
@@ -127,7 +135,24 @@ def search_and_export(
         all_trials=result.trials,
         seen=len(job.holdout.search),
         seconds=time.monotonic() - started,
+        threads=threads,
     )
+
+
+def _threads(
+    model: Model, data: Labelled, request: SearchOptions, work: Path | None, progress: Progress
+) -> Threads:
+    """How many threads everything gets: as told, as an unfinished search had, or as is fastest."""
+    if request.threads is not None:
+        return Threads(request.threads)
+    begun = unfinished(work, "threads", of=model.source.path)
+    if begun is not None:
+        return msgspec.convert(begun, Threads, strict=False)
+    check_tunable(model)
+    found = untouched_threads([model], data, (request.batch.opt,))
+    if found.call_ms:
+        progress.step(found.told)
+    return found
 
 
 @contextmanager
@@ -282,7 +307,8 @@ def plan_search(
 ) -> SearchPlan:
     """Returns how large a search is; runs the untouched model on one half, and searches nothing."""
     progress = progress or Silent()
-    with with_threads(request.threads), _kept_in(None) as folder:
+    threads = _threads(model, data, request, None, progress)
+    with with_threads(threads.count), _kept_in(None) as folder:
         started = time.monotonic()
         job = prepare(model, data, request, folder, progress, Clock(None))
         began, count, one = time.monotonic() - started, len(job.holdout.search), job.one_s

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...common.console import Progress
+from ...common.pytorch import with_threads
 from ...common.text import table
 from ...common.writing import check_folder, whole_file, write_text
 from ...errors import BundleError, MoexportError
@@ -28,13 +29,13 @@ from ..engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 from ..plan import Candidate
 from ..report.text import rows_table
 from ..request import BenchRequest
-from ..run import bench, in_phases
+from ..run import bench, in_phases, untouched_threads
 from ..runners.candidates import from_bundle
 from ..runners.other_exporters import with_other_exporters
 from . import digits
 
 THREADS = 1
-"""Of every engine: these networks are too small to share out, and sharing makes times erratic."""
+"""Of training: with more, sums are in another order, and other networks come of the same seed."""
 
 ROUND_S = 0.05
 """Of each case in each of its rounds: short, and still eight calls or more of the slowest."""
@@ -129,17 +130,19 @@ def run_job(
             engine=group.engines,
             target="ort-cpu",
             round_s=ROUND_S,
-            threads=THREADS,
             memory=False,  # It takes a process for every row, and the demo is to be short.
         )
         report = directory / group.report
+        loaded = [network.load() for network in group.networks]
+        threads = untouched_threads(loaded, group.data, group.batches)
+        asked = replace(asked, threads=threads.count)
         with ExitStack() as stack:
             candidates = []
             for network in group.networks:
                 bundles = list(_exported(network, directory, progress))
                 checked += [verified(bundle) for bundle in bundles]
                 own = _side_by_side(bundles, network.name, asked)
-                both = stack.enter_context(with_other_exporters(own, THREADS))
+                both = stack.enter_context(with_other_exporters(own, threads.count))
                 candidates.append(in_phases(both, group.data, None))
             progress.step(f"measuring for {report.name}")
             results = bench(
@@ -147,6 +150,7 @@ def run_job(
                 group.data,
                 replace(asked, out=report, command=f"{command} -o {directory}", progress=progress),
                 calibration=None if group.calibration is None else str(group.calibration),
+                threads=threads,
             )
         measured.append(rows_table(results))
         reports.append(report / "report.html")
@@ -279,7 +283,8 @@ def _trained(directory: Path, progress: Progress) -> list[Group]:
         n = training.experts
         progress.step(f"training n = {n} on {len(data.train)} digits")
         checkpoint = directory / f"digits-n{n}.pt"
-        digits.save(digits.train(training, data.train), checkpoint)
+        with with_threads(THREADS):
+            digits.save(digits.train(training, data.train), checkpoint)
         bundles = [
             Exported(
                 f"digits-n{n}-k{label}" + ("" if precision == "fp32" else f"-{precision}"),

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ...common.console import Progress
+from ...common.pytorch import with_threads
 from ...common.writing import replace_folder, temporary_folder, write_text
 from ...exporter.token_routed.load import transformers_library
 from ..data import LabelledData
 from ..engines import ONNXRUNTIME, PYTORCH_EXPERTS_EAGER, PYTORCH_GROUPED_MM, TRANSFORMERS_ONNX
 from ..language import python_topics
-from ..run import with_threads
 from .demo import THREADS, Exported, Group, Outcome, TrainedNetwork, run_job, saved
 
 NAME = "mixtral"

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ...calibration.feeds import Array
 from ...common.console import Progress
+from ...common.pytorch import with_threads
 from ...common.text import table
 from ...common.writing import whole_file
 from ...exporter.families.mumoe_gpt2 import GPT2, GPT2Block, GPT2Spec
@@ -23,7 +24,6 @@ from ...graphs.layers import mumoe
 from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec
 from ..data import LabelledData
 from ..language import python_topics
-from ..run import with_threads
 from . import digits
 from .demo import THREADS, Exported, Group, Outcome, TrainedNetwork, run_job, saved
 

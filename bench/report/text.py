@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...common.pytorch import Threads
 from ...common.text import csv_cell, markdown, markdown_text, printable, table
 from ...common.timing import Latency
 from ..analyses.findings import studies_in
@@ -223,9 +224,10 @@ def method_lines(results: Results) -> list[str]:
             f"{p['rounds']} interleaved rounds in random order, at least {p['round_s']:g} s per "
             f"engine and round, after {p['warmup']} warm-up calls; no call is discarded."
         )
-    threads = results.environment.get("threads")
+    threads = p.get("threads") or results.environment.get("threads")
     if threads is not None:
-        lines.append(f"{threads} thread{'s' if threads != 1 else ''} for every engine.")
+        told = threads if isinstance(threads, str) else Threads(threads).told
+        lines.append(f"Every engine: {told}.")
     lines.append(
         "Latencies with scope gpu are device time; the others are wall clock, host to host."
         if any(row.scope == "gpu" for row in results.rows)

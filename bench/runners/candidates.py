@@ -460,6 +460,21 @@ def check_exported(listed: Sequence[Model | Bundle], request: BenchRequest) -> N
             )
 
 
+def with_sources(listed: Sequence[Model | Bundle]) -> list[Model | Bundle]:
+    """Returns models and bundles, before the bundles of no model the one that they came from."""
+    found: list[Model | Bundle] = []
+    came_from: str | None = None
+    given = False
+    for item in listed:
+        if isinstance(item, Model):
+            given = True
+        elif not given and came_from != item.manifest.source.sha256:
+            found.append(_source_of(item))
+            came_from = item.manifest.source.sha256
+        found.append(item)
+    return found
+
+
 @contextmanager
 def candidates_of(
     listed: Sequence[Model | Bundle],

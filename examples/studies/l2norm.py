@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from moexport.bench.report.figures import COLOURS, drawn, log2_axis
 from moexport.bench.results import Results, write
-from moexport.bench.run import with_threads
 from moexport.common.console import Progress
 from moexport.common.environment import environment
+from moexport.common.pytorch import with_threads
 from moexport.common.text import table
 from moexport.common.writing import make_folder, whole_file
 from torch import Tensor, nn

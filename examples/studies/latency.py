@@ -21,12 +21,13 @@ from moexport.bench.engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAG
 from moexport.bench.report.page import write_all
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, Row, write
-from moexport.bench.run import bench, model_info, with_threads
+from moexport.bench.run import bench, model_info
 from moexport.bench.runners.base import Runner
 from moexport.bench.runners.candidates import exported
 from moexport.bench.runners.pytorch import untouched, with_algorithm_1
 from moexport.common.console import Progress
 from moexport.common.environment import environment, memory_bytes
+from moexport.common.pytorch import with_threads
 from moexport.common.text import count, table
 from moexport.common.timing import MIN_ROUNDS, summarise
 from moexport.examples.studies.random_layers import (

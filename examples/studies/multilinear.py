@@ -22,13 +22,13 @@ from moexport.bench.plan import Case, TimingGroup
 from moexport.bench.report.page import write_all
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.run import with_threads
 from moexport.bench.runners.base import Loader, Runner
 from moexport.bench.runners.candidates import exported
 from moexport.bench.runners.pytorch import PyTorch
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.environment import environment
+from moexport.common.pytorch import with_threads
 from moexport.common.text import count, table
 from moexport.examples.studies.random_layers import layer_model, random_mumoe, random_tokens
 from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec, activate

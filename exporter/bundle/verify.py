@@ -134,10 +134,13 @@ def graph_comparison(
     fixed_batch: int | None,
     k_input: bool,
     tolerance: Tolerance,
+    threads: int | None = None,
 ) -> Comparison:
     """Opens a graph of a bundle, or of one being written, for references like this one."""
     return Comparison(
-        checking_session(directory, graph, observe=expected.observed(graph.selected)),
+        checking_session(
+            directory, graph, observe=expected.observed(graph.selected), threads=threads
+        ),
         graph.selected,
         batch=fixed_batch or max(PARITY_BATCHES),
         tolerance=tolerance,
@@ -147,7 +150,11 @@ def graph_comparison(
 
 
 def checking_session(
-    directory: Path, graph: GraphRecord, *, observe: Mapping[str, int] | None = None
+    directory: Path,
+    graph: GraphRecord,
+    *,
+    observe: Mapping[str, int] | None = None,
+    threads: int | None = None,
 ) -> Session:
     """Returns a graph of a bundle, or of one being written, ready for its values to be compared."""
     # Graphs that are written together are open together.
@@ -155,7 +162,9 @@ def checking_session(
     prepack = weights * len(list(directory.glob("*.onnx"))) < LARGE_WEIGHTS_BYTES
     return Session(
         directory / graph.file,
-        SessionOptions(prepack=prepack, plan_memory=False, observe=observe, rounded=True),
+        SessionOptions(
+            threads=threads, prepack=prepack, plan_memory=False, observe=observe, rounded=True
+        ),
     )
 
 

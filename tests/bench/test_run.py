@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,23 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import Digits
 from moexport.bench.plan import Candidate, GraphSource, describe, plan
+from moexport.bench.report.text import method_lines
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, Row, read
-from moexport.bench.run import bench
+from moexport.bench.run import bench, sweep
 from moexport.bench.runners.base import Runner, first_of
 from moexport.bench.runners.candidates import with_distinct_names
 from moexport.bench.runners.pytorch import with_algorithm_1
 from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
+from moexport.common.pytorch import with_threads
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
 from moexport.tests.bench.loaders import Made
 from moexport.tests.command import run, run_program
 from moexport.tests.recorded import DATA, VIT_SETS
+from moexport.tests.threads import SlowOnManyThreads
 
 QUICK = BenchRequest(batch=(1, 3), warmup=1, round_s=0.0, inputs=2, samples=100)
 
@@ -217,6 +221,48 @@ def test_threads_are_set_for_the_run_and_put_back(model: Model, digits: Digits) 
     results = bench([Candidate("d", model)], digits.test, settings)
     assert results.environment["threads"] == before + 1
     assert torch.get_num_threads() == before
+
+
+def test_everything_is_timed_with_the_threads_of_the_fastest_untouched_model(
+    model: Model, digits: Digits, tmp_path: Path
+) -> None:
+    slow = SlowOnManyThreads(model.module)
+    own = replace(model, module=slow)
+    asked = replace(QUICK, batch=(1,), out=tmp_path, engine="onnxruntime", k="2", samples=5)
+    with with_threads(3):
+        results = sweep([own], replace(asked, memory=False))
+        assert results.environment["threads"] == 1
+        slow.had.clear()
+        given = sweep([own], replace(asked, memory=False, threads=2))
+    assert {*slow.had} - {3} == {2}  # tracing runs it as the caller does
+    assert given.environment["threads"] == 2
+    (told,) = [line for line in method_lines(results) if "thread" in line]
+    assert re.match(r"Every engine: 1 thread, with which the untouched model is fastest \(", told)
+    (told,) = [line for line in method_lines(given) if "thread" in line]
+    assert told == "Every engine: 2 threads."
+
+
+def test_an_interrupted_run_goes_on_with_the_threads_that_it_had(
+    model: Model, tmp_path: Path
+) -> None:
+    slow = SlowOnManyThreads(model.module)
+    asked = replace(QUICK, batch=(1,), out=tmp_path, engine="onnxruntime", k="2", samples=5)
+    asked = replace(asked, memory=False)
+
+    class Ended(Told):
+        def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
+            super().step(text, total, unit)
+            if ": timing: " in text:
+                raise KeyboardInterrupt
+
+    with with_threads(2), pytest.raises(KeyboardInterrupt):
+        sweep([replace(model, module=slow)], replace(asked, progress=Ended()))
+    told = Told()
+    with with_threads(4):  # what a busy machine might find now
+        results = sweep([replace(model, module=slow)], replace(asked, progress=told))
+    assert results.environment["threads"] == 1
+    assert any(line.startswith("going on with an unfinished run") for line in told.lines)
+    assert not any("fastest" in line for line in told.lines)
 
 
 def test_the_program_itself_measures(tmp_path: Path) -> None:

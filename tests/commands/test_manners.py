@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -9,12 +10,14 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport import errors
+from moexport import cli, errors
+from moexport.commands.options import flattened
 from moexport.tests.command import PROGRAM, run, run_program
 from moexport.tests.recorded import DATA
 
@@ -108,15 +111,35 @@ def test_the_version_is_that_of_the_package() -> None:
     assert (outcome.code, outcome.out, outcome.err) == (0, f"moexport {version('moexport')}\n", "")
 
 
-def test_the_help_of_a_command_with_many_options_has_sections() -> None:
+def headings(lines: Sequence[str]) -> list[str]:
+    found = [line for line in lines if re.fullmatch(r"[A-Z][A-Za-z ]+:", line)]
+    return [heading.rstrip(":") for heading in found]
+
+
+def test_the_help_of_a_command_with_many_options_has_sections_and_fits_two_screens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     lines = run("export", "--help").out.splitlines()
-    headings = [line for line in lines if re.fullmatch(r"[A-Z][A-Za-z ]+:", line)]
-    assert [heading.rstrip(":") for heading in headings] == [
+    assert headings(lines) == [
         *("Arguments", "Reading MODEL", "Graph", "Precision", "Inputs and parity check"),
-        *("Edits", "Engines", "Weights of engines", "Options"),
+        "Options",
     ]
+    assert len(lines) <= 80
+    assert max(map(len, lines)) <= 100
+    more = "--help-all shows further options: Numbers (4), Edits (3), Engines (9)"
+    assert any(line.startswith(more) for line in lines)
     most = max(text.count("\n  -") for text in "\n".join(lines).split(":\n"))
     assert most <= 12
+
+
+def test_help_all_leaves_out_no_option() -> None:
+    lines = run("export", "--help-all").out.splitlines()
+    assert headings(lines)[-5:] == ["Numbers", "Edits", "Engines", "Weights of engines", "Options"]
+    listed = {word for line in lines for word in re.findall(r"^  (?:-\w, )?(--[a-z-]+)", line)}
+    names = inspect.signature(flattened(cli.export)).parameters
+    assert len(listed) == len(names)  # --help takes the place of MODEL
+    assert run("verify", "--help-all").out == run("verify", "--help").out
 
 
 def test_verbosity_may_stand_before_the_command(tmp_path: Path) -> None:

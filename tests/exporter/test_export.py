@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import moexport
 import numpy as np
 import pytest
+import torch
+from moexport.common.pytorch import with_threads
 from moexport.exporter.export import way_out
 from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.exporter.parity import Parity
 from moexport.graphs.targets import Precision
+from moexport.tests.recorded import DATA
+from moexport.tests.threads import SlowOnManyThreads
+
+
+@pytest.mark.parametrize(("asked", "had"), [(None, 1), (2, 2)])
+def test_parity_is_checked_with_the_threads_of_the_fastest_untouched_model(
+    asked: int | None, had: int, tmp_path: Path
+) -> None:
+    loaded = moexport.load(DATA / "soft_moe_mnist" / "weights.pt")
+    slow = SlowOnManyThreads(loaded.module)
+    with with_threads(3):
+        moexport.export(replace(loaded, module=slow), tmp_path / "out", k=2, threads=asked)
+        assert torch.get_num_threads() == 3
+    assert slow.had[-1] == had
+    # All that compares with PyTorch; before it the network is traced and looked at.
+    assert slow.had[-4:] == [had] * 4
 
 
 def missed(routing_agreement: float) -> Parity:

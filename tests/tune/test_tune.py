@@ -17,6 +17,7 @@ from moexport.bench.demo.digits import Digits, Training, load_digits, save, trai
 from moexport.common import timing
 from moexport.common.console import Progress, Silent
 from moexport.common.files import sha256
+from moexport.common.pytorch import with_threads
 from moexport.common.writing import held
 from moexport.errors import MoexportError, ParityError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
@@ -32,11 +33,12 @@ from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.graphs.targets import CUDA_PROVIDER
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
+from moexport.tests.threads import SlowOnManyThreads
 from moexport.tune.confirm import ContractError, holding
 from moexport.tune.request import SearchOptions
 from moexport.tune.space import Point, job_of
 from moexport.tune.substitutes.substitutes import FOLDER
-from moexport.tune.tune import Tuned
+from moexport.tune.tune import Tuned, plan_search
 from safetensors.numpy import load_file, save_file
 
 pytestmark = pytest.mark.slow
@@ -506,3 +508,18 @@ def test_a_target_that_this_machine_does_not_run_is_refused_before_anything(tmp_
     assert refused.code == 2
     assert CUDA_PROVIDER in refused.error
     assert [each.name for each in tmp_path.iterdir()] == ["x.npz"]
+
+
+@pytest.mark.parametrize(("asked", "had"), [(None, 1), (2, 2)])
+def test_a_search_has_the_threads_of_the_fastest_untouched_model(
+    asked: int | None, had: int, checkpoint: Path, digits: Digits
+) -> None:
+    loaded, progress = moexport.load(checkpoint), Steps()
+    slow = SlowOnManyThreads(loaded.module)
+    with with_threads(3):
+        plan_search(
+            replace(loaded, module=slow), digits.test, SearchOptions(threads=asked), progress
+        )
+    assert {*slow.had[-10:]} == {had}
+    told = [each for each in progress.told if each.startswith("1 thread, with which")]
+    assert bool(told) == (asked is None)

@@ -1,0 +1,57 @@
+"""The number of threads that everything is timed with is found, not assumed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from moexport.common.pytorch import Threads, fastest_threads, with_threads
+
+
+def taking(seconds: Callable[[int], float]) -> Callable[[], None]:
+    """A call whose time depends on PyTorch's number of threads."""
+    return lambda: time.sleep(seconds(torch.get_num_threads()))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count"),
+    [
+        (lambda threads: 2e-3 * threads, 1),
+        (lambda threads: 2e-3 if threads == 2 else 6e-3, 2),
+        (lambda threads: 24e-3 / threads, 6),
+    ],
+    ids=["small", "medium", "large"],
+)
+def test_the_number_is_that_with_which_calls_are_fastest(
+    seconds: Callable[[int], float], count: int
+) -> None:
+    with with_threads(6):
+        found = fastest_threads(taking(seconds))
+        assert torch.get_num_threads() == 6
+    assert found.count == count
+    assert {1, 2} <= found.call_ms.keys() <= {1, 2, 4, 6}
+
+
+def test_of_several_sizes_each_counts_as_much() -> None:
+    small = taking(lambda threads: 1e-3 * threads**2)
+    large = taking(lambda threads: 20e-3 / threads)
+    with with_threads(4):
+        assert fastest_threads(large).count == 4
+        assert fastest_threads(small, large).count == 1
+
+
+def test_where_many_threads_are_far_slower_no_more_are_tried() -> None:
+    with with_threads(16):
+        found = fastest_threads(taking(lambda threads: 1e-3 if threads == 1 else 60e-3))
+    assert found.count == 1
+    assert [*found.call_ms] == [1, 2]
+    assert found.told.startswith("1 thread, with which the untouched model is fastest (1.")
+    assert found.told.endswith(" ms with 2)")
+
+
+def test_with_one_thread_there_is_nothing_to_try() -> None:
+    with with_threads(1):
+        assert fastest_threads(taking(lambda _: 10.0)) == Threads(1)
+    assert Threads(1).told == "1 thread"
