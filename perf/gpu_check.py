@@ -2,13 +2,14 @@
 
 For each backend, precision and lowering that the machine has: the engine's outputs against the
 PyTorch reference of its bundle, and its time for every k, on the GPU and from array to array; the
-same for ONNX Runtime's providers. A small model comes before the large one, and FP16 before the
-other precisions: the first minutes say the most. A fault on the GPU ends a process, or leaves its
-CUDA unusable: each of these units has a process of its own (`--unit`), its request as JSON on stdin
-and its answer on the last line of stdout. The results are written after each, what TensorRT's
-inspector says of an engine as it says it; the same command goes on where it stopped. What is left
-out is listed with the reason and what failed with its message and traceback: the results of a
-machine say what they are not about. It fails where a backend that serves the card was not checked.
+same for ONNX Runtime's providers; in the end the tests that need a GPU. FP16 of a small and of a
+large model comes before the other precisions: the first minutes say the most. A fault on the GPU
+ends a process, or leaves its CUDA unusable: each of these units has a process of its own
+(`--unit`), its request as JSON on stdin and its answer on the last line of stdout. The results are
+written after each, what TensorRT's inspector says of an engine as it says it; the same command goes
+on where it stopped. What is left out is listed with the reason and what failed with its message and
+traceback: the results of a machine say what they are not about. It fails where a backend that
+serves the card was not checked.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
+import os
 import random
 import shutil
 import subprocess
@@ -47,7 +50,7 @@ from moexport.exporter.parity import (
     settled,
 )
 from moexport.exporter.session import PROVIDERS, Session, SessionOptions
-from moexport.exporter.tensorrt import cuda
+from moexport.exporter.tensorrt import cache, cuda
 from moexport.exporter.tensorrt.backends import BACKENDS, TENSORRT, Backend, Gpu, first_gpu
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.ort_provider import load_libraries
@@ -63,13 +66,17 @@ PRECISIONS: tuple[Precision, ...] = ("fp16", "int8", "bf16", "fp32", "fp8", "int
 """What an engine is built of, what is most often deployed first."""
 PROVIDER_TARGETS: Mapping[str, Target] = {
     "onnxruntime-cuda": "ort-cuda",
-    "onnxruntime-tensorrt": "onnx",
+    "onnxruntime-tensorrt": "tensorrt",
 }
 PROVIDER_PRECISIONS: tuple[Precision, ...] = ("fp16", "fp32")
 UNIT = (sys.executable, "-m", f"{__package__}.gpu_check", "--unit")
 MOST_S = 900.0
 """How long one unit may take."""
 
+TESTS = "pytest -m gpu"
+"""The tests that need a GPU: the check's last unit, which shares its time and its engines."""
+
+SIZES = ("small", "large")
 SMALL = {"dim": 192, "experts": 8, "hidden": 192, "depth": 2}
 """The model that comes first."""
 
@@ -78,7 +85,7 @@ BATCHES = (1, 8)
 WARM_UPS, RUNS, ROUNDS = 3, 20, 5
 
 Row = Mapping[str, Any]
-"""A `Checked` or a `Trouble` as JSON has it."""
+"""A `Checked`, a `Passed` or a `Trouble` as JSON has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +160,16 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
+class Passed:
+    """Tests that passed: what they said at their end, and how long they took."""
+
+    what: str
+    summary: str
+    seconds: float
+    passed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Trouble:
     """What was left out, and why; a traceback where that is a failure."""
 
@@ -170,86 +187,136 @@ class Trouble:
         return Trouble(what, why, failure=True, traceback=traceback.format_exc())
 
 
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What is exported once: graphs of a size and precision, by lowering with those that run it."""
+
+    size: str
+    precision: Precision
+    target: Target
+    runners: Mapping[str, Sequence[str]]
+
+    def names(self, lowering: str) -> list[str]:
+        """What the units of one lowering are called."""
+        return [
+            named(runner, self.size, self.precision, lowering) for runner in self.runners[lowering]
+        ]
+
+
+def exports(
+    asked: argparse.Namespace, runners: Collection[str], done: Collection[str] = ()
+) -> Iterator[Export]:
+    """Yields what is to be exported for these runners, what says the most first.
+
+    That is FP16 of both sizes, then the other precisions of the small model, then of the large one.
+    """
+    first, *others = PRECISIONS
+    order = [(size, first) for size in SIZES] + list(itertools.product(SIZES, others))
+    for size, precision in order:
+        if precision not in asked.precision:
+            continue
+        for target in dict.fromkeys(map(target_of, runners)):
+            left = {
+                lowering: [
+                    runner
+                    for runner in runners
+                    if target_of(runner) == target
+                    and offered(runner, precision, lowering)
+                    and named(runner, size, precision, lowering) not in done
+                ]
+                for lowering in LOWERINGS
+                if lowering in asked.lowering
+            }
+            left = {lowering: found for lowering, found in left.items() if found}
+            if left:
+                yield Export(size=size, precision=precision, target=target, runners=left)
+
+
+def target_of(runner: str) -> Target:
+    """Returns what a runner's graphs are exported for: both TensorRTs build the same."""
+    return PROVIDER_TARGETS.get(runner, "tensorrt")
+
+
+def offered(runner: str, precision: Precision, lowering: str) -> bool:
+    """Whether a runner is checked with a precision and lowering: a provider with the usual ones."""
+    return runner in BACKENDS or (precision in PROVIDER_PRECISIONS and lowering == "gather")
+
+
+Graph = tuple[str, str]
+"""A bundle's folder, and the file of one of its graphs."""
+
+
+def exported(
+    wanted: Export, lowerings: Sequence[str], model: moexport.Model, x: np.ndarray, folder: Path
+) -> Iterator[tuple[str, Graph | Exception]]:
+    """Exports lowerings together and yields each with its graph, or with why there is none."""
+    place = folder / "-".join((wanted.target, wanted.size, wanted.precision, *lowerings))
+    try:
+        bundle = moexport.export(
+            model,
+            place,
+            k="input",
+            target=wanted.target,
+            lowering=",".join(lowerings),
+            precision=wanted.precision,
+            opset=BLOCKED_OPSET if wanted.precision == "int4" else None,
+            data=x,
+            engine=False,
+        )
+    except Exception as error:  # noqa: BLE001  the others are still to be checked
+        if len(lowerings) == 1:
+            yield lowerings[0], error
+            return
+        for each in lowerings:  # one refusal is not to hide the rest
+            yield from exported(wanted, [each], model, x, folder)
+        return
+    for lowering, graph in zip(lowerings, bundle.manifest.graphs, strict=True):
+        yield lowering, (str(place), graph.file)
+
+
 def rows(
     folder: Path, asked: argparse.Namespace, gpu: Gpu | None, done: Collection[str] = ()
 ) -> Iterator[Row]:
     """Yields what was checked and what was left out, one after another; not again what is `done`.
 
-    What there is no time for is left out.
+    What there is no time for is left out. The tests that need a GPU come last.
     """
     until = time.monotonic() + 60 * asked.minutes
-    backends = {name: cast(Target, name) for name in BACKENDS}
-    runners = {**backends, **PROVIDER_TARGETS}
-    missing = {name: absent(name, gpu) for name in runners}
+    missing = {name: absent(name, gpu) for name in (*BACKENDS, *PROVIDER_TARGETS)}
     yield from (asdict(trouble) for trouble in missing.values() if trouble is not None)
-    here = {name: target for name, target in runners.items() if missing[name] is None}
+    here = [name for name, trouble in missing.items() if trouble is None]
     x = np.random.default_rng(0).standard_normal((SAMPLES, 3, 224, 224), np.float32)
-    for size, shape in (("small", SMALL), ("large", _shape(asked))):
-        model: moexport.Model | None = None
-        for precision, (runner, target) in itertools.product(PRECISIONS, here.items()):
-            engine = runner in BACKENDS
-            if precision not in asked.precision or (
-                not engine and precision not in PROVIDER_PRECISIONS
-            ):
-                continue
-            offered = LOWERINGS if engine else ("gather",)
-            lowerings = [
-                each
-                for each in offered
-                if each in asked.lowering and named(runner, size, precision, each) not in done
-            ]
-            if not lowerings:
-                continue
-            if engine and (why := no_units(precision, gpu)) is not None:
-                what = named(runner, size, precision, *lowerings)
+    models: dict[str, moexport.Model] = {}
+    for wanted in exports(asked, here, done):
+        why = no_units(wanted.precision, gpu) or (NO_TIME if time.monotonic() > until else None)
+        if why is not None:
+            for what in itertools.chain.from_iterable(map(wanted.names, wanted.runners)):
                 yield asdict(Trouble(what, why, failure=False))
-                continue
-            if time.monotonic() > until:
-                what = named(runner, size, precision, *lowerings)
-                yield asdict(Trouble(what, NO_TIME, failure=False))
-                continue
-            model = model or _model(folder, size, shape)
-            ks = [k for k in (shape["experts"] // part for part in (1, 2, 4, 8)) if k]
-            together = [lowerings]
-            while together:
-                part = together.pop(0)
-                place = folder / "-".join((runner, size, precision, *part))
-                try:
-                    bundle = moexport.export(
-                        model,
-                        place,
-                        k="input",
-                        target=target,
-                        lowering=",".join(part),
-                        precision=precision,
-                        opset=BLOCKED_OPSET if precision == "int4" else None,
-                        data=x,
-                        engine=False,
-                    )
-                except Exception as error:  # noqa: BLE001  the others are still to be checked
-                    if len(part) == 1:
-                        yield asdict(Trouble.of(named(runner, size, precision, *part), error))
-                    else:
-                        together = [[each] for each in part]  # one refusal is not to hide the rest
+            continue
+        shape = SMALL if wanted.size == "small" else _shape(asked)
+        if wanted.size not in models:
+            models[wanted.size] = _model(folder, wanted.size, shape)
+        graphs = exported(wanted, [*wanted.runners], models[wanted.size], x, folder)
+        for lowering, graph in graphs:
+            for runner, what in zip(wanted.runners[lowering], wanted.names(lowering), strict=True):
+                if isinstance(graph, Exception):
+                    yield asdict(Trouble.of(what, graph))
                     continue
-                for lowering, graph in zip(part, bundle.manifest.graphs, strict=True):
-                    what = named(runner, size, precision, lowering)
-                    name = f"{asked.output.stem}-{what.replace(', ', '-')}.json"
-                    unit = Unit(
-                        runner=runner,
-                        size=size,
-                        precision=precision,
-                        lowering=lowering,
-                        bundle=str(place),
-                        graph=graph.file,
-                        ks=ks,
-                        inspector=str(asked.output.with_name(name)),
-                    )
-                    left = until - time.monotonic()
-                    if left <= 0:
-                        yield asdict(Trouble(what, NO_TIME, failure=False))
-                        continue
-                    yield outcome(what, UNIT, json.dumps(asdict(unit)), min(MOST_S, left))
+                name = f"{asked.output.stem}-{what.replace(', ', '-')}.json"
+                unit = Unit(
+                    runner=runner,
+                    size=wanted.size,
+                    precision=wanted.precision,
+                    lowering=lowering,
+                    bundle=graph[0],
+                    graph=graph[1],
+                    ks=[k for k in (shape["experts"] // part for part in (1, 2, 4, 8)) if k],
+                    inspector=str(asked.output.with_name(name)),
+                )
+                left_s = until - time.monotonic()
+                yield outcome(what, UNIT, json.dumps(asdict(unit)), left_s=left_s)
+    if gpu is not None and TESTS not in done:
+        yield tests(until - time.monotonic())
 
 
 NO_TIME = "no time is left of --minutes: the same command goes on here"
@@ -303,13 +370,33 @@ def no_units(precision: Precision, gpu: Gpu | None) -> str | None:
     return f"{gpu.name} has no units for {precision.upper()}: {least} is the first that does"
 
 
-def outcome(what: str, command: Sequence[str], request: str, most_s: float = MOST_S) -> Row:
-    """Runs a unit in a process of its own and returns its answer, or how it ended without one."""
+def outcome(
+    what: str,
+    command: Sequence[str],
+    request: str,
+    most_s: float = MOST_S,
+    left_s: float = math.inf,
+) -> Row:
+    """Runs a unit in a process of its own and returns its answer, or how it ended without one.
+
+    One that takes longer than it may has failed; of one that takes longer than what is left of all
+    time nothing is known.
+    """
+    no_time = asdict(Trouble(what, NO_TIME, failure=False))
+    if left_s <= 0:
+        return no_time
     try:
         done = subprocess.run(
-            command, input=request, capture_output=True, text=True, timeout=most_s, check=False
+            command,
+            input=request,
+            capture_output=True,
+            text=True,
+            timeout=min(most_s, left_s),
+            check=False,
         )
     except subprocess.TimeoutExpired:
+        if left_s < most_s:
+            return no_time
         return asdict(Trouble(what, f"it took longer than {most_s:.0f} s", failure=True))
     said = done.stdout.splitlines()[-1:]
     if done.returncode == 0 and said:
@@ -318,6 +405,25 @@ def outcome(what: str, command: Sequence[str], request: str, most_s: float = MOS
     end = "\n".join(done.stderr.splitlines()[-20:])
     why = f"its process ended with status {done.returncode}"
     return asdict(Trouble(what, why, failure=True, traceback=end or None))
+
+
+def tests(left_s: float, command: Sequence[str] = (sys.executable, "-m", *TESTS.split())) -> Row:
+    """Runs the tests that need a GPU, in the time that is left, and returns what they said."""
+    no_time = asdict(Trouble(TESTS, NO_TIME, failure=False))
+    if left_s <= 0:
+        return no_time
+    begun, root = time.monotonic(), Path(__file__).parents[1]
+    try:
+        done = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=left_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return no_time
+    lines = (done.stdout or done.stderr).splitlines()
+    said = lines[-1] if lines else f"status {done.returncode}"
+    if done.returncode:
+        return asdict(Trouble(TESTS, said, failure=True, traceback="\n".join(lines[-200:])))
+    return asdict(Passed(TESTS, summary=said, seconds=round(time.monotonic() - begun, 1)))
 
 
 def run(asked: argparse.Namespace, gpu: Gpu | None) -> bool:
@@ -334,7 +440,7 @@ def run(asked: argparse.Namespace, gpu: Gpu | None) -> bool:
             _write(asked, gpu, results, complete=False)
     complete = not any(row.get("why") == NO_TIME for row in results)
     _write(asked, gpu, results, complete=complete)
-    checked = [row["passed"] for row in results if "passed" in row]
+    checked = [row["passed"] for row in results if "runner" in row]
     failed = any(row.get("failure") for row in results)
     return complete and bool(checked) and all(checked) and not failed
 
@@ -351,12 +457,18 @@ def _unfinished(asked: argparse.Namespace, gpu: Gpu | None) -> list[Row]:
 
 
 def _name(row: Row) -> str:
-    return named(row["runner"], row["size"], row["precision"], row["lowering"])
+    return (
+        row["what"]
+        if "what" in row
+        else named(row["runner"], row["size"], row["precision"], row["lowering"])
+    )
 
 
 def _line(row: Row) -> str:
     if "passed" not in row:
         return f"{'FAILED' if row['failure'] else 'left out'} {row['what']}: {row['why']}"
+    if "summary" in row:
+        return f"passed {row['what']}: {row['summary']}"
     name = _name(row)
     verdict = "passed" if row["passed"] else "FAILED"
     times = ", ".join(
@@ -404,10 +516,20 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
     options = EngineOptions(
         profiles=(parse_profile(f"batch=1:1:{SAMPLES}"),),
         compute_capabilities=("current",) if BACKENDS[unit.runner].builds_without_gpu else (),
+        cache=cache.default_cache(),
     )
     expected = Reference.load(bundle.path / PARITY_FILE)
-    built = moexport.build(bundle, graph=unit.graph, options=options)
-    (record,) = (each for each in engines_of(built.manifest) if each.graph == unit.graph)
+    built = moexport.build(
+        bundle,
+        graph=unit.graph,
+        target=cast(Target, unit.runner),
+        options=options,
+    )
+    (record,) = (
+        each
+        for each in engines_of(built.manifest)
+        if (each.graph, each.flavour) == (unit.graph, unit.runner)
+    )
     with EngineSession(built.path / record.file, trust=True, eager=True) as session:
         bounds = on_gpu(recorded(built.manifest.parity), unit.precision)
         parity = engine_parity(session, built.manifest, record, expected, bounds)
@@ -547,6 +669,8 @@ def main() -> None:
     if asked.unit:
         answer_request()
         return
+    # What was built is not built again: a unit's engine by the next run, a test's by another test.
+    os.environ.setdefault(cache.PLACE, str(asked.output.with_suffix(".engines").absolute()))
     gpu = first_gpu()
     if gpu is None:
         sys.exit("error: there is no NVIDIA GPU here\nhint: `moexport doctor` says what is")

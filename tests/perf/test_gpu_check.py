@@ -1,4 +1,4 @@
-"""`make gpu-check` loses nothing: what fails is a result, and both of its parts run."""
+"""`make gpu-check` loses nothing: what fails is a result, and what had no time is said."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from moexport.exporter.tensorrt.ort_provider import PROVIDER_LIBRARY, load_libra
 from moexport.perf import gpu_check
 from moexport.perf.gpu_check import (
     Checked,
+    Passed,
     Row,
     Spread,
     Timed,
     absent,
+    exports,
     no_units,
     outcome,
     parser,
@@ -91,14 +93,17 @@ def test_failures_are_kept_with_their_messages(
 def test_four_bit_weights_reach_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the opset that they need; a lowering whose export is refused takes no other with it."""
     monkeypatch.setattr(gpu_check, "BACKENDS", {"tensorrt-rtx": TENSORRT_RTX})
+    monkeypatch.setattr(gpu_check, "LOWERINGS", ("gather", "conditional", "grouped"))
     monkeypatch.setattr(gpu_check, "SMALL", SHAPE | {"dim": 96, "hidden": 32})  # whole blocks
     output = tmp_path / "gpu-check.json"
-    part = ("--precision", "int4", "--lowering", "gather,conditional")
+    part = ("--precision", "int4", "--lowering", "gather,conditional,grouped")
     run(tiny(output, "--dim", "96", "--hidden", "32", *part), None)
     failed = {row["what"]: row["why"] for row in json.loads(output.read_text())["failed"]}
     for size in ("small", "large"):
-        assert f"tensorrt-rtx, {size}, int4, conditional" in failed
-        assert "there is no NVIDIA GPU here" in failed[f"tensorrt-rtx, {size}, int4, gather"]
+        for lowering in ("gather", "conditional"):
+            what = f"tensorrt-rtx, {size}, int4, {lowering}"
+            assert "there is no NVIDIA GPU here" in failed[what]
+        assert "'grouped' cannot serve it" in failed[f"tensorrt-rtx, {size}, int4, grouped"]
 
 
 def test_a_precision_that_the_card_lacks_is_left_out() -> None:
@@ -232,11 +237,70 @@ def test_types_are_counted_in_what_an_inspector_says() -> None:
     assert types_of(None) == {}
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_fp16_of_both_sizes_comes_first_and_is_exported_once_for_all_that_run_it() -> None:
+    asked = parser().parse_args(["--lowering", "gather,dense"])
+    found = list(exports(asked, ["tensorrt", "tensorrt-rtx", *gpu_check.PROVIDER_TARGETS]))
+    order = [(each.size, each.precision) for each in found]
+    assert [*dict.fromkeys(order)][:3] == [("small", "fp16"), ("large", "fp16"), ("small", "int8")]
+    assert len({(each.size, each.precision, each.target) for each in found}) == len(found)
+    engines, cuda = found[:2]
+    assert (engines.target, cuda.target) == ("tensorrt", "ort-cuda")
+    assert engines.runners == {
+        "gather": ["tensorrt", "tensorrt-rtx", "onnxruntime-tensorrt"],
+        "dense": ["tensorrt", "tensorrt-rtx"],
+    }
+    assert cuda.runners == {"gather": ["onnxruntime-cuda"]}
+    done = {"tensorrt, small, fp16, dense", "tensorrt-rtx, small, fp16, dense"}
+    assert next(exports(asked, ["tensorrt", "tensorrt-rtx"], done)).runners == {
+        "gather": ["tensorrt", "tensorrt-rtx"]
+    }
+
+
+def test_a_unit_that_time_cut_off_is_left_out_and_not_failed() -> None:
+    row = outcome("x", python("import time; time.sleep(60)"), "{}", left_s=0.5)
+    assert (row["why"], row["failure"]) == (gpu_check.NO_TIME, False)
+    assert outcome("x", python("print(1)"), "{}", left_s=0.0) == row
+
+
 @pytest.mark.parametrize(
-    "fails", [(), ("perf.gpu_check",), ("pytest",), ("perf.gpu_check", "pytest")]
+    ("code", "left_s", "expected"),
+    [
+        ("print('3 passed')", 60.0, {"summary": "3 passed", "passed": True}),
+        ("print('1 failed'); raise SystemExit(1)", 60.0, {"why": "1 failed", "failure": True}),
+        ("import time; time.sleep(60)", 0.5, {"why": gpu_check.NO_TIME, "failure": False}),
+        ("", 0.0, {"why": gpu_check.NO_TIME, "failure": False}),
+    ],
 )
-def test_make_runs_both_parts_and_fails_when_one_does(
+def test_the_tests_share_the_time_and_are_a_result(
+    code: str, left_s: float, expected: Row, tmp_path: Path
+) -> None:
+    assert gpu_check.tests(left_s, python(code)).items() >= expected.items()
+
+
+def test_tests_that_passed_are_not_run_again_and_are_no_engine_that_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, seen = tmp_path / "gpu-check.json", []
+
+    def tested(
+        folder: Path, asked: Namespace, gpu: Gpu | None, done: Collection[str]
+    ) -> Iterator[Row]:
+        seen.append({*done})
+        yield asdict(Passed(gpu_check.TESTS, summary="3 passed", seconds=1.0))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check, "rows", tested)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny(output), H100)
+    assert seen == [set(), {gpu_check.TESTS}]
+    monkeypatch.setattr(gpu_check, "rows", lambda *_: iter(()))
+    assert run(tiny(output), H100) is False
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("fails", [(), ("perf.gpu_check",)])
+def test_make_installs_what_the_card_needs_and_fails_when_the_check_does(
     fails: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The recipe is the project's; a stand-in for Python writes down what it is asked to run."""
@@ -255,8 +319,7 @@ def test_make_runs_both_parts_and_fails_when_one_does(
         check=False,
         env=os.environ,
     )
-    installed, first, second = (tmp_path / "asked").read_text().splitlines()
+    installed, checked = (tmp_path / "asked").read_text().splitlines()
     assert installed.endswith("-e .[tensorrt]")
-    assert first == "-m perf.gpu_check -o gpu-check.json"
-    assert second == "-m pytest -q -m gpu"
+    assert checked == "-m perf.gpu_check -o gpu-check.json"
     assert (done.returncode != 0) is bool(fails)

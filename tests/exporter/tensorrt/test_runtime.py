@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -165,7 +166,7 @@ def test_the_drivers_library_is_believed_before_its_number(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(cuda, "runtime", lambda: Cuda(driver=served))
-    monkeypatch.setattr(cuda.metadata, "version", lambda _: "13.0.3")
+    monkeypatch.setattr(metadata, "version", lambda _: "13.0.3")
     problem = cuda.driver_problem()
     assert (problem is None) == fits
     if problem is not None:
