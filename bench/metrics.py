@@ -42,6 +42,15 @@ def score_interval(both: int, lost: int, won: int) -> Interval:
     return Interval(_lowest_kept(both, lost, won), 1 / high if high else math.inf)
 
 
+def inputs_needed(seen: int, kept: float, low: float, keep: float) -> float:
+    """Returns about how many inputs would show that `keep` is kept.
+
+    On those that were `seen` it is `kept`, and `low` the lower end of its interval, which comes
+    closer with the square root of their number.
+    """
+    return seen * ((kept - low) / (kept - keep)) ** 2
+
+
 def _lowest_kept(both: int, lost: int, won: int) -> float:
     """The lower end of the interval of (both + won) / (both + lost), by halving."""
     if both + won == 0:

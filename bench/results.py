@@ -206,6 +206,13 @@ class Row:
         return None if self.perplexity is None else self.perplexity.retention_interval
 
     @property
+    def samples(self) -> tuple[int, str]:
+        """How many inputs, or tokens, its quality was taken on."""
+        if self.accuracy is not None:
+            return self.accuracy.n, "inputs"
+        return (0 if self.perplexity is None else self.perplexity.tokens), "tokens"
+
+    @property
     def identity(self) -> tuple[object, ...]:
         """What tells this row from all others of a file."""
         return (

@@ -43,7 +43,7 @@ from .journal import FILE, Journal, unfinished
 from .language import is_language_model, phase_inputs, phases_of, prompt_of, token_windows
 from .measure.latency import Scheduled, group_batches, measure_group, parts_of
 from .measure.memory import PeakMemory, measure_memories, worker_count
-from .measure.roofline import Limit, Limits, Rates
+from .measure.roofline import Limit, Limits, Rates, not_held
 from .plan import Candidate, Case, TimingGroup, describe, plan
 from .report.compare import compare
 from .report.page import write_all
@@ -61,7 +61,7 @@ CALIBRATION_INPUTS = 256
 TRIAL_CALLS = 3  # calls of which the fastest stands for the others: the first one allocates
 UNKNOWN_SAMPLES = 1000  # taken for an estimate where a feed does not tell how many samples it has
 COMPILE_S = 30.0  # what compiling a small network for one batch size takes
-MACHINE_PROBES = 3  # cases of each group that measure the machine's own rates (`limits`)
+MACHINE_PROBES = 5  # cases of each group that measure the machine's own rates (`limits`)
 PHASE_INPUTS = 4  # distinct prompts of a language model
 PROCESS_S = 4.0  # what starting a process and loading a runtime takes
 
@@ -559,8 +559,14 @@ class Measurement:
         rates = limits.rates(measured)
         if isinstance(rates, Rates):
             self._tell("rates", group.keys | asdict(rates))
-        graphs = self.candidate.cases
-        return {c: limits.of(c, graphs[c], group.batch, rates) for c in group.cases}
+        found = {}
+        for case, graph in self.candidate.cases.items():
+            if case in group.cases:
+                limit = limits.of(case, graph, group.batch, rates)
+                took = measured.latencies.get(case.label)
+                reason = None if took is None else not_held(limit, took.median, rates)
+                found[case] = limit if reason is None else replace(limit, reason=reason)
+        return found
 
     def inputs(self, group: TimingGroup) -> list[Inputs]:
         """The batches that a group takes in turn."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..bench.metrics import Z
+from ..bench.metrics import Z, inputs_needed
 from ..bench.runners.base import first_of
 from ..bench.runners.pytorch import untouched
 from ..common.console import Progress
@@ -211,7 +211,7 @@ def would_decide(quality: Quality, keep: float) -> str:
     """Returns in words how many inputs would show that a share is kept, if any."""
     if quality.kept <= keep:
         return f"more inputs would not show it: ask for less, --keep {quality.low:.3g} holds here"
-    needed = quality.inputs * ((quality.kept - quality.low) / (quality.kept - keep)) ** 2
+    needed = inputs_needed(quality.inputs, quality.kept, quality.low, keep)
     return (
         f"about {2 * math.ceil(needed)} inputs in --data, half of them to confirm, would decide; "
         f"--keep {quality.low:.3g} holds here"

@@ -4,7 +4,7 @@ A model is a chain of parts, the backbone and its MoE layers. A layer's work fol
 the backbone's is counted by PyTorch, on one input. Each part takes at least the longer of its
 multiply-adds and its bytes at the machine's own rates (Williams, Waterman and Patterson,
 "Roofline", 2009), and the parts wait for each other. What stays in a cache between two calls can be
-faster than the limit, which moves every byte from memory.
+faster than the limit, which then says that it does not hold.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from ...common import timing
 from ...common.onnx_runtime import ort
+from ...common.text import size
 from ...errors import TraceError
 from ...exporter.inputs import Inputs, completed
 from ...exporter.model import Model
@@ -50,6 +51,9 @@ UNCOUNTED = re.compile(r"rnn|fft|cdist|linalg|attention|transformer|quantiz|spar
 
 STREAM_BYTES = 1 << 30  # larger than any cache
 SMALLEST_STREAM_BYTES = 1 << 20  # of less, the sum that measures the bandwidth is mostly the call
+
+SHARES = (4, 16)
+"""Parts of a stream that are timed by themselves: a quarter, and a sixteenth."""
 
 SQUARE = 1024
 """Rows of the matrices whose product is timed: 20 ms on a core, at the rate of larger ones."""
@@ -301,11 +305,21 @@ class Rates:
     `stream_gb_s` is a plain sum in PyTorch. `matmul_gflop_s` is the product of two square matrices
     in PyTorch or ONNX Runtime, whichever is faster; `int8_gop_s` the same of unsigned by signed
     bytes in ONNX Runtime, None where nothing needs it. A multiply-add is two operations.
+    `cached_gb_s` are the rates of sums over fewer bytes, by their number.
     """
 
     stream_gb_s: float
     matmul_gflop_s: float
     int8_gop_s: float | None = None
+    cached_gb_s: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, moved: float) -> Rates:
+        """Returns the rates for so many bytes, which may stay in a cache between two calls."""
+        known = {int(streamed): rate for streamed, rate in self.cached_gb_s.items()}
+        least = min((streamed for streamed in known if streamed >= moved), default=None)
+        if least is None:
+            return self
+        return replace(self, stream_gb_s=max(self.stream_gb_s, known[least]))
 
 
 def least_ms(part: RooflineStep, rates: Rates) -> float:
@@ -334,7 +348,8 @@ class Limits:
     """What the rows of a candidate ask of the machine.
 
     `benchmarks` of the machine are to be timed beside the rows. They stream as many bytes as the
-    model's weights hold: what fits in a cache is read at its rate, by the model and by them.
+    model's weights hold, a quarter of them and a sixteenth: what fits in a cache is read at its
+    rate, by the model and by them, and a smaller k reads less.
     """
 
     def __init__(self, candidate: Candidate, x: Inputs, cases: Iterable[Case]) -> None:
@@ -401,7 +416,24 @@ class Limits:
         known = rates if case.provider == "cpu" else NO_GPU_RATES
         if isinstance(known, str):
             return Limit(work, reason=known)
-        return Limit(work, limit_ms(parts, known))
+        return Limit(work, limit_ms(parts, known.of(work.bytes)))
+
+
+def not_held(limit: Limit, median_ms: float, rates: Rates | str) -> str | None:
+    """Returns why a row took less than the least time, None where it did not."""
+    if limit.work is None or limit.limit_ms is None or median_ms >= limit.limit_ms:
+        return None
+    assert isinstance(rates, Rates), "a limit has rates"
+    moved = limit.work.bytes
+    if 1e-6 * moved / rates.of(moved).stream_gb_s > limit.limit_ms / 2:
+        return (
+            f"limit does not hold: the {size(moved)} stay in a cache between calls, which gives "
+            f"more than the {rates.of(moved).stream_gb_s:.0f} GB/s of a sum over as many"
+        )
+    return (
+        f"limit does not hold: its products are faster than those of two {SQUARE} × {SQUARE} "
+        "matrices, or those were disturbed"
+    )
 
 
 class Microbenchmark(timing.TimedCall):
@@ -435,7 +467,14 @@ class Microbenchmarks:
     ) -> None:
         stream, matrix = torch.ones(stream_bytes // FP32_BYTES), torch.randn(square, square)
         self._stream_bytes, self._operations = FP32_BYTES * stream.numel(), 2 * square**3
-        calls: dict[str, Callable[[], object]] = {
+        parts = {f"probe: stream/{part}": stream[: stream.numel() // part] for part in SHARES}
+        self._parts = {
+            name: FP32_BYTES * part.numel()
+            for name, part in parts.items()
+            if FP32_BYTES * part.numel() >= SMALLEST_STREAM_BYTES
+        }
+        calls: dict[str, Callable[[], object]] = {name: parts[name].sum for name in self._parts}
+        calls |= {
             "probe: stream": stream.sum,
             "probe: torch": lambda: matrix @ matrix,
             "probe: onnxruntime": _product(np.float32, square, threads),
@@ -448,11 +487,15 @@ class Microbenchmarks:
 
     def rates(self, latencies: Mapping[str, timing.Latency]) -> Rates:
         """Returns the rates from the medians among measured latencies."""
-        stream, by_torch, by_onnxruntime, *int8 = (latencies[name].median for name in self.calls)
+        ms = {name: latencies[name].median for name in self.calls}
+        int8 = ms.get("probe: int8")
         return Rates(
-            stream_gb_s=self._stream_bytes / 1e6 / stream,
-            matmul_gflop_s=self._operations / 1e6 / min(by_torch, by_onnxruntime),
-            int8_gop_s=self._operations / 1e6 / int8[0] if int8 else None,
+            stream_gb_s=self._stream_bytes / 1e6 / ms["probe: stream"],
+            matmul_gflop_s=self._operations
+            / 1e6
+            / min(ms["probe: torch"], ms["probe: onnxruntime"]),
+            int8_gop_s=None if int8 is None else self._operations / 1e6 / int8,
+            cached_gb_s={str(n): n / 1e6 / ms[name] for name, n in self._parts.items()},
         )
 
 

@@ -32,6 +32,7 @@ from .compare import ResultsComparison
 from .figures import figures
 from .sections import contents, interval_text
 from .summary import (
+    DISAGREE,
     GPU_MS,
     KEPT,
     Section,
@@ -39,6 +40,7 @@ from .summary import (
     caveat,
     claim,
     engine_name,
+    keeps,
     milliseconds,
     percent,
     row_name,
@@ -134,7 +136,8 @@ def payload(results: Results, comparison: ResultsComparison | None = None) -> di
     return {
         "results": as_json(results),
         "rows": [_words(results, found[section_of(row)], row) for row in results.rows],
-        "keep": KEPT,
+        "keep": shown[0].keep if shown else KEPT,
+        "disagree": DISAGREE,
         "search": None if search is None else search_points(search),
         "gpu": GPU_MS if any(row.device_ms is not None for row in results.rows) else None,
         "disturbed": results.disturbance,
@@ -163,6 +166,8 @@ def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
         "against": f"PyTorch{section.place(row)}",
         "speed": section.speedup(row),
         "told": base is row or section.faster_or_slower(row),
+        "shown": section.shown(row),
+        "samples": row.samples,
         "full_k": section.full_k,
         "sizes": row.sizes,
         "same": row.same_experts,
@@ -170,13 +175,14 @@ def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
         "device_spread": None if row.device_ms is None else row.device_ms.spread,
         "limit_told": _limit(row),
         "claim": claim(section, row),
+        "keeps": keeps(section, row),
         "command": export_command(results, row),
     }
 
 
 def _limit(row: Row) -> str:
-    """What the least time is made of, or why it is not known."""
-    if row.limit_ms is None or row.work is None:
+    """What the least time is made of, or why it is not known or does not hold."""
+    if row.no_limit or row.limit_ms is None or row.work is None:
         return row.no_limit or ""
     operations = row.work.operations + row.work.int8_operations
     moved = f"{count(operations)} operations, {size(row.work.bytes)}"

@@ -78,7 +78,7 @@ def accuracy(kept: float) -> Accuracy:
         top5=1.0,
         top1_interval=wilson(round(324 * kept), 360),
         top5_interval=wilson(360, 360),
-        retention_interval=Interval(kept * 0.99, kept * 1.01),
+        retention_interval=Interval(kept * 0.999, kept * 1.001),
     )
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport import cli, errors
+from moexport import errors
+from moexport.commands.export import export
 from moexport.commands.options import flattened
 from moexport.tests.command import PROGRAM, run, run_program
 from moexport.tests.recorded import DATA
@@ -137,7 +138,7 @@ def test_help_all_leaves_out_no_option() -> None:
     lines = run("export", "--help-all").out.splitlines()
     assert headings(lines)[-5:] == ["Numbers", "Edits", "Engines", "Weights of engines", "Options"]
     listed = {word for line in lines for word in re.findall(r"^  (?:-\w, )?(--[a-z-]+)", line)}
-    names = inspect.signature(flattened(cli.export)).parameters
+    names = inspect.signature(flattened(export)).parameters
     assert len(listed) == len(names)  # --help takes the place of MODEL
     assert run("verify", "--help-all").out == run("verify", "--help").out
 

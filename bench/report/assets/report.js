@@ -90,35 +90,63 @@ function answer() {
     const most = Math.max(...some.map(value));
     return fastest(some.filter(row => value(row) === most));
   };
+  const deploy = (some, row, text) => ({ row, text: noVerdict(row, some) ?? text });
   if (goal() === "latency") {
     const fit = list.filter(row => row.ms <= at);
     const row = !fit.length || at === Infinity && !known.length ? fastest(list) : best(fit);
     if (!fit.length) {
-      return { row, text: `Nothing here takes ${at} ms or less. Nearest: ${row.claim}, in ${shown(row.ms)} ms.` };
+      return deploy([row], row, `Nothing here takes ${at} ms or less. Nearest: ${row.claim}, in ${shown(row.ms)} ms.`);
     }
-    if (known.length) return { row, text: `Deploy ${row.claim}.` };
+    if (known.length) return deploy([row], row, `Deploy ${row.claim}.`);
     const which = at === Infinity ? "Fastest" : `Most experts within ${at} ms`;
-    return { row, text: `Accuracy is not known: the inputs had no labels. ${which}: ${row.claim}.` };
+    return deploy(fit, row, `Accuracy is not known: the inputs had no labels. ${which}: ${row.claim}.`);
   }
-  const fit = known.filter(row => row.kept >= at / 100 - 1e-9);
-  if (fit.length) return { row: fastest(fit), text: `Deploy ${fastest(fit).claim}.` };
-  return { row: best(known), text: `Nothing here keeps ${percent(at / 100)}. Nearest: ${best(known).claim}.` };
+  const proven = known.filter(row => row.shown >= at / 100 - 1e-9), likely = known.filter(row => enough(row));
+  if (proven.length) return deploy(proven, fastest(proven), `Deploy ${fastest(proven).claim}.`);
+  if (likely.length) return deploy(likely, fastest(likely), `${fastest(likely).claim}. ${unproven(fastest(likely))}.`);
+  const row = best(known);
+  return deploy([row], row, `Nothing here keeps ${percent(at / 100)}. Nearest: ${row.claim}.`);
 }
 
-// What the answer's k adds to the export, or what fewer experts would do.
+const enough = row => row.kept >= threshold() / 100 - 1e-9;
+
+// What is said instead of an answer where rounds of the row, its base or a faster other disagree.
+function noVerdict(row, others) {
+  const faster = others.filter(each => Math.min(...each.latency_ms.rounds) < row.ms);
+  const most = Math.max(...[row, rows[row.base], ...faster].map(each => each?.spread ?? 0));
+  return most > data.disagree ? `No verdict: times disagree by ${(100 * most).toFixed(0)}%. Close other programs, or run again.` : null;
+}
+
+function unproven(row) {
+  const keep = threshold() / 100, [seen, unit] = row.samples;
+  if (row.kept === null || row.shown === null || row.shown >= keep - 1e-9) return "";
+  if (row.kept <= keep || !seen) return `Not proven: more ${unit} needed`;
+  const more = Math.max(1, Math.ceil(seen * ((row.kept - row.shown) / (row.kept - keep)) ** 2) - seen);
+  const step = 10 ** Math.max(0, String(more).length - 2);
+  return `Not proven: about ${number(step * Math.ceil(more / step))} more ${unit} needed`;
+}
+
+// What is faster and not proven, or what fewer experts would do.
 function caveat(row) {
-  const others = candidates().filter(each => each !== row);
-  if (row.k < row.full_k) {
-    const alike = others.filter(each => each.k === each.full_k && each.engine_name === row.engine_name
-      && each.precision === row.precision);
-    return alike.length ? `For comparison, ${least(alike, each => each.ms).claim}.` : "";
+  const others = candidates().filter(each => each !== row && each.kept !== null);
+  if (row.kept === null || goal() !== "accuracy") return "";
+  const shownEnough = each => each.shown >= threshold() / 100 - 1e-9;
+  if (answer().text.startsWith("No verdict")) {
+    const fit = [row, ...others].filter(shownEnough);
+    if (!fit.length) return "";
+    const fewest = least(fit, each => each.k);
+    return `By accuracy alone, k = ${fewest.k} of ${fewest.experts} is enough: ${fewest.keeps}.`;
   }
-  const fewer = others.filter(each => each.k < row.k && each.kept !== null);
-  if (!fewer.length || goal() !== "accuracy") return "";
+  const faster = others.filter(each => each.ms < row.ms && enough(each) && unproven(each));
+  if (faster.length && !unproven(row)) {
+    const next = least(faster, each => each.ms);
+    return `Faster: ${next.claim}. ${unproven(next)}.`;
+  }
+  const fewer = others.filter(each => each.k < row.k);
+  if (row.k < row.full_k || !fewer.length) return "";
   const next = Math.max(...fewer.map(each => each.k));
   const claim = least(fewer.filter(each => each.k === next), each => each.ms).claim;
-  const enough = fewer.some(each => each.kept >= threshold() / 100 - 1e-9);
-  return enough ? `Fewer experts are not faster here: ${claim}.`
+  return fewer.some(enough) ? `Fewer experts are not faster here: ${claim}.`
     : `No smaller k keeps ${percent(threshold() / 100)}. The next: ${claim}.`;
 }
 
@@ -639,7 +667,8 @@ const COLUMNS = [
   ["Top-5", row => row.accuracy?.top5 ?? null, value => (100 * value).toFixed(2) + "%", "extra"],
   ["Perplexity", row => row.perplexity?.value ?? null, value => value.toPrecision(4)],
   ["Same experts", row => row.same, percent],
-  ["× limit", row => row.ms && row.limit_ms ? row.ms / row.limit_ms : null, value => value.toPrecision(2)],
+  ["× limit", row => row.ms && row.limit_ms ? row.ms / row.limit_ms : null,
+    value => value < 1 ? "limit does not hold" : value.toPrecision(2)],
   ["Spread", row => row.spread, value => (100 * value).toFixed(0) + "%"],
   time("p90", "p90"), time("p95", "p95"), time("p99", "p99"), time("Min", "min"), time("Max", "max"),
   time("Mean", "mean"), time("Std", "std"), ["Calls", row => row.latency_ms?.n ?? null, number, "extra"],

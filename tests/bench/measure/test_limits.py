@@ -14,6 +14,7 @@ from moexport.bench.measure.roofline import (
     Products,
     Rates,
     integer_linears,
+    not_held,
     products_of,
     work_of,
 )
@@ -97,6 +98,31 @@ def test_a_row_without_a_limit_says_why(limits: Limits, model: Model) -> None:
     uncounted = Limits(Candidate("own", own), X, [ROW]).of(ROW, None, 1, RATES)
     assert uncounted.work is None and uncounted.limit_ms is None
     assert "does not count the operations of" in str(uncounted.reason)
+
+
+def test_what_stays_in_a_cache_has_the_rate_of_as_many_bytes(limits: Limits) -> None:
+    plain = limits.of(ROW, GRAPH, 1, RATES)
+    assert plain.work is not None and plain.limit_ms is not None
+    moved = plain.work.bytes
+    cached = replace(RATES, cached_gb_s={str(int(moved / 2)): 40.0, str(int(2 * moved)): 20.0})
+    faster = limits.of(ROW, GRAPH, 1, cached)
+    assert faster.limit_ms is not None
+    assert plain.limit_ms / 2 <= faster.limit_ms < plain.limit_ms
+    # More bytes than any of the probes have the rate of all weights.
+    assert limits.of(ROW, GRAPH, 1, replace(RATES, cached_gb_s={"10": 40.0})) == plain
+
+
+def test_a_row_that_beats_its_limit_says_that_it_does_not_hold_and_why(limits: Limits) -> None:
+    limit = limits.of(ROW, GRAPH, 1, RATES)
+    assert limit.limit_ms is not None
+    assert not_held(limit, 1.1 * limit.limit_ms, RATES) is None
+    by_memory = not_held(limit, 0.9 * limit.limit_ms, RATES)
+    assert by_memory is not None
+    assert by_memory.startswith("limit does not hold: the ")
+    assert "stay in a cache between calls, which gives more than the 10 GB/s" in by_memory
+    slow = replace(RATES, matmul_gflop_s=0.01)
+    limit = limits.of(ROW, GRAPH, 1, slow)
+    assert "its products are faster" in str(not_held(limit, 1e-6, slow))
 
 
 def test_an_int8_backbones_linear_layers_move_bytes_and_compute_integers(

@@ -135,7 +135,16 @@ def test_probes_beside_others_give_the_rates_of_those_rounds() -> None:
     rates = machine.rates(latencies)
     assert rates.stream_gb_s == pytest.approx((1 << 20) / 1e7)
     assert rates.matmul_gflop_s == rates.int8_gop_s == pytest.approx(2 * 64**3 / 1e7)
+    assert rates.cached_gb_s == {}  # of so few the time is mostly that of the call
+    larger = Microbenchmarks(threads=1, stream_bytes=1 << 24, square=64)
+    latencies = {name: summarise([[10.0]]) for name in larger.calls}
+    quarter, sixteenth = str(1 << 22), str(1 << 20)
+    assert larger.rates(latencies).cached_gb_s == {
+        quarter: pytest.approx((1 << 22) / 1e7),
+        sixteenth: pytest.approx((1 << 20) / 1e7),
+    }
     floats = Microbenchmarks(threads=1, stream_bytes=1 << 20, square=64, integer=False)
+    latencies = {name: summarise([[10.0]]) for name in floats.calls}
     assert floats.rates(latencies).int8_gop_s is None
     with pytest.raises(ValueError, match="integer products"):
         least_ms(RooflineStep("integers", 1, 1, integer=True), floats.rates(latencies))

@@ -195,12 +195,12 @@ def test_the_threshold_moves_the_answer_its_mark_and_the_command(
     window: Browser, page: Path
 ) -> None:
     shown(window, page)
-    assert text(window, "summary").startswith("Deploy k = 4 of 16 in FP32: 99.2% of the accuracy")
+    assert text(window, "summary").startswith("Deploy k = 4 of 16 in FP32: 2.0 times the speed")
     assert ring(window, "deploy") == [[1.0, 0.992]]
     assert ring(window, "overk") == [[4, 1.0], [4, 0.992]]
     assert "--k 4 " in text(window, "command")
     choose(window, "at", "75", "input")
-    assert text(window, "summary").startswith("Deploy k = 2 of 16 in FP32: 80% of the accuracy")
+    assert text(window, "summary").startswith("Deploy k = 2 of 16 in FP32: 4.0 times the speed")
     assert ring(window, "deploy") == [[0.5, 0.8]]
     assert ring(window, "overk") == [[2, 0.5], [2, 0.8]]
     assert "--k 2 " in text(window, "command")
@@ -238,7 +238,9 @@ def test_filters_hold_for_charts_and_table_and_stay_in_the_address(
     choose(window, "lowering", "dense")
     assert window.run(lines) == 4
     assert points(window, "deploy") < marked
-    assert text(window, "summary").startswith("Deploy k = 2 of 16 in FP32: 99% of the accuracy")
+    assert text(window, "summary").startswith(
+        "Deploy k = 16 of 16 (all experts) in FP32: 1.3 times"
+    )
     choose(window, "batch", "32")
     window.run("document.getElementById('all').click()")
     assert window.run(lines) == 8
