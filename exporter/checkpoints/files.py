@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -25,9 +25,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ...common.documents import read_document
-from ...common.files import allowed_bytes
+from ...common.files import Watched, allowed_bytes
 from ...common.locations import beside, local, url_of
 from ...errors import CheckpointError
+from . import orbax_files, vmoe_files
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*PICKLED, ".safetensors", ".npz")
@@ -43,17 +44,39 @@ RESAVE = "re-save the weights alone: torch.save(model.state_dict(), …) or safe
 DAMAGED = "copy or download the file again; it was probably cut short"
 
 
+class JaxArrays(Protocol):
+    """Files of a training code in JAX, which together hold its arrays.
+
+    `note` is a sentence on what they are.
+    """
+
+    @property
+    def files(self) -> tuple[Path, ...]: ...
+    @property
+    def note(self) -> str: ...
+
+    def zeros(self) -> dict[str, Tensor]:
+        """Tensors of the right shapes, which take no memory."""
+        ...
+
+    def read(self, watched: Watched | None) -> tuple[dict[str, Tensor], Path | None]:
+        """The arrays as float32, and the temporary file they are mapped from, if any."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
     """The files of one checkpoint: one, or the shards that an index lists.
 
     `keys` maps each shard to the keys that the index expects in it (empty for a single file);
-    `config` is the `config.json` of the folder the files were found in.
+    `config` is the `config.json` of the folder the files were found in. `arrays` reads the files of
+    a training code in JAX, none of which is read by itself.
     """
 
     files: tuple[Path, ...]
     keys: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
     config: Path | None = None
+    arrays: JaxArrays | None = None
 
 
 # --- which files -------------------------------------------------------------------------------
@@ -64,7 +87,9 @@ def local_checkpoint(source: str | os.PathLike[str]) -> Path:
     place = os.fspath(source)
     path = local(place)
     if url_of(place) is not None and path.is_file():
-        if path.name.endswith(INDEX):
+        if path.name.endswith(vmoe_files.INDEX):
+            beside(place, [shard.name for shard in vmoe_files.read_index(path).shards])
+        elif path.name.endswith(INDEX):
             beside(place, ("config.json", *dict.fromkeys(_weight_map(path).values())))
         elif path.name in STANDARD:
             beside(place, ("config.json",))
@@ -79,6 +104,9 @@ def find_files(source: Path) -> WeightFiles:
     """
     if source.is_dir():
         return _find_in_folder(source)
+    index = source.with_name(source.name + vmoe_files.INDEX)
+    if source.name.endswith(vmoe_files.INDEX) or (not source.exists() and index.is_file()):
+        return _of_jax(vmoe_files.read_index(index if index.is_file() else source))
     if not source.exists():
         raise CheckpointError(f"{source}: no such file", hint=_fetching(source) or "check the path")
     if not source.is_file():
@@ -88,10 +116,14 @@ def find_files(source: Path) -> WeightFiles:
         return _read_index(source, config)
     if source.suffix.lower() not in SUFFIXES:
         raise CheckpointError(
-            f"{source}: weights are read from {', '.join(SUFFIXES)} and *{INDEX}, "
-            f"not from {source.suffix or 'a file without suffix'}"
+            f"{source}: weights are read from {', '.join(SUFFIXES)}, *{INDEX} and "
+            f"*{vmoe_files.INDEX}, not from {source.suffix or 'a file without suffix'}"
         )
     return WeightFiles(files=(source,), config=config if source.name in STANDARD else None)
+
+
+def _of_jax(arrays: JaxArrays) -> WeightFiles:
+    return WeightFiles(files=arrays.files, arrays=arrays)
 
 
 def _fetching(source: Path) -> str | None:
@@ -117,7 +149,10 @@ def _find_in_folder(folder: Path) -> WeightFiles:
             hint=f"give the checkpoint that it was exported from: `moexport inspect {folder}` "
             "names it",
         )
-    files = sorted(folder.glob(f"*{INDEX}"))
+    state = orbax_files.state_in(folder)
+    if state is not None:
+        return _of_jax(orbax_files.read_state(state))
+    files = sorted([*folder.glob(f"*{INDEX}"), *folder.glob(f"*{vmoe_files.INDEX}")])
     if not files:
         files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
         standard = [folder / name for name in STANDARD if folder / name in files]
@@ -125,7 +160,8 @@ def _find_in_folder(folder: Path) -> WeightFiles:
     if not files:
         raise CheckpointError(
             f"{folder}: no weights in this folder",
-            hint=f"it should hold one of {', '.join(SUFFIXES)} or an index *{INDEX}",
+            hint=f"it should hold one of {', '.join(SUFFIXES)}, an index *{INDEX} or "
+            f"*{vmoe_files.INDEX}, or a state of Orbax",
         )
     if len(files) > 1:
         names = ", ".join(p.name for p in files[:6])
@@ -133,6 +169,8 @@ def _find_in_folder(folder: Path) -> WeightFiles:
             f"{folder}: {len(files)} files could be the weights ({names})",
             hint="give the path of the one that is meant",
         )
+    if files[0].name.endswith(vmoe_files.INDEX):
+        return _of_jax(vmoe_files.read_index(files[0]))
     config = _config_in(folder)
     if files[0].name.endswith(INDEX):
         return _read_index(files[0], config)
@@ -175,7 +213,12 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def read_files(weights: WeightFiles) -> Mapping[str, Any]:
-    """Returns what the files hold: names to tensors, or to whatever else was saved beside them."""
+    """Returns what the files hold: names to tensors, or to whatever else was saved beside them.
+
+    Of `weights.arrays` the shapes alone, as tensors that take no memory.
+    """
+    if weights.arrays is not None:
+        return weights.arrays.zeros()
     if not weights.keys:
         return read_file(weights.files[0])
     merged: dict[str, Any] = {}

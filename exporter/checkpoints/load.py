@@ -99,7 +99,8 @@ load = takes(LoadRequest)(load_as)
 def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
     family, weights, adapter = request.family, request.weights, request.adapter
     example, values = request.example, request.values
-    config = read_config(request.config, request.sets)
+    file, sets = read_config(request.config), read_config(sets=request.sets)
+    config = {**file, **sets}
     if names_code(str(source)):
         if family is not None:
             raise UsageError(
@@ -123,7 +124,7 @@ def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
     if family is None and architecture_of(path) is not None and _is_unknown(path):
         model = load_transformers(path, config, values=values)
     else:
-        model = _load_checkpoint(path, family, config, example, values=values)
+        model = _load_checkpoint(path, family, (file, sets), example, values=values)
     url = url_of(os.fspath(source))
     return model if url is None else replace(model, source=replace(model.source, path=url))
 
@@ -138,14 +139,21 @@ def _is_unknown(folder: Path) -> bool:
 
 
 def _load_checkpoint(
-    path: Path, name: str | None, config: dict[str, Any], example: Example | None, *, values: bool
+    path: Path,
+    name: str | None,
+    given: tuple[dict[str, Any], dict[str, Any]],
+    example: Example | None,
+    *,
+    values: bool,
 ) -> Model:
+    """The model of a checkpoint; `given` are a file's settings, and those that override them."""
     chosen = None if name is None else family_named(name)
     checkpoint = read_checkpoint(path, values=values)
     notes: list[str] = []
     where = ""
     try:
         family = chosen or detect(checkpoint.tensors)
+        config = {**family.published(given[0]), **given[1]}
         recorded, notes = _recorded_settings(checkpoint, family, config)
         where = f" ({'; '.join(notes)}; --set overrides it)" if recorded else ""
         model = family.build(checkpoint.tensors, {**recorded, **config})

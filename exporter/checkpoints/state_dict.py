@@ -7,22 +7,20 @@ which is mapped as the checkpoint is, so that loading holds no second copy of th
 from __future__ import annotations
 
 import math
-import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...common.files import Reading, Watched, allowed_bytes
-from ...common.writing import scratch_file
 from ...errors import CheckpointError
 from .files import find_files, read_files
+from .floats import upcast
 
 ARGUMENTS = ("model_args", "hyper_parameters")
 """Where nanoGPT with its descendants, and Lightning, keep the constructor's arguments beside the
@@ -94,8 +92,16 @@ def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
 def _read(source: Path, *, values: bool) -> Checkpoint:
     weights = find_files(source)
     watched = Watched.now(weights.files) if values else None
-    saved = read_files(weights)
     notes: list[str] = []
+    widened: tuple[Path, ...] = ()
+    saved: Mapping[str, Any]
+    if weights.arrays is not None:
+        notes.append(weights.arrays.note)
+    if weights.arrays is not None and values:
+        saved, place = weights.arrays.read(watched)
+        widened = () if place is None else (place,)
+    else:
+        saved = read_files(weights)
     content = _unwrap(saved, notes)
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
@@ -106,12 +112,13 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
     others = [str(key) for key in content if str(key) not in tensors]
     if others:
         notes.append(f"skipped entries that are not tensors: {', '.join(others[:6])}")
-    _check_plain(source, tensors, sum(file.stat().st_size for file in weights.files))
+    if weights.arrays is None:
+        _check_plain(source, tensors, sum(file.stat().st_size for file in weights.files))
     tensors = _dotted(tensors)
     tensors, prefixes = _without_prefixes(_network_alone(tensors, notes))
     if prefixes:
         notes.append(f"removed the prefix {''.join(prefixes)} from every key")
-    mapped = weights.files
+    mapped = weights.files + widened
     if watched is not None:
         tensors, converted = _as_float32(tensors, notes, watched)
         mapped += converted
@@ -274,53 +281,3 @@ def _as_float32(
     notes.append(f"converted {', '.join(dtypes)} weights to float32")
     converted, file = upcast(others, watched.files, watched)
     return {**tensors, **converted}, () if file is None else (file,)
-
-
-IN_MEMORY_BYTES = 64 << 20
-"""Weights that take no more as float32 are converted in memory."""
-
-ALIGNMENT = 16
-"""Tensors in the file begin at multiples of so many numbers: a line of the processor's cache."""
-
-
-def upcast(
-    tensors: Mapping[str, Tensor], files: Iterable[Path], watched: Watched | None = None
-) -> tuple[dict[str, Tensor], Path | None]:
-    """Returns tensors as float32, and the temporary file that they are mapped from, if any.
-
-    That file has no name any more: it goes with the last of the tensors, or with the process. Where
-    there is no room for it, or the system has no such files, they are converted in memory. `files`
-    are what the given tensors are mapped from, whose pages are dropped as they are read, and
-    `watched` which of them must not be cut short meanwhile.
-    """
-    starts, size = {}, 0
-    # The small ones together: systems map 2 MB around whatever is touched, and who looks at the
-    # biases of experts would have all of the weights between them in memory again.
-    for key, tensor in sorted(tensors.items(), key=lambda item: item[1].numel()):
-        starts[key] = size
-        size += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
-    mapped = _temporary(size) if 4 * size > IN_MEMORY_BYTES else None
-    if mapped is None:
-        return {key: tensor.float() for key, tensor in tensors.items()}, None
-    numbers, place = mapped
-    reading, floats = Reading((*files, place), watched), {}
-    for key, tensor in tensors.items():
-        start = starts[key]
-        floats[key] = numbers[start : start + tensor.numel()].view(tensor.shape)
-        floats[key].copy_(tensor)
-        reading.advance(tensor.nbytes + floats[key].nbytes)
-    reading.end()
-    return floats, place
-
-
-def _temporary(size: int) -> tuple[Tensor, Path] | None:
-    """So many numbers in a file that has no name any more, and the one it had; None without one."""
-    if not hasattr(os, "posix_fallocate"):
-        return None
-    try:
-        with scratch_file("float32") as path, path.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, 4 * size)  # so that no write finds the disk full
-            numbers = np.memmap(file, dtype=np.float32, mode="r+", shape=(size,))
-    except OSError:
-        return None
-    return torch.from_numpy(numbers), path

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...common.text import near_miss
 from ...errors import FamilyError
-from . import fkodom, lucidrains, mnist, mumoe, mumoe_gpt2, mumoe_mixer, vit, vmoe
+from . import fkodom, lucidrains, mnist, mumoe, mumoe_gpt2, mumoe_mixer, vit, vmoe, vmoe_vit
 from .base import Family, PublishedLayer, Tensors, find_layers, some, under
 
 FAMILIES: dict[str, Family] = {
@@ -18,6 +18,7 @@ FAMILIES: dict[str, Family] = {
         vit.CONV_FAMILY,
         fkodom.FAMILY,
         vmoe.FAMILY,
+        vmoe_vit.SOFT_FAMILY,
         mumoe.FAMILY,
         mumoe.HEAD_FAMILY,
         mumoe_mixer.FAMILY,

@@ -51,7 +51,7 @@ class Family:
     """One published training code: how its checkpoints are recognised and rebuilt.
 
     `options` are the configuration keys that `build` takes, `asked` those among them that shapes
-    never tell.
+    never tell. `published` turns a configuration file of the training code into options.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Family:
     build: Callable[[Tensors, Config], FamilyModel]
     layer: PublishedLayer[Any]
     asked: tuple[str, ...] = ()
+    published: Callable[[Config], Config] = dict
 
 
 def renamed(family: Family, *, name: str, summary: str, keys: Mapping[str, str]) -> Family:

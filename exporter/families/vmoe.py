@@ -7,6 +7,7 @@ router alone: the slots average x as it came. The published module cuts all toke
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ...errors import FamilyError
@@ -16,6 +17,7 @@ from .base import (
     Constructor,
     Tensors,
     TensorShape,
+    find_layers,
     shape_of,
     soft_moe_layer,
     unit_phi,
@@ -89,6 +91,11 @@ def _check(_: SoftMoE, config: Config) -> tuple[str, ...]:
     )
 
 
+def _alone(tensors: Tensors) -> bool:
+    """Whether the layer is not part of the network that is known (`vmoe_vit`)."""
+    return bool(find_layers(tensors, FAMILY.layer)) and "embedding.kernel" not in tensors
+
+
 FAMILY = layer_family(
     soft_moe_layer(NAME, MU, _match, _shapes, _read),
     "one layer on (batch, tokens, dim) from a flat dict of JAX arrays (google-research/vmoe)",
@@ -100,3 +107,4 @@ FAMILY = layer_family(
     _config,
     apply=_check,
 )
+FAMILY = replace(FAMILY, detect=_alone)

@@ -19,7 +19,7 @@ from ...common.json_data import object_in
 from ...errors import CheckpointError, FamilyError, MissingExtraError, UsageError, install
 from ...graphs.layers.base import sharing_weights
 from ..checkpoints.files import find_files
-from ..checkpoints.state_dict import upcast
+from ..checkpoints.floats import upcast
 from ..model import Model, Source, TensorSpec
 from .budget import CONFIG_FILE, SAME, WeightSizes
 from .experts import canonical, check_layer, experts_modules

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from moexport.common.files import release
-from moexport.exporter.checkpoints import state_dict as widening
+from moexport.exporter.checkpoints import floats as widening
 from moexport.tests.exporter.families.states import State, vit_state
 from safetensors.torch import save_file
 

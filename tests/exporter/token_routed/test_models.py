@@ -22,7 +22,7 @@ from moexport.errors import (
 )
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import TensorSpec
-from moexport.exporter.checkpoints import state_dict
+from moexport.exporter.checkpoints import floats
 from moexport.exporter.inputs import completed
 from moexport.exporter.model import Model
 from moexport.exporter.parity import TIE
@@ -249,7 +249,7 @@ def test_shards_in_bfloat16_are_the_same_model(mixtral: Path, tmp_path: Path) ->
 def test_weights_of_16_bits_are_mapped_from_a_file_of_float32(
     mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_dict, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(floats, "IN_MEMORY_BYTES", 0)
     network = transformers.MixtralForCausalLM.from_pretrained(mixtral, dtype=torch.bfloat16)
     network.save_pretrained(tmp_path / "half")
     model = moexport.load(tmp_path / "half")

@@ -1,0 +1,158 @@
+"""Reads the folders in which Orbax keeps the arrays of a training in JAX, with `tensorstore` alone.
+
+A state is a folder for each array (`params.Encoder.encoder_norm.bias/.zarray`), or the same within
+one database (`manifest.ocdbt`). JAX and Orbax are not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.files import Reading, Watched, allowed_bytes
+from ...errors import CheckpointError, MissingExtraError, install
+from .floats import unset
+
+PARAMS = "params."
+MANIFEST, ZARRAY, METADATA = "manifest.ocdbt", ".zarray", "_METADATA"
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class OrbaxState:
+    """The parameters in one state: opened arrays of `tensorstore` by key, nothing of them read."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    opened: dict[str, Any]
+    note: str
+
+    def zeros(self) -> dict[str, Tensor]:
+        """Returns a tensor of the right shape for each array, which takes no memory."""
+        return {
+            key: torch.zeros(()).expand(tuple(array.shape)) for key, array in self.opened.items()
+        }
+
+    def read(self, watched: Watched | None) -> tuple[dict[str, Tensor], Path | None]:
+        """Returns the arrays as float32, and the temporary file they are mapped from, if any.
+
+        Raises CheckpointError for an array that cannot be read.
+        """
+        tensors, place = unset({key: tuple(each.shape) for key, each in self.opened.items()})
+        reading = Reading(() if place is None else (place,), watched)
+        for key, array in self.opened.items():
+            try:
+                values = array.read().result()
+            except ValueError as error:
+                raise _damaged(self.folder, key, error) from error
+            tensors[key].numpy()[...] = values
+            reading.advance(values.nbytes + tensors[key].nbytes)
+        reading.end()
+        return tensors, place
+
+
+def state_in(folder: Path) -> Path | None:
+    """Returns the state in a folder: itself, the `state` of a step, or that of its only step.
+
+    Raises CheckpointError where there are several steps.
+    """
+    for place in (folder, folder / "state"):
+        if (place / MANIFEST).is_file() or next(place.glob(f"*/{ZARRAY}"), None) is not None:
+            return place
+    steps = [each for each in sorted(folder.iterdir()) if each.name.isdigit() and each.is_dir()]
+    found = [step for step in steps if (step / "state").is_dir()]
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder}: {len(found)} steps could be the weights "
+            f"({', '.join(step.name for step in found[:6])})",
+            hint=f"give the folder of one: {found[-1]}",
+        )
+    return state_in(found[0]) if found else None
+
+
+def read_state(folder: Path) -> OrbaxState:
+    """Returns what is in a state; raises CheckpointError for one that is no network's parameters.
+
+    Raises MissingExtraError without `tensorstore`.
+    """
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{folder}: tensorstore, which reads folders of Orbax, is not installed ({error})",
+            hint=install("orbax"),
+        ) from error
+    place = f"file://{folder.resolve()}/"
+    database = (folder / MANIFEST).is_file()
+    store = {"driver": "ocdbt", "base": place} if database else place
+    try:
+        names = [name.decode() for name in tensorstore.KvStore.open(store).result().list().result()]
+    except ValueError as error:
+        raise _damaged(folder, MANIFEST, error) from error
+    keys = sorted(name.removesuffix(f"/{ZARRAY}") for name in names if name.endswith(f"/{ZARRAY}"))
+    wanted = [key for key in keys if key.startswith(PARAMS)] or keys
+    if not wanted:
+        raise CheckpointError(f"{folder}: no arrays inside", hint="give the folder of one step")
+    files = tuple(sorted(file for file in folder.rglob("*") if file.is_file()))
+    size = sum(file.stat().st_size for file in files)
+    whole = _writes_zeros(folder)
+    opened, declared = {}, 0
+    for key in wanted:
+        inside: Any = (
+            {**store, "path": f"{key}/"}
+            if isinstance(store, dict)
+            else {"driver": "file", "path": f"{folder.resolve()}/{key}/"}
+        )
+        try:
+            array = tensorstore.open(
+                # A chunk that is not there is all zeros, unless zeros are written, too.
+                {"driver": "zarr", "kvstore": inside, "fill_missing_data_reads": not whole},
+                open=True,
+                read=True,
+            ).result()
+        except ValueError as error:
+            raise _damaged(folder, key, error) from error
+        chunk = math.prod(size or 0 for size in array.chunk_layout.read_chunk.shape or ())
+        numbers = math.prod(array.shape)
+        if array.dtype.name not in FLOATS:
+            raise CheckpointError(f"{folder}: {key} has dtype {array.dtype.name}, expected a float")
+        declared += max(numbers, chunk) * array.dtype.numpy_dtype.itemsize
+        if declared > allowed_bytes(size):
+            raise CheckpointError(
+                f"{folder}: its arrays up to {key} of shape {list(array.shape)} are {declared} "
+                f"bytes, in files of {size}"
+            )
+        opened[key.removeprefix(PARAMS)] = array
+    numbers = sum(math.prod(array.shape) for array in opened.values())
+    types = ", ".join(sorted({array.dtype.name for array in opened.values()}))
+    step = next((each.name for each in (folder, folder.parent) if each.name.isdigit()), None)
+    note = (
+        "Orbax checkpoint: "
+        + (f"step {step}, " if step else "")
+        + f"{len(opened)} of {len(keys)} arrays are the network's, with {numbers} numbers as "
+        + f"{types}, in {'a database' if database else 'a folder each'}"
+    )
+    return OrbaxState(folder, files, opened, note)
+
+
+def _writes_zeros(folder: Path) -> bool:
+    """Whether what wrote a state wrote chunks of zeros, as its metadata say."""
+    try:
+        with (folder / METADATA).open("rb") as file:
+            content = json.loads(file.read(64 << 20))
+        return content.get("store_array_data_equal_to_fill_value") is True
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return False
+
+
+def _damaged(folder: Path, key: str, error: ValueError) -> CheckpointError:
+    said = str(error).partition(" [tensorstore_spec")[0].replace("\n", " ")[:200]
+    return CheckpointError(
+        f"{folder}: {key} cannot be read ({said})", hint="copy the folder again; a part is missing"
+    )

@@ -1,0 +1,451 @@
+"""Reads checkpoints as google-research/vmoe writes them, without JAX: an index and its shards.
+
+`PREFIX.index` is a tree of arrays, each with its shape, its type and the chunks it is cut into;
+`PREFIX.data-00000-of-00002` holds chunks. Both are MessagePack with extension types, within which
+is MessagePack again. Shards name arrays by number: the place in the tree, its keys sorted as
+strings, so that `encoderblock_10` comes before `encoderblock_2`.
+
+What a file declares is held against the index, and the index against the sizes of the files, before
+anything is allocated. Shards are mapped one after the other, and chunks copied to their places.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta, Raw
+from torch import Tensor
+
+from ...common.documents import MOST_LEVELS
+from ...common.files import Reading, Watched
+from ...errors import CheckpointError
+from .floats import unset
+
+T = TypeVar("T")
+
+INDEX = ".index"
+INDEX_BYTES = 32 << 20
+"""Of an index at most: an array takes some hundred bytes, a chunk some forty."""
+
+VERSION = "20220622"
+"""What an index says; those written before 24 June 2022 say nothing."""
+
+CHUNKED = "__msgpack_array_chunk_a87ca2__"
+"""Key by which a shard says what it is."""
+
+ARRAY, SLICE_ND, INDEX_INFO = 1, 6, 8
+"""Codes of extension types."""
+
+MOST_AXES, MOST_CHUNKS, MOST_SHARDS, MOST_PARTS = 8, 1 << 14, 99_999, 1 << 10
+
+WITHOUT_SHARDS = 1 << 26
+"""Numbers at most of an array that is no expert's where no shard is there to vouch for its size."""
+
+DTYPES = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "float64": np.dtype("<f8"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+TRAIN_STATE = ("step", "params", "opt_state", "rngs")
+"""Fields of a train state, in the order in which files without a version count their arrays."""
+
+AGAIN = "copy or download the file again; it was probably cut short"
+
+Slices = tuple[tuple[int, int], ...]
+"""Where a chunk lies in its array: start and stop on each axis."""
+
+_Size = Annotated[int, Meta(ge=0, le=2**40)]
+_Shape = Annotated[list[_Size], Meta(max_length=MOST_AXES)]
+_Shards = Annotated[list[_Size], Meta(max_length=MOST_CHUNKS)]
+_Places = Annotated[list[bytes], Meta(max_length=MOST_CHUNKS)]
+
+_MAP = msgspec.msgpack.Decoder(dict[str, Raw])
+_TEXT = msgspec.msgpack.Decoder(str)
+_COUNT = msgspec.msgpack.Decoder(Annotated[int, Meta(ge=1, le=MOST_SHARDS)])
+_EXTENSION = msgspec.msgpack.Decoder(msgspec.msgpack.Ext)
+_INFO = msgspec.msgpack.Decoder(tuple[bytes, _Places, _Shards])
+_SHAPED = msgspec.msgpack.Decoder(tuple[_Shape, str, Raw, Raw])
+_AXES = msgspec.msgpack.Decoder(Annotated[list[bytes], Meta(max_length=MOST_AXES)])
+_AXIS = msgspec.msgpack.Decoder(tuple[_Size, _Size, None])
+_NDARRAY = msgspec.msgpack.Decoder(tuple[_Shape, str, memoryview])
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedArray:
+    """One array of an index: its place among all of them, and the shard of each of its chunks."""
+
+    key: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[tuple[Slices, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VmoeIndex:
+    """What an index says: the network's arrays, its shards, and a sentence on both.
+
+    `held` counts the arrays of each shard, of whatever they are.
+    """
+
+    file: Path
+    shards: tuple[Path, ...]
+    arrays: tuple[IndexedArray, ...]
+    held: Counter[int]
+    note: str
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The index, and those of its shards that are there."""
+        return (self.file, *(shard for shard in self.shards if shard.is_file()))
+
+    def zeros(self) -> dict[str, Tensor]:
+        """Returns a tensor of the right shape for each array, which takes no memory and no shard.
+
+        Raises CheckpointError where no shards can vouch for a size that would cost something.
+        """
+        if len(self.files) > len(self.shards):
+            _check_sizes(self)
+        else:
+            for array in self.arrays:
+                numbers = math.prod(array.shape)
+                if numbers > WITHOUT_SHARDS and "/Moe/Mlp/" not in array.key:
+                    raise CheckpointError(
+                        f"{self.file}: {array.key} of shape {list(array.shape)} is too large to be "
+                        "believed without its shards"
+                    )
+        return {array.key: torch.zeros(()).expand(array.shape) for array in self.arrays}
+
+    def read(self, watched: Watched | None) -> tuple[dict[str, Tensor], Path | None]:
+        """Returns the arrays as float32, and the temporary file they are mapped from, if any.
+
+        Raises CheckpointError where a shard is missing, cut short, or holds something else than the
+        index says.
+        """
+        missing = [shard.name for shard in self.shards if shard not in self.files]
+        if missing:
+            raise CheckpointError(
+                f"{self.file}: {len(missing)} of {len(self.shards)} shards are missing: "
+                f"{', '.join(missing[:6])}",
+                hint=f"put them into {self.file.parent}",
+            )
+        _check_sizes(self)
+        tensors, place = unset({array.key: array.shape for array in self.arrays})
+        reading = Reading(self.shards if place is None else (*self.shards, place), watched)
+        for number, shard in enumerate(self.shards):
+            _read_shard(self, number, shard, tensors, reading)
+            reading.end()
+        return tensors, place
+
+
+# --- the index ---------------------------------------------------------------------------------
+
+
+def read_index(file: Path) -> VmoeIndex:
+    """Returns what an index says; raises CheckpointError for one that cannot be right."""
+    with file.open("rb") as opened:
+        data = opened.read(INDEX_BYTES + 1)
+    if len(data) > INDEX_BYTES:
+        raise CheckpointError(f"{file}: has more than {INDEX_BYTES} bytes, the limit of an index")
+    top = _decoded(file, data, _MAP)
+    if not {"shard_count", "index"} <= top.keys():
+        raise CheckpointError(
+            f"{file}: not an index of google-research/vmoe: it holds {', '.join(top)[:200]}",
+            hint="it is to hold shard_count, index and version",
+        )
+    version = _decoded(file, top["version"], _TEXT) if "version" in top else None
+    if version not in (None, VERSION):
+        raise CheckpointError(
+            f"{file}: of version {str(version)[:40]!r}, and {VERSION} is known",
+            hint="the layout may have changed: export it with a newer moexport",
+        )
+    count = _decoded(file, top["shard_count"], _COUNT)
+    prefix = file.name.removesuffix(INDEX)
+    shards = tuple(
+        file.with_name(f"{prefix}.data-{shard:05d}-of-{count:05d}") for shard in range(count)
+    )
+    leaves = list(_leaves(file, top["index"]))
+    roots = {path[0] for path, _ in leaves if path}
+    state = "params" in roots
+    if version is None and state:
+        leaves = _in_order_of_fields(file, leaves, roots)
+    arrays = [_array(file, path, number, leaf, count) for number, (path, leaf) in enumerate(leaves)]
+    held = Counter(shard for array in arrays for shard in {shard for _, shard in array.chunks})
+    network = tuple(_without_params(array) for array in arrays if _of_network(array, state=state))
+    if not network:
+        raise CheckpointError(f"{file}: lists no weights")
+    for array in network:
+        if array.dtype not in DTYPES:
+            raise CheckpointError(f"{file}: {array.key} has dtype {array.dtype}, expected a float")
+        _check_covered(file, array)
+    return VmoeIndex(
+        file, shards, network, held, _note(prefix, network, len(arrays), count, state=state)
+    )
+
+
+def _note(
+    prefix: str, network: tuple[IndexedArray, ...], every: int, shards: int, *, state: bool
+) -> str:
+    step = re.fullmatch(r".*_(\d+)", prefix)
+    of = f"train state, {every} arrays" if state else "parameters"
+    types = ", ".join(sorted({array.dtype for array in network}))
+    numbers = sum(math.prod(array.shape) for array in network)
+    return (
+        f"google-research/vmoe checkpoint: {of}, "
+        + (f"step {step[1]} by its name, " if step and state else "")
+        + f"{len(network)} arrays of the network with {numbers} numbers as {types}, in {shards} "
+        + f"shard{'s' * (shards > 1)}"
+    )
+
+
+def _leaves(
+    file: Path, node: Raw, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Raw]]:
+    """The arrays of a tree, keys sorted as strings; nothing for nil and for an empty map."""
+    if len(path) > MOST_LEVELS:
+        raise CheckpointError(f"{file}: maps nest deeper than {MOST_LEVELS} levels")
+    kind = bytes(memoryview(node)[:1])
+    if kind == b"\xc0":
+        return
+    if 0x80 <= kind[0] <= 0x8F or kind in (b"\xde", b"\xdf"):
+        for key, inner in sorted(_decoded(file, node, _MAP).items()):
+            yield from _leaves(file, inner, (*path, key))
+        return
+    yield path, node
+
+
+def _in_order_of_fields(
+    file: Path, leaves: list[tuple[tuple[str, ...], Raw]], roots: set[str]
+) -> list[tuple[tuple[str, ...], Raw]]:
+    """The arrays of a train state as files without a version count them."""
+    if not roots <= set(TRAIN_STATE):
+        raise CheckpointError(
+            f"{file}: without a version, and with {', '.join(sorted(roots))[:200]}: in which order "
+            "its shards count arrays is not known",
+            hint="save the parameters alone, or restore and save it with the code of after June "
+            "2022",
+        )
+    return sorted(leaves, key=lambda leaf: TRAIN_STATE.index(leaf[0][0]))
+
+
+def _of_network(array: IndexedArray, *, state: bool) -> bool:
+    return not state or array.key.startswith("params/")
+
+
+def _without_params(array: IndexedArray) -> IndexedArray:
+    key = array.key.removeprefix("params/")
+    return IndexedArray(key, array.number, array.shape, array.dtype, array.chunks)
+
+
+def _array(file: Path, path: tuple[str, ...], number: int, leaf: Raw, count: int) -> IndexedArray:
+    """One array of the index, from its extension type."""
+    key = "/".join(path)
+
+    info = _decoded(file, leaf, _EXTENSION)
+    if info.code != INDEX_INFO:
+        raise CheckpointError(f"{file}: {key[:200]} is of type {info.code}, not {INDEX_INFO}")
+    shaped, slices, shards = _decoded(file, info.data, _INFO)
+    shape, dtype, _, _ = _decoded(file, shaped, _SHAPED)
+    if len(slices) != len(shards) or any(shard >= count for shard in shards):
+        raise CheckpointError(f"{file}: {key[:200]} names shards that are not there")
+    chunks = zip((_slices(file, each) for each in slices), shards, strict=True)
+    return IndexedArray(key, number, tuple(shape), dtype[:40], tuple(chunks))
+
+
+def _slices(file: Path, data: bytes | memoryview) -> Slices:
+    """Where a chunk lies."""
+    found = (_decoded(file, axis, _AXIS) for axis in _decoded(file, data, _AXES))
+    return tuple((start, stop) for start, stop, _ in found)
+
+
+MOST_CELLS = 1 << 16
+
+
+def _check_covered(file: Path, array: IndexedArray) -> None:
+    """Raises CheckpointError unless the chunks fill the array, each number once."""
+    shape = array.shape
+    what = f"{file}: the chunks of {array.key} of shape {list(shape)}"
+    for slices, _ in array.chunks:
+        inside = all(0 <= a < b <= size for (a, b), size in zip(slices, shape, strict=False))
+        if len(slices) != len(shape) or not inside:
+            raise CheckpointError(f"{what} lie outside of it: {_shown(slices)}")
+    # Between the places where any chunk begins or ends nothing changes: a cell for each interval.
+    edges = [
+        sorted({0, size, *(edge for slices, _ in array.chunks for edge in slices[axis])})
+        for axis, size in enumerate(shape)
+    ]
+    cells = [len(each) - 1 for each in edges]
+    if math.prod(cells) > MOST_CELLS:
+        raise CheckpointError(f"{what} cut it in more than {MOST_CELLS} cells")
+    places = [{edge: cell for cell, edge in enumerate(each)} for each in edges]
+    filled = np.zeros(cells, dtype=bool)
+    for slices, _ in array.chunks:
+        box = tuple(slice(place[a], place[b]) for place, (a, b) in zip(places, slices, strict=True))
+        if filled[box].any():
+            raise CheckpointError(f"{what} overlap at {_shown(slices)}")
+        filled[box] = True
+    if not filled.all():
+        raise CheckpointError(f"{what} leave gaps", hint=AGAIN)
+
+
+def _shown(slices: Slices) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in slices) + "]"
+
+
+def _volume(slices: Slices) -> int:
+    return math.prod(stop - start for start, stop in slices)
+
+
+# --- the shards --------------------------------------------------------------------------------
+
+
+def _check_sizes(index: VmoeIndex) -> None:
+    """Raises CheckpointError for a shard that is shorter than the arrays that lie in it."""
+    bytes_of = Counter[int]()
+    for array in index.arrays:
+        for slices, shard in array.chunks:
+            bytes_of[shard] += DTYPES[array.dtype].itemsize * _volume(slices)
+    for number, file in enumerate(index.shards):
+        size = file.stat().st_size
+        if size < bytes_of[number]:
+            raise CheckpointError(
+                f"{file}: has {size} bytes, and its index places {bytes_of[number]} in it",
+                hint=AGAIN,
+            )
+
+
+def _read_shard(
+    index: VmoeIndex, number: int, shard: Path, tensors: Mapping[str, Tensor], reading: Reading
+) -> None:
+    """Copies what one shard holds of the network to its places."""
+    if shard.stat().st_size == 0:
+        raise CheckpointError(f"{shard}: the file is empty", hint=AGAIN)
+    # Mapped as long as anything refers to it.
+    view = np.memmap(shard, mode="r").data
+    _check_count(shard, view, index.held[number])
+    of_arrays = _decoded(shard, view, _MAP)
+    if CHUNKED not in of_arrays:
+        raise CheckpointError(f"{shard}: not a shard of google-research/vmoe")
+    for array in index.arrays:
+        wanted = {slices for slices, at in array.chunks if at == number}
+        if wanted:
+            found = of_arrays.get(str(array.number))
+            _place(shard, array, wanted, found, tensors[array.key].numpy(), reading)
+
+
+def _check_count(shard: Path, view: memoryview, arrays: int) -> None:
+    """Raises CheckpointError for a shard with another number of arrays than its index places in it.
+
+    So that a file of a million of them is told by its first bytes.
+    """
+    first = view[0]
+    if 0x80 <= first <= 0x8F:
+        found = first & 0x0F
+    elif first in (0xDE, 0xDF):
+        found = int.from_bytes(view[1 : 3 if first == 0xDE else 5], "big")
+    else:
+        raise CheckpointError(f"{shard}: not a shard of google-research/vmoe")
+    if found != arrays + 1:
+        raise CheckpointError(
+            f"{shard}: holds {found - 1} arrays, and its index places {arrays} in it",
+            hint="take index and shards of one checkpoint",
+        )
+
+
+class _Piece:
+    """A flat piece of a chunk."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+
+class _Where:
+    """Where a chunk lies in its array."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+
+
+_Parts = Annotated[list[_Piece], Meta(max_length=MOST_PARTS)]
+_Chunks = Annotated[list[tuple[_Parts, _Where]], Meta(max_length=MOST_CHUNKS)]
+
+
+def _place(
+    shard: Path,
+    array: IndexedArray,
+    wanted: set[Slices],
+    found: Raw | None,
+    into: np.ndarray,
+    reading: Reading,
+) -> None:
+    """Copies the chunks of one array to their places in it."""
+
+    def hook(code: int, data: memoryview) -> Any:
+        if code == SLICE_ND:
+            return _Where(_slices(shard, data))
+        if code != ARRAY:
+            raise CheckpointError(f"{shard}: {array.key} holds a value of type {code}")
+        shape, dtype, raw = _decoded(shard, data, _NDARRAY)
+        if dtype != array.dtype or len(raw) != math.prod(shape) * DTYPES[array.dtype].itemsize:
+            raise CheckpointError(
+                f"{shard}: {array.key} has a piece of {len(raw)} bytes said to be {dtype[:40]} "
+                f"{shape}, and the index says {array.dtype}"
+            )
+        return _Piece(np.frombuffer(raw, DTYPES[array.dtype]))
+
+    decoder = msgspec.msgpack.Decoder(_Chunks, ext_hook=hook)
+    chunks = [] if found is None else _decoded(shard, found, decoder)
+    places = [where.slices for _, where in chunks]
+    if len(places) != len(wanted) or set(places) != wanted:
+        raise CheckpointError(
+            f"{shard}: holds {array.key} at {', '.join(map(_shown, places[:4])) or 'no place'}, "
+            f"and its index says {', '.join(map(_shown, sorted(wanted)[:4]))}",
+            hint="take index and shards of one checkpoint",
+        )
+    for parts, where in chunks:
+        _fill(shard, array, [piece.values for piece in parts], where.slices, into, reading)
+
+
+def _fill(
+    shard: Path,
+    array: IndexedArray,
+    parts: list[np.ndarray],
+    slices: Slices,
+    into: np.ndarray,
+    reading: Reading,
+) -> None:
+    """Copies one chunk, whose pieces follow each other in C order."""
+    numbers = sum(len(part) for part in parts)
+    if numbers != _volume(slices):
+        raise CheckpointError(
+            f"{shard}: the chunk {_shown(slices)} of {array.key} holds {numbers} numbers, expected "
+            f"{_volume(slices)}",
+            hint=AGAIN,
+        )
+    values = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    box = tuple(slice(start, stop) for start, stop in slices)
+    into[box] = values.reshape([stop - start for start, stop in slices])
+    reading.advance(values.nbytes + 4 * numbers)
+
+
+def _decoded(file: Path, data: Any, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """What bytes of MessagePack hold, as the decoder's type; CheckpointError for anything else."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        said = str(error).partition("\n")[0][:200] or type(error).__name__
+        raise CheckpointError(
+            f"{file}: damaged, or not of google-research/vmoe ({said})", hint=AGAIN
+        ) from error

@@ -1,0 +1,601 @@
+"""`soft-moe-vmoe-vit`: the Vision Transformer with Soft MoE of google-research/vmoe.
+
+Its parameters are those of Flax: kernels are [in, out], those of attention have an axis for the
+heads. What the shapes do not tell is asked for, or read from the run's own configuration
+(`--config`), whose names these options have. Images are (b, H, W, c) from -1 to 1, as the authors
+feed them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError, FamilyError
+from ...graphs.layers.base import MoELayer
+from ..model import TensorSpec
+from . import vmoe
+from .base import (
+    Config,
+    Constructor,
+    Family,
+    FamilyModel,
+    Question,
+    Tensors,
+    TensorShape,
+    block_numbers,
+    check_heads,
+    check_tensors,
+    filled,
+    height_width,
+    one_or_pair,
+    shape_of,
+    under,
+)
+from .vit import Mlp, VisionTransformer, ViT, attend
+
+SOFT = "soft-moe-vmoe-vit"
+EPS = 1e-6
+"""Of every LayerNorm."""
+
+POSITIONS = "Encoder.posembed_input.pos_embedding"
+PROBE = "MapHead.probe"
+POOLS = {"token": "token", "gap": "avg", "map": "map", "0": "token"}
+"""What `classifier` may be: the class token, the mean, attention, or the first token without a
+class token; and what `ViT.global_pool` calls it."""
+
+
+def _block(number: int) -> str:
+    return f"Encoder.encoderblock_{number}."
+
+
+# --- the run's configuration -------------------------------------------------------------------
+
+TRAINING_ONLY = re.compile(
+    r".*(dropout|noise|loss|init|rngs|metrics|axis|partition|deterministic|dtype|precision).*"
+)
+"""Settings of a run that change nothing at inference."""
+
+NAMES = {
+    "num_classes": "num_classes",
+    "patch_size": "patch_size",
+    "hidden_size": "hidden_size",
+    "classifier": "classifier",
+    "representation_size": "representation_size",
+    "image_size": "image_size",
+    "encoder.num_layers": "num_layers",
+    "encoder.mlp_dim": "mlp_dim",
+    "encoder.num_heads": "num_heads",
+    "encoder.attention_qk_norm": "attention_qk_norm",
+    "encoder.position_emb.name": "position_emb",
+    "encoder.moe.layers": "moe_layers",
+    "encoder.moe.num_experts": "num_experts",
+    "encoder.moe.group_size": "group_size",
+    "encoder.moe.router.name": "router",
+    "encoder.moe.router.num_slots": "num_slots",
+}
+"""Options by the paths that the settings have in a run's configuration of its model."""
+
+MODELS = ("VisionTransformerMoe", "VisionTransformerMoeEnsemble")
+FROM_SHAPES = ("encoder.moe.router.num_slots", "encoder.moe.router.capacity_factor")
+"""Settings of a Soft MoE router that are None where another of them says how many slots there
+are, which the shapes say as well."""
+
+
+def published(family: str, config: Config) -> dict[str, Any]:
+    """Returns the options that a run's configuration stands for: all of it, or its `model`.
+
+    Options that are none of a configuration pass through. Raises FamilyError for a setting that is
+    not known: it may change what is computed.
+    """
+    whole = isinstance(config.get("model"), Mapping)
+    model = config["model"] if whole else config
+    if not isinstance(model.get("encoder"), Mapping):
+        return dict(config)
+    name = str(model.get("name", MODELS[0])).rpartition(".")[2]
+    if name not in MODELS:
+        raise FamilyError(
+            f"{family}: the configuration is of a {name}",
+            hint=f"known are {' and '.join(MODELS)}",
+        )
+    found = dict(_flat(model))
+    options: dict[str, Any] = {}
+    for path, value in found.items():
+        last = path.rpartition(".")[2]
+        if path in NAMES:
+            if value is not None or path not in FROM_SHAPES:
+                options[NAMES[path]] = value
+        elif path != "name" and path not in FROM_SHAPES and not TRAINING_ONLY.fullmatch(last):
+            raise FamilyError(
+                f"{family}: the configuration's {path}={str(value)[:60]} is not known",
+                hint="leave it out if it changes nothing at inference",
+            )
+    options.setdefault("position_emb", "learned")
+    options.setdefault("classifier", "token")
+    options["num_classes"] = options.get("num_classes") or 0
+    options["representation_size"] = options.get("representation_size") or 0
+    return options
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Settings by their paths: `encoder.moe.num_experts`."""
+    flat: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat += _flat(value, f"{prefix}{key}.")
+        else:
+            flat.append((f"{prefix}{key}", value))
+    return flat
+
+
+# --- what the shapes say -----------------------------------------------------------------------
+
+
+def _read_sizes(family: str, tensors: Tensors, layers: Mapping[int, MoELayer]) -> dict[str, Any]:
+    """The settings that keys and shapes tell, by their names in a configuration."""
+    if not layers:
+        raise CheckpointError(f"not the weights of a {family} model: no {family} layer in a block")
+    patch_h, patch_w, _, dim = shape_of(family, tensors, "embedding.kernel", "h, w, c, d")
+    blocks = block_numbers(family, tensors, "Encoder.encoderblock_")
+    _, heads, _ = shape_of(family, tensors, f"{_block(0)}SelfAttention.query.kernel", "d, heads, k")
+    first = next(iter(layers.values())).spec
+    dense = next((n for n in blocks if n not in layers), None)
+    hidden = (
+        first.hidden
+        if dense is None
+        else shape_of(family, tensors, f"{_block(dense)}Mlp.Dense_0.kernel", "d, h")[1]
+    )
+    read: dict[str, Any] = {
+        "num_classes": tensors["head.bias"].numel() if "head.bias" in tensors else 0,
+        "patch_size": one_or_pair(patch_h, patch_w),
+        "hidden_size": dim,
+        "representation_size": (
+            tensors["pre_logits.bias"].numel() if "pre_logits.bias" in tensors else 0
+        ),
+        "num_layers": len(blocks),
+        "mlp_dim": hidden,
+        "num_heads": heads,
+        "attention_qk_norm": f"{_block(0)}SelfAttention.query_ln.scale" in tensors,
+        "moe_layers": list(layers),
+        "num_experts": first.experts,
+    }
+    if first.kind == "soft-moe":
+        read["num_slots"] = first.slots
+    if POSITIONS in tensors:
+        read["position_emb"] = "learned"
+    if "cls" in tensors or PROBE in tensors:
+        read["classifier"] = "token" if "cls" in tensors else "map"
+    return read
+
+
+def _as_read(given: Config, read: Config) -> Config:
+    """A user's values, written as the shapes say the same thing."""
+    same = dict(given)
+    for key in ("image_size", "patch_size"):
+        if key in same:
+            same[key] = one_or_pair(*height_width(SOFT, key, same[key]))
+    for key in ("num_classes", "representation_size"):
+        if key in same and same[key] is None:
+            same[key] = 0
+    if isinstance(same.get("moe_layers"), int):
+        same["moe_layers"] = [same["moe_layers"]]
+    if isinstance(same.get("moe_layers"), list | tuple):
+        same["moe_layers"] = sorted(same["moe_layers"], key=str)
+        same["moe_layers"] = sorted(
+            same["moe_layers"], key=lambda n: n if isinstance(n, int) else 0
+        )
+    if "classifier" in same:
+        same["classifier"] = str(same["classifier"])
+    return same
+
+
+CLASSIFIER = Question(
+    "gap", "gap is the mean of all tokens, 0 the first of them: the keys are the same"
+)
+POSITION_EMB = Question("sincos2d", "sincos2d or none: neither has parameters")
+IMAGE_SIZE = Question(224, "height and width: no parameter has them")
+
+
+def _questions(tensors: Tensors, read: Config, given: Config) -> dict[str, Question]:
+    """What is asked for of this checkpoint, with defaults that fit it."""
+    asked = {"classifier": CLASSIFIER, "position_emb": POSITION_EMB}
+    side = _square_side(tensors, read, given)
+    if side is None:
+        asked["image_size"] = IMAGE_SIZE
+    return asked
+
+
+def _tokens_told(tensors: Tensors, read: Config, given: Config) -> int | None:
+    """The tokens of an image, where a parameter or the configuration tells them."""
+    if POSITIONS in tensors:
+        return shape_of(SOFT, tensors, POSITIONS, "1, m, d")[1]
+    size = given.get("group_size")
+    return size if isinstance(size, int) and "num_slots" in read else None
+
+
+def _square_side(tensors: Tensors, read: Config, given: Config) -> int | None:
+    """The patches on each side of an image that is a square; None where it need not be."""
+    tokens = _tokens_told(tensors, read, given)
+    patches = 0 if tokens is None else tokens - int("cls" in tensors)
+    return math.isqrt(patches) if patches > 0 and math.isqrt(patches) ** 2 == patches else None
+
+
+# --- names and shapes --------------------------------------------------------------------------
+
+
+def _linear(name: str, *sizes: int) -> dict[str, TensorShape]:
+    return {f"{name}.kernel": sizes, f"{name}.bias": sizes[-1:]}
+
+
+def _norm(name: str, dim: int) -> dict[str, TensorShape]:
+    return {f"{name}.scale": (dim,), f"{name}.bias": (dim,)}
+
+
+def _attention(name: str, dim: int, heads: int, *, qk_norm: bool) -> dict[str, TensorShape]:
+    head = dim // heads
+    expected: dict[str, TensorShape] = {}
+    for part in ("query", "key", "value"):
+        expected |= {
+            f"{name}.{part}.kernel": (dim, heads, head),
+            f"{name}.{part}.bias": (heads, head),
+        }
+    expected |= {f"{name}.out.kernel": (heads, head, dim), f"{name}.out.bias": (dim,)}
+    if qk_norm:
+        expected |= {f"{name}.query_ln.scale": (head,), f"{name}.key_ln.scale": (head,)}
+    return expected
+
+
+def _expected(
+    config: Config, channels: int, tokens: int, moe: Mapping[str, TensorShape]
+) -> dict[str, TensorShape]:
+    """Names and shapes of a whole network; those of its MoE layers are `moe`."""
+    dim, heads, hidden = config["hidden_size"], config["num_heads"], config["mlp_dim"]
+    qk_norm = config["attention_qk_norm"]
+    patch = height_width(SOFT, "patch_size", config["patch_size"])
+    expected = _linear("embedding", *patch, channels, dim) | _norm("Encoder.encoder_norm", dim)
+    if config["classifier"] == "token":
+        expected["cls"] = (1, 1, dim)
+    if config["position_emb"] == "learned":
+        expected[POSITIONS] = (1, tokens, dim)
+    for number in range(config["num_layers"]):
+        block = _block(number)
+        expected |= _norm(f"{block}LayerNorm_0", dim) | _norm(f"{block}LayerNorm_1", dim)
+        expected |= _attention(f"{block}SelfAttention", dim, heads, qk_norm=qk_norm)
+        if number not in config["moe_layers"]:
+            expected |= _linear(f"{block}Mlp.Dense_0", dim, hidden)
+            expected |= _linear(f"{block}Mlp.Dense_1", hidden, dim)
+    if config["classifier"] == "map":
+        expected |= {PROBE: (1, 1, dim)} | _norm("MapHead.LayerNorm", dim)
+        expected |= _attention("MapHead.MultiHeadDotProductAttention", dim, heads, qk_norm=qk_norm)
+        expected |= _linear("MapHead.Mlp.Dense_0", dim, hidden)
+        expected |= _linear("MapHead.Mlp.Dense_1", hidden, dim)
+    width = dim
+    if config["representation_size"]:
+        width = config["representation_size"]
+        expected |= _linear("pre_logits", dim, width)
+    if config["num_classes"]:
+        expected |= _linear("head", width, config["num_classes"])
+    return expected | dict(moe)
+
+
+# --- the network -------------------------------------------------------------------------------
+
+
+class MapHead(nn.Module):
+    """Attention of one learned probe to all tokens, and an MLP: (b, m, d) to (b, d)."""
+
+    def __init__(self, spec: ViT) -> None:
+        super().__init__()
+        dim, self.heads = spec.embed_dim, spec.num_heads
+        self.probe = nn.Parameter(torch.empty(1, 1, dim))
+        self.q, self.kv, self.proj = (
+            nn.Linear(dim, dim),
+            nn.Linear(dim, 2 * dim),
+            nn.Linear(dim, dim),
+        )
+        head = dim // self.heads
+        self.q_norm = nn.LayerNorm(head, eps=EPS) if spec.qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(head, eps=EPS) if spec.qk_norm else nn.Identity()
+        self.norm = nn.LayerNorm(dim, eps=EPS)
+        self.mlp = Mlp(spec)
+        self.split = (-1, spec.tokens, self.heads, head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns what the probe finds."""
+        q = self.q_norm(self.q(self.probe).reshape(1, 1, self.heads, -1).transpose(1, 2))
+        k, v = (part.reshape(self.split).transpose(1, 2) for part in self.kv(x).chunk(2, dim=-1))
+        # The same query for each input of the batch.
+        y = attend(q + torch.zeros_like(k[:, :, :1]), self.k_norm(k), v)
+        found: Tensor = self.proj(y.transpose(1, 2).reshape(-1, 1, x.shape[-1]))
+        result: Tensor = found + self.mlp(self.norm(found))
+        return result[:, 0]
+
+
+class VmoeTransformer(VisionTransformer):
+    """Images (b, H, W, c) to logits (b, classes)."""
+
+    def __init__(self, spec: ViT, representation: int) -> None:
+        super().__init__(spec)
+        dim = spec.embed_dim
+        self.map_head = MapHead(spec) if spec.global_pool == "map" else None
+        self.pre_logits = nn.Linear(dim, representation) if representation else None
+        if representation and spec.num_classes:
+            self.head = nn.Linear(representation, spec.num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images (b, H, W, c) to logits."""
+        x = self.embed(x.permute(0, 3, 1, 2))
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if self.map_head is not None:
+            x = self.map_head(x)
+        else:
+            x = x[:, 0] if self.spec.global_pool == "token" else x.mean(dim=1)
+        if self.pre_logits is not None:
+            x = torch.tanh(self.pre_logits(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def sincos2d(height: int, width: int, dim: int) -> Tensor:
+    """Returns the positions [1, height·width, d] of patches: sine and cosine of x, then of y."""
+    if dim % 4 or dim < 8:
+        raise FamilyError(f"{SOFT}: position_emb=sincos2d needs a width that 4 divides, not {dim}")
+    frequencies = 10_000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4 - 1))
+    y, x = torch.meshgrid(
+        torch.arange(height, dtype=torch.float64),
+        torch.arange(width, dtype=torch.float64),
+        indexing="ij",
+    )
+    x, y = x.reshape(-1, 1) * frequencies, y.reshape(-1, 1) * frequencies
+    return torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), dim=1)[None].float()
+
+
+# --- from a checkpoint to the network ----------------------------------------------------------
+
+
+def _attention_weights(tensors: Tensors, name: str) -> dict[str, Tensor]:
+    """Weights of one attention: of q, of k, of v, each [d, d], and of what follows."""
+    local = under(tensors, f"{name}.")
+    found = {"proj.weight": local["out.kernel"].flatten(0, 1).T, "proj.bias": local["out.bias"]}
+    for part in ("query", "key", "value"):
+        found[f"{part}.weight"] = local[f"{part}.kernel"].flatten(1).T
+        found[f"{part}.bias"] = local[f"{part}.bias"].flatten()
+    for part in ("query", "key"):
+        if f"{part}_ln.scale" in local:
+            scale = local[f"{part}_ln.scale"]
+            found |= {
+                f"{part[0]}_norm.weight": scale,
+                f"{part[0]}_norm.bias": torch.zeros_like(scale),
+            }
+    return found
+
+
+def _joined(found: dict[str, Tensor], parts: tuple[str, ...], name: str) -> dict[str, Tensor]:
+    """The weights with those of some parts in one, which is a copy."""
+    joined = {
+        k: t for k, t in found.items() if k.partition(".")[0] not in ("query", "key", "value")
+    }
+    for kind in ("weight", "bias"):
+        joined[f"{name}.{kind}"] = torch.cat([found[f"{part}.{kind}"] for part in parts])
+    return joined
+
+
+def _dense(tensors: Tensors, name: str) -> dict[str, Tensor]:
+    return {"weight": tensors[f"{name}.kernel"].T, "bias": tensors[f"{name}.bias"]}
+
+
+def _norm_weights(tensors: Tensors, name: str) -> dict[str, Tensor]:
+    return {"weight": tensors[f"{name}.scale"], "bias": tensors[f"{name}.bias"]}
+
+
+def _network_weights(tensors: Tensors, config: Config, grid: tuple[int, int]) -> dict[str, Tensor]:
+    """The weights by the names that `VmoeTransformer` has for them."""
+    found: dict[str, Tensor] = {}
+
+    def put(path: str, weights: Mapping[str, Tensor]) -> None:
+        found.update({f"{path}.{key}": tensor for key, tensor in weights.items()})
+
+    kernel = tensors["embedding.kernel"].permute(3, 2, 0, 1)
+    put("patch_embed.proj", {"weight": kernel, "bias": tensors["embedding.bias"]})
+    if "cls" in tensors:
+        found["cls_token"] = tensors["cls"]
+    match config["position_emb"]:
+        case "learned":
+            found["pos_embed"] = tensors[POSITIONS]
+        case "sincos2d":
+            found["pos_embed"] = sincos2d(*grid, config["hidden_size"])
+        case _:
+            found["pos_embed"] = torch.zeros(1, math.prod(grid), config["hidden_size"])
+    for number in range(config["num_layers"]):
+        ours, theirs = f"blocks.{number}", _block(number)
+        attention = _attention_weights(tensors, f"{theirs}SelfAttention")
+        put(f"{ours}.attn", _joined(attention, ("query", "key", "value"), "qkv"))
+        for norm in (1, 2):
+            put(f"{ours}.norm{norm}", _norm_weights(tensors, f"{theirs}LayerNorm_{norm - 1}"))
+        if number not in config["moe_layers"]:
+            for fc in (1, 2):
+                put(f"{ours}.mlp.fc{fc}", _dense(tensors, f"{theirs}Mlp.Dense_{fc - 1}"))
+    put("norm", _norm_weights(tensors, "Encoder.encoder_norm"))
+    if config["classifier"] == "map":
+        found["map_head.probe"] = tensors[PROBE]
+        attention = _attention_weights(tensors, "MapHead.MultiHeadDotProductAttention")
+        query = {f"q.{kind}": attention[f"query.{kind}"] for kind in ("weight", "bias")}
+        put("map_head", _joined(attention, ("key", "value"), "kv") | query)
+        put("map_head.norm", _norm_weights(tensors, "MapHead.LayerNorm"))
+        for fc in (1, 2):
+            put(f"map_head.mlp.fc{fc}", _dense(tensors, f"MapHead.Mlp.Dense_{fc - 1}"))
+    for name in ("pre_logits", "head"):
+        if f"{name}.kernel" in tensors:
+            put(name, _dense(tensors, name))
+    return found
+
+
+def _spec(config: Config, image: tuple[int, int], channels: int) -> ViT:
+    """The network around the layers, as `vit.ViT` says it."""
+    dim = config["hidden_size"]
+    return ViT(
+        moe_layer_index=list(config["moe_layers"]),
+        img_size=list(image),
+        patch_size=config["patch_size"],
+        in_chans=channels,
+        num_classes=config["num_classes"],
+        global_pool=POOLS[config["classifier"]],
+        embed_dim=dim,
+        depth=config["num_layers"],
+        num_heads=check_heads(SOFT, "num_heads", config["num_heads"], dim),
+        mlp_ratio=config["mlp_dim"] / dim,
+        qk_norm=config["attention_qk_norm"],
+        class_token=config["classifier"] == "token",
+        no_embed_class=config["position_emb"] != "learned",
+        act_layer="gelu_tanh",
+        norm_eps=EPS,
+    )
+
+
+def _moe_prefixes(tensors: Tensors, mark: str) -> dict[int, str]:
+    """The prefixes of the MoE layers by block, ascending."""
+    pattern = re.compile(rf"(Encoder\.encoderblock_(\d{{1,9}})\.Moe\.){re.escape(mark)}")
+    found = (pattern.fullmatch(key) for key in tensors)
+    return dict(sorted((int(m[2]), m[1]) for m in found if m))
+
+
+def _settled(
+    family: str, constructor: Constructor, tensors: Tensors, given: Config, read: Config
+) -> tuple[dict[str, Any], tuple[int, int]]:
+    """The whole configuration, and the grid of patches; raises FamilyError for what is not said."""
+    config = constructor.settle(given, read, _questions(tensors, read, given))
+    if config["classifier"] not in POOLS or (config["classifier"] == "token") != ("cls" in tensors):
+        raise FamilyError(
+            f"{family}: classifier={config['classifier']} does not fit the checkpoint, which has "
+            f"{'a' if 'cls' in tensors else 'no'} class token",
+            hint="it is token with a class token (cls), else gap, map (MapHead) or 0",
+        )
+    if config["position_emb"] not in ("learned", "sincos2d", "none"):
+        raise FamilyError(
+            f"{family}: position_emb={config['position_emb']} is none of learned, sincos2d and none"
+        )
+    patch = height_width(family, "patch_size", config["patch_size"])
+    side = _square_side(tensors, read, given)
+    if given.get("image_size") is not None:
+        image = height_width(family, "image_size", given["image_size"])
+    elif side is not None:
+        image = side * patch[0], side * patch[1]
+    else:
+        image = height_width(family, "image_size", config["image_size"])
+    config["image_size"] = one_or_pair(*image)
+    grid = image[0] // patch[0], image[1] // patch[1]
+    if 0 in grid:
+        raise FamilyError(f"{family}: image_size={config['image_size']} is smaller than a patch")
+    tokens = math.prod(grid) + int("cls" in tensors)
+    told = _tokens_told(tensors, read, given)
+    if told is not None and tokens != told:
+        raise FamilyError(
+            f"{family}: image_size={image[0]},{image[1]} makes {tokens} tokens, but "
+            f"{POSITIONS if POSITIONS in tensors else 'group_size'} says {told}",
+            hint="give the size that the model was trained for: --set image_size=224 or 224,192",
+        )
+    return config, grid
+
+
+IMAGES = (
+    "images are float32 (batch, height, width, channels) from -1 to 1, as the authors feed them"
+)
+
+
+# --- Soft MoE ----------------------------------------------------------------------------------
+
+SHAPES = (
+    *("num_classes", "patch_size", "hidden_size", "representation_size", "num_layers", "mlp_dim"),
+    *("num_heads", "attention_qk_norm", "moe_layers", "num_experts"),
+)
+
+SOFT_CONSTRUCTOR = Constructor(
+    family=SOFT,
+    shapes=dict.fromkeys((*SHAPES, "num_slots"), ...),
+    asked={"classifier": CLASSIFIER, "position_emb": POSITION_EMB, "image_size": IMAGE_SIZE},
+    free={"group_size": None, "router": None},
+    write=_as_read,
+)
+
+
+def _build_soft(tensors: Tensors, given: Config) -> FamilyModel:
+    prefixes = _moe_prefixes(tensors, vmoe.MU)
+    layers: dict[int, MoELayer] = {
+        number: vmoe.FAMILY.layer.make(prefix, tensors, f"blocks.{number}.mlp")
+        for number, prefix in prefixes.items()
+    }
+    read = _read_sizes(SOFT, tensors, layers)
+    config, grid = _settled(SOFT, SOFT_CONSTRUCTOR, tensors, given, read)
+    router = str(config.pop("router") or "SoftRouter")
+    if not router.endswith("SoftRouter"):
+        raise FamilyError(
+            f"{SOFT}: router={router} was given, and the checkpoint has SoftRouter's mu"
+        )
+    tokens = math.prod(grid) + int("cls" in tensors)
+    if config["group_size"] not in (None, tokens):
+        raise FamilyError(
+            f"{SOFT}: group_size={config['group_size']} is not the tokens of one image, {tokens}: "
+            "slots would average several images",
+            hint="only models whose groups are single images can be exported",
+        )
+    module, io = _network(SOFT, tensors, config, grid, layers)
+    return FamilyModel(
+        module=module,
+        config=config,
+        inputs=io[:1],
+        outputs=io[1:],
+        notes=(
+            IMAGES,
+            "dispatch and combine are float32, where the published code rounds the tokens and the "
+            "experts' outputs to bfloat16",
+        ),
+    )
+
+
+def _network(
+    family: str,
+    tensors: Tensors,
+    config: Config,
+    grid: tuple[int, int],
+    layers: Mapping[int, MoELayer],
+) -> tuple[nn.Module, tuple[TensorSpec, TensorSpec]]:
+    """The network with its weights and layers, what it takes and what it returns."""
+    channels = shape_of(family, tensors, "embedding.kernel", "h, w, c, d")[2]
+    image = height_width(family, "image_size", config["image_size"])
+    tokens = math.prod(grid) + int("cls" in tensors)
+    moe = {
+        key: tuple(tensor.shape)
+        for key, tensor in tensors.items()
+        if re.match(r"Encoder\.encoderblock_\d+\.Moe\.", key)
+    }
+    check_tensors(family, tensors, _expected(config, channels, tokens, moe))
+    spec = _spec(config, image, channels)
+    with torch.device("meta"):
+        backbone = VmoeTransformer(spec, config["representation_size"])
+    weights = _network_weights(tensors, config, grid)
+    backbone = filled(backbone, weights, {f"blocks.{n}.mlp": layer for n, layer in layers.items()})
+    backbone.place()
+    width = config["num_classes"] or config["representation_size"] or config["hidden_size"]
+    return backbone, (
+        TensorSpec("input", "float32", ("batch", *image, channels)),
+        TensorSpec("output", "float32", ("batch", width)),
+    )
+
+
+SOFT_FAMILY = Family(
+    name=SOFT,
+    options=SOFT_CONSTRUCTOR.options,
+    summary="Vision Transformer with Soft MoE MLPs, from JAX (google-research/vmoe)",
+    detect=lambda tensors: "embedding.kernel" in tensors and bool(_moe_prefixes(tensors, vmoe.MU)),
+    build=_build_soft,
+    layer=vmoe.FAMILY.layer,
+    asked=tuple(SOFT_CONSTRUCTOR.asked),
+    published=lambda config: published(SOFT, config),
+)
