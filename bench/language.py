@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..calibration.feeds import IGNORED, Array, Labels
+from ..calibration.feeds import IGNORED, Array, Labels, npy_array
 from ..common.locations import local
 from ..errors import FeedError, UsageError
 from ..exporter.inputs import Inputs, fitted
@@ -29,6 +29,9 @@ WINDOWS = 32
 """Windows of Python's own text: some thousand tokens tell a perplexity to some percent."""
 
 RANDOM_WINDOWS = 8
+
+TEXT_BYTES = 64 << 20
+"""Of a text at most: its tokens take a hundred times as much while they are made."""
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 """Files of which a folder with a tokenizer has one."""
@@ -96,10 +99,7 @@ def token_windows(data: str | Path | Array | None, model: Model, prompt: int) ->
     if path.suffix == ".npz":
         return _archived(path, model)
     if path.suffix == ".npy":
-        try:
-            return _windows(np.load(path, allow_pickle=False), model, length, str(path))
-        except (ValueError, OSError, EOFError) as error:
-            raise FeedError(f"{path}: not a readable .npy file ({error})") from error
+        return _windows(npy_array(path.read_bytes(), str(path)), model, length, str(path))
     return _windows(_text_ids(path, model), model, length, str(path))
 
 
@@ -109,6 +109,11 @@ def _text_ids(path: Path, model: Model) -> Array:
         raise FeedError(
             f"{path}: is text, and {model.source.path} has no tokenizer",
             hint="copy tokenizer.json into the folder, or give token ids: an .npz with 'input_ids'",
+        )
+    if path.stat().st_size > TEXT_BYTES:
+        raise FeedError(
+            f"{path}: has more than {TEXT_BYTES} bytes, the limit of a text",
+            hint="cut it, or give token ids: an .npz with 'input_ids'",
         )
     try:
         return _ids(tokenizer, path.read_text(encoding="utf-8"))

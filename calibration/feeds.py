@@ -482,10 +482,24 @@ def npz_names(path: Path) -> tuple[str, ...]:
 
 def npz_array(path: Path, name: str) -> np.ndarray:
     """Returns a whole array of an `.npz` file; `FeedError` where it is none, or one of objects."""
-    with _archive(path) as archive, _member(archive, name) as (file, size):
+    with _archive(path) as archive:
+        return _array(archive, path, name)
+
+
+def npz_arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields all arrays of an `.npz` file with their names; raises as `npz_array`."""
+    with _archive(path) as archive:
+        for name in _names(archive):
+            yield name, _array(archive, path, name)
+
+
+def _array(archive: zipfile.ZipFile, path: Path, name: str) -> np.ndarray:
+    with _member(archive, name) as (file, size):
         _header(file, f"{path}: array '{name}'", size)
         file.seek(0)
-        return np.asarray(npy.read_array(file, allow_pickle=False))
+        array = np.asarray(npy.read_array(file, allow_pickle=False))
+        file.read(1)  # behind the last number an archive compares its checksum
+        return array
 
 
 @contextmanager
@@ -520,6 +534,7 @@ def _is(path: Path, kind: str) -> bool:
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     with _readable(path, ".npz"), zipfile.ZipFile(path) as archive:
         size, most = path.stat().st_size, 0
+        _check_ends(path, archive)
         for member in archive.infolist():
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise NotImplementedError(f"{member.filename} is compressed as NumPy does not")
@@ -531,6 +546,24 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
                 hint="save it uncompressed: np.savez",
             )
         yield archive
+
+
+def _check_ends(path: Path, archive: zipfile.ZipFile) -> None:
+    """Raises ValueError for an archive that does not begin and end with its file.
+
+    Python reads the last of archives that were joined, and no word of the others.
+    """
+    with path.open("rb") as file:
+        file.seek(-len(END), 2)
+        end = file.read()
+    if (end[:4], end[-2:]) != (END[:4], END[-2:]):
+        raise ValueError("the archive ends before the file does")
+    if min((member.header_offset for member in archive.infolist()), default=0):
+        raise ValueError("the archive begins behind the beginning of the file")
+
+
+END = b"PK\5\6" + bytes(18)
+"""The end of an archive without members; NumPy writes no comment behind it."""
 
 
 @contextmanager
@@ -592,7 +625,7 @@ def _rows_in(path: Path, name: str) -> Iterator[np.ndarray]:
             rows = _read(file, header, min(step, left))
             left -= len(rows)
             if not left:
-                file.read(1)  # behind the last row an archive compares its checksum
+                file.read(1)  # as in `_array`
             yield rows
 
 
@@ -623,8 +656,11 @@ def _header(file: BinaryIO, where: str, size: int) -> ArrayHeader:
         raise ValueError(f"an array cannot be of shape {header.shape}")
     if header.shape and header.shape[0] > size:  # of rows that have no numbers
         raise ValueError(f"it has {size} bytes and an array of {header.shape[0]} rows")
-    if header.dtype.itemsize * math.prod(header.shape) > size - file.tell():
+    more = size - file.tell() - header.dtype.itemsize * math.prod(header.shape)
+    if more < 0:
         raise EOFError("the file ends in the middle of the array")
+    if more > 0:
+        raise ValueError(f"{more} bytes follow the array")
     return header
 
 

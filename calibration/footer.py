@@ -38,14 +38,18 @@ def row_groups(path: Path) -> Iterator[RowGroup]:
         file.seek(size - 8 - length)
         data = file.read(length)
     try:
-        for group in _Thrift(data).struct().get(4, ()):
+        footer, rows = _Thrift(data).struct(), 0
+        for group in footer.get(4, ()):
             columns = [column[3] for column in group[1]]
             values = sum(column[5] * _WIDTHS.get(column[1], 1) for column in columns)
             pages = [column[6] for column in columns]
             texts = [column[6] for column in columns if column[1] not in _WIDTHS]
             if min(group[3], *(column[5] for column in columns), *pages) < 0:
                 raise ValueError("its footer declares less than nothing")
+            rows += group[3]
             yield RowGroup(group[3], max(values, sum(pages)), max(texts, default=0))
+        if rows != footer[3]:
+            raise ValueError(f"its footer tells of {footer[3]} rows and its row groups of {rows}")
     except (IndexError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ValueError("its footer is damaged") from error
 

@@ -7,15 +7,17 @@ A feed names shards by one file, a folder of them, or a range as WebDataset writ
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..common.documents import read_document
 from ..common.files import allowed_bytes
-from ..common.locations import AnyPlace, local, path_of, url_of
+from ..common.locations import AnyPlace, holds, local, path_of, url_of
 from ..errors import FeedError, MissingExtraError, install
 from .footer import row_groups
 from .tar import TarDamageError, tar_members
@@ -60,6 +62,7 @@ def shards_of(where: object) -> list[AnyPlace] | None:
     if not folder.is_dir():
         return None
     files = sorted(f for f in folder.iterdir() if f.suffix in (TAR, PARQUET))
+    _check_complete(folder, {file.name for file in files})
     return [*files] or None
 
 
@@ -76,19 +79,76 @@ def shard_batches(
     missing = next((str(shard) for shard in here if not Path(shard).is_file()), None)
     if missing is not None:
         raise _no_such_shard(missing, shards)
+    sizes: dict[str, dict[str, int]] = {}
     for shard in shards:
         path, name = local(shard), str(shard)
         if not path.is_file():
             raise _no_such_shard(name, shards)
         read = _parquet(path, name) if path.suffix == PARQUET else _tar(path, name, array_of)
-        empty = True
+        samples = 0
         for fields in read:
-            empty = False
+            samples += len(next(iter(fields.values()), ()))
             yield name, fields
-        if empty:
+        if not samples:
             raise FeedError(
                 f"{name}: holds nothing that is read",
                 hint="a tar holds sample.npy or an image, and sample.cls; Parquet columns of these",
+            )
+        folder = name.rpartition("/")[0] if url_of(shard) else str(path.parent)
+        if folder not in sizes:
+            sizes[folder] = {n: size for listed in _indexes(folder) for n, size in listed.items()}
+        told = sizes[folder].get(path.name, samples)
+        if samples != told:
+            raise FeedError(
+                f"{name}: {samples} samples were read, and the index beside it tells of {told}",
+                hint=f"{DAMAGED}, or its index",
+            )
+
+
+INDEXES = ("sizes.json", "index.json", "_info.json")
+"""Indexes beside shards that tell how many samples each holds: OpenCLIP's, WebDataset's (wids), and
+that of the data sets which timm has on Hugging Face."""
+
+NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\D*)")
+"""The name of a shard that tells how many there are, as `datasets` writes them."""
+
+
+def _indexes(folder: str) -> Iterator[dict[str, int]]:
+    """Yields the samples of shards that belong together, by their names, of each index in a folder.
+
+    A file that is called as an index is and has another form is none.
+    """
+    for name in INDEXES:
+        if not holds(folder, name):
+            continue
+        content = read_document(local(f"{folder}/{name}"), "json", FeedError)
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            if name == "sizes.json":
+                yield {shard: int(samples) for shard, samples in content.items()}
+            elif name == "index.json":
+                listed = content["shardlist"]
+                yield {each["url"].rpartition("/")[2]: int(each["nsamples"]) for each in listed}
+            else:
+                for split in content["splits"].values():
+                    lengths = map(int, split["shard_lengths"])
+                    yield dict(zip(split["filenames"], lengths, strict=True))
+
+
+def _check_complete(folder: Path, names: set[str]) -> None:
+    """Raises FeedError where a folder lacks a shard that an index lists or others' names imply."""
+    parts = {match.groups() for match in map(NUMBERED.fullmatch, names) if match is not None}
+    series = {(start, len(number), of, last, end) for start, number, of, last, end in parts}
+    wanted: list[Collection[str]] = [
+        [f"{start}{i:0{width}d}{of}{last}{end}" for i in range(min(int(last), MOST_SHARDS))]
+        for start, width, of, last, end in series
+    ]
+    for together in (*wanted, *(_indexes(str(folder)) if names else ())):
+        missing = [name for name in together if name not in names]
+        if missing and len(missing) < len(together):
+            raise FeedError(
+                f"{folder}: {len(missing)} of {len(together)} shards are missing: "
+                f"{', '.join(missing[:6])}",
+                hint="copy them there, or name those that are there: x-{000..015}.tar",
             )
 
 
@@ -186,10 +246,14 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
         limits = {"thrift_string_size_limit": size, "thrift_container_size_limit": size}
         rows = _parquet_batch(path, name)
         with parquet.ParquetFile(path, page_checksum_verification=True, **limits) as file:
+            left = file.metadata.num_rows
             for batch in file.iter_batches(rows):
+                left -= batch.num_rows
                 columns = zip(batch.schema.names, batch.columns, strict=True)
                 arrays = ((n, _column(column, f"{name}: column '{n}'")) for n, column in columns)
                 yield {n: x for n, x in arrays if x is not None}
+            if left:
+                raise ValueError(f"its footer tells of {left} rows more than it holds")
     except (pa.ArrowException, OSError, *_UNREADABLE) as error:
         reason = str(error).partition("\n")[0]
         raise FeedError(f"{name}: cut short, or no Parquet ({reason})", hint=DAMAGED) from error

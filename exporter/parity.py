@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import onnx
 
-from ..calibration.feeds import npz_array, npz_names
+from ..calibration.feeds import npz_arrays
 from ..calibration.shards import Fields
 from ..common.json_data import from_data
 from ..errors import BundleError, FeedError, ParityError
@@ -268,7 +268,7 @@ class Reference:
     def load(path: Path) -> Reference:
         """Reads a reference; `BundleError` when the file cannot be read."""
         try:
-            arrays = {name: npz_array(path, name) for name in npz_names(path)}
+            arrays = dict(npz_arrays(path))
             found = Reference(
                 x=arrays["x"],
                 y=arrays["y"],

@@ -24,10 +24,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ...calibration.feeds import npz_arrays
 from ...common.documents import read_document
 from ...common.files import Watched, allowed_bytes
 from ...common.locations import beside, local, url_of
-from ...errors import CheckpointError
+from ...errors import CheckpointError, FeedError
 from . import orbax_files, vmoe_files
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
@@ -288,27 +289,21 @@ def _check_archive(path: Path) -> None:
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
-    _check_archive(path)
-    with warnings.catch_warnings(), np.load(path, allow_pickle=False) as arrays:
-        warnings.simplefilter("ignore")
-        if not isinstance(arrays, np.lib.npyio.NpzFile):
-            raise CheckpointError(f"{path}: a single array, and not a .npz file", hint=DAMAGED)
-        return dict(_values(path, arrays))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return dict(_values(path, npz_arrays(path)))
+    except FeedError as error:
+        raise CheckpointError(
+            error.message,
+            hint="save a flat dict of arrays: numpy.savez(path, **arrays); or copy the file again",
+        ) from error
 
 
-def _values(path: Path, arrays: Mapping[str, np.ndarray]) -> Iterable[tuple[str, Any]]:
+def _values(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> Iterable[tuple[str, Any]]:
     """Arrays as tensors; texts, which some scripts save beside them, as they are."""
-    for key in arrays:
-        try:
-            array = arrays[key]
-        except ValueError as error:
-            if "pickle" not in str(error):
-                raise
-            raise CheckpointError(
-                f"{path}: {key} holds more than a plain array; pickled objects are never executed",
-                hint="save a flat dict of arrays: numpy.savez(path, **arrays)",
-            ) from error
-        if not isinstance(array, np.ndarray) or array.dtype.kind in "US":
+    for key, array in arrays:
+        if array.dtype.kind in "US":
             yield key, str(array)
             continue
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,13 @@ class Checkpoint:
     """A state dict as its author's model had it.
 
     `tensors` are float32 where they are floating-point, and memory-mapped where the file already
-    held float32; of a checkpoint read without `values`, they are as in the file. `prefixes` were
-    removed from every key, outermost first. `config` is the path of a `config.json` found beside
-    the weights. `arguments` are the constructor's, where the training code saved them in the file,
-    and `options` those of the training script, each by the key under which they were. `mapped` are
-    the files that `tensors` are mapped from: `files`, and a temporary one of converted weights.
-    `watched` are the files as they were when they were read; None of a checkpoint read without
-    `values`.
+    held float32; of a checkpoint read without `values`, they are as in the file, but for floats of
+    8 bits. `prefixes` were removed from every key, outermost first. `config` is the path of a
+    `config.json` found beside the weights. `arguments` are the constructor's, where the training
+    code saved them in the file, and `options` those of the training script, each by the key under
+    which they were. `mapped` are the files that `tensors` are mapped from: `files`, and a temporary
+    one of converted weights. `watched` are the files as they were when they were read; None of a
+    checkpoint read without `values`.
     """
 
     tensors: dict[str, Tensor]
@@ -118,10 +118,10 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
     tensors, prefixes = _without_prefixes(_network_alone(tensors, notes))
     if prefixes:
         notes.append(f"removed the prefix {''.join(prefixes)} from every key")
-    mapped = weights.files + widened
+    types = FLOAT8 if watched is None else FLOATS
+    tensors, converted = _as_float32(tensors, types, notes, weights.files, watched)
+    mapped = weights.files + widened + converted
     if watched is not None:
-        tensors, converted = _as_float32(tensors, notes, watched)
-        mapped += converted
         _check_finite(source, tensors, Reading(mapped, watched))
         watched = watched.hashed()
         watched.check_states()
@@ -138,10 +138,13 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
     )
 
 
-FLOATS = (
-    *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+FLOAT8 = (
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 )
+"""Types with which PyTorch does not compute: not even a position can be added."""
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64, *FLOAT8)
 """The floating-point types that can be converted; others pack several numbers in a byte."""
 
 
@@ -264,20 +267,24 @@ def _check_finite(source: Path, tensors: dict[str, Tensor], reading: Reading) ->
 
 
 def _as_float32(
-    tensors: dict[str, Tensor], notes: list[str], watched: Watched
+    tensors: dict[str, Tensor],
+    types: Collection[torch.dtype],
+    notes: list[str],
+    files: tuple[Path, ...],
+    watched: Watched | None,
 ) -> tuple[dict[str, Tensor], tuple[Path, ...]]:
-    """Floating-point tensors as float32; those that are float32 already are passed on uncopied.
+    """Tensors of these types as float32; those that are float32 already are passed on uncopied.
 
     Also returns the file that the converted ones are mapped from, if any.
     """
     others = {
         key: tensor
         for key, tensor in tensors.items()
-        if tensor.is_floating_point() and tensor.dtype != torch.float32
+        if tensor.dtype in types and tensor.dtype != torch.float32
     }
     if not others:
         return tensors, ()
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in others.values()})
     notes.append(f"converted {', '.join(dtypes)} weights to float32")
-    converted, file = upcast(others, watched.files, watched)
+    converted, file = upcast(others, files, watched)
     return {**tensors, **converted}, () if file is None else (file,)

@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import pickle
+import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ import pytest
 import torch
 from moexport.errors import CheckpointError
 from moexport.exporter.checkpoints.state_dict import read_checkpoint
+from moexport.tests.command import run
+from moexport.tests.exporter.families.states import VIT, vit_state
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -286,7 +290,44 @@ def test_an_npz_cut_short_is_refused(tmp_path: Path, part: float) -> None:
 def test_an_array_that_is_no_npz_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "m.npz").open("wb") as file:
         np.save(file, np.ones(3))
-    assert_refused(tmp_path / "m.npz", "not a .npz file")
+    assert_refused(tmp_path / "m.npz", "not a readable .npz file")
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e5m2fnuz"])
+def test_weights_of_8_bits_are_inspected_and_exported_as_others_are(
+    name: str, tmp_path: Path
+) -> None:
+    state = {key: x.to(getattr(torch, name)) for key, x in vit_state().items()}
+    save_file(state, tmp_path / "w.safetensors")
+    (tmp_path / "vit.json").write_text(json.dumps(VIT))
+    options = (tmp_path / "w.safetensors", "--config", tmp_path / "vit.json")
+    inspected = run("inspect", *options)
+    assert inspected.code == 0, inspected.err
+    assert f"converted {name} weights to float32" in inspected.out + inspected.err
+    exported = run("export", *options, "-o", tmp_path / "out", "--k", "1")
+    assert exported.code == 0, exported.err
+
+
+@pytest.mark.parametrize("name", ["float8_e8m0fnu", "float4_e2m1fn_x2"])
+def test_weights_of_which_a_byte_is_no_number_are_refused_by_name(
+    name: str, tmp_path: Path
+) -> None:
+    bits = torch.ones(2, 2, dtype=torch.uint8).view(getattr(torch, name))
+    torch.save({**vit_state(), "head.weight": bits}, tmp_path / "w.pt")
+    for command in (("inspect",), ("export", "-o", tmp_path / "out")):
+        outcome = run(command[0], tmp_path / "w.pt", *command[1:])
+        assert outcome.code == 1
+        assert f"head.weight is of type {name}" in outcome.error
+
+
+@pytest.mark.parametrize("header", [b"-" * 7000 + b"1", b"(" * 900 + b")" * 900])
+def test_a_header_in_an_npz_that_nests_too_deep_is_no_lack_of_memory(
+    header: bytes, tmp_path: Path
+) -> None:
+    member = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header) + 1) + header + b"\n"
+    with zipfile.ZipFile(tmp_path / "m.npz", "w") as archive:
+        archive.writestr("w.npy", member)
+    assert_refused(tmp_path / "m.npz", "m.npz: not a readable .npz file (", "header")
 
 
 def test_bfloat16_arrays_that_numpy_cannot_name_are_refused_by_key(tmp_path: Path) -> None:
@@ -315,7 +356,7 @@ def test_a_file_that_may_not_be_read_is_named(
 def test_an_npz_with_pickled_objects_is_refused_unread(tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     np.savez(tmp_path / "m.npz", w=np.array([RunsCode(proof)], dtype=object))
-    assert_refused(tmp_path / "m.npz", "pickled objects are never executed")
+    assert_refused(tmp_path / "m.npz", "holds Python objects", "never loaded")
     assert not proof.exists()
 
 
