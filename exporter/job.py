@@ -27,6 +27,7 @@ from ..graphs.precision.weights import not_in_blocks
 from ..graphs.targets import Target
 from .bundle.destination import check_destination
 from .bundle.recipe import Recipe
+from .checkpoints.own_forward import with_router_k
 from .inputs import DEFAULT_TOKENS
 from .model import (
     Model,
@@ -41,7 +42,6 @@ from .requests import CalibrateRequest
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions
-from .token_routed.own_router import with_router_k
 from .token_routed.routers import with_k
 
 PEAK_SAMPLES = 64
@@ -95,12 +95,12 @@ class ExportJob:
         works = {}
         for node in traced.graph:
             if node.domain == DOMAIN:
-                x, *routed = node.inputs
+                x = node.inputs[0]
                 size = x.shape[-2] if x is not None and x.shape is not None else None
                 tokens = size if isinstance(size, int) else None
-                if routed:  # the tokens of the whole batch
-                    tokens = _tokens_of_an_input(size, self.options.batch.opt)
                 layer = node.attributes.get_string("layer")
+                if self.model.layers[layer].spec.flat:  # the tokens of the whole batch
+                    tokens = _tokens_of_an_input(size, self.options.batch.opt)
                 asked = self.options.tokens.opt if tokens is None else tokens
                 works[layer] = self.work(layer, asked, fixed=tokens is not None)
         return works

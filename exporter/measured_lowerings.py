@@ -243,20 +243,38 @@ def _write(
     return paths
 
 
-def _router(tokens: ir.Value, work: AnyWork) -> tuple[list[ir.Node], list[ir.Value]]:
-    """Nodes that choose k experts for each token, by a random product, and what they choose."""
-    scores = np.random.default_rng(SEED).standard_normal((work.spec.dim, work.spec.experts))
-    weight = ir.node("Constant", [], {"value": ir.tensor(scores.astype(np.float32))})
+def _constant(value: np.ndarray) -> ir.Node:
+    return ir.node("Constant", [], {"value": ir.tensor(value)})
+
+
+def _chosen(tokens: ir.Value, work: AnyWork, routed: Sequence[ir.Value]) -> list[ir.Node]:
+    """Nodes that choose experts for tokens by a random product, the last ones for what is `routed`.
+
+    That is index and weights of rows; the slots of a layer that is given C, of which the tokens are
+    then the logits; or a level's coefficients each.
+    """
+    spec, random = work.spec, np.random.default_rng(SEED)
+    if spec.chooses_sets:
+        mean = ir.node("ReduceMean", [tokens], {"keepdims": 1, "axes": [1]}, version=13)
+        turned = ir.node("Transpose", [*mean.outputs], {"perm": [0, 2, 1]})
+        row = _constant(random.standard_normal((1, 1, spec.dim)).astype(np.float32))
+        return [mean, turned, row, ir.node("Mul", [*turned.outputs, *row.outputs])]
+    nodes: list[ir.Node] = []
+    if not spec.flat:
+        shares = []
+        for n in spec.levels:
+            weight = _constant(random.standard_normal((spec.dim, n)).astype(np.float32))
+            logits = ir.node("MatMul", [tokens, *weight.outputs])
+            shares.append(ir.node("Softmax", [*logits.outputs], {"axis": -1}))
+            nodes += [weight, logits]
+        return [*nodes, *shares]
+    weight = _constant(random.standard_normal((spec.dim, spec.experts)).astype(np.float32))
     count = ir.node("Constant", [], {"value_ints": [work.k]})
     logits = ir.node("MatMul", [tokens, *weight.outputs])
     best = ir.node("TopK", [*logits.outputs, *count.outputs], {"axis": -1}, num_outputs=2)
-    values, index = best.outputs
-    shares = ir.node("Softmax", [values], {"axis": -1})
-    rows = tokens.shape[0] if tokens.shape is not None else None
-    for value, dtype in ((index, ir.DataType.INT64), (shares.outputs[0], ir.DataType.FLOAT)):
-        value.shape, value.type = ir.Shape([rows, work.k]), ir.TensorType(dtype)
-    index.name, shares.outputs[0].name = "index", "weights"
-    return [weight, count, logits, best, shares], [index, *shares.outputs]
+    softmax = ir.node("Softmax", [best.outputs[0]], {"axis": -1})
+    same = ir.node("Identity", [best.outputs[1]])
+    return [weight, count, logits, best, same, softmax]
 
 
 def _alone(node: ir.Node, opset: int, work: AnyWork) -> ir.Model:
@@ -264,14 +282,24 @@ def _alone(node: ir.Node, opset: int, work: AnyWork) -> ir.Model:
 
     A layer whose experts are chosen outside it gets a router, the same for all candidates.
     """
-    (x, *routed), (y,) = node.inputs, node.outputs
+    (x, *given), (y,) = node.inputs, node.outputs
     assert x is not None
+    routed = [each for each in given if each is not None]
     single = ir.TensorType(ir.DataType.FLOAT)
     tokens = ir.Value(name="input", shape=x.shape, type=single)
-    given = ir.node("Cast", [tokens], {"to": x.dtype or ir.DataType.FLOAT})
-    (inner,) = given.outputs
+    nodes, chosen, first = list[ir.Node](), list[ir.Value](), tokens
+    if routed:
+        nodes = _chosen(tokens, work, routed)
+        for made, like in zip(nodes[-len(routed) :], routed, strict=True):
+            (value,) = made.outputs
+            value.name, value.shape, value.type = f"chosen_{len(chosen)}", like.shape, like.type
+            chosen.append(value)
+        if work.spec.chooses_sets:
+            nodes.append(ir.node("Softmax", [tokens], {"axis": -1}))
+            (first,) = nodes[-1].outputs
+    cast = ir.node("Cast", [first], {"to": x.dtype or ir.DataType.FLOAT})
+    (inner,) = cast.outputs
     inner.name, inner.shape, inner.type = "tokens", x.shape, x.type
-    router, chosen = _router(tokens, work) if routed else ([], [])
     layer = ir.Node(node.domain, node.op_type, [inner, *chosen], node.attributes.values())
     (found,) = layer.outputs
     found.name, found.shape, found.type = "outputs", y.shape, y.type
@@ -279,8 +307,7 @@ def _alone(node: ir.Node, opset: int, work: AnyWork) -> ir.Model:
     (output,) = taken.outputs
     output.name, output.shape, output.type = "output", y.shape, single
     imports = {"": opset, DOMAIN: 1}
-    nodes = [given, *router, layer, taken]
-    graph = ir.Graph([tokens], [output], nodes=nodes, opset_imports=imports)
+    graph = ir.Graph([tokens], [output], nodes=[*nodes, cast, layer, taken], opset_imports=imports)
     return ir.Model(graph, ir_version=IR_VERSION)
 
 
@@ -295,7 +322,7 @@ def _timed(
     """Returns the latencies of the graphs that run; those that do not go into `left_out`."""
     real = measuring.inputs.get(group.names[0])
     if real is None or len(group.node.inputs) > 1:
-        batches = _tokens(group.work, rank=2 if len(group.node.inputs) > 1 else 3)
+        batches = _tokens(group.work, group.node)
     else:
         batches = _real(real, group.work.batch)
     k = group.work.k if group.k is None else None
@@ -324,13 +351,15 @@ def _real(tokens: np.ndarray, batch: int) -> list[np.ndarray]:
     return [np.ascontiguousarray(tokens[each]) for each in np.split(rows, PROTOCOL.inputs)]
 
 
-def _tokens(work: AnyWork, rank: int) -> list[np.ndarray]:
+def _tokens(work: AnyWork, node: ir.Node) -> list[np.ndarray]:
     """Batches [b, m, d] or [t, d] to take in turn, whose routing differs from input to input."""
-    random = np.random.default_rng(SEED)
-    shape = (work.batch, work.tokens, work.spec.dim)
+    random, spec = np.random.default_rng(SEED), work.spec
+    # A layer that is given its slots takes C.
+    given = spec.chooses_sets and len(node.inputs) > 1
+    width = spec.experts * spec.slots if given else spec.dim
     batches = []
     for _ in range(PROTOCOL.inputs):
-        own = random.standard_normal((work.batch, 1, work.spec.dim), np.float32)
-        x = own + random.standard_normal(shape, np.float32)
-        batches.append(x if rank == len(shape) else x.reshape(-1, work.spec.dim))
+        own = random.standard_normal((work.batch, 1, width), np.float32)
+        x = own + random.standard_normal((work.batch, work.tokens, width), np.float32)
+        batches.append(x.reshape(-1, width) if spec.flat else x)
     return batches

@@ -151,7 +151,7 @@ def _replace(
     (x, *others), old = node.inputs, node.outputs[0]
     routed = tuple(value for value in others if value is not None)
     assert x is not None and x.name is not None
-    tokens = x.shape[1] if x.shape is not None and not routed else None
+    tokens = x.shape[1] if x.shape is not None and not layer.spec.flat else None
     layer = replace(
         layer,
         tokens=tokens if isinstance(tokens, int) else None,
@@ -186,7 +186,7 @@ def _replace(
 def _chosen(layer: LayerOf[Any]) -> dict[str, str]:
     """Names of the values that hold what a layer chose, or what was chosen for it."""
     name = layer.spec.name
-    if layer.routed:
+    if layer.spec.flat:
         index = layer.routed[0].name
         assert index is not None
         return {choice_key(name, key): index for key in layer.spec.choices()}

@@ -53,13 +53,17 @@ class Slots:
 
 
 def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
-    """Adds the router for tokens x [b, m, d]."""
+    """Adds the router for tokens x [b, m, d]; for C [b, m, n·p] where the layer is given slots."""
+    if layer.spec.given:
+        return _given(b, layer, x)
     x = b.cast(x, layer.x_type, ir.DataType.FLOAT, "router/tokens_fp32")
     normalised, scale = _normalise(b, layer, x)
     phi = layer.stacked(b, "phi", batched=_unpacked(layer))
     logits = b.op("MatMul", normalised, phi, name="router/products")
     if scale is not None:
         logits = b.op("Mul", logits, scale, name="router/logits")
+    if layer.spec.biased:
+        logits = b.op("Add", logits, layer.stacked(b, "bias"), name="router/logits_biased")
     combine = b.op("Softmax", logits, axis=-1, name="router/C")
     constant = None
     if layer.spec.dropped:  # they had their part in that sum
@@ -86,6 +90,15 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     )
 
 
+def _given(b: Builder, layer: Layer, combine: ir.Value) -> Routed:
+    """What the network around the layer decided: C, and the slots [b, n·p, d] as the source."""
+    combine = b.cast(combine, layer.x_type, ir.DataType.FLOAT, "router/C_fp32")
+    (slots,) = layer.routed
+    slots = b.cast(slots, slots.dtype or ir.DataType.FLOAT, ir.DataType.FLOAT, "dispatch/fp32")
+    selected = _select(b, layer, combine) if layer.selects else None
+    return Routed(slots, None, combine, combine, combine, selected)
+
+
 def _constant(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
     """Adds what constant experts give, [b, m, o], for their columns of C, [b, m, dropped·p]."""
     constants = layer.stacked(b, CONSTANTS)
@@ -95,6 +108,8 @@ def _constant(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
 
 def all_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     """Adds the dispatch for every expert: slots [b, n·p, d]."""
+    if layer.spec.given:
+        return Slots(routed.source, routed.combine, routed.constant)
     slots = _dispatch(b, layer, routed, routed.logits_by_slot, layer.spec.experts)
     return Slots(slots, routed.combine, routed.constant)
 
@@ -104,16 +119,26 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     if routed.selected is None:
         return all_slots(b, layer, routed)
     index = b.op("Unsqueeze", routed.selected, b.ints(2), name="router/index")
+    if layer.spec.given:
+        combine = _selected_combine(b, layer, routed, index)
+        d = layer.spec.dim
+        rows = _gather_experts(b, layer, routed.source, index, "dispatch/slots", d)
+        return Slots(rows, combine, routed.constant)
     logits = _gather_experts(b, layer, routed.logits_by_slot, index, "dispatch/logits")
     if layer.renormalize:
         by_token = b.op("Transpose", logits, perm=[0, 2, 1], name="combine/logits")
         combine = _renormalised(b, by_token)
     else:
-        by_slot = b.op("Transpose", routed.combine, perm=[0, 2, 1], name="router/C_by_slot")
-        by_slot = _gather_experts(b, layer, by_slot, index, "combine/C_by_slot")
-        combine = b.op("Transpose", by_slot, perm=[0, 2, 1], name="combine/C")
+        combine = _selected_combine(b, layer, routed, index)
     experts = layer.k if isinstance(layer.k, int) else None
     return Slots(_dispatch(b, layer, routed, logits, experts), combine, routed.constant)
+
+
+def _selected_combine(b: Builder, layer: Layer, routed: Routed, index: ir.Value) -> ir.Value:
+    """Adds the selected experts' columns of C, [b, m, k·p]."""
+    by_slot = b.op("Transpose", routed.combine, perm=[0, 2, 1], name="router/C_by_slot")
+    by_slot = _gather_experts(b, layer, by_slot, index, "combine/C_by_slot")
+    return b.op("Transpose", by_slot, perm=[0, 2, 1], name="combine/C")
 
 
 def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -> ir.Value:
@@ -276,23 +301,32 @@ def _select(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
 
 
 def _gather_experts(
-    b: Builder, layer: Layer, by_slot: ir.Value, index: ir.Value, name: str
+    b: Builder,
+    layer: Layer,
+    by_slot: ir.Value,
+    index: ir.Value,
+    name: str,
+    width: int | None = None,
 ) -> ir.Value:
-    """Takes the selected experts' rows of [b, n·p, m]; returns [b, k·p, m]."""
+    """Takes the selected experts' rows of [b, n·p, m]; returns [b, k·p, m].
+
+    With a `width`, that is the last axis instead of m.
+    """
     n, p = layer.spec.experts, layer.spec.slots
     if p == 1:
         return b.op("GatherND", by_slot, index, batch_dims=1, name=name)
     by_expert = b.op("Reshape", by_slot, b.ints(0, n, p, -1), name=f"{name}_by_expert")
     chosen = b.op("GatherND", by_expert, index, batch_dims=1, name=f"{name}_selected")
-    return b.op("Reshape", chosen, _rows_by_tokens(b, layer, by_slot), name=name)
+    shape = _rows_by_tokens(b, layer, by_slot, layer.tokens if width is None else width)
+    return b.op("Reshape", chosen, shape, name=name)
 
 
-def _rows_by_tokens(b: Builder, layer: Layer, by_slot: ir.Value) -> ir.Value:
+def _rows_by_tokens(b: Builder, layer: Layer, by_slot: ir.Value, width: int | None) -> ir.Value:
     """The shape [b, k·p, m] for a Reshape, from constants unless both k and m are dynamic."""
     if isinstance(layer.k, int):
         return b.ints(0, layer.k * layer.spec.slots, -1)
-    if layer.tokens is not None:
-        return b.ints(0, -1, layer.tokens)
+    if width is not None:
+        return b.ints(0, -1, width)
     tokens = b.op("Shape", by_slot, start=2, end=3, name="router/tokens")
     return b.op("Concat", b.ints(0, -1), tokens, axis=0, name="router/rows_by_tokens")
 

@@ -121,10 +121,10 @@ class SearchJob:
         # Beside layers that a router chooses for, the inputs of single ones are not recorded.
         if not self.request.subsets or routed_layers(self.model):
             return []
+        if not isinstance(spec, SoftMoESpec | MuMoESpec) or spec.given:
+            return []  # what is given comes of tokens that no layer sees
         if isinstance(spec, MuMoESpec):
             return [LayerRecipe(1, merged=True)]
-        if not isinstance(spec, SoftMoESpec):
-            return []
         found = []
         for size in ks_of(spec.experts)[1:]:
             experts = kept(size)

@@ -13,9 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import UsageError
+from ..exporter.checkpoints.own_forward import with_router_k
 from ..exporter.job import ExportJob
 from ..exporter.model import Model
-from ..exporter.token_routed.own_router import with_router_k
 from ..exporter.token_routed.routers import with_k
 from ..exporter.trace import trace
 

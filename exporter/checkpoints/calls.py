@@ -13,21 +13,24 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import FamilyError, MoexportError, UsageError
 from .layers import LayerPlace
+from .own_forward import result_of
 
 FITS = "does the example, or --set input_shape=…, fit the network?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """One call of a layer: what it was given, x first, and what it returned, y.
+    """One call of a layer: what it was given, x first, and what it returned, with its result y.
 
-    All are as they were at the call. `in_place` says whether the layer changed x, and `direct`
+    All are as they were at the call. `structure` is what was returned where that is more than a
+    tensor. `in_place` says whether the layer changed x, and `direct`
     whether it was its `forward` that was called, and not the module.
     """
 
     args: tuple[Any, ...]
     named: Mapping[str, Any]
     y: Tensor
+    structure: object = None
     in_place: bool = False
     direct: bool = False
 
@@ -69,7 +72,7 @@ def forward_pass(
 
     Raises UsageError when its forward fails, with `hint`, and FamilyError when a layer is called
     with more than its tokens, when something is not computed in float32, or when the result is not
-    one tensor. A router's layer may be called with more, which its router is given.
+    one tensor. A layer with the user's own code around it may be called with more.
     """
     calls: dict[str, LayerCall] = {}
     with ExitStack() as watching, torch.no_grad():
@@ -156,15 +159,28 @@ class _Watch:
         copies, named, args = self.under_way.pop()
         tensors = [(a, b) for a, b in zip(args, copies, strict=True) if isinstance(a, Tensor)]
         in_place = any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in tensors)
-        y = _copied(returned)
         self.calls[self.path] = LayerCall(
-            args=copies, named=named, y=y, in_place=in_place, direct=direct
+            args=copies,
+            named=named,
+            y=_copied(result_of(returned)),
+            structure=None if isinstance(returned, Tensor) else returned,
+            in_place=in_place,
+            direct=direct,
         )
 
 
 def _copied(value: Any) -> Any:
     """A tensor as it is now: what comes after may change it in place."""
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def copied_in_depth(value: Any) -> Any:
+    """Returns a structure of arguments with its tensors copied."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(copied_in_depth, value))
+    if isinstance(value, dict):
+        return {key: copied_in_depth(each) for key, each in value.items()}
+    return _copied(value)
 
 
 class _Autocast(TorchFunctionMode):
@@ -188,13 +204,25 @@ class _Autocast(TorchFunctionMode):
 
 def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
     """Raises FamilyError for a call of a layer that cannot be replaced."""
-    alone = (len(call.args) == 1 and not call.named) or place.routed is not None
-    tensors = isinstance(call.y, Tensor) and call.args and isinstance(call.x, Tensor)
-    if not (alone and tensors):
+    if not isinstance(call.y, Tensor):
         raise FamilyError(
-            f"{what}: {place.path or 'the layer'} is called with more than its tokens, or returns "
-            "more than a tensor",
-            hint="its forward must be y = layer(x) at inference",
+            f"{what}: {place.at} returns a {type(call.structure).__name__} without a tensor",
+            hint="a layer returns y, or y among others: (y, loss), or {'y': y, …}",
+        )
+    if not call.args or not isinstance(call.x, Tensor):
+        raise FamilyError(
+            f"{what}: {place.at} is called with no tensor before its named arguments "
+            f"({', '.join(call.named)})",
+            hint="the network calls it as layer(x, …), the tokens first",
+        )
+    if (len(call.args) > 1 or call.named) and not place.own_code:
+        more = [*map(_described, call.args[1:])]
+        more += [f"{key}={_described(each)}" for key, each in call.named.items()]
+        names = ", ".join([*(f"a{i}" for i in range(1, len(call.args))), *call.named])
+        raise FamilyError(
+            f"{what}: {place.at} is called with more than its tokens: {', '.join(more)}",
+            hint=f"an adapter takes them with a forward: moexport.Experts(forward=lambda experts, "
+            f"x, {names}: …, experts=…)",
         )
     for verb, tensor in (("is called on", call.x), ("returns", call.y)):
         if tensor.dtype != torch.float32:
@@ -203,6 +231,13 @@ def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
                 "compute in float32",
                 hint="leave the cast out; --precision says in what the exported graph computes",
             )
+
+
+def _described(value: object) -> str:
+    """A further argument in a message."""
+    if isinstance(value, Tensor):
+        return f"a tensor {_dtype(value.dtype)} {list(value.shape)}"
+    return f"{type(value).__name__} {value!r}"[:60]
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from math import inf, isnan
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import FamilyError, MoexportError, ParityError, UsageError
-from ..families.layer_only import PixelBackbone, TokenBackbone, VectorBackbone
-from ..token_routed.own_router import check_experts, routing
+from ...graphs.layers.base import MoELayer
 from .adapters import EXAMPLE, PAGE
-from .calls import ForwardPass, LayerCall, forward_pass
-from .descriptions import Description, ExpertsDescription
+from .calls import ForwardPass, LayerCall, copied_in_depth, forward_pass
+from .descriptions import Description, ExpertsDescription, SoftMoEDescription
 from .examples import differ, made_up
 from .layers import LayerPlace
+from .own_forward import InPlace, Tried, result_of
 
 TOLERANCE = 1e-4
 """Largest difference from the user's own forward, as a fraction of max|y|, in float32."""
@@ -40,19 +42,19 @@ def difference(expected: Tensor, actual: Tensor) -> float:
 
 def _check_described(
     description: Description,
-    x: Tensor,
-    y: Tensor,
-    run: Callable[[nn.Module, Tensor], Tensor],
+    call: LayerCall,
+    layer: nn.Module,
+    run: Callable[[Description, int | None], Tensor],
     at: str,
-    most: int = TRIED_INPUTS,
 ) -> None:
     """Raises ParityError unless what was described gives y, where the user's layer gave it, for x.
 
-    `run` calls a layer on x, or the first `most` of it, in the layout that the user's has. `at`
-    begins the message.
+    `run` says what a description gives for the call, or the first inputs of it. `layer` is the
+    user's, and `at` begins the message.
     """
+    x, y = call.x, call.y
     with torch.no_grad():
-        ours = run(description.build(""), x)
+        ours = run(description, None)
         if ours.shape != y.shape:
             raise ParityError(
                 f"{at} gives {list(y.shape)} for {list(x.shape)}, and what its adapter says gives "
@@ -62,10 +64,38 @@ def _check_described(
         off = difference(y, ours)
         if off <= CLOSE:
             return
-        tried = _tried(description, x[:most], y[:most], run)
+        _check_not_random(layer, call, at)
+        tried = _tried(description, x, y, run, _numbers_of(layer))
     if off <= TOLERANCE and not _closer(tried):
         return
-    raise _mismatch(at, off, tried, description.advice)
+    raise _mismatch(at, off, tried, description)
+
+
+def _check_not_random(layer: nn.Module, call: LayerCall, at: str) -> None:
+    """Raises ParityError where the user's layer gives something else for the same call."""
+    args, named = copied_in_depth((call.args, dict(call.named)))
+    try:
+        again = result_of(layer(*args, **named))
+    except Exception:  # noqa: BLE001  a layer may need its network to run
+        return
+    if again is not None and again.shape == call.y.shape and difference(call.y, again) > TOLERANCE:
+        raise ParityError(
+            f"{at} gives another result each time that it is called, in eval mode, too",
+            hint="noise belongs into training alone: if self.training",
+        )
+
+
+def _numbers_of(layer: nn.Module) -> dict[str, float]:
+    """The numbers that a layer holds: attributes, and parameters and buffers of one number."""
+    found: dict[str, float] = {}
+    for name, value in vars(layer).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = float(value)
+    for name, value in (*layer.named_parameters(), *layer.named_buffers()):
+        if value.numel() == 1:
+            found[name] = float(value)
+            found[f"{name}.exp()"] = float(value.exp())
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +108,25 @@ class _Trial:
 
 
 def _tried(
-    description: Description, x: Tensor, y: Tensor, run: Callable[[nn.Module, Tensor], Tensor]
+    description: Description,
+    x: Tensor,
+    y: Tensor,
+    run: Callable[[Description, int | None], Tensor],
+    numbers: Mapping[str, float],
 ) -> list[_Trial]:
     """Every combination of the options, the fewest changes first."""
     trials = []
-    for changed, variant in description.variants():
-        ours = run(variant.build(""), x)
-        without_x = difference(y - x, ours) if x.shape == y.shape else inf
-        off = difference(y, ours)
+    for changed, variant in description.variants(numbers):
+        try:
+            ours = run(variant, TRIED_INPUTS)
+        except (MoexportError, RuntimeError):
+            if not changed:
+                raise
+            continue  # no reading of these weights
+        own, tokens = y[: len(ours)], x[: len(ours)]
+        off = difference(own, ours) if own.shape == ours.shape else inf
+        added = own.shape == tokens.shape == ours.shape
+        without_x = difference(own - tokens, ours) if added else inf
         trials.append(_Trial(changed=changed, off=off, off_without_x=without_x))
     return sorted(trials, key=lambda trial: len(trial.changed))
 
@@ -96,7 +137,13 @@ def _closer(tried: Sequence[_Trial]) -> list[_Trial]:
     return [trial for trial in tried if trial.off <= min(TOLERANCE, as_it_is / 10)]
 
 
-def _mismatch(at: str, off: float, tried: Sequence[_Trial], advice: str) -> ParityError:
+MOST_SHOWN = 6
+"""Options of which it is said how far off each is."""
+
+
+def _mismatch(
+    at: str, off: float, tried: Sequence[_Trial], description: Description
+) -> ParityError:
     """What to say of a layer that is not what its adapter says: which options match, or none."""
     begins = f"{at} does not match its adapter: off by {_share(off)} of max|y|"
     closer = _closer(tried)
@@ -106,7 +153,10 @@ def _mismatch(at: str, off: float, tried: Sequence[_Trial], advice: str) -> Pari
         fewest = [_said(each) for each in fitting if len(each) == len(fitting[0])]
         return ParityError(
             f"{begins}; it matches with {' or with '.join(fewest[:3])}",
-            hint="use these options in the adapter if they describe the layer",
+            hint="moexport.SoftMoE has no such option: moexport.Experts with a forward computes it "
+            f"({PAGE})"
+            if any("softmax" in key for key in fitting[0])
+            else "use these options in the adapter if they describe the layer",
         )
     added = min(tried, key=lambda trial: trial.off_without_x)
     if added.off_without_x <= TOLERANCE:
@@ -114,19 +164,20 @@ def _mismatch(at: str, off: float, tried: Sequence[_Trial], advice: str) -> Pari
         return ParityError(
             f"{begins}; it matches with {_said(fitting[0])} once x is taken from y: the layer "
             "adds its input",
-            hint="move that addition out of the layer: x + layer(x) in the module that calls it",
+            hint="residual=True in the adapter"
+            if isinstance(description, SoftMoEDescription) and description.code is None
+            else "add it in the adapter's forward: return x + experts(…)",
         )
-    nearest = min(tried, key=lambda trial: trial.off)
-    single: dict[tuple[tuple[str, str], ...], _Trial] = {}
+    single: dict[str, _Trial] = {}
     for trial in sorted(tried, key=lambda trial: trial.off):
         keys = trial.changed.keys() - {"eps"} or trial.changed.keys()
         if len(keys) == 1:  # with the eps that goes with it best
-            single.setdefault(tuple((key, trial.changed[key]) for key in keys), trial)
-    shown = [*single.values()] if nearest in single.values() else [*single.values(), nearest]
+            single.setdefault(next(iter(keys)), trial)
+    shown = [*single.values()][:MOST_SHOWN]
     listed = ", ".join(f"{_said(each.changed)}: {_share(each.off)}" for each in shown)
     return ParityError(
         f"{begins}; none of {len(tried)} combinations of options matches ({listed})",
-        hint=f"{advice}; is a weight transposed? ({PAGE})",
+        hint=f"{description.advice} ({PAGE})",
     )
 
 
@@ -148,7 +199,7 @@ def check_alone(place: LayerPlace, layer: nn.Module, call: LayerCall, source: st
 
     Ours never does. What a user's router does is part of the graph, and compared with that.
     """
-    if place.routed is not None:
+    if place.own_code is not None:
         return
     x = call.x if differ(call.x) else torch.cat([call.x, *islice(made_up(call.x), 1)])
     together = _numbers(layer, x)
@@ -184,69 +235,121 @@ def _numbers(layer: nn.Module, x: Tensor) -> Tensor | None:
     """What a layer gives for x outside of its network; None where it gives no numbers there."""
     with torch.no_grad():
         try:
-            y = layer(x.clone())
+            y = result_of(layer(x.clone()))
         except Exception:  # noqa: BLE001  a layer may need its network to run
             return None
-    return y if isinstance(y, Tensor) and bool(y.isfinite().all()) else None
+    return y if y is not None and bool(y.isfinite().all()) else None
 
 
-def check_adapter(place: LayerPlace, one_pass: ForwardPass, source: str) -> None:
-    """Raises ParityError unless what an adapter says gives y for x, as the layer did."""
+def check_adapter(place: LayerPlace, layer: nn.Module, one_pass: ForwardPass, source: str) -> None:
+    """Raises ParityError unless what an adapter says gives y for x, as the user's `layer` did."""
     call = one_pass.layers.get(place.path)
-    if place.description is None or call is None:
+    description = place.description
+    if description is None or call is None:
         return
     at = f"{source}: {place.at}" + (", which changes its input in place," if call.in_place else "")
-    if place.routed is not None:
-        _check_routed(place.routed, call, at)
+    if place.own_code is not None:
+        _check_own_code(description, call, layer, at)
         return
-    x, y = call.x, call.y
-    spec, backbone = place.make("").spec, surroundings(place.path, call)
-    ranks = (2, 3, 4) if spec.routes_tokens else (3, 4)
-    if x.ndim not in ranks or x.shape[1 if backbone is PixelBackbone else -1] != spec.dim:
+    assert not isinstance(description, ExpertsDescription)
+    spec = place.make("").spec
+    pixels = layout_of(call) == "pixels"
+    ranks = (2, 3, 4, 5) if spec.routes_tokens else (3, 4, 5)
+    if call.x.ndim not in ranks or call.x.shape[1 if pixels else -1] != spec.dim:
         raise UsageError(
-            f"{source}: {place.at} is called on {list(x.shape)}, and what its adapter says takes "
+            f"{at} is called on {list(call.x.shape)}, and what its adapter says takes "
             f"tokens (b, m, {spec.dim}) or pixels (b, {spec.dim}, height, width)",
             hint="phi is [d, n, p], a gate [d, n]: d is the width of a token",
         )
 
-    def run(layer: nn.Module, x: Tensor) -> Tensor:
-        result: Tensor = (backbone(layer) if backbone else layer)(x)
-        return result
+    def run(described: Description, count: int | None) -> Tensor:
+        if isinstance(described, ExpertsDescription):
+            part = replace(call, args=(call.x[:count],))
+            return result_of_code(described, part, at)[1]
+        y = result_of(surroundings(described, call)(described.build(""))(call.x[:count]))
+        assert y is not None
+        return y
 
-    _check_described(place.description, x, y, run, at)
+    _check_described(description, call, layer, run, at)
 
 
-TRIED_TOKENS = 256
-"""On which the other options are tried: each meets some experts only."""
+def _check_own_code(description: Description, call: LayerCall, layer: nn.Module, at: str) -> None:
+    """Raises ParityError unless the user's code around our layer gives what the user's did."""
+
+    def run(described: Description, count: int | None) -> Tensor:
+        del count  # code may need the whole batch, and what goes with it
+        return result_of_code(described, call, at)[1]
+
+    _check_described(description, call, layer, run, at)
 
 
-def _check_routed(description: ExpertsDescription, call: LayerCall, at: str) -> None:
-    """Raises ParityError unless the experts give y for x and what the router chose."""
-    d, n = (spec := description.build("").spec).dim, spec.experts
-    if call.x.ndim < 2 or call.x.shape[-1] != d:
-        raise UsageError(
-            f"{at} is called on {list(call.x.shape)}, and its experts take tokens (…, {d})",
-            hint="a first map is an nn.Linear or [h, d], w1 is [n, d, h]: d is a token's width",
-        )
-    index, weights = router_choice(description, call, at)
+def result_of_code(
+    description: Description, call: LayerCall, at: str
+) -> tuple[MoELayer | None, Tensor, Tried | None]:
+    """Returns our layer as the user's code calls for it, and what that returns for a call.
+
+    UsageErrors name the layer. `Tried` is what a bank of experts was called with.
+    """
+    code = description.code
+    assert code is not None
+    tried = None
+    layer: MoELayer | None = None
+    if isinstance(description, ExpertsDescription):
+        tried = Tried(description)
+    else:
+        layer = description.build("")
+    counted = tried if tried is not None else _Counted(layer)
     try:
-        check_experts(index, n)
-    except UsageError as error:
+        with torch.no_grad():
+            # Code may change in place what it is given.
+            args, named = copied_in_depth((call.args, dict(call.named)))
+            returned = code.run(counted, args, named)
+    except MoexportError as error:
         raise UsageError(f"{at}: {error.message}", hint=error.hint) from error
-    index, weights = (each.reshape(-1, each.shape[-1]) for each in (index, weights))
-
-    def run(layer: nn.Module, rows: Tensor) -> Tensor:
-        result: Tensor = layer(rows, index[: len(rows)], weights[: len(rows)])
-        return result
-
-    if call.y.shape[:-1] != call.x.shape[:-1]:
-        raise ParityError(
-            f"{at} gives {list(call.y.shape)} for {list(call.x.shape)}",
-            hint="experts give a row for each token; what is done with them after belongs into a "
-            "module around",
+    except Exception as error:  # the user's code may fail in any way
+        what = "router" if code.router is not None else "forward"
+        taken = ", ".join(_words(call))
+        raise UsageError(
+            f"{at}: its {what} failed: {type(error).__name__}: {error}",
+            hint=f"it is called with {'' if what == 'router' else 'our layer and '}what the layer "
+            f"is called with ({taken}); --verbose shows where it was raised",
+        ) from error
+    y = result_of(returned)
+    if y is None:
+        raise UsageError(
+            f"{at}: its forward returned a {type(returned).__name__}, and no tensor in it",
+            hint="it returns what the layer does, or the layer's first tensor alone",
         )
-    x, y = (each.reshape(-1, each.shape[-1]) for each in (call.x, call.y))
-    _check_described(description, x, y, run, at, TRIED_TOKENS)
+    if counted.calls != 1:
+        raise UsageError(
+            f"{at}: its forward calls our layer {counted.calls or 'not'} times".replace(
+                "not times", "not at all"
+            ),
+            hint="forward(experts, x) calls experts(…) once: what would be several calls is one, "
+            "with further tokens or further experts",
+        )
+    return (tried.layer if tried is not None else layer), y, tried
+
+
+class _Counted:
+    """A layer that counts its calls."""
+
+    def __init__(self, layer: nn.Module | None) -> None:
+        self._layer, self.calls = layer, 0
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        assert self._layer is not None
+        self.calls += 1
+        return self._layer(*args, **named)
+
+
+def _words(call: LayerCall) -> list[str]:
+    """What a layer was called with, in a message."""
+    listed = [*((None, each) for each in call.args), *call.named.items()]
+    return [
+        f"{f'{key}=' if key else ''}{list(each.shape) if isinstance(each, Tensor) else repr(each)}"
+        for key, each in listed
+    ]
 
 
 def check_same(
@@ -315,32 +418,25 @@ def _miss(expected: Tensor, actual: Tensor) -> str | None:
     return f"off by {error:.2e} where max|y| is {largest:.2e}"
 
 
-def surroundings(path: str, call: LayerCall) -> Callable[[nn.Module], nn.Module] | None:
-    """What must stand around our layer in place of the user's.
+def layout_of(call: LayerCall) -> Literal["tokens", "pixels", "vectors"]:
+    """How the tokens of a layer lie in what it is called with."""
+    if call.x.ndim > 3:
+        return "pixels"
+    return "vectors" if call.x.ndim == call.y.ndim == 2 else "tokens"
 
-    A change of layout; a name; or a module whose `forward` calls our layer as one, where it is that
-    which the network calls.
+
+def surroundings(description: Description | None, call: LayerCall) -> partial[InPlace]:
+    """Returns what stands around our layer in place of the user's."""
+    residual = isinstance(description, SoftMoEDescription) and description.residual
+    return partial(InPlace, layout=layout_of(call), residual=residual, returned=call.structure)
+
+
+def needs_surroundings(place: LayerPlace, call: LayerCall) -> bool:
+    """Whether anything stands around our layer.
+
+    A change of layout, of what is returned; a name; or a module whose `forward` calls our layer as
+    one, where it is that which the network calls.
     """
-    if call.x.ndim == 4:
-        return PixelBackbone
-    if call.x.ndim == call.y.ndim == 2:
-        return VectorBackbone
-    return TokenBackbone if call.direct or not path else None
-
-
-def router_choice(
-    description: ExpertsDescription, call: LayerCall, at: str
-) -> tuple[Tensor, Tensor]:
-    """What the router gives for what the layer was called with; a UsageError names the layer."""
-    try:
-        with torch.no_grad():
-            # A router may change in place what it is given.
-            return routing(description.router, (call.x.clone(), *call.further), call.named, None)
-    except MoexportError as error:
-        raise UsageError(f"{at}: {error.message}", hint=error.hint) from error
-    except Exception as error:  # the user's code may fail in any way
-        raise UsageError(
-            f"{at}: its router failed: {type(error).__name__}: {error}",
-            hint="it is called with what the layer is called with; --verbose shows where it was "
-            "raised",
-        ) from error
+    around = surroundings(place.description, call).keywords
+    plain = around == {"layout": "tokens", "residual": False, "returned": None}
+    return not plain or call.direct or not place.path

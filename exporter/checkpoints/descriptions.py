@@ -7,29 +7,20 @@ computes with the tensors, and yields the few options that could be meant otherw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, UsageError
-from ...graphs.layers.experts import (
-    ExpertActivation,
-    Experts,
-    ExpertsSpec,
-    ExpertsWeights,
-    Gate,
-    WeightsOn,
-)
+from ...graphs.layers.expert import Activation
+from ...graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights, WeightsOn
 from ...graphs.layers.mumoe import NORM_EPS, GateActivation, MuMoE, MuMoESpec, MuMoEWeights
 from ...graphs.layers.soft_moe import (
-    Activation,
     ExpertKind,
-    Matrices,
     NormKind,
     SlotSource,
     SoftMoE,
@@ -37,13 +28,17 @@ from ...graphs.layers.soft_moe import (
     SoftMoEWeights,
 )
 from ..families.mumoe import CORE, FACTORS, WHOLE, read_tensor, tensor_names
-from ..token_routed.own_router import Router
-
-LinearMap = nn.Module | Tensor | tuple[Tensor, Tensor | None]
-"""A linear map: an `nn.Linear` (or a 1×1 convolution), a weight [out, in], or weight and bias."""
-
-Expert = LinearMap | Sequence[LinearMap]
-"""`(first, second)`; `(value, gate, second)` for GEGLU; one map alone for a linear expert."""
+from .expert_forms import (
+    ExpertArguments,
+    ExpertForm,
+    check_shape,
+    choice,
+    linear,
+    several,
+    tensor,
+    vector,
+)
+from .own_forward import Code, Forward, Router
 
 DEFAULT_EPS: Mapping[NormKind, float] = {"none": 0.0, "l2": 1e-12, "layernorm": 1e-5}
 """Those of `F.normalize` and `nn.LayerNorm`; the others have no usual one, and it must be said."""
@@ -58,96 +53,252 @@ TRIED: Mapping[NormKind, tuple[float, ...]] = {
 """Each normalisation with the eps that are usual: real tokens are too long to tell others apart."""
 
 
+def _soft_moe(
+    form: ExpertForm,
+    spec: Mapping[str, Any],
+    phi: Tensor | None,
+    activation: Activation,
+    **weights: Tensor | None,
+) -> SoftMoE:
+    """A Soft MoE layer with these experts; `spec` holds what they do not say."""
+    form = form.in_halves()
+    kind: ExpertKind = "mlp" if form.gate == "none" else "gated"
+    whole = SoftMoESpec(
+        experts=form.count,
+        dim=form.dim,
+        hidden=form.hidden,
+        out=form.out,
+        expert="linear" if form.w2 is None else kind,
+        gate_first=kind == "gated",
+        activation=form.activation or activation,
+        hidden_norm=form.hidden_norm,
+        out_norm=form.out_norm,
+        out_activation=form.out_activation,
+        **spec,
+    )
+    parts = SoftMoEWeights(
+        phi=phi, w1=form.w1, b1=form.b1, w2=form.w2, b2=form.b2, norms=form.norms, **weights
+    )
+    return SoftMoE(whole, parts).eval()
+
+
+def _softmax(logits: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """The softmax over one axis of L [b, m, n, p], or over its last two."""
+    if len(axes) == 1:
+        return logits.softmax(axes[0])
+    return logits.flatten(2).softmax(2).view_as(logits)
+
+
+D = TypeVar("D", bound=ExpertArguments)
+
+
+def _forms(given: D, default: Activation) -> Iterator[tuple[dict[str, str], D]]:
+    """Yields a description with other activations, and with gate and up exchanged."""
+    form = given.form()
+    said = form.activation or default
+    between = [said, *(each for each in get_args(Activation) if each != said)]
+    if form.w2 is None:
+        between = [said]
+    after = [form.out_activation]
+    after += [each for each in ("relu", "gelu", "silu", "identity") if each not in after]
+    for activation, out, alpha, (turned, weights) in product(
+        between, after, dict.fromkeys([given.alpha, 1.0]), _weights_read_otherwise(form)
+    ):
+        changed = {} if activation == said else {"activation": repr(activation)}
+        if alpha != given.alpha:
+            changed["alpha"] = f"{alpha:g}"
+        changed |= turned
+        if out != form.out_activation:
+            changed["out_activation"] = repr(out)
+        if len(changed) > 1 and (alpha != given.alpha or out != form.out_activation):
+            continue
+        read = replace(weights, activation=activation, out_activation=out)
+        yield changed, replace(given, read=read, alpha=alpha)
+
+
+def _weights_read_otherwise(form: ExpertForm) -> Iterator[tuple[dict[str, str], ExpertForm]]:
+    """Yields experts as they are, and each other way to read their weights."""
+    yield {}, form
+    if form.gate != "none":
+        yield {"gate and up": "exchanged"}, form.exchanged()
+    for name, bias, matrices in (("first", "b1", form.w1), ("last", "b2", form.w2)):
+        if matrices is not None and matrices[0].shape[0] == matrices[0].shape[1]:
+            turned: Any = {f"w{bias[1]}": tuple(each.T for each in matrices)}
+            yield {f"the {name} weight": "transposed"}, replace(form, **turned)
+        if getattr(form, bias) is not None:
+            without: Any = {bias: None}
+            yield {f"the {name} map": "without its bias"}, replace(form, **without)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SoftMoEDescription:
+class SoftMoEDescription(ExpertArguments):
     """A Soft MoE layer: tokens (b, m, d) to (b, m, o), through n experts with p slots each.
 
-    L = x̂·phi; the slots are averages of tokens by the softmax of L over the tokens; y adds up the
-    experts' outputs by each token's softmax of L over all slots of all experts.
+    L = (x̂·phi + bias) / temperature; the slots are averages of tokens by the softmax of L over the
+    tokens; y adds up the experts' outputs by each token's softmax of L over all slots of all
+    experts, and the layer's input where the layer is `residual`.
 
     `phi` is [d, n, p], or [d, n] for one slot each: as the router multiplies with it, normalised
-    and scaled. `experts` are n `(first, second)` pairs of `nn.Linear` or weights [out, in];
-    `(value, gate, second)` is value(x)·gelu(gate(x)) between two maps, and a map alone a linear
-    expert. Instead of `experts` the stacked `w1` [n, d, h], `b1` [n, h], `w2` [n, h, o] and `b2`
-    [n, o], inputs first, with `expert` `mlp`, `geglu` (`w1` [n, d, 2h], value before gate) or
-    `linear` (no `w2`).
+    and scaled; `bias` is [n, p] or [n]. See `ExpertArguments` for the experts, whose `activation`
+    is `gelu` unless it is said.
 
-    `activation` stands between an mlp's two maps: `gelu`, `gelu-tanh` or `relu`.
     `norm` says what x̂ is: `none`; `l2` x / max(‖x‖, eps); `l2-plus` x / (‖x‖ + eps); `l2-rsqrt`
     x / √(‖x‖² + eps); `layernorm`; or the `nn.LayerNorm` or `nn.RMSNorm` itself. `gain` and, for
     `layernorm`, `shift` [d] follow it. `slots_from` says which tokens the slots average: x̂
     (`normalised`) or x (`raw`).
+
+    `forward` is any code of the user's own around the layer: `forward(moe, …)` takes it, then what
+    the user's layer is called with, calls `moe(x)` once and returns what the user's layer does.
 
     Raises UsageError, naming the argument and what was expected.
     """
 
     advice: ClassVar[str] = (
         "phi is what the router multiplies with, normalised and scaled; slots average by a softmax "
-        "over the tokens, the output adds the experts' by one over all slots"
+        "over the tokens, the output adds the experts' by one over all slots; any other way takes "
+        "moexport.Experts with a forward"
     )
 
     phi: Tensor
-    experts: Sequence[Expert] | nn.ModuleList | None = None
-    w1: Tensor | None = None
-    b1: Tensor | None = None
-    w2: Tensor | None = None
-    b2: Tensor | None = None
-    expert: ExpertKind | None = None
-    activation: Activation = "gelu"
+    temperature: float | Tensor = 1.0
+    bias: Tensor | None = None
+    residual: bool = False
     norm: NormKind | nn.Module = "none"
     eps: float | None = None
     gain: Tensor | None = None
     shift: Tensor | None = None
     slots_from: SlotSource = "normalised"
+    forward: Forward | None = None
+
+    @property
+    def code(self) -> Code | None:
+        """The user's own code around the layer."""
+        return None if self.forward is None else Code(self.forward)
 
     def build(self, name: str) -> SoftMoE:
         """Returns the layer that computes this."""
-        phi = _tensor("phi", self.phi, (2, 3), "[d, n, p], or [d, n] for one slot per expert")
+        form = self.form()
+        phi = tensor("phi", self.phi, (2, 3), "[d, n, p], or [d, n] for one slot per expert")
         phi = phi.unsqueeze(2) if phi.ndim == 2 else phi
         d, n, p = phi.shape
-        _choice("activation", self.activation, Activation)
-        _choice("slots_from", self.slots_from, SlotSource)
+        choice("slots_from", self.slots_from, SlotSource)
         norm, eps, gain, shift = self._normalisation(d)
-        kind, w1, b1, w2, b2 = self._stacked(d, n) if self.experts is None else self._listed(d, n)
-        hidden, out = (0, w1[0].shape[1]) if w2 is None else w2[0].shape
-        spec = SoftMoESpec(
-            name=name,
-            experts=n,
-            slots=p,
-            dim=d,
-            hidden=hidden,
-            out=out,
-            expert=kind,
-            activation=self.activation,
-            norm=norm,
-            norm_eps=eps,
-            slots_from=self.slots_from,
-        )
-        return SoftMoE(spec, SoftMoEWeights(phi, w1, b1, w2, b2, gain, shift)).eval()
+        self._check_experts(form, d, n)
+        temperature = float(self.temperature)
+        if not temperature > 0:
+            raise UsageError(f"temperature={temperature:g} is not above 0")
+        bias = None
+        if self.bias is not None:
+            flat = tensor("bias", self.bias, None, "[n, p]").reshape(-1)
+            check_shape("bias", flat, (n * p,), "[n, p], a number per slot")
+            bias = flat.view(n, p) / temperature
+        spec = {"name": name, "slots": p, "norm": norm, "norm_eps": eps, "alpha": self.alpha}
+        spec |= {"slots_from": self.slots_from, "biased": bias is not None}
+        scaled = phi if temperature == 1.0 else phi / temperature
+        weights = {"gain": gain, "shift": shift, "bias": bias}
+        return _soft_moe(form, spec, scaled, "gelu", **weights)
 
-    def variants(self) -> Iterator[tuple[dict[str, str], SoftMoEDescription]]:
-        """Yields the same weights with every combination of the few options, and what changed."""
-        spec = self.build("").spec
-        said = self._normalisation(spec.dim)
+    def _check_experts(self, form: ExpertForm, d: int, n: int) -> None:
+        """Raises UsageError where the experts are not those that phi is for."""
+        if form.dim != d:
+            what = "experts[0]: its first weight" if self.experts is not None else "w1"
+            shape = list(form.w1[0].T.shape if self.experts is not None else form.w1[0].shape)
+            raise UsageError(
+                f"{what} has the shape {shape}, and phi {list(self.phi.shape)} is for d = {d}",
+                hint="is phi transposed ([d, n, p]), or a weight (nn.Linear and lists have [out, "
+                "in], w1 and w2 [n, in, out])?",
+            )
+        if form.count != n:
+            slots = n // form.count if n % form.count == 0 else 0
+            raise UsageError(
+                f"experts has {form.count} entries, and phi {list(self.phi.shape)} is for n = {n}",
+                hint=f"{slots} slots per expert: phi.unflatten(1, ({form.count}, {slots})) where "
+                "an expert's slots stand together"
+                if slots and self.phi.ndim == 2
+                else "experts=[(e.up, e.down) for e in layer.experts]; phi is [d, n, p]",
+            )
+
+    def variants(
+        self, numbers: Mapping[str, float]
+    ) -> Iterator[tuple[dict[str, str], SoftMoEDescription | ExpertsDescription]]:
+        """Yields the same weights with other options, and what changed.
+
+        Every combination of activation, normalisation and source of slots; and each other option
+        by itself. `numbers` are those that the user's layer holds: one may be a temperature.
+        """
+        d = self.phi.shape[0]
+        said = self._normalisation(d)
         norms = dict.fromkeys([said[:2], *((kind, eps) for kind in TRIED for eps in TRIED[kind])])
-        activations = get_args(Activation) if spec.expert == "mlp" else (spec.activation,)
-        for (norm, eps), source, activation, root in product(
-            norms, get_args(SlotSource), activations, (False, True)
+        forms = list(_forms(self, "gelu"))
+        for (norm, eps), source, (experts, other), root in product(
+            norms, get_args(SlotSource), forms, (False, True)
         ):
             if norm == "none" and source != self.slots_from:
                 continue  # the same tokens
             if root and not norm.startswith("l2"):
                 continue
-            options = {"norm": norm, "slots_from": source, "activation": activation}
-            before = {"norm": said[0], "slots_from": self.slots_from, "activation": self.activation}
-            changed = {key: repr(new) for key, new in options.items() if new != before[key]}
+            changed = {} if norm == said[0] else {"norm": repr(norm)}
+            if source != self.slots_from:
+                changed["slots_from"] = repr(source)
+            changed |= experts
             if eps != (said[1] if norm == said[0] else DEFAULT_EPS.get(norm)):
                 changed["eps"] = f"{eps:g}"  # the usual one need not be said
+            if "out_activation" in changed and len(changed) > 1:
+                continue
             gain, shift = said[2], said[3] if norm == "layernorm" else None
             if root:  # an RMSNorm is x̂·√d·γ
-                gain = torch.full((spec.dim,), spec.dim**0.5) * (1 if gain is None else gain)
+                gain = torch.full((d,), d**0.5) * (1 if gain is None else gain)
                 changed["gain"] = "d**0.5" if said[2] is None else "d**0.5 * gain"
-            yield changed, replace(self, **options, eps=eps, gain=gain, shift=shift)
+            options = {"norm": norm, "eps": eps, "gain": gain, "shift": shift}
+            yield changed, replace(other, **options, slots_from=source)
+        yield from self._rescaled(numbers)
+        yield from self._other_axes()
+
+    def _rescaled(
+        self, numbers: Mapping[str, float]
+    ) -> Iterator[tuple[dict[str, str], SoftMoEDescription]]:
+        """Yields other temperatures, phi without its bias, and other orders of phi's columns."""
+        d, phi = self.phi.shape[0], self.phi
+        factors = {"d**0.5": d**0.5, "d**-0.5": d**-0.5}
+        factors |= {f"layer.{name}": value for name, value in numbers.items() if value > 0}
+        factors |= {f"1 / layer.{name}": 1 / value for name, value in numbers.items() if value > 0}
+        for name, factor in factors.items():
+            if factor != 1.0:
+                temperature = float(self.temperature) * factor
+                yield {"temperature": name}, replace(self, temperature=temperature)
+        if self.bias is not None:
+            yield {"bias": "None"}, replace(self, bias=None)
+        normed = phi / phi.norm(dim=0, keepdim=True).clamp_min(1e-12)
+        yield {"phi": "F.normalize(phi, dim=0)"}, replace(self, phi=normed)
+        if phi.ndim == 3 and phi.shape[2] > 1:
+            n, p = phi.shape[1:]
+            turned = phi.reshape(-1, p, n).mT
+            yield {"phi": f"phi.flatten(1).unflatten(1, ({p}, {n})).mT"}, replace(self, phi=turned)
+
+    def _other_axes(self) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
+        """Yields the layer with its softmaxes over other axes, which a forward would compute."""
+        form = self.form()
+        read = replace(form, activation=form.activation or "gelu")
+        layer = self.build("")
+        axes = {"all slots": (2, 3), "the experts": (2,), "an expert's slots": (3,)}
+        axes |= {"the tokens": (1,)}
+        for (one, dispatch), (other, combine) in product(axes.items(), axes.items()):
+            if (one, other) == ("the tokens", "all slots"):
+                continue  # what a Soft MoE does
+
+            def forward(
+                experts: Any,
+                x: Tensor,
+                dispatch: tuple[int, ...] = dispatch,
+                combine: tuple[int, ...] = combine,
+            ) -> Any:
+                logits = layer.route(x).logits
+                source = layer.normalise(x) if self.slots_from == "normalised" else x
+                slots = torch.einsum("bmd,bmnp->bnpd", source, _softmax(logits, dispatch))
+                return experts(slots, combine=_softmax(logits, combine))
+
+            changed = {"the softmax of dispatch": f"over {one}", "of combine": f"over {other}"}
+            yield changed, ExpertsDescription(read=read, alpha=self.alpha, forward=forward)
 
     def _normalisation(self, d: int) -> tuple[NormKind, float, Tensor | None, Tensor | None]:
         """How x becomes x̂: the kind, its eps, gain and shift."""
@@ -159,62 +310,14 @@ class SoftMoEDescription:
                     hint="leave them out",
                 )
             norm, eps, gain, shift = _from_module(norm, d)
-        _choice("norm", norm, NormKind)
+        choice("norm", norm, NormKind)
         if eps is None:
             if norm not in DEFAULT_EPS:
                 raise UsageError(f"norm={norm!r} needs its eps", hint="for example eps=1e-6")
             eps = DEFAULT_EPS[norm]
         if shift is not None and norm != "layernorm":
             raise UsageError(f"shift goes with norm='layernorm', and norm is {norm!r}")
-        return norm, eps, _optional("gain", gain, (d,)), _optional("shift", shift, (d,))
-
-    def _stacked(self, d: int, n: int) -> _Experts:
-        """The experts from w1, b1, w2 and b2."""
-        kind = self.expert or ("linear" if self.w2 is None else "mlp")
-        _choice("expert", kind, ExpertKind)
-        if self.w1 is None or (self.w2 is None) != (kind == "linear"):
-            wanted = "w1 alone" if kind == "linear" else "w1 and w2"
-            raise UsageError(
-                f"experts of the kind {kind} are given by {wanted}",
-                hint="experts=[(first, second), …], or the stacked w1 [n, d, h] and w2 [n, h, o]",
-            )
-        w1 = _tensor("w1", self.w1, (3,), "[n, d, h]")
-        inner = w1.shape[2]
-        _shape("w1", w1, (n, d, inner), "[n, d, h]: the input's axis before the output's (.mT?)")
-        b1 = _optional("b1", self.b1, (n, inner), "[n, h], as many columns as w1")
-        if self.w2 is None:
-            return kind, w1, b1, None, None
-        w2 = _tensor("w2", self.w2, (3,), "[n, h, o]")
-        hidden = _hidden(kind, "w1", "w2", inner, w2.shape[1])
-        _shape("w2", w2, (n, hidden, w2.shape[2]), "[n, h, o]: the input's axis first (.mT?)")
-        b2 = _optional("b2", self.b2, (n, w2.shape[2]), "[n, o], as many columns as w2")
-        return kind, w1, b1, w2, b2
-
-    def _listed(self, d: int, n: int) -> _Experts:
-        """The experts from a list of them; their matrices are views, one per expert."""
-        experts = _listed(self.experts, self.w1, self.b1, self.w2, self.b2)
-        if len(experts) != n:
-            slots = n // len(experts) if experts and n % len(experts) == 0 else 0
-            raise UsageError(
-                f"experts has {len(experts)} entries, and phi {list(self.phi.shape)} is for "
-                f"n = {n}",
-                hint=f"{slots} slots per expert: phi.unflatten(1, ({len(experts)}, {slots})) where "
-                "an expert's slots stand together"
-                if slots and self.phi.ndim == 2
-                else "experts=[(e.up, e.down) for e in layer.experts]; phi is [d, n, p]",
-            )
-        counts = {len(maps) for maps in experts}
-        if len(counts) > 1:
-            raise UsageError(f"some experts have {min(counts)} maps and others {max(counts)}")
-        count = counts.pop()
-        kinds: Mapping[int, ExpertKind] = {1: "linear", 2: "mlp", 3: "geglu"}
-        kind = self.expert or kinds[count]
-        _choice("expert", kind, ExpertKind)
-        if (count == 1) != (kind == "linear"):
-            raise UsageError(f"expert={kind!r} and experts of {min(count, 2)} maps each")
-        why = "[out, in] with in d"
-        hidden = partial(_hidden, kind, "experts[0]: its first", "its second")
-        return kind, *_stacked_maps(experts, d, why, hidden)
+        return norm, eps, vector("gain", gain, (d,)), vector("shift", shift, (d,))
 
 
 Statistics = tuple[Tensor, Tensor]
@@ -240,6 +343,10 @@ class MuMoEDescription:
     level's `nn.BatchNorm1d`, or its recorded (mean, variance) for eps 1e-5. `input_norm` is an
     `nn.LayerNorm` of what the tensors see; the gate sees x itself.
 
+    `forward` is any code of the user's own around the layer: `forward(mumoe, …)` takes it, then
+    what the user's layer is called with, calls `mumoe(x)` once and returns what the user's layer
+    does. Without `gates` it calls `mumoe(x, a_1, …)` with each level's coefficients [b, m, n].
+
     Raises UsageError, naming the argument and what was expected.
     """
 
@@ -248,20 +355,32 @@ class MuMoEDescription:
         "all of them and x"
     )
 
-    gates: Sequence[nn.Linear | Tensor] | nn.ModuleList | nn.ParameterList
+    gates: Sequence[nn.Linear | Tensor] | nn.ModuleList | nn.ParameterList | None = None
     weights: TensorForm
     second: TensorForm | None = None
-    norm: Literal["none", "ln"] | Sequence[nn.Module | Statistics] | nn.ModuleList
+    norm: Literal["none", "ln"] | Sequence[nn.Module | Statistics] | nn.ModuleList = "none"
     activation: GateActivation = "entmax15"
     input_norm: nn.LayerNorm | None = None
+    forward: Forward | None = None
+
+    @property
+    def code(self) -> Code | None:
+        """The user's own code around the layer."""
+        return None if self.forward is None else Code(self.forward)
 
     def build(self, name: str) -> MuMoE:
         """Returns the layer that computes this."""
-        _choice("activation", self.activation, GateActivation)
-        projections, biases = self._gates()
-        d, levels = projections[0].shape[0], tuple(each.shape[1] for each in projections)
+        choice("activation", self.activation, GateActivation)
+        if self.gates is None:
+            projections, biases = list[Tensor](), list[Tensor]()
+            d, levels = self._sizes()
+        else:
+            projections, biases = self._gates()
+            d, levels = projections[0].shape[0], tuple(each.shape[1] for each in projections)
         means: list[Tensor] = []
-        if self.norm == "ln":
+        if self.gates is None:
+            pass
+        elif self.norm == "ln":
             if any(bias.any() for bias in biases):
                 raise UsageError(
                     "norm='ln' normalises x·gate, and the gate has a bias besides",
@@ -296,6 +415,7 @@ class MuMoEDescription:
             norm="ln" if self.norm == "ln" else "bn",
             activation=self.activation,
             input_norm=gain is not None,
+            given=self.gates is None,
         )
         # The norm is folded into the gate: this variance divides by 1.
         variances = tuple(torch.full_like(mean, 1 - NORM_EPS) for mean in means)
@@ -309,8 +429,14 @@ class MuMoEDescription:
         )
         return MuMoE(spec, weights).eval()
 
-    def variants(self) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
+    def variants(
+        self, numbers: Mapping[str, float]
+    ) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
         """Yields the same weights with every combination of the few options, and what changed."""
+        del numbers
+        if self.gates is None:
+            yield {}, self
+            return
         biased = any(bias.any() for bias in self._gates()[1])
         norms: list[Any] = [self.norm, *(n for n in ("none", "ln") if n != self.norm)]
         if biased:
@@ -321,10 +447,26 @@ class MuMoEDescription:
                 changed["activation"] = repr(activation)
             yield changed, replace(self, norm=norm, activation=activation)
 
+    def _sizes(self) -> tuple[int, tuple[int, ...]]:
+        """The width of a token and the number of experts by level, as the weights have them."""
+        if self.forward is None:
+            raise UsageError(
+                "gates is not given, and no forward that gives the coefficients",
+                hint="gates=[layer.gate], or forward=lambda mumoe, x: mumoe(x, coefficients)",
+            )
+        named = _named("weights", self.weights)
+        if WHOLE in named:
+            *levels, d, _ = named[WHOLE].shape
+            return d, tuple(levels)
+        factors = [each for key, each in named.items() if key != CORE]
+        axis = 1 if all(each.ndim == 3 for each in factors) else 0
+        *sizes, d, _ = (each.shape[axis] for each in factors)
+        return d, tuple(sizes)
+
     def _gates(self) -> tuple[list[Tensor], list[Tensor]]:
         """Each level's projection [d, n] and bias [n]."""
         projections, biases = [], []
-        gates = _several(self.gates)
+        gates = several(self.gates)
         if not gates:
             raise UsageError(
                 "gates is not a list of a gate per level of experts", hint="gates=[layer.gate]"
@@ -332,13 +474,13 @@ class MuMoEDescription:
         for level, gate in enumerate(gates):
             what, bias = f"gates[{level}]", None
             if isinstance(gate, nn.Module):
-                weight, bias = _linear(what, gate)
+                weight, bias = linear(what, gate)
                 projection = weight.T
             else:
-                projection = _tensor(what, gate, (2,), "[d, n]")
+                projection = tensor(what, gate, (2,), "[d, n]")
             projections.append(projection)
             n = projection.shape[1]
-            _shape(what, projection, (projections[0].shape[0], n), "[d, n], d inputs")
+            check_shape(what, projection, (projections[0].shape[0], n), "[d, n], d inputs")
             biases.append(projection.new_zeros(n) if bias is None else bias)
         return projections, biases
 
@@ -348,7 +490,7 @@ class MuMoEDescription:
         """The projections with the batch normalisation in them, and what is then subtracted."""
         if self.norm == "none":
             return projections, [-bias for bias in biases]
-        norms = _several(self.norm)
+        norms = several(self.norm)
         if len(norms) != len(projections):
             raise UsageError(
                 f"norm={self.norm!r} is neither 'none' nor 'ln' nor a list with the batch "
@@ -364,275 +506,107 @@ class MuMoEDescription:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ExpertsDescription:
-    """Experts that a router chooses: y_t = Σ_j weights[t, j] · expert_{index[t, j]}(x_t).
+class ExpertsDescription(ExpertArguments):
+    """A bank of experts, and the user's own code around it, which is traced as it is.
 
-    `router` is any code of the user's own: a method or function that takes what the layer is called
-    with and returns index [..., k], of whole numbers from 0 to n - 1, and weights [..., k], for the
-    tokens x [..., d]. It is traced as it is. A parameter `k` of it says that it can be asked for
-    another number of experts, which `--k` then does. Without a `router` the layer described is one
-    that is called with them: `experts(x, index, weights)`.
+    `forward(experts, …)` takes the bank, then what the user's layer is called with, and returns
+    what that does. It calls the bank once:
 
-    `experts` are n `(first, second)` pairs of `nn.Linear` or weights [out, in], which compute
-    second(act(first(x))); or `(gate, up, second)`: second(act(gate(x)) · up(x)). Instead of
-    `experts` the stacked `w1` [n, d, h], `b1` [n, h], `w2` [n, h, o] and `b2` [n, o], inputs first,
-    of which `w1` and `w2` may be lists of n matrices; with a `gate`, `w1` is [n, d, 2h], and its
-    columns `concatenated`, gate before up, or `interleaved`: gate, up, gate, …
+    - `experts(x, index, weights)`: each token of x [..., d] through the experts index [..., k],
+      whole numbers from 0 to n - 1; returns Σ_k weights[..., k] · expert(x), [..., o]
+    - `experts(x, weights=w)`: with a weight w [..., n] for every expert; k are the largest of them
+    - `experts(slots, combine=C)`: each expert on its own slots [b, n, p, d]; returns Σ C · outputs,
+      [b, m, o], for combine weights C [b, m, n, p]; k by Algorithm 1: the experts with the largest
+      sums over the tokens and slots of C
 
-    `activation` is `silu`, which is z·sigmoid(alpha·z), `gelu`, `gelu-tanh`, `relu` or `relu2`,
-    max(z, 0)². With a gate, `limit` bounds the gate from above and up to -limit … limit before it,
-    and `up_offset` is added to up. `weights_on` says what the weights multiply: the experts'
-    `output` or their `input`.
+    A parameter `k` of the function says that it can be asked for another number of experts.
+
+    `router` is short for a forward that returns `experts(x, index, weights)`: a function that takes
+    what the layer is called with and returns index and weights. With neither, the layer described
+    is one that is called with them.
+
+    See `ExpertArguments` for the experts, whose `activation` is `silu` unless it is said. With a
+    gate, `limit` bounds the gate from above and up to -limit … limit before it, and `up_offset` is
+    added to up. `weights_on` says what the weights multiply: an expert's `output` or its `input`.
 
     Raises UsageError, naming the argument and what was expected.
     """
 
     advice: ClassVar[str] = (
-        "index has the number of each token's experts and weights what each is multiplied with; "
-        "what the layer adds besides (a shared expert, its input) belongs into a module around it"
+        "forward is what the layer computes, with experts(…) at the place of its experts; index "
+        "has the number of each token's experts and weights what each is multiplied with"
     )
 
+    forward: Forward | None = None
     router: Router | None = None
-    experts: Sequence[Expert] | nn.ModuleList | None = None
-    w1: Tensor | Sequence[Tensor] | None = None
-    b1: Tensor | None = None
-    w2: Tensor | Sequence[Tensor] | None = None
-    b2: Tensor | None = None
-    gate: Gate | None = None
-    activation: ExpertActivation = "silu"
-    alpha: float = 1.0
     limit: float | None = None
     up_offset: float = 0.0
     weights_on: WeightsOn = "output"
 
+    @property
+    def code(self) -> Code:
+        """The user's own code around the experts."""
+        return Code(self.forward, self.router)
+
     def build(self, name: str, k: int = 1) -> Experts:
-        """Returns the experts alone, of which the router chooses k."""
-        _choice("activation", self.activation, ExpertActivation)
-        _choice("weights_on", self.weights_on, WeightsOn)
-        if self.gate is not None:
-            _choice("gate", self.gate, Gate)
-        if self.router is not None and not callable(self.router):
-            raise UsageError(
-                f"router is a {type(self.router).__name__}, not a function",
-                hint="router=layer.route, which returns index [..., k] and weights [..., k]",
-            )
-        gate, w1, b1, w2, b2 = self._parts()
-        if gate == "none" and (self.limit is not None or self.up_offset):
+        """Returns the experts alone, of which k are chosen for each token."""
+        form = self.form()
+        choice("weights_on", self.weights_on, WeightsOn)
+        self._check_code()
+        if form.gate == "none" and (self.limit is not None or self.up_offset):
             raise UsageError("limit and up_offset go with a gate", hint="leave them out")
-        if self.activation != "silu" and self.alpha != 1.0:
-            raise UsageError(
-                f"alpha={self.alpha:g} goes with activation='silu', and activation is "
-                f"{self.activation!r}",
-                hint="leave it out",
-            )
-        d, (hidden, out) = w1[0].shape[0], w2[0].shape
         spec = ExpertsSpec(
             name=name,
-            experts=len(w1),
+            experts=form.count,
             k=k,
-            dim=d,
-            hidden=hidden,
-            out=out,
-            activation=self.activation,
-            gate=gate,
+            dim=form.dim,
+            hidden=form.hidden,
+            out=form.out,
+            activation=form.activation or "silu",
+            gate=form.gate,
             alpha=self.alpha,
             limit=self.limit,
             up_offset=self.up_offset,
             weights_on=self.weights_on,
+            hidden_norm=form.hidden_norm,
+            out_norm=form.out_norm,
+            out_activation=form.out_activation,
         )
-        return Experts(spec, ExpertsWeights(w1, w2, b1, b2)).eval()
+        weights = ExpertsWeights(form.w1, form.w2, form.b1, form.b2, norms=form.norms)
+        return Experts(spec, weights).eval()
 
-    def variants(self) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
-        """Yields the same weights with every combination of the few options, and what changed."""
-        gated = self.build("").spec.gate != "none"
-        said = self.activation, self.alpha
-        forms = dict.fromkeys([said, *((each, 1.0) for each in get_args(ExpertActivation))])
-        for (activation, alpha), weights_on, exchanged in product(
-            forms, get_args(WeightsOn), (False, True) if gated else (False,)
-        ):
-            changed = {} if activation == said[0] else {"activation": repr(activation)}
-            if alpha != said[1] and not changed:
-                changed["alpha"] = f"{alpha:g}"
-            if weights_on != self.weights_on:
-                changed["weights_on"] = repr(weights_on)
-            other = self
-            if exchanged:
-                changed["gate and up"] = "exchanged"
-                other = self._exchanged()
-            yield changed, replace(other, activation=activation, alpha=alpha, weights_on=weights_on)
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yields the experts' weights as they were given."""
-        if self.experts is None:
-            for given in (self.w1, self.b1, self.w2, self.b2):
-                if given is not None:
-                    yield from (given,) if isinstance(given, Tensor) else given
-            return
-        for weight, bias in (each for maps in _listed(self.experts) for each in maps):
-            yield weight
-            if bias is not None:
-                yield bias
-
-    def _exchanged(self) -> ExpertsDescription:
-        gate, w1, b1, w2, b2 = self._parts()
-
-        def other(columns: Tensor) -> Tensor:
-            if gate == "concatenated":
-                return torch.cat(columns.chunk(2, dim=-1)[::-1], dim=-1)
-            return torch.stack([columns[..., 1::2], columns[..., ::2]], dim=-1).flatten(-2)
-
-        first, second = (torch.stack(tuple(each)) for each in (w1, w2))
-        bias = None if b1 is None else other(b1)
-        return replace(self, experts=None, gate=gate, w1=other(first), b1=bias, w2=second, b2=b2)
-
-    def _parts(self) -> _Routed:
-        return self._stacked() if self.experts is None else self._listed()
-
-    def _stacked(self) -> _Routed:
-        """The experts from w1, b1, w2 and b2."""
-        if self.w1 is None or self.w2 is None:
+    def build_for_slots(self, name: str, slots: int) -> SoftMoE:
+        """Returns the experts alone, each on so many slots of its own."""
+        self._check_code()
+        if self.limit is not None or self.up_offset or self.weights_on != "output":
             raise UsageError(
-                "experts are given by w1 and w2",
-                hint="experts=[(first, second), …], or the stacked w1 [n, d, h] and w2 [n, h, o]",
+                "limit, up_offset and weights_on go with experts(x, index, weights), and forward "
+                "calls experts(slots, combine=…)",
+                hint="leave them out",
             )
-        gate: Gate = self.gate or "none"
-        w1 = _matrices("w1", self.w1, "[n, d, h], or with a gate [n, d, 2h]")
-        w2 = _matrices("w2", self.w2, "[n, h, o]")
-        n, (d, inner), (rows, out) = len(w1), w1[0].shape, w2[0].shape
-        hidden = inner if gate == "none" else inner // 2
-        if (len(w2), rows) != (n, hidden) or (gate != "none" and inner % 2):
-            wide = gate == "none" and (len(w2), rows) == (n, inner // 2)
-            raise UsageError(
-                f"w1 {[n, d, inner]} gives {hidden} numbers after its activation, and w2 "
-                f"{[len(w2), rows, out]} takes {rows}",
-                hint="gate='concatenated', or 'interleaved', if one half of them gates the other"
-                if wide
-                else "both are inputs first, [n, in, out]: is one transposed (.mT)?",
-            )
-        b1 = _optional("b1", self.b1, (n, inner), "as many columns as w1")
-        b2 = _optional("b2", self.b2, (n, out), "as many columns as w2")
-        return gate, w1, b1, w2, b2
+        spec = {"name": name, "slots": slots, "alpha": self.alpha, "given": True}
+        return _soft_moe(self.form(), spec, None, "silu")
 
-    def _listed(self) -> _Routed:
-        """The experts from a list of them; their matrices are views, one per expert."""
-        experts = _listed(self.experts, self.w1, self.b1, self.w2, self.b2)
-        counts = {len(maps) for maps in experts}
-        if len(counts) != 1 or not counts <= {2, 3}:
-            raise UsageError(
-                "experts is not a list of pairs or of triples",
-                hint="experts=[(e.up, e.down) for e in layer.experts], or (gate, up, down)",
-            )
-        triples = counts == {3}
-        if triples and self.gate not in (None, "concatenated"):
-            raise UsageError(f"gate={self.gate!r} and experts of three maps", hint="leave gate out")
-        gate: Gate = "concatenated" if triples else self.gate or "none"
-        w1, b1, w2, b2 = _stacked_maps(
-            experts,
-            experts[0][0][0].shape[1],
-            "[out, in], as of the others",
-            lambda inner, _: inner if gate == "none" else inner // 2,
-        )
-        assert w2 is not None
-        return gate, w1, b1, w2, b2
+    def _check_code(self) -> None:
+        for what, code in (("router", self.router), ("forward", self.forward)):
+            if code is not None and not callable(code):
+                raise UsageError(
+                    f"{what} is a {type(code).__name__}, not a function",
+                    hint="router=layer.route, which returns index [..., k] and weights [..., k]"
+                    if what == "router"
+                    else "forward=lambda experts, x: experts(x, weights=layer.gate(x))",
+                )
+        if self.router is not None and self.forward is not None:
+            raise UsageError("router and forward are both given", hint="give one of them")
 
-
-_Routed = tuple[Gate, Matrices, Tensor | None, Matrices, Tensor | None]
-"""How a gate lies in w1, w1, b1, w2 and b2."""
-
-_Experts = tuple[ExpertKind, Matrices, Tensor | None, Matrices | None, Tensor | None]
-"""The kind of expert, w1, b1, w2 and b2."""
-
-
-def _matrices(what: str, given: Tensor | Sequence[Tensor], expected: str) -> Matrices:
-    """Stacked matrices, or n of one shape."""
-    if isinstance(given, Tensor):
-        return _tensor(what, given, (3,), expected)
-    listed = [
-        _tensor(f"{what}[{e}]", each, (2,), f"a matrix of {expected}")
-        for e, each in enumerate(_several(given))
-    ]
-    if not listed or len({each.shape for each in listed}) > 1:
-        raise UsageError(f"{what} holds {len(listed)} matrices that are not of one shape")
-    return tuple(listed)
-
-
-_Map = tuple[Tensor, Tensor | None]
-"""Weight [out, in] and bias [out]."""
-
-
-def _maps(what: str, expert: object) -> list[_Map]:
-    """The one, two or three linear maps of an expert."""
-    alone = isinstance(expert, Tensor) or _is_weight_and_bias(expert)
-    alone |= isinstance(expert, nn.Module) and not isinstance(expert, nn.ModuleList)
-    listed = [expert] if alone else _several(expert)
-    if not 1 <= len(listed) <= 3:
-        raise UsageError(
-            f"{what} is a {type(expert).__name__}, not (first, second)",
-            hint="a pair of nn.Linear or of weights [out, in]; (value, gate, second) for GEGLU",
-        )
-    return [_linear(f"{what}[{i}]" if len(listed) > 1 else what, m) for i, m in enumerate(listed)]
-
-
-def _is_weight_and_bias(given: object) -> bool:
-    """Whether this is one map: a matrix with a vector, where two matrices are two maps."""
-    return (
-        isinstance(given, tuple)
-        and len(given) == 2
-        and isinstance(given[0], Tensor)
-        and given[0].ndim > 1
-        and (given[1] is None or (isinstance(given[1], Tensor) and given[1].ndim == 1))
-    )
-
-
-def _linear(what: str, given: object) -> _Map:
-    """Weight and bias of a linear layer or a 1×1 convolution, or as they were given."""
-    pair: Any = given
-    if isinstance(given, nn.Module):
-        pair = getattr(given, "weight", None), getattr(given, "bias", None)
-    elif isinstance(given, Tensor):
-        pair = given, None
-    if not _is_weight_and_bias(pair) or any(size != 1 for size in pair[0].shape[2:]):
-        shown = f" of shape {list(given.shape)}" if isinstance(given, Tensor) else ""
-        raise UsageError(
-            f"{what} is a {type(given).__name__}{shown}, not a linear map",
-            hint="give an nn.Linear, its weight [out, in], or (weight, bias)",
-        )
-    weight = _tensor(what, pair[0], (2, 3, 4), "[out, in]").flatten(1)
-    return weight, _optional(f"{what}'s bias", pair[1], (weight.shape[0],))
-
-
-def _below(value: _Map, gate: _Map) -> _Map:
-    """Two maps of one input as one, the first one's outputs before the second's."""
-    if value[0].shape != gate[0].shape:
-        raise UsageError(
-            f"a gated expert's first two weights are {list(value[0].shape)} and "
-            f"{list(gate[0].shape)}",
-            hint="of three maps the first two have one shape, [h, d]",
-        )
-    biases = _biases([value, gate])
-    return torch.cat([value[0], gate[0]]), None if biases is None else biases.flatten()
-
-
-def _biases(maps: list[_Map]) -> Tensor | None:
-    """The biases stacked, [n, out]; None where no map has one."""
-    if all(bias is None for _, bias in maps):
-        return None
-    return torch.stack([w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in maps])
-
-
-def _hidden(kind: ExpertKind, first: str, second: str, inner: int, columns: int) -> int:
-    """h, which the second map takes, where the first one gives h, or 2h for GEGLU."""
-    hidden = inner // 2 if kind == "geglu" else inner
-    if columns != hidden:
-        wide = kind == "mlp" and inner == 2 * columns
-        raise UsageError(
-            f"{first} map gives {inner} numbers and {second} takes {columns}; "
-            f"expert={kind!r} would take {hidden}",
-            hint="expert='geglu' if one half of them gates the other"
-            if wide
-            else "is one transposed? nn.Linear and pairs have [out, in], w1 and w2 [in, out]",
-        )
-    return hidden
+    def variants(
+        self, numbers: Mapping[str, float]
+    ) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
+        """Yields the same weights with other options, and what changed."""
+        del numbers
+        for (changed, other), weights_on in product(_forms(self, "silu"), get_args(WeightsOn)):
+            more = {} if weights_on == self.weights_on else {"weights_on": repr(weights_on)}
+            yield changed | more, replace(other, weights_on=weights_on)
 
 
 def _from_module(norm: nn.Module, d: int) -> tuple[NormKind, float, Tensor | None, Tensor | None]:
@@ -659,8 +633,8 @@ def _input_norm(norm: nn.LayerNorm, d: int) -> tuple[Tensor, Tensor]:
             f"input_norm is {norm}", hint=f"nn.LayerNorm({d}, eps={NORM_EPS:g}) is what can be"
         )
     gain, shift = (
-        _optional("input_norm", norm.weight, (d,)),
-        _optional("input_norm", norm.bias, (d,)),
+        vector("input_norm", norm.weight, (d,)),
+        vector("input_norm", norm.bias, (d,)),
     )
     return torch.ones(d) if gain is None else gain, torch.zeros(d) if shift is None else shift
 
@@ -682,7 +656,7 @@ def _batch_norm(what: str, norm: object, n: int) -> tuple[Tensor, Tensor]:
             hint="give the nn.BatchNorm1d of the level, or its (mean, variance)",
         )
     for name, each in (("mean", mean), ("variance", variance)):
-        _shape(f"{what}: its {name}", each, (n,), "[n], a number per expert")
+        check_shape(f"{what}: its {name}", each, (n,), "[n], a number per expert")
     scale = gain.double() / torch.sqrt(variance.double() + eps)
     return scale, bias.double() - mean.double() * scale
 
@@ -690,93 +664,18 @@ def _batch_norm(what: str, norm: object, n: int) -> tuple[Tensor, Tensor]:
 def _named(what: str, form: TensorForm) -> dict[str, Tensor]:
     """A weight tensor's parts under the published names."""
     if isinstance(form, Tensor):
-        return {WHOLE: _tensor(what, form, None, "[n, …, d, o]")}
-    parts = _several(form)
+        return {WHOLE: tensor(what, form, None, "[n, …, d, o]")}
+    parts = several(form)
     named: dict[str, Any] = {}
     if len(parts) == 2 and not isinstance(parts[1], Tensor):
-        named[CORE], parts = parts[0], _several(parts[1])
+        named[CORE], parts = parts[0], several(parts[1])
     named |= {f"{FACTORS}.{i}": part for i, part in enumerate(parts)}
     if not parts or not all(isinstance(each, Tensor) for each in named.values()):
         raise UsageError(
             f"{what} is a {type(form).__name__}, not a weight tensor",
             hint="the whole tensor, a list of its factors or cores, or (core, factors) for Tucker",
         )
-    return {key: _tensor(f"{what}.{key}", each, None, "") for key, each in named.items()}
-
-
-def _several(given: object) -> list[Any]:
-    """The entries of a list, of PyTorch's own kinds too; empty for what is none."""
-    is_list = isinstance(given, list | tuple | nn.ModuleList | nn.ParameterList)
-    return list(given) if is_list else []  # type: ignore[call-overload]
-
-
-def _listed(experts: object, *stacked: object) -> list[list[_Map]]:
-    """The maps of listed experts, which must not be given as stacked tensors as well."""
-    if any(each is not None for each in stacked):
-        raise UsageError(
-            "the experts are given twice: experts and w1, b1, w2 or b2", hint="give one of them"
-        )
-    return [_maps(f"experts[{e}]", expert) for e, expert in enumerate(_several(experts))]
-
-
-def _stacked_maps(
-    experts: list[list[_Map]], d: int, why: str, hidden: Callable[[int, int], int]
-) -> tuple[Matrices, Tensor | None, Matrices | None, Tensor | None]:
-    """w1, b1, w2 and b2 of experts with one, two or three maps each, from width d.
-
-    The matrices are views, one per expert; of three maps the first two are one below the other.
-    `hidden` says from a first map's outputs and a second one's inputs how many those must be.
-    """
-    if len(experts[0]) == 3:
-        experts = [[_below(*first), last] for *first, last in experts]
-    inner = experts[0][0][0].shape[0]
-    for e, maps in enumerate(experts):
-        _shape(f"experts[{e}]: its first weight", maps[0][0], (inner, d), why)
-    w1, b1 = tuple(maps[0][0].T for maps in experts), _biases([maps[0] for maps in experts])
-    if len(experts[0]) == 1:
-        return w1, b1, None, None
-    out, columns = experts[0][1][0].shape
-    wanted = (out, hidden(inner, columns))
-    for e, maps in enumerate(experts):
-        what = f"experts[{e}]: its last weight"
-        _shape(what, maps[1][0], wanted, "[out, in] with the first one's width in")
-    w2, b2 = tuple(maps[1][0].T for maps in experts), _biases([maps[1] for maps in experts])
-    return w1, b1, w2, b2
-
-
-def _tensor(what: str, given: object, ranks: tuple[int, ...] | None, expected: str) -> Tensor:
-    """A tensor of one of these ranks, detached, in float32."""
-    if not isinstance(given, Tensor):
-        raise UsageError(f"{what} is a {type(given).__name__}, not a tensor {expected}".rstrip())
-    if ranks is not None and given.ndim not in ranks:
-        raise UsageError(f"{what} has the shape {list(given.shape)}, expected {expected}")
-    return given.detach().to(torch.float32)
-
-
-def _optional(
-    what: str,
-    given: Tensor | None,
-    expected: tuple[int, ...],
-    why: str = "a number per channel",
-) -> Tensor | None:
-    if given is None:
-        return None
-    tensor = _tensor(what, given, None, str(list(expected)))
-    _shape(what, tensor, expected, why)
-    return tensor
-
-
-def _shape(what: str, tensor: Tensor, expected: tuple[int, ...], why: str) -> None:
-    if tuple(tensor.shape) != expected:
-        raise UsageError(
-            f"{what} has the shape {list(tensor.shape)}, expected {list(expected)}: {why}"
-        )
-
-
-def _choice(what: str, value: object, choices: Any) -> None:
-    if value not in get_args(choices):
-        listed = ", ".join(map(repr, get_args(choices)))
-        raise UsageError(f"{what}={value!r} is not one of {listed}")
+    return {key: tensor(f"{what}.{key}", each, None, "") for key, each in named.items()}
 
 
 Description = SoftMoEDescription | MuMoEDescription | ExpertsDescription

@@ -18,6 +18,7 @@ from ..families import FAMILIES, LAYOUTS
 from ..families.base import find_layers
 from .adapters import EXAMPLE, Adapter, adapter_name, adapter_of, describe
 from .descriptions import Description, ExpertsDescription
+from .own_forward import Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,13 @@ class LayerPlace:
         return f"the layer {self.path or '(the network itself)'}"
 
     @property
-    def routed(self) -> ExpertsDescription | None:
-        """What the adapter says of it, where that is experts that a router chooses."""
+    def own_code(self) -> Code | None:
+        """The user's own code around our layer."""
+        return None if self.description is None else self.description.code
+
+    @property
+    def bank(self) -> ExpertsDescription | None:
+        """What the adapter says of experts that the user's code chooses, or gives their slots."""
         return self.description if isinstance(self.description, ExpertsDescription) else None
 
 

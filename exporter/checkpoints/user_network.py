@@ -15,15 +15,22 @@ from torch import Tensor, nn
 
 from ...common.user_code import callable_named
 from ...errors import CheckpointError, FamilyError, MoexportError, UsageError
-from ...graphs.layers.base import sharing_weights
+from ...graphs.layers.base import MoELayer, sharing_weights
 from ..model import Model, Source, TensorSpec
-from ..token_routed.own_router import RoutedExperts
 from .adapters import EXAMPLE, Adapter, adapter_name, adapters_for, describe
 from .calls import ForwardPass, LayerCall, forward_pass
-from .comparison import check_adapter, check_alone, check_same, router_choice, surroundings
+from .comparison import (
+    check_adapter,
+    check_alone,
+    check_same,
+    needs_surroundings,
+    result_of_code,
+    surroundings,
+)
 from .descriptions import ExpertsDescription
 from .examples import INPUT_SHAPE, Example, differ, example_of, made_up
 from .layers import LayerPlace, find_in_module
+from .own_forward import OwnForward
 from .state_dict import Checkpoint, read_checkpoint
 
 COMPILED = "_orig_mod"
@@ -67,7 +74,7 @@ def load_factory(
     for place in places:
         check_alone(place, module.get_submodule(place.path), calls[place.path], source)
         for each in passes:
-            check_adapter(place, each, source)
+            check_adapter(place, module.get_submodule(place.path), each, source)
     twin, layers, replaced = swapped(module, places, calls)
     for each in passes:
         check_same(each, twin, places, source)
@@ -209,26 +216,36 @@ def _called(
     return tuple(by_path[path] for path in called), notes
 
 
-def _with_router(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) -> RoutedExperts:
-    """Our experts with the user's router, whose code reads a copy of the user's layer.
+def _with_code(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) -> OwnForward:
+    """Our layer with the user's own code around it, which reads a copy of the user's layer.
 
     The copy shares the parameters, and holds none of the experts' own: those are ours already.
     """
     assert place.adapter is not None
-    host = sharing_weights(layer)
+    host, returned = sharing_weights(layer), call.structure
     description = describe(place.adapter, host, place.at)
-    assert isinstance(description, ExpertsDescription)
-    k = router_choice(description, call, place.at)[0].shape[-1]
-    experts = description.build(name, k)
-    if description.router is None:
-        return RoutedExperts(experts, None, None)
+    code = description.code
+    assert code is not None
+    _, _, tried = result_of_code(description, call, place.at)
+    if not isinstance(description, ExpertsDescription):
+        return OwnForward(description.build(name), code, host, returned=returned)
+    assert tried is not None and isinstance(tried.layer, MoELayer)
+    spec = tried.layer.spec
+    if spec.chooses_sets:
+        experts: MoELayer = description.build_for_slots(name, spec.slots)
+    else:
+        experts = description.build(name, spec.trained_k)
+    if code.alone:
+        return OwnForward(experts, code, None, returned=returned)
     ranges = [_bytes_of(each) for each in description.tensors()]
     for module in host.modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
             first, last = _bytes_of(parameter)
             if any(first < end and start < last for start, end in ranges):
                 setattr(module, parameter_name, None)
-    return RoutedExperts(experts, description.router, host)
+    return OwnForward(
+        experts, code, host, all_weights=tried.all_weights, even=tried.even, returned=returned
+    )
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
@@ -255,14 +272,16 @@ def swapped(
     names, notes = [], []
     for place in places:
         path, call = place.path, calls[place.path]
-        backbone = None if place.routed else surroundings(path, call)
-        if place.routed is not None:
+        if place.own_code is not None:
             name = f"{path}.experts".removeprefix(".")
-            ours: nn.Module = _with_router(place, module.get_submodule(path), call, name)
+            ours: nn.Module = _with_code(place, module.get_submodule(path), call, name)
+        elif needs_surroundings(place, call):
+            name = f"{path}.layer".removeprefix(".")
+            ours = surroundings(place.description, call)(_ours(place, name))
         else:
-            name = f"{path}.layer".removeprefix(".") if backbone else path
+            name = path
             ours = _ours(place, name)
-        twin = _placed(twin, place, backbone(ours) if backbone else ours)
+        twin = _placed(twin, place, ours)
         names.append(name)
         notes.append(f"{path or 'the network'} replaced as {place.title}")
     return twin, tuple(names), tuple(notes)

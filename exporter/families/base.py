@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ...common.text import near_miss
 from ...errors import CheckpointError, FamilyError
 from ...graphs.layers.base import MoELayer
-from ...graphs.layers.soft_moe import Activation, Matrices, SoftMoE
+from ...graphs.layers.expert import Activation
+from ...graphs.layers.soft_moe import Matrices, SoftMoE
 from ..model import TensorSpec
 
 Tensors = Mapping[str, Tensor]

@@ -79,7 +79,7 @@ def _read(name: str, tensors: Tensors) -> SoftMoE:
         dim=d,
         hidden=experts.hidden(tensors),
         out=d,
-        expert="geglu" if experts.gated else "mlp",
+        expert="gated" if experts.gated else "mlp",
         norm="layernorm" if layer_norm else "l2",
         norm_eps=LAYER_NORM_EPS if layer_norm else L2_EPS,
     )
@@ -89,7 +89,7 @@ def _read(name: str, tensors: Tensors) -> SoftMoE:
 
 def _config(layer: SoftMoE, _: Tensors, given: Config) -> dict[str, Any]:
     spec = layer.spec
-    geglu = spec.expert == "geglu"
+    geglu = spec.expert == "gated"
     mult = spec.hidden / spec.dim * (1.5 if geglu else 1.0)
     wanted = given.get("expert_mult")
     if (

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import CheckpointError, FamilyError
-from ...graphs.layers.soft_moe import Activation, SoftMoE, SoftMoESpec, SoftMoEWeights
+from ...graphs.layers.expert import Activation
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from ..model import TensorSpec
 from .base import (
     ACT_LAYER,

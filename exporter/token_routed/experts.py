@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import FamilyError
-from ...graphs.layers.experts import ExpertActivation, Experts, ExpertsSpec, ExpertsWeights, Gate
+from ...graphs.layers.expert import Activation
+from ...graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights, Gate
 
 FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 
@@ -115,7 +116,7 @@ def _matching(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -
     raise FamilyError(
         f"layer {spec.name}: what {type(module).__name__} computes between its two products is no "
         "form that is known",
-        hint=f"activations are {', '.join(get_args(ExpertActivation))} and quick GELU, with a gate "
+        hint=f"activations are {', '.join(get_args(Activation))} and quick GELU, with a gate "
         "or without, and gates may be clamped",
     )
 
@@ -123,8 +124,8 @@ def _matching(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -
 def _candidates(spec: ExpertsSpec, module: nn.Module) -> list[ExpertsSpec]:
     """What the module may compute with the spec's gate, the usual first."""
     alphas = [1.0, QUICK_GELU, *_numbers(module, "alpha")]
-    forms: list[tuple[ExpertActivation, float]] = [("silu", alpha) for alpha in alphas]
-    forms += [(name, 1.0) for name in get_args(ExpertActivation) if name != "silu"]
+    forms: list[tuple[Activation, float]] = [("silu", alpha) for alpha in alphas]
+    forms += [(name, 1.0) for name in get_args(Activation) if name != "silu"]
     gated = spec.gate != "none"
     limits = [None, *_numbers(module, "limit")] if gated else [None]
     offsets = (0.0, 1.0) if gated else (0.0,)

@@ -19,10 +19,8 @@ from torch.nn import functional as F
 
 from ..names import SELECTED
 from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen
+from .expert import NORM_WEIGHTS, Activation, ExpertNorm, NormWeights, activated, normalised
 from .soft_moe import Matrices
-
-ExpertActivation = Literal["silu", "gelu", "gelu-tanh", "relu", "relu2"]
-"""`silu` is z·sigmoid(alpha·z); `gelu` is the exact form, with erf; `relu2` is max(z, 0)²."""
 
 Gate = Literal["none", "concatenated", "interleaved"]
 """`none`: act(x·w1 + b1); else act(gate)·up, with the columns of x·w1 + b1 as [gate, up], or in
@@ -36,10 +34,11 @@ WeightsOn = Literal["output", "input"]
 class ExpertsSpec:
     """Sizes and behaviour of the experts of one layer, without their weights.
 
-    `experts` is n, and `k` how many of them a token got in training. `alpha` belongs to `silu`.
-    With a gate, `limit` bounds the gate from above and the other half to −limit … limit before the
-    activation, and `up_offset` is added to that half. With `post_norm` what an expert returns is
-    multiplied by a scale [o] and then divided by its root mean square.
+    `experts` is n, and `k` how many of them a token got in training. Experts of one map have no
+    `hidden`, which is 0. See `AroundMaps` for what is around the maps. With a gate, `limit` bounds
+    the gate from above and the other half to −limit … limit before the activation, and `up_offset`
+    is added to that half. With `post_norm` what an expert returns is multiplied by a scale [o] and
+    then divided by its root mean square.
     """
 
     kind: ClassVar[Kind] = "experts"
@@ -50,6 +49,7 @@ class ExpertsSpec:
     dynamic_int8: ClassVar[bool] = True
     typical_tokens: ClassVar[tuple[int, ...]] = (1, 512)  # a step of decoding, a prompt
     rewritable: ClassVar[bool] = False
+    flat: ClassVar[bool] = True
     quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
     slots: ClassVar[int] = 1
 
@@ -59,7 +59,7 @@ class ExpertsSpec:
     dim: int
     hidden: int
     out: int
-    activation: ExpertActivation = "silu"
+    activation: Activation = "silu"
     gate: Gate = "concatenated"
     alpha: float = 1.0
     limit: float | None = None
@@ -67,6 +67,14 @@ class ExpertsSpec:
     post_norm: bool = False
     post_norm_eps: float = 1e-6
     weights_on: WeightsOn = "output"
+    hidden_norm: ExpertNorm | None = None
+    out_norm: ExpertNorm | None = None
+    out_activation: Activation = "identity"
+
+    @property
+    def linear(self) -> bool:
+        """Whether an expert is one map."""
+        return self.hidden == 0
 
     @property
     def trained_k(self) -> int:
@@ -80,7 +88,9 @@ class ExpertsSpec:
 
     @property
     def inner(self) -> int:
-        """Columns of an expert's first matrix: h, or 2h with a gate."""
+        """Columns of an expert's first matrix: h, 2h with a gate, o where there is no second."""
+        if self.linear:
+            return self.out
         return self.hidden if self.gate == "none" else 2 * self.hidden
 
     @property
@@ -112,16 +122,18 @@ class ExpertsSpec:
 class ExpertsWeights:
     """The weights of one layer, in canonical orientation.
 
-    `w1` holds n matrices [d, inner] and `w2` n matrices [h, o]; transposed views of a checkpoint's
-    tensors will do, of any float type. `b1` [n, inner] and `b2` [n, o] may be None. With a gate the
-    columns of `w1` and `b1` lie as the spec's `gate` says. `scale` [o] belongs to `post_norm`.
+    `w1` holds n matrices [d, inner] and `w2` n matrices [h, o], or None; transposed views of a
+    checkpoint's tensors will do, of any float type. `b1` [n, inner] and `b2` [n, o] may be None.
+    With a gate the columns of `w1` and `b1` lie as the spec's `gate` says. `scale` [o] belongs to
+    `post_norm`.
     """
 
     w1: Matrices
-    w2: Matrices
+    w2: Matrices | None
     b1: Tensor | None = None
     b2: Tensor | None = None
     scale: Tensor | None = None
+    norms: NormWeights = NormWeights()
 
 
 class Experts(MoELayer):
@@ -132,15 +144,22 @@ class Experts(MoELayer):
     """
 
     spec: ExpertsSpec
+    g1: nn.Parameter | None
+    s1: nn.Parameter | None
+    g2: nn.Parameter | None
+    s2: nn.Parameter | None
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertsWeights) -> None:
         super().__init__()
         self.spec = spec
         self.w1 = _matrices(weights.w1)
-        self.w2 = _matrices(weights.w2)
+        self.w2 = None if weights.w2 is None else _matrices(weights.w2)
         self.b1 = None if weights.b1 is None else frozen(weights.b1)
         self.b2 = None if weights.b2 is None else frozen(weights.b2)
         self.scale = None if weights.scale is None else frozen(weights.scale)
+        for name in NORM_WEIGHTS:
+            weight = getattr(weights.norms, name)
+            setattr(self, name, None if weight is None else frozen(weight))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Maps tokens x [t, d] to [t, o]."""
@@ -164,41 +183,35 @@ class Experts(MoELayer):
             return None if stacked is None else stacked[index].to(rows.dtype)
 
         w1, w2 = of(self.w1), of(self.w2)
-        assert w1 is not None and w2 is not None
-        hidden = self.activate(F.linear(rows, w1.T, of(self.b1)))
-        outputs = F.linear(hidden, w2.T, of(self.b2))
-        if not self.spec.post_norm:
+        assert w1 is not None
+        spec = self.spec
+        outputs = F.linear(rows, w1.T, of(self.b1))
+        if w2 is not None:
+            if spec.hidden_norm is not None:
+                outputs = normalised(outputs, spec.hidden_norm, of(self.g1), of(self.s1))
+            outputs = F.linear(self.activate(outputs), w2.T, of(self.b2))
+        if spec.out_norm is not None:
+            outputs = normalised(outputs, spec.out_norm, of(self.g2), of(self.s2))
+        outputs = activated(outputs, spec.out_activation)
+        if not spec.post_norm:
             return outputs
         if self.scale is not None:
             outputs = outputs * self.scale.to(rows.dtype)
         square = outputs.square().mean(dim=-1, keepdim=True)
-        return outputs * torch.rsqrt(square + self.spec.post_norm_eps)
+        return outputs * torch.rsqrt(square + spec.post_norm_eps)
 
     def activate(self, hidden: Tensor) -> Tensor:
         """What is between an expert's matrices: [r, inner] to [r, h]."""
         spec = self.spec
         if spec.gate == "none":
-            return self._activation(hidden)
+            return activated(hidden, spec.activation, spec.alpha)
         if spec.gate == "concatenated":
             gate, up = hidden.chunk(2, dim=-1)
         else:
             gate, up = hidden[..., ::2], hidden[..., 1::2]
         if spec.limit is not None:
             gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
-        return self._activation(gate) * (up + spec.up_offset)
-
-    def _activation(self, z: Tensor) -> Tensor:
-        match self.spec.activation:
-            case "silu":
-                return z * torch.sigmoid(self.spec.alpha * z)
-            case "gelu":
-                return F.gelu(z)
-            case "gelu-tanh":
-                return F.gelu(z, approximate="tanh")
-            case "relu":
-                return F.relu(z)
-            case "relu2":
-                return F.relu(z).square()
+        return activated(gate, spec.activation, spec.alpha) * (up + spec.up_offset)
 
     def choices(self, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, RoutingDecision]:
         """Returns what the layer was given, ascending.
@@ -215,24 +228,30 @@ class Experts(MoELayer):
         The scale before a post-norm is part of the second matrix and its bias.
         """
         n, spec = self.spec.experts, self.spec
-        yield StoredPart("experts.w1", (n, spec.dim, spec.inner), self._arrays(self.w1, first=True))
-        if self.b1 is not None:
-            yield StoredPart("experts.b1", (n, spec.inner), self._arrays(self.b1, first=True))
-        yield StoredPart("experts.w2", (n, spec.hidden, spec.out), self._arrays(self.w2))
-        if self.b2 is not None:
-            yield StoredPart("experts.b2", (n, spec.out), self._arrays(self.b2))
+        inner, outer = ("w1", "b1", "g1", "s1"), ("w2", "b2", "g2", "s2")
+        for key in ("w1", "b1", "w2", "b2", *NORM_WEIGHTS):
+            weight: nn.Parameter | nn.ParameterList | None = getattr(self, key)
+            if weight is not None:
+                sizes = {"w1": (spec.dim, spec.inner), "w2": (spec.hidden, spec.out)}
+                size = sizes.get(key, (spec.inner if key in inner else spec.out,))
+                last = key in outer or (spec.linear and key in ("w1", "b1"))
+                yield StoredPart(
+                    f"experts.{key}",
+                    (n, *size),
+                    self._arrays(weight, first=key in inner, last=last, scaled=key in ("w2", "b2")),
+                )
 
     def _arrays(
-        self, weight: nn.Parameter | nn.ParameterList, *, first: bool = False
+        self, weight: nn.Parameter | nn.ParameterList, *, first: bool, last: bool, scaled: bool
     ) -> Iterator[np.ndarray]:
         for expert in range(self.spec.experts):
             matrix = weight[expert].float()  # numpy has no bfloat16
             if first and self.spec.gate == "interleaved":
                 matrix = torch.cat([matrix[..., ::2], matrix[..., 1::2]], dim=-1)
-            if not first and self.scale is not None:
+            if scaled and self.scale is not None:
                 matrix = matrix * self.scale.float()
             # An expert whose last map is zero contributes nothing, and costs what it did.
-            if not first and expert in self.edits.ablated_in(0):
+            if last and expert in self.edits.ablated_in(0):
                 matrix = torch.zeros_like(matrix)
             yield matrix.numpy()
 

@@ -130,7 +130,7 @@ class MuMoESpec:
     With two there is an exact GELU between them, and both take the same coefficients. `input_norm`
     is a layer normalisation of what the tensors see; the gate sees the raw input. Every token has
     coefficients of its own (so one slot), which no published model renormalises; by them an output
-    can be re-written (Eq. 5).
+    can be re-written (Eq. 5). A layer that is `given` them has no gate.
     """
 
     kind: ClassVar[Kind] = "mumoe"
@@ -141,7 +141,7 @@ class MuMoESpec:
     routes_tokens: ClassVar[bool] = True
     dynamic_int8: ClassVar[bool] = False
     typical_tokens: ClassVar[tuple[int, ...]] = ()
-    rewritable: ClassVar[bool] = True
+    flat: ClassVar[bool] = False
     quantized_parts: ClassVar[frozenset[str]] = frozenset({"input mode", "core", "output mode"})
 
     name: str
@@ -149,6 +149,12 @@ class MuMoESpec:
     norm: GateNorm = "bn"
     activation: GateActivation = "entmax15"
     input_norm: bool = False
+    given: bool = False
+
+    @property
+    def rewritable(self) -> bool:
+        """Whether the layer itself makes its coefficients of the tokens."""
+        return not self.given
 
     @property
     def form(self) -> Form:
@@ -188,7 +194,7 @@ class MuMoESpec:
     @property
     def gate_parameters(self) -> int:
         """Weights of the gating projections."""
-        return self.dim * sum(self.levels)
+        return 0 if self.given else self.dim * sum(self.levels)
 
     @property
     def parameters(self) -> int:
@@ -269,14 +275,22 @@ class MuMoE(MoELayer):
         """A 2-D input (b, d) is one token per sample."""
         return x.unsqueeze(1) if x.ndim == 2 else x
 
-    def coefficients(self, x: Tensor, keep: int | None = None) -> tuple[Tensor, ...]:
+    def coefficients(
+        self, x: Tensor, keep: int | None = None, given: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
         """Returns the coefficients a_e [b, m, n] of each level, all but the `keep` largest zero."""
-        return tuple(keep_largest(a, keep) for a in self._activated(self._steered(x)))
+        return tuple(keep_largest(a, keep) for a in self._all_coefficients(x, given))
 
-    def choices(self, x: Tensor) -> dict[str, RoutingDecision]:
+    def _all_coefficients(self, x: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
+        """The coefficients of each level, as the gate makes them or as they are given."""
+        if not self.spec.given:
+            return list(self._activated(self._steered(x)))
+        return list(given[: len(self.spec.levels)])
+
+    def choices(self, x: Tensor, *given: Tensor) -> dict[str, RoutingDecision]:
         """Returns the kept coefficients of each level, and how clearly they were kept."""
         chosen = {}
-        for name, a in zip(self.spec.choices(), self._activated(self._steered(x)), strict=True):
+        for name, a in zip(self.spec.choices(), self._all_coefficients(x, given), strict=True):
             n = a.shape[-1]
             k = n if self.keep is None else min(self.keep, n)
             ranked = a.topk(min(k + 1, n), dim=-1).values
@@ -288,9 +302,9 @@ class MuMoE(MoELayer):
             chosen[name] = RoutingDecision(keep_largest(a, k), margin)
         return chosen
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps tokens x [b, m, d] to [b, m, o]."""
-        coefficients, products = self.products(x)
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        """Maps tokens x [b, m, d] to [b, m, o], with the coefficients [b, m, n] if given those."""
+        coefficients, products = self.products(x, given)
         y = products[-1][1]
         for rewrite in self.edits.rewrites:
             added = torch.full_like(y[..., 0], rewrite.strength)
@@ -299,12 +313,14 @@ class MuMoE(MoELayer):
             y[..., rewrite.output] += added  # Eq. 5
         return y
 
-    def products(self, x: Tensor) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, Tensor]]]:
+    def products(
+        self, x: Tensor, given: Sequence[Tensor] = ()
+    ) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, Tensor]]]:
         """Returns each level's coefficients [b, m, n], and what each tensor is given and gives.
 
         Those are [b, m, d] and [b, m, o].
         """
-        coefficients = self.coefficients(x, self.keep)
+        coefficients = self.coefficients(x, self.keep, given)
         x = self._steered(x)
         if self.edits.ablated:
             coefficients = tuple(

@@ -19,13 +19,11 @@ from torch.nn import functional as F
 
 from ..names import CONSTANTS, SELECTED
 from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen
+from .expert import NORM_WEIGHTS, Activation, ExpertNorm, NormWeights, activated, normalised
 
-ExpertKind = Literal["mlp", "geglu", "linear"]
-"""`mlp`: act(x·w1 + b1)·w2 + b2; `geglu`: (u · gelu(v))·w2 + b2 with [u, v] = x·w1 + b1; `linear`:
+ExpertKind = Literal["mlp", "gated", "linear"]
+"""`mlp`: act(x·w1 + b1)·w2 + b2; `gated`: (u · act(v))·w2 + b2 with [u, v] = x·w1 + b1; `linear`:
 x·w1 + b1."""
-
-Activation = Literal["gelu", "gelu-tanh", "relu"]
-"""`gelu` is the exact form, with erf; `gelu-tanh` the approximation that JAX takes by default."""
 
 NormKind = Literal["none", "l2", "l2-plus", "l2-rsqrt", "layernorm"]
 """How a token x is normalised before it meets phi; r is the factor that x is multiplied by.
@@ -43,22 +41,26 @@ SlotSource = Literal["normalised", "raw"]
 class SoftMoESpec:
     """Sizes and behaviour of one Soft MoE layer, without its weights.
 
-    `hidden` is h, the width between an expert's two matmuls (0 for `linear` experts); a `geglu`
+    `hidden` is h, the width between an expert's two matmuls (0 for `linear` experts); a `gated`
     expert's first matrix is [d, 2h]. `out` is o. C can be divided by its sum over the kept experts
     (`renormalizable`), and each input chooses a set of them. `dropped` counts the experts that were
     left out for good: they have no weights, and take part in the softmax of C. With `constants`
     each of their slots gives one vector, whatever it is given: the constant experts of Jin et al.,
     MoE++, 2024. Without, they give nothing.
+
+    With `gate_first` a `gated` expert's first matrix gives v before u. `biased` adds a number per
+    slot to L. A layer that is `given` its slots has no router: the network around it makes them,
+    and C, by which Algorithm 1 chooses. See `AroundMaps` for what is around the experts' maps.
     """
 
     kind: ClassVar[Kind] = "soft-moe"
     op_type: ClassVar[str] = "SoftMoE"
-    renormalizable: ClassVar[bool] = True
     chooses_sets: ClassVar[bool] = True
     routes_tokens: ClassVar[bool] = False
     dynamic_int8: ClassVar[bool] = False
     typical_tokens: ClassVar[tuple[int, ...]] = ()
     rewritable: ClassVar[bool] = False
+    flat: ClassVar[bool] = False
     quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
 
     name: str
@@ -74,6 +76,18 @@ class SoftMoESpec:
     slots_from: SlotSource = "normalised"
     dropped: int = 0
     constants: bool = False
+    biased: bool = False
+    given: bool = False
+    gate_first: bool = False
+    alpha: float = 1.0
+    hidden_norm: ExpertNorm | None = None
+    out_norm: ExpertNorm | None = None
+    out_activation: Activation = "identity"
+
+    @property
+    def renormalizable(self) -> bool:
+        """Whether C is a softmax, as far as is known."""
+        return not self.given
 
     @property
     def routed(self) -> int:
@@ -92,10 +106,10 @@ class SoftMoESpec:
 
     @property
     def inner(self) -> int:
-        """Columns of an expert's first matrix: h, 2h for `geglu`, o for `linear`."""
+        """Columns of an expert's first matrix: h, 2h for `gated`, o for `linear`."""
         if self.expert == "linear":
             return self.out
-        return 2 * self.hidden if self.expert == "geglu" else self.hidden
+        return 2 * self.hidden if self.expert == "gated" else self.hidden
 
     @property
     def parameters_per_expert(self) -> int:
@@ -112,8 +126,8 @@ class SoftMoESpec:
         m, p = tokens, self.slots
         combined = k + (self.dropped if self.constants else 0)
         return {
-            "router": m * self.dim * self.routed * p,
-            "dispatch": m * self.dim * k * p,
+            "router": 0 if self.given else m * self.dim * self.routed * p,
+            "dispatch": 0 if self.given else m * self.dim * k * p,
             "experts": k * p * self.parameters_per_expert,
             "combine": m * combined * p * self.out,
         }
@@ -146,13 +160,14 @@ class SoftMoEWeights:
     """The weights of one layer, in canonical orientation.
 
     `phi` [d, n, p] is already normalised and scaled; behind those of the n experts come the columns
-    of dropped ones. `w1` holds n matrices [d, inner], `w2` n
-    matrices [h, o] (None for linear experts); `b1` [n, inner] and `b2` [n, o] may be None. `gain`
-    and `shift` [d] follow the normalisation of x where the family has them. `constants`
-    [dropped, p, o] are what the slots of dropped experts give, if anything.
+    of dropped ones, and it is None where the slots are given. `bias` [n, p] is added to L. `w1`
+    holds n matrices [d, inner], `w2` n matrices [h, o] (None for linear experts); `b1` [n, inner]
+    and `b2` [n, o] may be None. `gain` and `shift` [d] follow the normalisation of x where the
+    family has them. `constants` [dropped, p, o] are what the slots of dropped experts give, if
+    anything.
     """
 
-    phi: Tensor
+    phi: Tensor | None
     w1: Matrices
     b1: Tensor | None
     w2: Matrices | None
@@ -160,6 +175,8 @@ class SoftMoEWeights:
     gain: Tensor | None = None
     shift: Tensor | None = None
     constants: Tensor | None = None
+    bias: Tensor | None = None
+    norms: NormWeights = NormWeights()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +186,8 @@ class Routing:
     `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p], `combine_dropped` are the
     columns of C of dropped experts, [b, m, dropped, p]; `scores` [b, n] is s, the
     column sums of C; `selected` [b, k] the indices of the k largest, ascending; `margin` [b] is the
-    distance from the k-th to the (k+1)-th score (infinite for k = n).
+    distance from the k-th to the (k+1)-th score (infinite for k = n). A layer that is given its
+    slots knows neither L nor D: C stands in their places.
     """
 
     logits: Tensor
@@ -193,11 +211,16 @@ class SoftMoE(MoELayer):
     spec: SoftMoESpec
     chooser: Chooser | None = None
     unchosen: tuple[Sequence[int], Tensor] | None = None
+    g1: nn.Parameter | None
+    s1: nn.Parameter | None
+    g2: nn.Parameter | None
+    s2: nn.Parameter | None
 
     def __init__(self, spec: SoftMoESpec, weights: SoftMoEWeights) -> None:
         super().__init__()
         self.spec = spec
-        self.phi = frozen(weights.phi)
+        self.phi = _frozen(weights.phi)
+        self.bias = _frozen(weights.bias)
         self.b1 = _frozen(weights.b1)
         self.b2 = _frozen(weights.b2)
         self.gain = _frozen(weights.gain)
@@ -205,6 +228,8 @@ class SoftMoE(MoELayer):
         self.constants = _frozen(weights.constants)
         self.w1 = _frozen_matrices(weights.w1)
         self.w2 = None if weights.w2 is None else _frozen_matrices(weights.w2)
+        for name in NORM_WEIGHTS:
+            setattr(self, name, _frozen(getattr(weights.norms, name)))
 
     def normalise(self, x: Tensor) -> Tensor:
         """Returns x̂ [b, m, d]: the tokens as they meet phi."""
@@ -225,12 +250,21 @@ class SoftMoE(MoELayer):
         return x
 
     def route(self, x: Tensor) -> Routing:
-        """Returns C, D, the scores and the selection for tokens x [b, m, d] (Algorithm 1)."""
+        """Returns C, D, the scores and the selection for tokens x [b, m, d] (Algorithm 1).
+
+        A layer that is given its slots takes C itself, [b, m, n·p].
+        """
         n = self.spec.experts
-        logits = torch.einsum("bmd,dnp->bmnp", self.normalise(x), self.phi)
-        combine, dropped = _over_slots(logits).tensor_split([n], dim=2)
-        logits = logits[:, :, :n]
-        dispatch = logits.softmax(dim=1)
+        if self.phi is None:
+            combine = x.view(*x.shape[:-1], n, self.spec.slots)
+            logits = dispatch = combine
+            dropped = combine[:, :, :0]
+        else:
+            logits = torch.einsum("bmd,dnp->bmnp", self.normalise(x), self.phi)
+            logits = logits if self.bias is None else logits + self.bias
+            combine, dropped = _over_slots(logits).tensor_split([n], dim=2)
+            logits = logits[:, :, :n]
+            dispatch = logits.softmax(dim=1)
         scores = combine.sum(dim=(1, 3))
         k = n if self.keep is None else self.keep
         ranked = scores.topk(min(k + 1, n), dim=1)
@@ -243,8 +277,9 @@ class SoftMoE(MoELayer):
             selected = self.chooser(scores, k)
         return Routing(logits, combine, dropped, dispatch, scores, selected, margin)
 
-    def choices(self, x: Tensor) -> dict[str, RoutingDecision]:
+    def choices(self, x: Tensor, slots: Tensor | None = None) -> dict[str, RoutingDecision]:
         """Returns the chosen experts, with the margin relative to the k-th score."""
+        del slots
         routing = self.route(x)
         k = routing.selected.shape[1]
         kth = routing.scores.sort(dim=1, descending=True).values[:, k - 1]
@@ -259,7 +294,10 @@ class SoftMoE(MoELayer):
         A transposed or memory-mapped source is never held whole.
         """
         spec = self.spec
-        yield StoredPart("phi", (spec.dim, spec.routed * spec.slots), [self._folded_phi()])
+        if self.phi is not None:
+            yield StoredPart("phi", (spec.dim, spec.routed * spec.slots), [self._folded_phi()])
+        if self.bias is not None:
+            yield StoredPart("bias", (spec.routed * spec.slots,), [self.bias.flatten().numpy()])
         for key, vector in (("gain", self.gain), ("shift", self.shift)):
             if vector is not None:
                 yield StoredPart(key, (spec.dim,), [vector.numpy()])
@@ -271,9 +309,10 @@ class SoftMoE(MoELayer):
             "b1": (spec.inner,),
             "w2": (spec.hidden, spec.out),
             "b2": (spec.out,),
+            **{"g1": (spec.inner,), "s1": (spec.inner,), "g2": (spec.out,), "s2": (spec.out,)},
         }
         # An expert whose last map is zero contributes nothing, and costs what it did.
-        last = ("w1", "b1") if self.w2 is None else ("w2", "b2")
+        last = {"g2", "s2"} | ({"w1", "b1"} if self.w2 is None else {"w2", "b2"})
         for key, size in sizes.items():
             weight: nn.Parameter | nn.ParameterList | None = getattr(self, key)
             if weight is not None:
@@ -286,17 +325,22 @@ class SoftMoE(MoELayer):
 
     def _folded_phi(self) -> np.ndarray:
         """Phi as [d, n·p] with the gain folded in, where that is not part of a LayerNorm op."""
+        assert self.phi is not None
         phi = self.phi.double().flatten(1)
         if self.gain is not None and self.spec.norm != "layernorm":
             phi = phi * self.gain.double()[:, None]
         return phi.to(torch.float32).numpy()
 
-    def with_experts(self, experts: Sequence[int], constants: np.ndarray | None = None) -> SoftMoE:
+    def with_experts(
+        self, experts: Sequence[int], constants: np.ndarray | None = None
+    ) -> SoftMoE | None:
         """Returns the layer with some of its experts; the others stay in the softmax of C.
 
         They give nothing, or the `constants` [n − e, p, o], in their order. Experts that are
-        tensors of their own are shared, those of a stack copied.
+        tensors of their own are shared, those of a stack copied. None where the slots are given.
         """
+        if self.phi is None:
+            return None
         kept = list(experts)
         others = [e for e in range(self.spec.routed) if e not in set(kept)]
 
@@ -314,6 +358,8 @@ class SoftMoE(MoELayer):
             gain=self.gain,
             shift=self.shift,
             constants=None if constants is None else torch.from_numpy(constants),
+            bias=None if self.bias is None else self.bias[[*kept, *others]],
+            norms=NormWeights(**{name: weight[kept] for name, weight in self._norms()}),
         )
         spec = replace(
             self.spec,
@@ -322,6 +368,13 @@ class SoftMoE(MoELayer):
             constants=constants is not None,
         )
         return SoftMoE(spec, weights).eval()
+
+    def _norms(self) -> Iterator[tuple[str, Tensor]]:
+        """The gains and shifts of the experts' normalisations that there are."""
+        for name in NORM_WEIGHTS:
+            weight: Tensor | None = getattr(self, name)
+            if weight is not None:
+                yield name, weight
 
     def computed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what every expert gives for tokens x, [b, n, p, o], and C, [b, m, n, p]."""
@@ -333,10 +386,13 @@ class SoftMoE(MoELayer):
         source = self.normalise(x) if self.spec.slots_from == "normalised" else x
         return torch.einsum("bmd,bmnp->bnpd", source, routing.dispatch)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps tokens x [b, m, d] to [b, m, o]."""
+    def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """Maps tokens x [b, m, d] to [b, m, o]; or C [b, m, n·p] and slots [b, n·p, d]."""
         routing = self.route(x)
-        slots = self._slots(x, routing)
+        if slots is None:
+            slots = self._slots(x, routing)
+        else:
+            slots = slots.reshape(len(x), self.spec.experts, self.spec.slots, -1)
         combine = routing.combine
         chosen: Tensor | None = None
         if self.keep is not None and self.keep < self.spec.experts:
@@ -369,12 +425,11 @@ class SoftMoE(MoELayer):
                 [self.expert(e, slots[:, e]) for e in range(self.spec.experts)], dim=1
             )
         hidden = torch.einsum("bnpd,ndh->bnph", slots, self.w1)
-        if self.b1 is not None:
-            hidden = hidden + self.b1[:, None]
-        if self.w2 is None:
-            return hidden
-        hidden = torch.einsum("bnph,nho->bnpo", self.activate(hidden), self.w2)
-        return hidden if self.b2 is None else hidden + self.b2[:, None]
+        hidden = hidden if self.b1 is None else hidden + self.b1[:, None]
+        if self.w2 is not None:
+            hidden = torch.einsum("bnph,nho->bnpo", self.activate(hidden, None), self.w2)
+            hidden = hidden if self.b2 is None else hidden + self.b2[:, None]
+        return self._outputs(hidden, None)
 
     def _selected_experts(self, slots: Tensor, chosen: Tensor) -> Tensor:
         """Each expert on the inputs that selected it; zeros elsewhere. `chosen` is [b, n]."""
@@ -387,23 +442,32 @@ class SoftMoE(MoELayer):
     def expert(self, index: int, rows: Tensor) -> Tensor:
         """Expert `index` on rows [..., d]; returns [..., o]."""
         hidden = F.linear(rows, self.w1[index].T, None if self.b1 is None else self.b1[index])
-        if self.w2 is None:
-            return hidden
-        bias = None if self.b2 is None else self.b2[index]
-        return F.linear(self.activate(hidden), self.w2[index].T, bias)
+        if self.w2 is not None:
+            bias = None if self.b2 is None else self.b2[index]
+            hidden = F.linear(self.activate(hidden, index), self.w2[index].T, bias)
+        return self._outputs(hidden, index)
 
-    def activate(self, hidden: Tensor) -> Tensor:
-        """The expert's nonlinearity: [..., inner] to [..., h]."""
-        if self.spec.expert == "geglu":
-            value, gate = hidden.chunk(2, dim=-1)
-            return value * F.gelu(gate)
-        match self.spec.activation:
-            case "gelu":
-                return F.gelu(hidden)
-            case "gelu-tanh":
-                return F.gelu(hidden, approximate="tanh")
-            case "relu":
-                return F.relu(hidden)
+    def activate(self, hidden: Tensor, index: int | None = None) -> Tensor:
+        """Between an expert's maps: [..., inner] to [..., h]; of all, [b, n, p, ·], for None."""
+        spec = self.spec
+        if spec.hidden_norm is not None:
+            hidden = normalised(hidden, spec.hidden_norm, *self._affine("1", index))
+        if spec.expert == "gated":
+            value, gate = hidden.chunk(2, dim=-1)[:: -1 if spec.gate_first else 1]
+            return value * activated(gate, spec.activation, spec.alpha)
+        return activated(hidden, spec.activation, spec.alpha)
+
+    def _outputs(self, outputs: Tensor, index: int | None) -> Tensor:
+        """What follows the last map: [..., o] to [..., o]."""
+        spec = self.spec
+        if spec.out_norm is not None:
+            outputs = normalised(outputs, spec.out_norm, *self._affine("2", index))
+        return activated(outputs, spec.out_activation)
+
+    def _affine(self, which: str, index: int | None) -> list[Tensor | None]:
+        """The gain and the shift of an expert's normalisation; of all [n, 1, ·] for None."""
+        found: list[Tensor | None] = [getattr(self, f"{name}{which}") for name in "gs"]
+        return [w if w is None else w[:, None] if index is None else w[index] for w in found]
 
 
 def _over_slots(logits: Tensor) -> Tensor:

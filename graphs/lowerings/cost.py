@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic
 
+from ..layers.expert import NORM_PASSES, PASSES
+from ..layers.experts import ExpertsSpec
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import S
 from ..targets import TARGETS, MachineKind, Precision, Target
@@ -357,15 +359,19 @@ def expert_nodes(work: Work) -> int:
     return 1 if work.spec.expert == "linear" else 3
 
 
-ACTIVATION_PASSES = MappingProxyType({"relu": 1, "gelu": 4, "gelu-tanh": 6})
-"""What a nonlinearity takes, in passes over its input."""
+def passes_around(spec: SoftMoESpec | ExpertsSpec) -> int:
+    """Numbers that the activations and normalisations of an expert pass over, for one row."""
+    hidden = 0 if spec.hidden_norm is None else NORM_PASSES * spec.inner
+    out = 0 if spec.out_norm is None else NORM_PASSES * spec.out
+    out += PASSES[spec.out_activation] * spec.out
+    return PASSES[spec.activation] * spec.hidden + hidden + out
 
 
 def between_us(work: Work, pairs: float, machine: Machine) -> float:
     """What lies between the products of so many (input, expert) pairs, and after them."""
     spec = work.spec
     hidden = 0 if spec.expert == "linear" else spec.hidden
-    passes = ACTIVATION_PASSES[spec.activation] * hidden + spec.out
+    passes = passes_around(spec) + spec.out
     # Rows are rounded before each product; standard ops pass over what comes of both, too.
     if machine.integer_passes:
         passes += hidden + (machine.integer_passes - 1) * (hidden + spec.out)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx_ir as ir
 
 from ..builder import Builder
+from ..layers.expert import NORM_WEIGHTS, Activation, AroundMaps, ExpertNorm
 from ..layers.stored import Layer, LayerOf
-from ..names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS
+from ..names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, MICROSOFT
 from ..precision.products import Linear, operand, product
+from ..targets import MICROSOFT_OPS
 
 
 def expert_rows(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
@@ -19,25 +21,78 @@ def expert_rows(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
     return operand(b, layer.compute, "experts.w1", converted, "experts/rows")
 
 
+def activation(
+    b: Builder, layer: LayerOf[Any], z: ir.Value, kind: Activation, name: str, alpha: float = 1.0
+) -> ir.Value:
+    """Adds an activation of z in the experts' float type; `alpha` belongs to `silu`."""
+    match kind:
+        case "silu" if layer.target in MICROSOFT_OPS:
+            return b.op("QuickGelu", z, domain=MICROSOFT, alpha=alpha, name=name)
+        case "silu":
+            scaled = z
+            if alpha != 1.0:
+                factor = b.number(alpha, layer.compute.inner)
+                scaled = b.op("Mul", z, factor, name=f"{name}_scaled")
+            return b.op("Mul", z, b.op("Sigmoid", scaled, name=f"{name}_sigmoid"), name=name)
+        case "gelu" | "gelu-tanh":
+            form = {"approximate": "tanh"} if kind == "gelu-tanh" else {}
+            return b.op("Gelu", z, name=name, **form)
+        case "relu":
+            return b.op("Relu", z, name=name)
+        case "relu2":
+            positive = b.op("Relu", z, name=f"{name}_positive")
+            return b.op("Mul", positive, positive, name=name)
+        case "identity":
+            return z
+
+
+Affine = Callable[[str], ir.Value | None]
+"""Gives an expert's weight by its name (`g1`), for rows of one expert or of several, if any."""
+
+
+def followed(
+    b: Builder, layer: LayerOf[Any], z: ir.Value, affine: Affine, name: str, *, last: bool
+) -> ir.Value:
+    """Adds the normalisation that follows an expert's map, and after the last its activation."""
+    spec: AroundMaps = layer.spec
+    norm, which = (spec.out_norm, "2") if last else (spec.hidden_norm, "1")
+    if norm is not None:
+        z = _normalised(b, layer, z, norm, name)
+        for op, key in (("Mul", f"g{which}"), ("Add", f"s{which}")):
+            weight = affine(key)
+            if weight is not None:
+                z = b.op(op, z, weight, name=f"{name}_{'gained' if op == 'Mul' else 'shifted'}")
+    if not last:
+        return z
+    return activation(b, layer, z, spec.out_activation, f"{name}_activated", spec.alpha)
+
+
+def _normalised(
+    b: Builder, layer: LayerOf[Any], z: ir.Value, norm: ExpertNorm, name: str
+) -> ir.Value:
+    """Adds z [..., width] over its standard deviation or its root mean square, in FP32."""
+    inner, single = layer.compute.inner, ir.DataType.FLOAT
+    z = b.cast(z, inner, single, f"{name}_wide")
+    if norm.kind == "layernorm":
+        mean = b.op("ReduceMean", z, b.ints(-1), keepdims=1, name=f"{name}_mean")
+        z = b.op("Sub", z, mean, name=f"{name}_centred")
+    square = b.op("Mul", z, z, name=f"{name}_squares")
+    mean = b.op("ReduceMean", square, b.ints(-1), keepdims=1, name=f"{name}_mean_square")
+    shifted = b.op("Add", mean, b.number(norm.eps), name=f"{name}_mean_square_eps")
+    root = b.op("Sqrt", shifted, name=f"{name}_root_mean_square")
+    return b.cast(b.op("Div", z, root, name=f"{name}_normalised"), single, inner, f"{name}_narrow")
+
+
 def activate(b: Builder, layer: Layer, hidden: ir.Value, name: str = "experts") -> ir.Value:
     """Adds the nonlinearity: [..., inner] to [..., h]."""
-    if layer.spec.expert == "geglu":
-        value, gate = b.ops(
-            "Split",
-            hidden,
-            names=(f"{name}/value", f"{name}/gate"),
-            axis=-1,
-            num_outputs=2,
-        )
-        gated = b.op("Gelu", gate, name=f"{name}/gelu")
-        return b.op("Mul", value, gated, name=f"{name}/hidden")
-    match layer.spec.activation:
-        case "gelu":
-            return b.op("Gelu", hidden, name=f"{name}/hidden")
-        case "gelu-tanh":
-            return b.op("Gelu", hidden, name=f"{name}/hidden", approximate="tanh")
-        case "relu":
-            return b.op("Relu", hidden, name=f"{name}/hidden")
+    spec = layer.spec
+    if spec.expert != "gated":
+        return activation(b, layer, hidden, spec.activation, f"{name}/hidden", spec.alpha)
+    names = [f"{name}/value", f"{name}/gate"]
+    order = -1 if spec.gate_first else 1
+    value, gate = b.ops("Split", hidden, names=names[::order], axis=-1, num_outputs=2)[::order]
+    gated = activation(b, layer, gate, spec.activation, f"{name}/gate_activated", spec.alpha)
+    return b.op("Mul", value, gated, name=f"{name}/hidden")
 
 
 def stacked_weights(b: Builder, layer: Layer) -> dict[str, ir.Value]:
@@ -50,9 +105,17 @@ def stacked_weights(b: Builder, layer: Layer) -> dict[str, ir.Value]:
         if layer.tensors.has(f"experts.{w}.scale") and layer.compute.blocked is None:
             weights[f"{w}.scale"] = _stacked_scale(b, layer, w)
         if layer.tensors.has(f"experts.{bias}"):
-            stacked = layer.stacked(b, f"experts.{bias}")
-            weights[bias] = b.op("Unsqueeze", stacked, b.ints(1), name=f"experts/{bias}_rows")
+            weights[bias] = stacked_rows(b, layer, bias)
+    for name in NORM_WEIGHTS:
+        if layer.tensors.has(f"experts.{name}"):
+            weights[name] = stacked_rows(b, layer, name)
     return weights
+
+
+def stacked_rows(b: Builder, layer: LayerOf[Any], key: str) -> ir.Value:
+    """A vector of every expert as [n, 1, ·], for all its rows."""
+    stacked = layer.stacked(b, f"experts.{key}")
+    return b.op("Unsqueeze", stacked, b.ints(1), name=f"experts/{key}_rows")
 
 
 UNIT = 1.0 / 128.0
@@ -99,7 +162,7 @@ def stacked_linear(b: Builder, layer: LayerOf[Any], which: str, *, biased: bool 
     if layer.tensors.has(f"experts.{w}.scale") and layer.compute.blocked is None:
         scale = _stacked_scale(b, layer, w)
     if biased and layer.tensors.has(bias):
-        rows = b.op("Unsqueeze", layer.stacked(b, bias), b.ints(1), name=f"experts/b{which}_rows")
+        rows = stacked_rows(b, layer, f"b{which}")
     return Linear(f"experts.{w}", _stacked_weight(b, layer, w), scale, rows, "stacked")
 
 
@@ -120,10 +183,12 @@ def batched_experts(
         return Linear(f"experts.{w}", weights[w], scale, bias, "stacked")
 
     hidden = product(b, layer.compute, rows, linear("1"), "experts/products")
-    if "w2" not in weights:
-        return hidden
-    hidden = operand(b, layer.compute, "experts.w2", activate(b, layer, hidden), "experts/hidden")
-    return product(b, layer.compute, hidden, linear("2"), "experts/outputs")
+    if "w2" in weights:
+        hidden = followed(b, layer, hidden, weights.get, "experts/products", last=False)
+        hidden = activate(b, layer, hidden)
+        hidden = operand(b, layer.compute, "experts.w2", hidden, "experts/hidden")
+        hidden = product(b, layer.compute, hidden, linear("2"), "experts/outputs")
+    return followed(b, layer, hidden, weights.get, "experts/outputs", last=True)
 
 
 def one_expert(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value:
@@ -137,11 +202,11 @@ def one_expert(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value
 def first_product(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value:
     """Adds expert `index`'s first matmul on rows [r, d]; returns [r, inner]."""
     b.tap(EXPERT_INPUT, rows)
-    products = product(
-        b, layer.compute, rows, _linear(b, layer, index, "1"), f"experts/{index}/products"
-    )
+    name = f"experts/{index}/products"
+    products = product(b, layer.compute, rows, _linear(b, layer, index, "1"), name)
     b.tap(EXPERT_PRODUCTS, products)
-    return products
+    last = not layer.tensors.has("experts.w2")
+    return followed(b, layer, products, _affine(b, layer, index), name, last=last)
 
 
 def hidden_rows(b: Builder, layer: Layer, products: ir.Value, name: str) -> ir.Value:
@@ -153,20 +218,25 @@ def hidden_rows(b: Builder, layer: Layer, products: ir.Value, name: str) -> ir.V
 
 def second_product(b: Builder, layer: Layer, index: int, hidden: ir.Value) -> ir.Value:
     """Adds expert `index`'s second matmul on rows of `hidden_rows`; returns [r, o]."""
-    outputs = product(
-        b, layer.compute, hidden, _linear(b, layer, index, "2"), f"experts/{index}/outputs"
-    )
+    name = f"experts/{index}/outputs"
+    outputs = product(b, layer.compute, hidden, _linear(b, layer, index, "2"), name)
     b.tap(EXPERT_OUTPUTS, outputs)
-    return outputs
+    return followed(b, layer, outputs, _affine(b, layer, index), name, last=True)
 
 
-def _linear(b: Builder, layer: Layer, index: int, which: str) -> Linear:
-    """An expert's first or second matmul."""
+def _affine(b: Builder, layer: LayerOf[Any], index: int) -> Affine:
+    """The weights of one expert by their names."""
 
     def constant(weight: str) -> ir.Value | None:
         name = f"experts.{weight}"
         return layer.expert(b, name, index) if layer.tensors.has(name) else None
 
+    return constant
+
+
+def _linear(b: Builder, layer: Layer, index: int, which: str) -> Linear:
+    """An expert's first or second matmul."""
+    constant = _affine(b, layer, index)
     w = f"w{which}"
     weight = layer.expert(b, f"experts.{w}", index)
     return Linear(f"experts.{w}", weight, constant(f"{w}.scale"), constant(f"b{which}"))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
+from ..layers.expert import Activation, AroundMaps
 from ..layers.experts import ExpertsSpec
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import Layer
@@ -15,6 +19,17 @@ from ..targets import CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Precision, Target
 from .base import Lowering
 from .cost import PACKED_ROWS, Machine, Work, around_experts_us, expert_macs, stacked_us
 from .experts import expert_rows
+
+OP_ACTIVATIONS: Mapping[Activation, str] = MappingProxyType(
+    {
+        "silu": "silu",
+        "gelu": "gelu",
+        "gelu-tanh": "gelu",
+        "relu": "relu",
+        "identity": "identity",
+    }
+)
+"""What the op calls an expert's activation; its GELU is the tanh form."""
 
 NEVER = -16.0
 """A router logit that is never chosen. The weight of the one that is chosen is divided by itself,
@@ -52,7 +67,7 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
         biases["b2"],
         domain=MICROSOFT,
         k=1,
-        activation_type="relu" if layer.spec.activation == "relu" else "gelu",
+        activation_type=OP_ACTIVATIONS[layer.spec.activation],
         normalize_routing_weights=1,
         name="experts/outputs",
     )
@@ -92,7 +107,16 @@ def _router_logits(
 def _unable(spec: SoftMoESpec) -> str | None:
     if spec.expert != "mlp":
         return f"com.microsoft.MoE has no {spec.expert} experts of this form"
-    return other_width(spec)
+    if spec.activation not in OP_ACTIVATIONS or spec.alpha != 1.0:
+        return f"com.microsoft.MoE has no {spec.activation} of this form"
+    return around_maps(spec) or other_width(spec)
+
+
+def around_maps(spec: AroundMaps) -> str | None:
+    """Why the op cannot compute what follows the experts' maps."""
+    if spec.hidden_norm or spec.out_norm or spec.out_activation != "identity":
+        return "com.microsoft.MoE has no normalisation in an expert, and no activation after it"
+    return None
 
 
 def other_width(spec: SoftMoESpec | ExpertsSpec) -> str | None:
@@ -147,7 +171,7 @@ def predict_us(work: Work, machine: Machine) -> float:
     activation takes number by number.
     """
     rows = work.selections * work.spec.slots
-    tanh = 1 if work.spec.activation == "relu" else EXPONENTIAL
+    tanh = 1 if work.spec.activation in ("relu", "identity") else EXPONENTIAL
     return (
         stacked_us(work, work.expected_active, PACKED_ROWS, machine)
         + expert_macs(work, work.selections) / machine.macs_per_us

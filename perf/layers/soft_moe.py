@@ -35,7 +35,8 @@ from moexport.examples.studies.random_layers import (
     soft_moe_weights,
 )
 from moexport.exporter.model import Model
-from moexport.graphs.layers.soft_moe import Activation, SoftMoE, SoftMoESpec
+from moexport.graphs.layers.expert import Activation
+from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.choice import choose
 from moexport.graphs.lowerings.cost import Work

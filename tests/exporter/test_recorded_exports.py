@@ -132,7 +132,7 @@ def test_the_fused_lowering_serves_a_model_with_gelu_within_its_tanh_form(
     ("name", "why"),
     [
         ("soft_moe_fkodom", "com.microsoft.MoE has no linear experts"),
-        ("soft_moe_lucidrains_geglu_ln", "com.microsoft.MoE has no geglu experts"),
+        ("soft_moe_lucidrains_geglu_ln", "com.microsoft.MoE has no gated experts"),
     ],
 )
 def test_the_fused_lowering_refuses_experts_it_does_not_know(

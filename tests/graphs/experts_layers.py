@@ -126,7 +126,8 @@ def _expert(layer: Experts, e: int, row: Array) -> Array:
         if spec.limit is not None:
             gate, up = np.minimum(gate, spec.limit), np.clip(up, -spec.limit, spec.limit)
         hidden = _activation(spec, gate) * (up + spec.up_offset)
-    y = hidden @ _array(layer.w2[e])
+    assert layer.w2 is not None
+    y = np.asarray(hidden @ _array(layer.w2[e]))
     if layer.b2 is not None:
         y = y + _array(layer.b2[e])
     if spec.post_norm:
@@ -149,6 +150,8 @@ def _activation(spec: ExpertsSpec, z: Array) -> Array:
             return np.asarray(np.maximum(z, 0.0))
         case "relu2":
             return np.asarray(np.maximum(z, 0.0) ** 2)
+        case "identity":
+            return z
 
 
 def _array(tensor: torch.Tensor) -> Array:
@@ -277,6 +280,6 @@ def rounded(layer: Experts, precision: Precision) -> Experts:
     spec = layer.spec
     stored = {part.name: [torch.from_numpy(a) for a in part.parts] for part in layer.stored()}
     spec = spec if spec.gate == "none" else replace(spec, gate="concatenated")
-    biases = (torch.stack(stored[b]) if b in stored else None for b in ("experts.b1", "experts.b2"))
+    b1, b2 = (torch.stack(stored[b]) if b in stored else None for b in ("experts.b1", "experts.b2"))
     w1, w2 = (tuple(map(nearest, stored[w])) for w in ("experts.w1", "experts.w2"))
-    return Experts(spec, ExpertsWeights(w1, w2, *biases))
+    return Experts(spec, ExpertsWeights(w1, w2, b1, b2))

@@ -11,8 +11,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 from moexport.graphs.layers.base import StoredPart
+from moexport.graphs.layers.expert import Activation
 from moexport.graphs.layers.soft_moe import (
-    Activation,
     ExpertKind,
     NormKind,
     SlotSource,
@@ -224,13 +224,12 @@ def _expert(
         hidden = hidden + layer.b1[e]
     if layer.w2 is None:
         return np.asarray(hidden)
-    if layer.spec.expert == "geglu":
+    activate = _ACTIVATIONS[layer.spec.activation]
+    if layer.spec.expert == "gated":
         half = layer.spec.hidden
-        hidden = hidden[:, :half] * _gelu(hidden[:, half:])
+        hidden = hidden[:, :half] * activate(hidden[:, half:])
     else:
-        hidden = {"relu": _relu, "gelu": _gelu, "gelu-tanh": _gelu_tanh}[layer.spec.activation](
-            hidden
-        )
+        hidden = activate(hidden)
     output = operand("w2", hidden) @ layer.w2[e]
     return np.asarray(output if layer.b2 is None else output + layer.b2[e])
 
@@ -246,6 +245,16 @@ def _gelu(x: Array) -> Array:
 def _gelu_tanh(x: Array) -> Array:
     inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
     return np.asarray(0.5 * x * (1.0 + np.tanh(inner)))
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "relu": _relu,
+    "gelu": _gelu,
+    "gelu-tanh": _gelu_tanh,
+    "silu": lambda x: np.asarray(x / (1.0 + np.exp(-x))),
+    "relu2": lambda x: _relu(x) ** 2,
+    "identity": lambda x: x,
+}
 
 
 def lowered(

@@ -182,7 +182,7 @@ def _soft(layer: SoftMoE, change: Change, margins: Margins) -> SoftFormula:
             x = x @ layer.w1[i] + (0 if layer.b1 is None else layer.b1[i])
             if layer.w2 is None:
                 return x
-            if spec.expert == "geglu":
+            if spec.expert == "gated":
                 value, gate = x.chunk(2, -1)
                 x = value * gelu(gate)
             else:
@@ -194,6 +194,7 @@ def _soft(layer: SoftMoE, change: Change, margins: Margins) -> SoftFormula:
 
     experts = [expert(i) for i in range(spec.experts)]
     raw = spec.slots_from == "raw"
+    assert layer.phi is not None
     return SoftFormula(layer.phi, experts, norm, raw_slots=raw, change=change, margins=margins)
 
 

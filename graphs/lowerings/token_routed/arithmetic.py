@@ -10,11 +10,10 @@ import onnx_ir as ir
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
 from ...layers.stored import LayerOf
-from ...names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, MICROSOFT, OUTPUT
+from ...names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, OUTPUT
 from ...precision.products import Linear, operand, product, scaled_rows
 from ...routing import one_hot_experts
-from ...targets import MICROSOFT_OPS
-from ..experts import stacked_linear
+from ..experts import activation, followed, stacked_linear, stacked_rows
 
 ExpertsLayer = LayerOf[ExpertsSpec]
 
@@ -93,7 +92,7 @@ def finished(
     experts: int | ir.Value | None,
     name: str,
 ) -> ir.Value:
-    """Adds what a product of rows with scales still needs: those scales, then the bias.
+    """Adds what a product still needs: the scales of its rows, the bias, and what follows a map.
 
     The bias is that of one expert, of each row's own [r], or of all, [n, 1, ·], for None.
     """
@@ -108,7 +107,18 @@ def finished(
             bias = b.op("Gather", layer.stacked(b, key), experts, axis=0, name=f"{name}_bias")
         y = b.op("Add", y, bias, name=f"{name}_biased")
     b.tap(EXPERT_PRODUCTS if which == "1" else EXPERT_OUTPUTS, y)
-    return y
+
+    def affine(weight: str) -> ir.Value | None:
+        key = f"experts.{weight}"
+        if not layer.tensors.has(key):
+            return None
+        if isinstance(experts, int):
+            return layer.expert(b, key, experts)
+        if experts is None:
+            return stacked_rows(b, layer, weight)
+        return b.op("Gather", layer.stacked(b, key), experts, axis=0, name=f"{name}_{weight}")
+
+    return followed(b, layer, y, affine, name, last=which == "2" or layer.spec.linear)
 
 
 def _apart(layer: ExpertsLayer) -> bool:
@@ -131,6 +141,8 @@ def both_products(
     """Adds the outputs [..., o] for rows of `first_rows`; `experts` is as in `finished`."""
     raw = multiply("1", rows.values, "experts/products")
     first = finished(b, layer, "1", raw, rows.scale, experts, "experts/products")
+    if layer.spec.linear:
+        return first
     between = second_rows(b, layer, activate(b, layer, first, "experts"), "experts")
     raw = multiply("2", between.values, "experts/outputs")
     return finished(b, layer, "2", raw, between.scale, experts, "experts/outputs")
@@ -140,7 +152,7 @@ def activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ir
     """Adds what is between an expert's matrices: [..., inner] to [..., h]."""
     spec, inner = layer.spec, layer.compute.inner
     if spec.gate == "none":
-        return _activation(b, layer, hidden, f"{name}/hidden")
+        return activation(b, layer, hidden, spec.activation, f"{name}/hidden", spec.alpha)
     gate, up = b.ops("Split", hidden, names=(f"{name}/gate", f"{name}/up"), axis=-1, num_outputs=2)
     if spec.limit is not None:
         limit, least = b.number(spec.limit, inner), b.number(-spec.limit, inner)
@@ -148,30 +160,8 @@ def activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ir
         up = b.op("Clip", up, least, limit, name=f"{name}/up_limited")
     if spec.up_offset:
         up = b.op("Add", up, b.number(spec.up_offset, inner), name=f"{name}/up_offset")
-    activated = _activation(b, layer, gate, f"{name}/gate_activated")
+    activated = activation(b, layer, gate, spec.activation, f"{name}/gate_activated", spec.alpha)
     return b.op("Mul", activated, up, name=f"{name}/hidden")
-
-
-def _activation(b: Builder, layer: ExpertsLayer, z: ir.Value, name: str) -> ir.Value:
-    spec = layer.spec
-    match spec.activation:
-        case "silu" if layer.target in MICROSOFT_OPS:
-            return b.op("QuickGelu", z, domain=MICROSOFT, alpha=spec.alpha, name=name)
-        case "silu":
-            scaled = z
-            if spec.alpha != 1.0:
-                alpha = b.number(spec.alpha, layer.compute.inner)
-                scaled = b.op("Mul", z, alpha, name=f"{name}_scaled")
-            return b.op("Mul", z, b.op("Sigmoid", scaled, name=f"{name}_sigmoid"), name=name)
-        case "gelu":
-            return b.op("Gelu", z, name=name)
-        case "gelu-tanh":
-            return b.op("Gelu", z, name=name, approximate="tanh")
-        case "relu":
-            return b.op("Relu", z, name=name)
-        case "relu2":
-            positive = b.op("Relu", z, name=f"{name}_positive")
-            return b.op("Mul", positive, positive, name=name)
 
 
 def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:

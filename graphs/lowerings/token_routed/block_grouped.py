@@ -94,6 +94,11 @@ def _prompt(work: ExpertsWork) -> ExpertsWork:
     return replace(work, batch=1, tokens=work.spec.typical_tokens[-1])
 
 
+def _unable(spec: ExpertsSpec) -> str | None:
+    normed = spec.hidden_norm is not None or spec.out_norm is not None
+    return "its tiles know no normalisation within an expert" if normed else None
+
+
 def copied_bytes(work: ExpertsWork) -> float:
     """Every tile copies the expert that it is for."""
     tile = best_tile(_prompt(work), machine_for("tensorrt"))
@@ -117,5 +122,6 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     build=build,
     predict_us=predict_us,
     copied_bytes=copied_bytes,
+    unable=_unable,
     kind="experts",
 )

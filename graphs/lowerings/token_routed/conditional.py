@@ -74,6 +74,8 @@ def _expert(b: Builder, layer: ExpertsLayer, e: int, rows: ScaledRows) -> ir.Val
     """All tokens through one expert: [t, o], FP32."""
     raw = products(b, layer, e, "1", rows.values, "products")
     first = finished(b, layer, "1", raw, rows.scale, e, "products")
+    if layer.spec.linear:
+        return normalised(b, layer, first)
     between = second_rows(b, layer, activate(b, layer, first, "hidden"), "hidden")
     raw = products(b, layer, e, "2", between.values, "outputs")
     return normalised(b, layer, finished(b, layer, "2", raw, between.scale, e, "outputs"))

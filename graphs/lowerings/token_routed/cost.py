@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
-from ...layers.experts import ExpertActivation, ExpertsSpec
-from ..cost import Machine, WorkOf, lone_products_us
+from ...layers.experts import ExpertsSpec
+from ..cost import Machine, WorkOf, lone_products_us, passes_around
 
 ExpertsWork = WorkOf[ExpertsSpec]
-
-PASSES: Mapping[ExpertActivation, int] = MappingProxyType(
-    {"silu": 4, "gelu": 4, "gelu-tanh": 6, "relu": 1, "relu2": 2}
-)
-"""What a nonlinearity takes, in passes over its input."""
 
 
 def between_us(work: ExpertsWork, pairs: float, machine: Machine) -> float:
     """What lies between the products of so many (token, expert) pairs, and after them."""
     spec = work.spec
-    passes = PASSES[spec.activation] * spec.hidden + spec.out
+    passes = passes_around(spec) + spec.out
     if spec.gate != "none":
         passes += 2 * spec.hidden  # taken apart, multiplied
     if machine.integer_passes:  # rounded before each product, brought back after it
@@ -29,7 +21,8 @@ def between_us(work: ExpertsWork, pairs: float, machine: Machine) -> float:
 
 def one_by_one_us(work: ExpertsWork, active: float, pairs: float, machine: Machine) -> float:
     """So many experts one by one, on so many (token, expert) pairs together; without the nodes."""
-    return lone_products_us(work, active, 2 * active, pairs, machine) + between_us(
+    products = active * (1 if work.spec.linear else 2)
+    return lone_products_us(work, active, products, pairs, machine) + between_us(
         work, pairs, machine
     )
 

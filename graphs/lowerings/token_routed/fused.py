@@ -25,7 +25,15 @@ from ...precision.products import INT8_ROWS
 from ...targets import CPU_PROVIDER, CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Precision, Target
 from ..base import LoweringOf
 from ..cost import PACKED_ROWS, Machine, expert_bytes, expert_macs, stacked_us, stream_us
-from ..fused import EXPONENTIAL, KERNELS, NEVER, inexact_gelu, other_width
+from ..fused import (
+    EXPONENTIAL,
+    KERNELS,
+    NEVER,
+    OP_ACTIVATIONS,
+    around_maps,
+    inexact_gelu,
+    other_width,
+)
 from .arithmetic import (
     ExpertsLayer,
     by_token,
@@ -35,10 +43,6 @@ from .arithmetic import (
     token_rows,
 )
 from .cost import ExpertsWork, combine_us
-
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu-tanh": "gelu", "relu": "relu"}
-"""What the op calls an expert's activation; its GELU is the tanh form. It has no other with a gate
-than SiLU."""
 
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
@@ -124,7 +128,7 @@ def _node(
         "normalize_routing_weights": int(k is None),
     }
     if spec.gate == "none":
-        options["activation_type"] = _ACTIVATIONS[spec.activation]
+        options["activation_type"] = OP_ACTIVATIONS[spec.activation]
     else:
         options |= {"activation_type": "swiglu", "swiglu_fusion": 1}
         options |= {"activation_alpha": spec.alpha, "activation_beta": spec.up_offset}
@@ -222,9 +226,13 @@ def _in_turn(b: Builder, layer: ExpertsLayer, value: ir.Value, key: str) -> ir.V
 
 
 def _unable(spec: ExpertsSpec) -> str | None:
+    if spec.linear:
+        return "com.microsoft.MoE has no experts of one map"
+    if around_maps(spec):
+        return around_maps(spec)
     if spec.gate != "none" and spec.activation != "silu":
         return f"com.microsoft.MoE has no gate with {spec.activation}"
-    if spec.gate == "none" and (spec.activation not in _ACTIVATIONS or spec.alpha != 1.0):
+    if spec.gate == "none" and (spec.activation not in OP_ACTIVATIONS or spec.alpha != 1.0):
         return f"com.microsoft.MoE has no {spec.activation} of this form"
     return other_width(spec)
 
@@ -254,7 +262,7 @@ def predict_us(work: ExpertsWork, machine: Machine) -> float:
     that a row takes.
     """
     spec, rows = work.spec, work.selections
-    passes = 1 if spec.activation == "relu" else EXPONENTIAL
+    passes = 1 if spec.activation in ("relu", "identity") else EXPONENTIAL
     read = stacked_us(work, work.expected_active, PACKED_ROWS, machine)
     macs = expert_macs(work, rows) / machine.macs_per_us
     if work.precision == "int8":

@@ -46,7 +46,7 @@ class Mixer(nn.Module):
 
     def __init__(self, d=8, n=4, p=1, h=12, o=None, kind="mlp", norm="l2", eps=0.03,
                  slots_from="normalised", activation="gelu", bias=True, gain=False,
-                 residual=False):
+                 residual=False, swapped=False):
         super().__init__()
         inner = {"mlp": h, "geglu": 2 * h, "linear": o or d}[kind]
         self.queries = nn.Parameter(torch.randn(n, p, d))
@@ -58,14 +58,14 @@ class Mixer(nn.Module):
         self.g = nn.Parameter(torch.rand(d) + 0.5) if gain else None
         self.s = nn.Parameter(torch.randn(d)) if gain and norm == "layernorm" else None
         self.kind, self.norm, self.eps, self.slots_from = kind, norm, eps, slots_from
-        self.activation, self.residual = activation, residual
+        self.activation, self.residual, self.swapped = activation, residual, swapped
 
     def expert(self, i, x):
         x = self.enter[i](x)
         if self.kind == "linear":
             return x
         if self.kind == "geglu":
-            value, gate = x.chunk(2, -1)
+            gate, value = x.chunk(2, -1)
             return self.leave[i](value * F.gelu(gate))
         return self.leave[i](ACTIVATIONS[self.activation](x))
 
@@ -78,11 +78,14 @@ class Mixer(nn.Module):
         seen = seen if self.g is None else seen * self.g
         seen = seen if self.s is None else seen + self.s
         logits = torch.einsum("bmd,npd->bmnp", seen, self.sharpness * self.queries)
+        dispatch, combine = logits.softmax(1), logits.flatten(2).softmax(2).view_as(logits)
+        if self.swapped:
+            dispatch, combine = combine, dispatch
         slots = torch.einsum(
-            "bmnp,bmd->bnpd", logits.softmax(1), x if self.slots_from == "raw" else seen
+            "bmnp,bmd->bnpd", dispatch, x if self.slots_from == "raw" else seen
         )
         out = torch.stack([self.expert(i, slots[:, i]) for i in range(len(self.enter))], 1)
-        y = torch.einsum("bmnp,bnpo->bmo", logits.flatten(2).softmax(2).view_as(logits), out)
+        y = torch.einsum("bmnp,bnpo->bmo", combine, out)
         y = y + x if self.residual else y
         return y.transpose(1, 2).unflatten(2, size) if pixels else y
 
@@ -91,7 +94,8 @@ def options(layer):
     phi = (layer.sharpness * layer.queries).permute(2, 0, 1)
     return dict(phi=phi, norm=layer.norm, eps=layer.eps if layer.norm != "none" else None,
                 gain=layer.g, shift=layer.s, slots_from=layer.slots_from,
-                activation=layer.activation, expert=layer.kind)
+                activation=None if layer.kind == "linear" else layer.activation,
+                gate="concatenated" if layer.kind == "geglu" else None)
 
 
 def experts(layer):
@@ -315,6 +319,31 @@ def unscaled(layer: Mixer):
                             **{**options(layer), "phi": layer.queries.permute(2, 0, 1)})
 
 
+def inverted(layer: Mixer):
+    return moexport.SoftMoE(experts=experts(layer),
+                            **{**options(layer), "phi": -options(layer)["phi"]})
+
+
+def exchanged(layer: Mixer):
+    maps = [(*each.weight.chunk(2)[::-1], last.weight)
+            for each, last in zip(layer.enter, layer.leave)]
+    biased = [((up, each.bias[12:]), (gate, each.bias[:12]), (last, lower.bias))
+              for (up, gate, last), each, lower in zip(maps, layer.enter, layer.leave)]
+    return moexport.SoftMoE(experts=biased, **{**options(layer), "gate": None})
+
+
+def turned(layer: Mixer):
+    maps = [((a.weight.T, a.bias), b) for a, b in zip(layer.enter, layer.leave)]
+    return moexport.SoftMoE(experts=maps, **options(layer))
+
+
+def random(layer: Mixer):
+    if "forward" not in vars(layer):
+        given = layer.forward
+        layer.forward = lambda x: given(x) + torch.randn_like(x)
+    return adapt(layer)
+
+
 def not_transposed(layer: Mixer):
     return moexport.SoftMoE(experts=experts(layer), **{**options(layer), "phi": layer.queries})
 
@@ -502,7 +531,16 @@ def test_data_that_cannot_be_the_example_says_so() -> None:
         ("wrong_two", {"eps": 1e-12}, "it matches with norm='l2', activation='gelu'$"),
         ("wrong_slots", {}, "it matches with slots_from='normalised'$"),
         ("adapt", {"residual": True}, "once x is taken from y: the layer adds its input$"),
-        ("unscaled", {}, "none of 69 combinations of options matches"),
+        ("unscaled", {}, r"it matches with temperature=1 / layer\.sharpness$"),
+        ("exchanged", {"kind": "geglu"}, "it matches with gate and up=exchanged$"),
+        ("turned", {"h": 8}, "it matches with the first weight=transposed$"),
+        (
+            "adapt",
+            {"swapped": True},
+            "the softmax of dispatch=over all slots, of combine=over",
+        ),
+        ("random", {}, "gives another result each time that it is called$"),
+        ("inverted", {}, "none of [0-9]+ combinations of options matches"),
     ],
 )
 def test_a_mismatch_says_which_options_match_or_how_far_off_each_is(
@@ -510,9 +548,10 @@ def test_a_mismatch_says_which_options_match_or_how_far_off_each_is(
 ) -> None:
     with pytest.raises(ParityError, match=says) as caught:
         load("own:soft", config=options, example=FEED, adapter=f"own:{adapter}")
-    assert "own:soft: the layer mix does not match its adapter" in caught.value.message
-    if adapter == "unscaled":
-        assert "norm='none': " in caught.value.message
+    if adapter != "random":
+        assert "own:soft: the layer mix does not match its adapter" in caught.value.message
+    if adapter == "inverted":
+        assert "activation='identity': " in caught.value.message
         assert "normalised and scaled" in str(caught.value.hint)
 
 
@@ -546,7 +585,7 @@ def test_a_mumoe_that_differs_says_what_matches() -> None:
     ("adapter", "says", "hint"),
     [
         ("own:raises", "own:<lambda>, the layer mix: AttributeError: .*nothing_of", "--verbose"),
-        ("own:not_transposed", r"phi \[4, 1, 8\] is for n = 1", "phi is"),
+        ("own:not_transposed", r"and phi \[4, 1, 8\] is for d = 4", "phi transposed"),
         ("own:returns_a_dict", "the layer mix: returned a dict", "moexport.SoftMoE"),
         ("own:without_a_class", "does not say which class", "def adapt"),
         ("own:of_any_module", "does not say which class", "adapts"),
@@ -629,13 +668,13 @@ def test_the_forms_of_experts_are_one_layer() -> None:
 def test_a_geglu_is_two_maps_or_one_of_both() -> None:
     three = [(nn.Linear(D, H), nn.Linear(D, H), nn.Linear(H, OUT)) for _ in range(N)]
     joined = [
-        ((torch.cat([v.weight, g.weight]), torch.cat([v.bias, g.bias])), last)
-        for v, g, last in three
+        ((torch.cat([g.weight, u.weight]), torch.cat([g.bias, u.bias])), last)
+        for g, u, last in three
     ]
     x = torch.randn(2, 7, D)
     one = moexport.SoftMoE(phi=PHI, experts=three).build("")
-    other = moexport.SoftMoE(phi=PHI, experts=joined, expert="geglu").build("")
-    assert one.spec.expert == "geglu"
+    other = moexport.SoftMoE(phi=PHI, experts=joined, gate="concatenated").build("")
+    assert one.spec.expert == "gated"
     assert torch.equal(one(x), other(x))
 
 
@@ -671,14 +710,14 @@ def test_a_normalisation_layer_says_its_kind_and_eps(module: nn.Module) -> None:
         ({"experts": pairs(d=7)}, r"experts\[0\]: its first weight has the shape \[10, 7\]"),
         ({"experts": [*pairs(n=3), *pairs(h=9, n=1)]}, r"experts\[3\]: its first weight"),
         ({"experts": [*pairs(n=3), *pairs(o=9, n=1)]}, r"experts\[3\]: its last weight"),
-        ({"experts": [nn.Sequential()] * N}, r"experts\[0\] is a Sequential, not a linear map"),
+        ({"experts": [nn.Sequential()] * N}, r"experts\[0\] \(Sequential\): .* no expert's output"),
         ({"experts": [(nn.Linear(D, H), nn.ReLU())] * N}, r"experts\[0\]\[1\] is a ReLU"),
         ({"experts": [*pairs(n=3), nn.Linear(D, OUT)]}, "some experts have 1 maps and others 2"),
-        ({"experts": [(nn.Linear(D, 2 * H), nn.Linear(H, OUT))] * N}, "gives 20 numbers and"),
+        ({"experts": [(nn.Linear(D, 2 * H), nn.Linear(H, OUT))] * N}, "gives 20 numbers after"),
         ({"experts": pairs(), "w1": PHI}, "given twice"),
-        ({"experts": None}, "experts of the kind linear are given by w1 alone"),
-        ({"experts": None, "w1": torch.zeros(N, H, D)}, r"w1 has the shape \[4, 10, 6\]"),
-        ({"activation": "silu"}, "activation='silu' is not one of 'gelu', 'gelu-tanh', 'relu'"),
+        ({"experts": None}, "the experts are not given"),
+        ({"experts": None, "w1": torch.zeros(N, H, D)}, r"w1 has the shape \[10, 6\], and phi"),
+        ({"activation": "tanh"}, "activation='tanh' is not one of 'gelu', 'gelu-tanh', 'relu'"),
         ({"norm": "rms"}, "norm='rms' is not one of"),
         ({"norm": "l2-plus"}, "norm='l2-plus' needs its eps"),
         ({"norm": nn.LayerNorm(D), "eps": 1e-6}, "eps, gain and shift are those of the LayerNorm"),

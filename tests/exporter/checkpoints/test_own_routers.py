@@ -15,10 +15,11 @@ import pytest
 import torch
 from moexport.errors import ParityError, UsageError
 from moexport.exporter.checkpoints.descriptions import ExpertsDescription as Experts
+from moexport.exporter.checkpoints.own_forward import Code, OwnForward, with_router_k
 from moexport.exporter.job import export_job
 from moexport.exporter.model import fingerprint
 from moexport.exporter.options import ExportOptions
-from moexport.exporter.token_routed.own_router import RoutedExperts, with_router_k
+from moexport.graphs.layers.base import MoELayer
 from moexport.tests.command import run
 
 CODE = '''
@@ -201,7 +202,7 @@ def test_k_is_asked_of_a_copy_and_can_be_taken_back() -> None:
 def test_the_network_may_be_the_layer_itself() -> None:
     x = np.random.default_rng(0).standard_normal((4, 6, 8)).astype(np.float32)
     model = moexport.load("routed:alone", example=x)
-    assert isinstance(model.module, RoutedExperts) and list(model.layers) == ["experts"]
+    assert isinstance(model.module, OwnForward) and list(model.layers) == ["experts"]
 
 
 def adapted(**changes: Any) -> Any:
@@ -277,14 +278,14 @@ W = torch.zeros
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"w1": W(4, 8, 12)}, "experts are given by w1 and w2"),
+        ({"b1": W(4, 12)}, "the experts are not given"),
         ({"w1": W(4, 8, 24), "w2": W(4, 12, 8)}, "w1 [4, 8, 24] gives 24 numbers"),
         (
             {"w1": W(4, 8, 12), "w2": W(4, 12, 8), "experts": [W(2, 2)]},
             "the experts are given twice",
         ),
         ({"w1": [W(8, 12), W(8, 11)], "w2": W(2, 12, 8)}, "w1 holds 2 matrices"),
-        ({"experts": [(W(12, 8),)]}, "experts is not a list of pairs or of triples"),
+        ({"experts": [(W(12, 8),) * 4]}, "experts[0] is a tuple, not (first, second)"),
         ({"experts": [(W(12, 8), W(8, 12)), (W(12, 8), W(8, 11))]}, "experts[1]: its last weight"),
         ({"experts": [(W(12, 8), W(11, 8), W(8, 12))]}, "a gated expert's first two weights"),
         ({"experts": [(W(12, 8), W(8, 12))], "limit": 7.0}, "limit and up_offset go with a gate"),
@@ -314,7 +315,7 @@ def test_a_router_that_gives_another_number_than_it_is_asked_for_is_refused() ->
 
     model = loaded()
     routed = model.module.moe
-    assert isinstance(routed, RoutedExperts)
-    model.module.moe = RoutedExperts(routed.experts, stubborn, Plain())
+    assert isinstance(routed, OwnForward) and isinstance(routed.experts, MoELayer)
+    model.module.moe = OwnForward(routed.experts, Code(None, stubborn), Plain())
     with pytest.raises(UsageError, match="was asked for 1 experts and gives 2"):
         export_job(model, ExportOptions(k=1))

@@ -83,9 +83,8 @@ def test_the_scale_of_a_post_norm_is_stored_in_the_second_matrix() -> None:
     spec = replace(PLAIN, post_norm=True)
     layer, inputs = experts(spec, biases=True), routed(PLAIN, 5)
     stored = {name: torch.from_numpy(array) for name, array in arrays(layer).items()}
-    folded = Experts(
-        spec, ExpertsWeights(*(stored[f"experts.{w}"] for w in ("w1", "w2", "b1", "b2")))
-    )
+    w1, w2, b1, b2 = (stored[f"experts.{w}"] for w in ("w1", "w2", "b1", "b2"))
+    folded = Experts(spec, ExpertsWeights(w1, w2, b1, b2))
     assert error(computed(folded, *inputs), computed(layer, *inputs)) < 1e-6
 
 

@@ -91,7 +91,7 @@ def test_there_are_as_many_tiles_as_the_worst_inputs_need(
 
 
 @pytest.mark.parametrize("batch", [1, 2, 9, 40])
-@pytest.mark.parametrize("expert", ["mlp", "geglu"])
+@pytest.mark.parametrize("expert", ["mlp", "gated"])
 def test_a_layer_computes_the_formulas_at_batches_that_fill_several_tiles(
     expert: ExpertKind, batch: int
 ) -> None:

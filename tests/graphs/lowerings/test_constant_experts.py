@@ -56,7 +56,9 @@ def smaller(slots: int) -> tuple[TinyLayer, SoftMoE, Array]:
     layer = tiny_layer(slots=slots)
     random = np.random.default_rng(5)
     constants = random.standard_normal((2, slots, layer.spec.out)).astype(np.float32)
-    return layer, torch_module(layer).with_experts(KEPT, constants), constants
+    kept = torch_module(layer).with_experts(KEPT, constants)
+    assert kept is not None
+    return layer, kept, constants
 
 
 @pytest.mark.parametrize("slots", [1, 3])

@@ -50,7 +50,7 @@ def _output(name: str) -> onnx.ValueInfoProto:
 @pytest.mark.parametrize("dtype", list(STEP))
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_rounding_is_all_that_changes(lowering: str, dtype: ir.DataType, tmp_path: Path) -> None:
-    for expert in ("mlp", "geglu", "linear"):
+    for expert in ("mlp", "gated", "linear"):
         layer = tiny_layer(expert=expert, slots=2)
         # Tokens that 16 bits hold exactly: the graph's input is its router's input.
         x = tokens(3, 4).astype(dtype.numpy()).astype(np.float32)

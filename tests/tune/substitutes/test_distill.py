@@ -59,7 +59,7 @@ def changed(
     shape = (layer.spec.experts - 2, layer.spec.slots, layer.spec.out)
     start = 0.01 * np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     smaller = layer.with_experts((0, 1), start.copy())
-    assert smaller.constants is not None
+    assert smaller is not None and smaller.constants is not None
     with replaced_layers(model.module, lambda _, __: smaller) as module:
         yield module, {"layer": smaller.constants}, start
 
