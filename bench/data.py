@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -144,6 +146,12 @@ MEANS: dict[Pixels, tuple[Sequence[float], Sequence[float]]] = {
 
 CROP = 0.875  # the share of the shorter side that the middle of an image takes: 224 of 256
 BATCH = 32
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM")
+"""What is read: Pillow would start other programs for some formats, whatever a file is called."""
+
+PIXELS = 1 << 26
+"""Of an image at most, as it is and at the model's size: 200 MB of bytes."""
 
 
 @dataclass(frozen=True)
@@ -364,18 +372,25 @@ def _image_files(folder: Path) -> list[tuple[Path, int]]:
 
 def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: str = "") -> Array:
     """Returns one image as float32 [channels, height, width]; `name` is what errors call it."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     _, channels, height, width = spec.shape
     assert isinstance(channels, int) and isinstance(height, int) and isinstance(width, int)
     try:
-        with Image.open(file) as opened:
+        with warnings.catch_warnings(), Image.open(file, formats=FORMATS) as opened:
+            warnings.simplefilter("ignore")
+            ratio = max(height, width) / CROP / min(opened.size)
+            size = (
+                max(width, round(opened.width * ratio)),
+                max(height, round(opened.height * ratio)),
+            )
+            _check_pixels(opened.size, size, name or str(file))
             image = opened.convert("L" if channels == 1 else "RGB")
-    except (OSError, UnidentifiedImageError) as error:
+    except FeedError:
+        raise
+    except Exception as error:  # each format's reader fails in its own way
         raise FeedError(f"{name or file}: is not an image that can be read ({error})") from error
     if image.size != (width, height):
-        ratio = max(height, width) / CROP / min(image.size)
-        size = (max(width, round(image.width * ratio)), max(height, round(image.height * ratio)))
         image = image.resize(size, Image.Resampling.BICUBIC)
         left, top = (image.width - width) // 2, (image.height - height) // 2
         image = image.crop((left, top, left + width, top + height))
@@ -383,3 +398,12 @@ def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: 
     mean, deviation = (np.asarray(each[:channels], np.float32) for each in MEANS[pixels])
     found: Array = ((values - mean) / deviation).transpose(2, 0, 1).astype(np.float32)
     return found
+
+
+def _check_pixels(size: tuple[int, int], resized: tuple[int, int], where: str) -> None:
+    if max(math.prod(size), math.prod(resized)) > PIXELS:
+        raise FeedError(
+            f"{where}: an image of {size[0]} x {size[1]}, and of {resized[0]} x {resized[1]} for "
+            f"the model; {PIXELS} pixels are allowed",
+            hint="make it smaller, or leave it out",
+        )

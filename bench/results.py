@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..common.json_data import from_data, parse
+from ..common.documents import document, read_document
+from ..common.json_data import from_data
 from ..common.timing import Latency
 from ..common.writing import write_text
 from ..errors import ResultsError
@@ -345,16 +346,22 @@ class _Header:
 def read(path: Path) -> Results:
     """Returns the results in a file. Raises ResultsError, naming the file and the field."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ResultsError(f"{path}: cannot be read ({why})") from error
-    return from_json(text, name=str(path))
+        body = read_document(path, "json", ResultsError)
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot be read ({error.strerror})") from error
+    return _results(body, str(path))
 
 
 def from_json(text: str, *, name: str = "results.json") -> Results:
     """Returns the results in a text; ResultsError names the field that is missing or wrong."""
-    body = parse(text, name, finite=True)
+    return _results(document(text, "json", name, ResultsError), name)
+
+
+def _results(body: Any, name: str) -> Results:
+    try:
+        json.dumps(body, allow_nan=False)  # which JSON does not have, though Python reads it
+    except ValueError as error:
+        raise ResultsError(f"{name}: not valid JSON: {error}") from error
     schema = from_data(_Header, body, name).schema
     if schema != SCHEMA:
         raise ResultsError(

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from ..common.json_data import from_data, object_in, parse
+from ..common.documents import read_document
+from ..common.json_data import from_data, object_in
 from ..common.writing import write_text
 from ..errors import CalibrationError
 from ..graphs.precision.types import Range
@@ -77,16 +78,13 @@ class CalibrationTable:
     @staticmethod
     def read(path: Path) -> CalibrationTable:
         """Reads a table; `CalibrationError` when there is none or it is not a whole one."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError as error:
-            raise CalibrationError(f"{path}: no such calibration table", hint=_WRITES) from error
-        except (OSError, ValueError) as error:
-            raise CalibrationError(
-                f"{path}: not readable as JSON ({error})", hint=_WRITES
-            ) from error
         refused = partial(CalibrationError, hint=_WRITES)
-        content = parse(text, f"{path}: not readable as JSON", error=refused)
+        try:
+            content = read_document(path, "json", refused)
+        except FileNotFoundError as error:
+            raise refused(f"{path}: no such calibration table") from error
+        except OSError as error:
+            raise refused(f"{path}: cannot be read ({error})") from error
         schema = content.get("schema") if isinstance(content, dict) else None
         if schema != SCHEMA:
             raise CalibrationError(

@@ -64,6 +64,8 @@ def document(text: str, kind: str, name: object, error: Callable[[str], Moexport
         match kind:
             case "json":
                 content = json.loads(text)
+                if "\\ud" in text.lower():
+                    json.dumps(content, ensure_ascii=False).encode()  # half a pair is no text
             case "toml":
                 content = _toml(text)
             case _:

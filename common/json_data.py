@@ -5,13 +5,13 @@ Keys that a dataclass does not have are passed over: a later version may have wr
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import MoexportError, ResultsError
+from .documents import document, read_document
 
 T = TypeVar("T")
 
@@ -37,36 +37,14 @@ def read_json(
 
     Raises `error`, naming the file and the field that is missing or of the wrong type.
     """
-    return from_data(kind, parse(text, file, error=error), file, error=error)
-
-
-def parse(
-    text: str,
-    file: object,
-    *,
-    error: Callable[[str], MoexportError] = ResultsError,
-    finite: bool = False,
-) -> Any:
-    """Returns a JSON text as plain data; raises `error` for what is none.
-
-    `finite` refuses numbers that JSON does not have, though Python reads them: NaN and infinity.
-    """
-    try:
-        data = json.loads(text)
-        if finite:
-            json.dumps(data, allow_nan=False)
-        if "\\ud" in text.lower():
-            json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is no text
-    except (ValueError, RecursionError) as cause:
-        raise error(f"{file}: not JSON ({cause})") from cause
-    return data
+    return from_data(kind, document(text, "json", file, error), file, error=error)
 
 
 def object_in(file: Path) -> dict[str, Any]:
     """Returns the object that a JSON file holds, an empty one where none can be read."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = read_document(file, "json", MoexportError)
+    except (OSError, MoexportError):
         return {}
     return content if isinstance(content, dict) else {}
 

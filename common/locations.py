@@ -11,6 +11,7 @@ import posixpath
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,11 @@ ONE_FILE = ("http", "https")
 """Schemes that list no folders."""
 
 CONNECT_S, STALLED_S = 30.0, 60.0
-"""So long a server of HTTP may take to answer, and to send nothing. A file may take any time."""
+"""So long a server of HTTP may take to answer, and to send nothing."""
+
+SLOWEST = 64 << 10
+"""Bytes that a server of HTTP sends in a second at least, after `STALLED_S`: one that sends a byte
+now and then would hold a run for ever."""
 
 ATTEMPTS = 3
 """To copy a file which breaks off."""
@@ -151,7 +156,7 @@ def holds(where: AnyPlace, name: str) -> bool:
     if url is None:
         return (path_of(where) / name).is_file()
     with _reading(url) as (system, path):
-        return bool(system.exists(f"{path}/{name}"))
+        return bool(system.exists(f"{path}/{name}", **_in_time(system)))
 
 
 def state_of(where: object) -> str:
@@ -165,10 +170,11 @@ def state_of(where: object) -> str:
             if _is_folder(url, system, path):
                 names = _listed(system, path)
             else:
-                names = ["manifest.json"] if system.exists(f"{path}/manifest.json") else []
+                bundle = system.exists(f"{path}/manifest.json", **_in_time(system))
+                names = ["manifest.json"] if bundle else []
             places = [f"{path}/{name}" for name in names] or [path]
             system.invalidate_cache()
-            infos = [system.info(each) for each in places]
+            infos = [system.info(each, **_in_time(system)) for each in places]
             # What fsspec calls a key of a file is for HTTP its URL, whatever it holds.
             return " ".join(entry for info in infos for entry in (info["name"], *_version(info)))
     if not isinstance(where, str | Path) or not (place := path_of(where)).exists():
@@ -229,7 +235,7 @@ def _listed(system: Any, path: str) -> list[str]:
 def _copy_existing(system: Any, path: str, names: Iterable[str], folder: Path, url: str) -> None:
     for name in names:
         target = _inside(folder, name, url)
-        if not target.exists() and system.exists(f"{path}/{name}"):
+        if not target.exists() and system.exists(f"{path}/{name}", **_in_time(system)):
             _copy(system, f"{path}/{name}", target)
 
 
@@ -256,7 +262,7 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
     from fsspec.callbacks import Callback
 
     url = system.unstrip_protocol(path)
-    before = system.info(path)
+    before = system.info(path, **_in_time(system))
     told = before.get("size")
     free = max(0, shutil.disk_usage(target.parent).free - ROOM_BYTES)
     if told is not None and told > free:
@@ -265,17 +271,26 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
         )
     most = min(free, UNTOLD_BYTES) if told is None else told
 
+    started = time.monotonic()
+
     def arrived(size: int | None, value: int, **_: object) -> None:
+        took = time.monotonic() - started
+        if "http" in system.protocol and value < SLOWEST * (took - STALLED_S):
+            raise LocationError(
+                f"{url}: {value} bytes came in {took:.0f} s, fewer than {SLOWEST} a second",
+                hint="download it with a program that goes on, and give its path",
+            )
         if value > most:
             limit = "its server announced" if told is not None else "are taken of an unknown size"
             raise LocationError(f"{url}: more bytes come than the {most} that {limit}", hint=ROOM)
 
-    system.get_file(path, str(target), callback=Callback(hooks={"limit": arrived}))
+    limit = _in_time(system, 2 * STALLED_S + most / SLOWEST)
+    system.get_file(path, str(target), callback=Callback(hooks={"limit": arrived}), **limit)
     came = target.stat().st_size
     if told is not None and came != told:
         raise EOFError(f"{came} of {told} bytes came")
     system.invalidate_cache(path)
-    if _version(system.info(path)) != _version(before):
+    if _version(system.info(path, **_in_time(system))) != _version(before):
         raise EOFError("it was changed while it was copied")
 
 
@@ -301,6 +316,13 @@ def _options(scheme: str) -> dict[str, Any]:
         "client_kwargs": client,
         "headers": {**users.get("headers", {}), "Accept-Encoding": "identity"},
     }
+
+
+def _in_time(system: Any, seconds: float | None = None) -> dict[str, Any]:
+    """What a call of HTTP is told: how long it may take in all; headers may drip, too."""
+    if "http" not in system.protocol:
+        return {}
+    return {"timeout": 2 * STALLED_S if seconds is None else seconds}
 
 
 @contextmanager
@@ -334,7 +356,7 @@ def _reading(url: str) -> Iterator[tuple[Any, str]]:
             raise LocationError(f"{url}: there is no such file", hint="check the URL") from error
         reason = str(cause).partition("\n")[0] or type(cause).__name__
         if isinstance(cause, TimeoutError):
-            reason = f"nothing came for {STALLED_S:.0f} s"
+            reason = f"nothing came for {STALLED_S:.0f} s, or too little in all"
         denied = status in (401, 403) or "redential" in str(cause)
         raise LocationError(
             f"{url}: cannot be read ({reason})", hint=CREDENTIALS if denied else None

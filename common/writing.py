@@ -294,30 +294,45 @@ def held(folder: Path | None) -> Iterator[None]:
     and goes with the process; where a file system has no locks nobody is refused. A folder that
     stays empty is removed.
     """
-    from filelock import lock_descriptor
-
     if folder is None:
         yield
         return
     check_folder(folder)
-    lock = folder / f".running{PARTIAL}"
-    with made_folder(folder):
-        with output_errors(folder):
-            handle = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
-        free = True
-        try:
-            with suppress(OSError):
-                free = lock_descriptor(handle, blocking=False)
-            if not free:
-                raise OutputError(
-                    f"{folder}: another moexport is writing its results there",
-                    hint="wait until it has ended, or choose another folder",
-                )
-            yield
-        finally:
-            if free:
-                lock.unlink(missing_ok=True)
-            os.close(handle)
+    with made_folder(folder), _holding(folder / f".running{PARTIAL}", folder):
+        yield
+
+
+@contextmanager
+def held_place(place: Path) -> Iterator[None]:
+    """Holds what is to be written in the end, as `held` does; the lock is on a file beside it."""
+    target = place.resolve()
+    with (
+        made_folder(target.parent),
+        _holding(target.with_name(f".{target.name}.running{PARTIAL}"), place),
+    ):
+        yield
+
+
+@contextmanager
+def _holding(lock: Path, place: Path) -> Iterator[None]:
+    from filelock import lock_descriptor
+
+    with output_errors(place):
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    free = True
+    try:
+        with suppress(OSError):
+            free = lock_descriptor(handle, blocking=False)
+        if not free:
+            raise OutputError(
+                f"{place}: another moexport is writing its results there",
+                hint="wait until it has ended, or choose another place",
+            )
+        yield
+    finally:
+        if free:
+            lock.unlink(missing_ok=True)
+        os.close(handle)
 
 
 _MADE: set[Path] = set()

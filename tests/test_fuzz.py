@@ -10,10 +10,12 @@ import io
 import json
 import struct
 import tarfile
+import tempfile
 import zipfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from moexport.calibration.table import CalibrationTable, is_table
 from moexport.commands.look import bundle_text, engine_text
 from moexport.common.files import sha256
 from moexport.common.timing import summarise
-from moexport.errors import UsageError
+from moexport.errors import MoexportError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.destination import check_destination
 from moexport.exporter.bundle.manifest import FileRecord, Manifest
@@ -37,9 +39,12 @@ from moexport.exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitu
 from moexport.exporter.bundle.verify import verify
 from moexport.exporter.checkpoints.load import load, read_config
 from moexport.exporter.edits import read_edits
+from moexport.exporter.requests import ServingBackend, TritonRequest
 from moexport.exporter.session import SessionOptions
 from moexport.exporter.tensorrt.plan_file import engine_facts
+from moexport.exporter.triton.repository import write_repository
 from moexport.tests.command import run
+from moexport.tests.exporter.tensorrt.engines import with_plan
 from moexport.tests.fuzzing import Subject, attempt, fuzz
 from moexport.tests.recorded import DATA
 from safetensors.numpy import save_file
@@ -100,16 +105,43 @@ def run_unchecked(manifest: Path) -> None:
     computed(Bundle.open(manifest.parent, check=False))
 
 
-def verified(manifest: Path) -> None:
-    """Verifies a bundle whose manifest was made to fit the damage, hashes and all."""
-    folder, record = manifest.parent, Manifest.read(manifest.parent)
+def fitting(folder: Path) -> Manifest:
+    """The manifest of a bundle as if its files were as they should be, hashes and all."""
+    record = Manifest.read(folder)
     files = {
         name: FileRecord(sha256(folder / name), (folder / name).stat().st_size)
         for name in record.files
+        if (folder / name).is_file()
     }
-    checks = list(verify(folder, replace(record, files=files)))
-    if all(check.passed for check in checks) and len(checks) <= len(files) + 2:
+    return replace(record, files=files)
+
+
+def verified(manifest: Path) -> None:
+    """Verifies a bundle whose manifest was made to fit the damage."""
+    record = fitting(manifest.parent)
+    checks = list(verify(manifest.parent, record))
+    if all(check.passed for check in checks) and len(checks) <= len(record.files) + 2:
         raise AssertionError("nothing was compared")
+
+
+def served_bundles(folder: Path) -> list[Path]:
+    """Bundles for Triton: of a k that requests choose, of one k, and of an engine of TensorRT."""
+    with_k = written(folder / "k", "--lowering", "gather", "--k", "input")
+    plain = written(folder / "plain", "--k", "2")
+    engine = written(folder / "engine", "--target", "tensorrt", "--no-engine", "--k", "2")
+    with_plan(engine, profiles=[{"input": [[1, 1, 24], [1, 5, 24], [32, 1024, 24]]}])
+    return [each / "manifest.json" for each in (with_k, plain, engine)]
+
+
+def served(manifest: Path) -> None:
+    """Writes models for Triton of a bundle whose manifest fits the damage."""
+    bundle = Bundle(manifest.parent, fitting(manifest.parent))
+    for backend in get_args(ServingBackend):
+        with tempfile.TemporaryDirectory() as place, suppress(MoexportError):
+            write_repository([bundle], Path(place) / "m", TritonRequest(backend=backend))
+
+
+SERVED = Subject(served_bundles, served, ("manifest.json", "model.onnx", "parity.npz"))
 
 
 BUNDLES = Subject(bundles, run_as_written)
@@ -379,6 +411,7 @@ TRANSFORMERS = Subject(transformers_folders, transformers_read, ("config.json",)
         pytest.param(GRAPHS, 150, id="graphs"),
         pytest.param(REFERENCES, 60, id="references"),
         pytest.param(PLANS, 200, id="plans"),
+        pytest.param(SERVED, 150, id="served"),
         pytest.param(TABLES, 300, id="tables"),
         pytest.param(RESULTS, 300, id="results"),
         pytest.param(REPORTS, 3, id="reports"),

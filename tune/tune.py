@@ -23,6 +23,7 @@ from ..common.timing import Latency, Protocol
 from ..common.writing import (
     check_folder,
     held,
+    held_place,
     make_folder,
     output_errors,
     remove_folder,
@@ -111,7 +112,7 @@ def search_and_export(
     check_destination(destination, force=force)
     check_folder(destination.absolute().parent)
     threads = _threads(model, data, request, work, progress)
-    with with_threads(threads.count), _kept_in(work) as folder:
+    with with_threads(threads.count), held_place(destination), _kept_in(work) as folder:
         clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
         job = prepare(model, data, request, folder, progress, clock)
         if not job.journal.found("threads"):

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta
 
+from ...common.documents import read_document
 from ...common.files import sha256
-from ...common.json_data import from_data, parse, read_json
+from ...common.json_data import from_data, read_json
 from ...common.locations import AnyPlace, holds, local_files
 from ...common.timing import Latency
 from ...errors import BundleError
@@ -348,10 +349,9 @@ def _content(directory: Path) -> Any:
             hint="a bundle is the folder that `moexport export -o` wrote",
         )
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise BundleError(f"{path}: not readable as JSON ({error})") from error
-    return parse(text, f"{path}: not readable as JSON", error=BundleError)
+        return read_document(path, "json", BundleError)
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)

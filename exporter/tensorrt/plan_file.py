@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common.json_data import read_json
+from ...common.documents import read_document
+from ...common.json_data import from_data
 from ...common.option import parse_size
 from ...errors import (
     BundleError,
@@ -286,12 +287,12 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
 def _listing(path: Path) -> list[Product]:
     """The products and convolutions that were written down beside the engine."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        content = read_document(path, "json", BundleError)
+    except OSError as error:
         raise BundleError(
-            f"{path}: not a readable list of layers ({error})", hint="build the engine again"
+            f"{path}: cannot be read ({error})", hint="build the engine again"
         ) from error
-    return read_json(_Listing, text, path, error=BundleError).layers
+    return from_data(_Listing, content, path, error=BundleError).layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,6 +302,36 @@ def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused_unread(
         assert str(path) in caught.value.message
 
 
+def test_archives_that_were_joined_are_refused(tmp_path: Path) -> None:
+    """Python reads the last of them, and nothing of the others."""
+    path = npz_of(tmp_path, input=X)
+    whole = path.read_bytes()
+    for data, said in (
+        (whole + whole, "begins behind the beginning"),
+        (b"text" + whole, "begins behind the beginning"),
+        (whole + b"text", "ends before the file does"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(FeedError, match=said) as caught:
+            samples(path, "input", 9)
+        assert str(path) in caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz"])
+def test_what_follows_an_array_is_an_error_and_not_left_out(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x.{kind}"
+    content = io.BytesIO()
+    np.save(content, X)
+    np.save(content, X)
+    if kind == "npy":
+        path.write_bytes(content.getvalue())
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("input.npy", content.getvalue())
+    with pytest.raises(FeedError, match="3968 bytes follow the array"):
+        samples(path, "input", 9)
+
+
 def test_an_array_of_more_rows_than_its_file_has_bytes_is_refused(tmp_path: Path) -> None:
     """Of rows without numbers a file could hold any number, and each would be looked at."""
     np.save(tmp_path / "x.npy", np.empty((2**31 - 1, 0), np.float32))

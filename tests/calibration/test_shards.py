@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -198,6 +200,80 @@ def test_a_sample_that_is_no_input_is_refused_by_its_file(
     with pytest.raises(FeedError, match=said) as caught:
         list(batches(feed, "input"))
     assert str(feed) in caught.value.message
+
+
+INDEXES = {
+    "sizes.json": {"x-000.tar": 40, "x-001.tar": 30},
+    "index.json": {
+        "wids_version": 1,
+        "shardlist": [
+            {"url": "https://example.org/x-000.tar", "nsamples": 40},
+            {"url": "x-001.tar", "nsamples": 30},
+        ],
+    },
+    "_info.json": {
+        "splits": {
+            "train": {"filenames": ["x-000.tar", "x-001.tar"], "shard_lengths": [40, 30]},
+            "test": {"filenames": ["t-0.tar"], "shard_lengths": [9]},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", list(INDEXES))
+def test_shards_are_held_against_an_index_beside_them(name: str, tmp_path: Path) -> None:
+    feed = in_shards(tmp_path)
+    (tmp_path / name).write_text(json.dumps(INDEXES[name]))
+    assert sum(map(len, batches(feed, "input"))) == 70
+    write_tar(tmp_path / "x-001.tar", arrays(slice(40, 60)))
+    for each in (feed, str(tmp_path), f"{tmp_path}/x-001.tar"):
+        with pytest.raises(FeedError, match=r"x-001\.tar: 20 samples were read, .* tells of 30"):
+            list(batches(each, "input"))
+    (tmp_path / "x-001.tar").unlink()
+    with pytest.raises(FeedError, match=r"1 of 2 shards are missing: x-001\.tar"):
+        list(batches(str(tmp_path), "input"))
+    assert sum(map(len, batches(f"{tmp_path}/x-000.tar", "input"))) == 40
+
+
+def test_an_index_by_url_is_held_against_too(tmp_path: Path) -> None:
+    in_shards(tmp_path)
+    (tmp_path / "sizes.json").write_text('{"x-000.tar": 41}')
+    system = fsspec.filesystem("memory")
+    system.put(f"{tmp_path}/", "/indexed", recursive=True)
+    with pytest.raises(FeedError, match=r"memory://indexed/x-000\.tar: 40 samples .* of 41"):
+        list(batches("memory://indexed/x-{000..001}.tar", "input"))
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"x-000.tar": "many"}', '{"shardlist": 3}'])
+def test_a_file_that_is_called_as_an_index_and_is_none_is_passed_over(
+    text: str, tmp_path: Path
+) -> None:
+    feed = in_shards(tmp_path)
+    for name in INDEXES:
+        (tmp_path / name).write_text(text)
+    assert sum(map(len, batches(feed, "input"))) == 70
+
+
+def test_shards_whose_names_tell_how_many_there_are_are_all_there(tmp_path: Path) -> None:
+    column = pa.FixedShapeTensorArray.from_numpy_ndarray(X)
+    for i in range(3):
+        path = tmp_path / f"train-0000{i}-of-00003.parquet"
+        parquet.write_table(pa.table({"input": column}), path)
+    assert sum(map(len, batches(str(tmp_path), "input"))) == 210
+    (tmp_path / "train-00001-of-00003.parquet").unlink()
+    with pytest.raises(FeedError, match=r"1 of 3 shards .*: train-00001-of-00003\.parquet"):
+        list(batches(str(tmp_path), "input"))
+
+
+def test_a_footer_that_tells_of_other_rows_than_its_groups_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"input": X[:, 0, 0]}), path)
+    data = path.read_bytes()
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    rows = b"\x16" + bytes([140, 1])  # a field of 64 bits, and 70 in zigzag
+    at = data.index(rows, start)  # the file's own count comes before those of its groups
+    path.write_bytes(data[:at] + b"\x16" + bytes([142, 1]) + data[at + 3 :])
+    refused(path, "its footer tells of 71 rows and its row groups of 70")
 
 
 # --- archives that are damaged, or ill meant -----------------------------------------------------

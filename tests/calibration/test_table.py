@@ -36,7 +36,7 @@ def test_a_missing_tensor_is_named() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "not readable as JSON"),
+        ("{", "not valid JSON"),
         ("[]", "schema None"),
         ('{"schema": 9}', "schema 9"),
         ('{"schema": 1}', "not a whole calibration table"),

@@ -337,7 +337,7 @@ def test_the_lowering_that_is_not_exact_misses_tight_bounds(tmp_path: Path) -> N
         (("report", "-o", "page.html"), "r.json", "{", "not JSON", "give a results.json"),
         (("inspect",), "vit.xyz", "", "weights are read from .pt", "training code saved"),
         (("verify",), "manifest.json", '{"schema": 1}', "not a complete manifest", "copy it again"),
-        (("verify",), "manifest.json", "{", "not readable as JSON", "export the bundle again"),
+        (("verify",), "manifest.json", "{", "not valid JSON", "export the bundle again"),
     ],
 )
 def test_an_error_without_words_of_its_own_says_what_to_do_by_its_kind(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
-from moexport.common.json_data import from_data, parse, read_json
+from moexport.common.json_data import from_data, read_json
 from moexport.errors import BundleError, ResultsError
 
 
@@ -63,8 +63,8 @@ def test_a_path_that_leads_to_the_data_comes_first() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "1" * 5000, '"\\ud800"', "\x00"])
 def test_what_is_no_json_is_refused_with_the_reader_s_own_error(text: str) -> None:
-    with pytest.raises(BundleError, match=r"^f: not JSON"):
-        parse(text, "f", error=BundleError)
+    with pytest.raises(BundleError, match=r"^f: not valid JSON"):
+        read_json(Whole, text, "f", error=BundleError)
 
 
 def test_a_file_of_another_shape_is_refused() -> None:

@@ -37,11 +37,14 @@ counts: dict[str, int] = {}
 """How often, or how much, was read of files that change."""
 
 
+ILL_MEANT = ("once", "gzip", "endless", "stalled", "drips", "slow_headers", "changing")
+
+
 class Quiet(SimpleHTTPRequestHandler):
     """Serves a folder; /denied is forbidden, /short breaks off, and others are ill meant."""
 
     def do_HEAD(self) -> None:
-        if self.path in ("/denied.pt", "/short.pt", "/once.pt", "/stalled.pt"):
+        if self.path[1:-3] in ("denied", "short", "once", "stalled", "drips", "slow_headers"):
             self.do_GET()
         else:
             super().do_HEAD()
@@ -50,8 +53,8 @@ class Quiet(SimpleHTTPRequestHandler):
         bodies = self.command == "GET"
         if self.path == "/denied.pt":
             self.send_error(403)
-        elif self.path in ("/once.pt", "/gzip.pt", "/endless.pt", "/stalled.pt", "/changing.pt"):
-            getattr(self, f"_{self.path[1:-3]}")()
+        elif (name := self.path[1:-3]) in ILL_MEANT:
+            getattr(self, f"_{name}")()
         elif not bodies and self.path == "/short.pt":
             self._head(1000)
         elif self.path == "/short.pt":
@@ -93,6 +96,23 @@ class Quiet(SimpleHTTPRequestHandler):
             self.wfile.write(b"x")
             self.wfile.flush()
             time.sleep(3)
+
+    def _drips(self) -> None:
+        """Never sends nothing for long, and never ends."""
+        self._head(1 << 20)
+        if self.command == "GET":
+            self._drip(b"x")
+
+    def _slow_headers(self) -> None:
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+        self._drip(b"x")
+
+    def _drip(self, byte: bytes) -> None:
+        with suppress(OSError):
+            for _ in range(200):
+                self.wfile.write(byte)
+                self.wfile.flush()
+                time.sleep(0.1)
 
     def _changing(self) -> None:
         counts["changing"] = counts.get("changing", 0) + 1
@@ -341,6 +361,23 @@ def test_a_server_that_sends_nothing_is_not_waited_for(
     with pytest.raises(LocationError, match=r"stalled\.pt: cannot be read \(nothing came for"):
         local(f"{served[0]}/stalled.pt")
     assert time.monotonic() - started < 2.5
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("drips", r"\d+ bytes came in \d s, fewer than 65536 a second"),
+        ("slow_headers", r"cannot be read \(nothing came for 0 s, or too little in all"),
+    ],
+)
+def test_a_server_that_drips_is_not_waited_for(
+    name: str, said: str, served: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locations, "STALLED_S", 0.5)
+    started = time.monotonic()
+    with pytest.raises(LocationError, match=rf"{name}\.pt: {said}"):
+        local(f"{served[0]}/{name}.pt")
+    assert time.monotonic() - started < 4
 
 
 def test_an_endless_body_is_cut_at_its_budget(

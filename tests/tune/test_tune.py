@@ -18,7 +18,7 @@ from moexport.common import timing
 from moexport.common.console import Progress, Silent
 from moexport.common.files import sha256
 from moexport.common.pytorch import with_threads
-from moexport.common.writing import held
+from moexport.common.writing import held, held_place
 from moexport.errors import MoexportError, ParityError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.recipe import LayerRecipe, read_recipe
@@ -370,6 +370,16 @@ def test_a_second_search_in_the_same_folder_is_refused_at_once(
     with held(report):
         error = refused(model, few(digits, 60), tmp_path, report=report, keep="97%")
     assert str(error).startswith(f"{report}: another moexport is writing")
+
+
+def test_a_second_search_for_the_same_bundle_is_refused_at_once(
+    model: Model, digits: Digits, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with held_place(out):
+        error = refused(model, few(digits, 60), tmp_path, keep="97%")
+    assert str(error).startswith(f"{out}: another moexport is writing")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_too_few_inputs_say_how_many_it_takes(model: Model, digits: Digits, tmp_path: Path) -> None:

@@ -345,7 +345,7 @@ def test_weights_behind_a_link_are_refused_and_verify_says_how_to_copy_them(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "not readable as JSON"),
+        ("{", "not valid JSON"),
         ("[]", "schema None, but this version reads schema 1"),
         ('{"schema": 2}', "schema 2, but this version reads schema 1"),
         ('{"schema": "1"}', "schema '1', but this version reads schema 1"),

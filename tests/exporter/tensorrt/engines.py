@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from moexport.common.console import Silent
+from moexport.common.files import sha256
+from moexport.exporter.bundle.manifest import FileRecord, Manifest
 from moexport.exporter.tensorrt.backends import TENSORRT_RTX
 from moexport.exporter.tensorrt.build import EnginePlan, build_engine
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import Profile
+from moexport.exporter.tensorrt.records import EngineRecord, Made, add_to_bundle
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import read_case
 
@@ -82,3 +85,32 @@ def refused(bundle: Path, *options: str | Path) -> Outcome:
 def leftovers(folder: Path) -> list[str]:
     """Names of files and folders that only an unfinished build would leave."""
     return [path.name for path in folder.rglob("*") if path.name.startswith(".")]
+
+
+def with_plan(bundle: Path, **more: Any) -> Path:
+    """Lists an engine of TensorRT's in a bundle, as `build` does; its file holds no engine."""
+    graph = Manifest.read(bundle).graphs[0]
+    staged = bundle.parent / "staged"
+    staged.mkdir()
+    names = ("engine-tensorrt.plan", "engine-tensorrt.layers.json")
+    for name in names:
+        (staged / name).write_bytes(name.encode())
+    facts: dict[str, Any] = {
+        "file": names[0],
+        "graph": graph.file,
+        "flavour": "tensorrt",
+        "version": "10.16.1",
+        "compute_capabilities": ["8.9"],
+        "device": None,
+        "precision": {},
+        "options": {},
+        "settings": {"outputs": ["output", *graph.selected.values()]},
+        "layers": names[1],
+        "key": "",
+        "seconds": 1.0,
+        "peak_memory_bytes": 1,
+    }
+    record = EngineRecord(**facts | more)
+    files = {n: FileRecord(sha256(staged / n), (staged / n).stat().st_size) for n in names}
+    add_to_bundle(bundle, [Made(record, files, None)], staged)
+    return bundle

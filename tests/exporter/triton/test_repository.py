@@ -11,13 +11,10 @@ import numpy as np
 import onnx
 import pytest
 from google.protobuf import text_format
-from moexport.common.files import sha256
 from moexport.common.onnx_runtime import ort
 from moexport.errors import EngineError, OutputError, UsageError
-from moexport.exporter.bundle.manifest import FileRecord, Manifest
-from moexport.exporter.tensorrt.records import EngineRecord, Made, add_to_bundle
 from moexport.tests.command import run
-from moexport.tests.exporter.tensorrt.engines import export
+from moexport.tests.exporter.tensorrt.engines import export, with_plan
 from moexport.tests.recorded import read_case
 
 Bundles = dict[str, moexport.Bundle]
@@ -176,35 +173,6 @@ def test_a_graph_in_tensorrts_integers_is_not_given_to_onnx_runtime(tmp_path: Pa
     assert refused.code == 2
     assert "is quantized for TensorRT" in refused.error
     assert "--backend python" in refused.hint
-
-
-def with_plan(bundle: Path, **more: Any) -> Path:
-    """Lists an engine of TensorRT's in a bundle, as `build` does; its file holds no engine."""
-    graph = Manifest.read(bundle).graphs[0]
-    staged = bundle.parent / "staged"
-    staged.mkdir()
-    names = ("engine-tensorrt.plan", "engine-tensorrt.layers.json")
-    for name in names:
-        (staged / name).write_bytes(name.encode())
-    facts: dict[str, Any] = {
-        "file": names[0],
-        "graph": graph.file,
-        "flavour": "tensorrt",
-        "version": "10.16.1",
-        "compute_capabilities": ["8.9"],
-        "device": None,
-        "precision": {},
-        "options": {},
-        "settings": {"outputs": ["output", *graph.selected.values()]},
-        "layers": names[1],
-        "key": "",
-        "seconds": 1.0,
-        "peak_memory_bytes": 1,
-    }
-    record = EngineRecord(**facts | more)
-    files = {n: FileRecord(sha256(staged / n), (staged / n).stat().st_size) for n in names}
-    add_to_bundle(bundle, [Made(record, files, None)], staged)
-    return bundle
 
 
 SIZES = [[1, 3, 32, 32], [8, 3, 32, 32], [16, 3, 32, 32]]
