@@ -122,7 +122,7 @@ def _indexes(folder: str) -> Iterator[dict[str, int]]:
         if not holds(folder, name):
             continue
         content = read_document(local(f"{folder}/{name}"), "json", FeedError)
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
+        with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             if name == "sizes.json":
                 yield {shard: int(samples) for shard, samples in content.items()}
             elif name == "index.json":

@@ -50,7 +50,17 @@ KINDS = {"checkpoints": "moexport.tests.exporter.checkpoints.test_fuzz:SUBJECT"}
     kind: f"moexport.tests.test_fuzz:{kind.upper()}"
     for kind in (
         *("bundles", "manifests", "graphs", "references", "tables", "results", "rewrites"),
-        *("reports", "configs", "feeds", "plans", "shards", "recipes", "transformers", "served"),
+        *(
+            "reports",
+            "configs",
+            "feeds",
+            "plans",
+            "shards",
+            "recipes",
+            "transformers",
+            "served",
+            "images",
+        ),
     )
 }
 """Kinds of file, and the module and name of the `Subject` that says how they are made and read."""

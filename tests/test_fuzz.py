@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from moexport import calls
 from moexport.bench import results
+from moexport.bench.data import read_image
 from moexport.bench.report.compare import compare
 from moexport.bench.report.page import html
 from moexport.bench.report.text import rows_table, to_csv, to_markdown
@@ -39,6 +40,7 @@ from moexport.exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitu
 from moexport.exporter.bundle.verify import verify
 from moexport.exporter.checkpoints.load import load, read_config
 from moexport.exporter.edits import read_edits
+from moexport.exporter.model import TensorSpec
 from moexport.exporter.requests import ServingBackend, TritonRequest
 from moexport.exporter.session import SessionOptions
 from moexport.exporter.tensorrt.plan_file import engine_facts
@@ -47,6 +49,7 @@ from moexport.tests.command import run
 from moexport.tests.exporter.tensorrt.engines import with_plan
 from moexport.tests.fuzzing import Subject, attempt, fuzz
 from moexport.tests.recorded import DATA
+from PIL import Image
 from safetensors.numpy import save_file
 
 pytestmark = pytest.mark.slow
@@ -328,6 +331,7 @@ def shards(folder: Path) -> list[Path]:
                     info = tarfile.TarInfo(f"{'é' * 60 * (i == 1)}{i}.{ending}")
                     info.size, info.mtime = len(data), 0.5
                     archive.addfile(info, io.BytesIO(data))
+    (folder / "gnu" / "sizes.json").write_text('{"x.tar": 3}')
     column = pa.FixedShapeTensorArray.from_numpy_ndarray(X)
     table = pa.table({"input": column, "label": np.arange(3)})
     parquet.write_table(table, folder / "tensor" / "x.parquet", write_page_checksum=True)
@@ -345,6 +349,25 @@ def shard_read(path: Path) -> None:
 
 
 SHARDS = Subject(shards, shard_read)
+
+
+IMAGE = TensorSpec("input", "float32", ("batch", 3, 16, 16))
+
+
+def images(folder: Path) -> list[Path]:
+    """An image in each format that is read."""
+    pixels = np.random.default_rng(0).integers(0, 255, (24, 20, 3), np.uint8)
+    for kind in ("png", "jpg", "webp", "bmp", "tiff", "ppm"):
+        (folder / kind).mkdir(parents=True)
+        Image.fromarray(pixels).save(folder / kind / f"x.{kind}")
+    return [each / f"x.{each.name}" for each in sorted(folder.iterdir())]
+
+
+def image_read(path: Path) -> None:
+    assert read_image(path, IMAGE, "unit").shape == (3, 16, 16)
+
+
+IMAGES = Subject(images, image_read)
 
 
 def recipes(folder: Path) -> list[Path]:
@@ -419,6 +442,7 @@ TRANSFORMERS = Subject(transformers_folders, transformers_read, ("config.json",)
         pytest.param(CONFIGS, 300, id="configs"),
         pytest.param(FEEDS, 400, id="feeds"),
         pytest.param(SHARDS, 400, id="shards"),
+        pytest.param(IMAGES, 400, id="images"),
         pytest.param(RECIPES, 300, id="recipes"),
         pytest.param(TRANSFORMERS, 40, id="transformers"),
     ],

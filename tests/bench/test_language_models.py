@@ -12,6 +12,7 @@ import pytest
 import torch
 from moexport.bench.demo.experts import trained_tokenizer
 from moexport.bench.language import (
+    TEXT_BYTES,
     phase_inputs,
     prompt_of,
     python_topics,
@@ -231,6 +232,19 @@ def test_what_cannot_be_a_language_models_data_is_refused(model: Model, tmp_path
     (tmp_path / "no.npy").write_bytes(b"no array")
     with pytest.raises(FeedError, match="not a readable"):
         token_windows(tmp_path / "no.npy", model, PROMPT)
+    deep = b"-" * 7000 + b"1\n"
+    head = b"\x93NUMPY\x01\x00" + len(deep).to_bytes(2, "little")
+    (tmp_path / "deep.npy").write_bytes(head + deep)
+    with pytest.raises(FeedError, match="its header nests too deep"):
+        token_windows(tmp_path / "deep.npy", model, PROMPT)
+    for number, array in enumerate((np.int64(3), np.array("text"), np.array([None]))):
+        np.save(tmp_path / f"{number}.npy", array)
+        with pytest.raises(FeedError):
+            token_windows(tmp_path / f"{number}.npy", model, PROMPT)
+    with (tmp_path / "long.txt").open("wb") as file:
+        file.truncate(TEXT_BYTES + 1)
+    with pytest.raises(FeedError, match=r"long\.txt: has more than 67108864 bytes"):
+        token_windows(tmp_path / "long.txt", model, PROMPT)
     with pytest.raises(FeedError, match="no such file"):
         token_windows(tmp_path / "none.txt", model, PROMPT)
     with pytest.raises(FeedError, match="values from 0 to 299"):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import os
+import resource
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.data import open_labelled
+from moexport.bench.data import open_labelled, read_image
 from moexport.bench.runners.base import first_of
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import TensorSpec
@@ -72,6 +77,41 @@ def test_what_is_no_image_is_named(tmp_path: Path) -> None:
     empty.mkdir()
     with pytest.raises(FeedError, match="no images in a folder per class"):
         open_labelled(str(empty), SPEC, "unit")
+
+
+@pytest.mark.parametrize("size", [(50_000, 50_000), (1, 60_000)], ids=["large", "thin"])
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_unpacked(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
+    """A thin one would be enlarged until its shorter side is the model's."""
+    path = tmp_path / "a.png"
+    data = io.BytesIO()
+    Image.new("1", size if min(size) == 1 else (8, 8)).save(data, "png")
+    head = struct.pack(">II", *size) + data.getvalue()[24:29]
+    crc = struct.pack(">I", zlib.crc32(b"IHDR" + head))
+    path.write_bytes(data.getvalue()[:16] + head + crc + data.getvalue()[33:])
+    wide = TensorSpec("input", "float32", ("batch", 3, 224, 224))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(FeedError, match=r"a\.png: .*(67108864 pixels are allowed|exceeds limit)"):
+        read_image(path, wide, "unit")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # kB
+
+
+def test_an_image_of_another_format_is_not_given_to_its_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow has Ghostscript draw what begins as PostScript, whatever it is called."""
+    proof = tmp_path / "proof"
+    program = tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch '{proof}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    path = tmp_path / "a.png"
+    path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n")
+    with pytest.raises(FeedError, match=r"a\.png: is not an image"):
+        read_image(path, SPEC, "unit")
+    assert not proof.exists()
 
 
 def test_code_yields_inputs_and_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -334,7 +334,7 @@ def test_the_lowering_that_is_not_exact_misses_tight_bounds(tmp_path: Path) -> N
     ("arguments", "name", "content", "message", "hint"),
     [
         (("report", "-o", "page.html"), "r.json", "{}", "field schema is missing", "bench"),
-        (("report", "-o", "page.html"), "r.json", "{", "not JSON", "give a results.json"),
+        (("report", "-o", "page.html"), "r.json", "{", "not valid JSON", "give a results.json"),
         (("inspect",), "vit.xyz", "", "weights are read from .pt", "training code saved"),
         (("verify",), "manifest.json", '{"schema": 1}', "not a complete manifest", "copy it again"),
         (("verify",), "manifest.json", "{", "not valid JSON", "export the bundle again"),
