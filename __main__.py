@@ -63,13 +63,24 @@ def main() -> None:
 
         remove_scratch()
         left = ", ".join(map(str, left_behind()))
+        again = "the same command goes on where it stopped" if _goes_on() else None
         if left:
-            console.error(
-                f"interrupted; left behind: {left}", "a run that begins a day later removes it"
-            )
+            again = f"{again}; " if again else ""
+            hint = f"{again}a run that begins a day later removes what was left behind"
+            console.error(f"interrupted; left behind: {left}", hint)
         else:
-            console.error("interrupted; nothing half-written was left behind")
+            console.error("interrupted; nothing half-written was left behind", again)
         sys.exit(INTERRUPTED)
+    except SystemExit:
+        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # the parser's, for a closed pipe
+            sys.exit(0)
+        raise
+
+
+def _goes_on() -> bool:
+    """Whether a command was ended that keeps what it has found in a journal."""
+    running = sys.modules.get(f"{__package__}.bench.journal")
+    return running is not None and running.Journal.kept
 
 
 def _run(console: Console) -> None:
@@ -94,9 +105,9 @@ def _run(console: Console) -> None:
         console.error(in_words(error.message), error.hint)
         sys.exit(error.EXIT_CODE)
     except BrokenPipeError:
-        # The reader of stdout (head, less) is gone: nothing more to say, and no traceback.
+        # The reader of stdout (head, less) has what it wanted: nothing more to say.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        sys.exit(0)
     except Exception as error:
         if console.verbose:
             raise

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..common.writing import output_errors, write_text
 
@@ -27,6 +27,9 @@ class Journal:
     started anew. `resumed` tells how many pieces were found, `discarded` which parts of `what`
     differed from those of a file that could not be used.
     """
+
+    kept: ClassVar[bool] = False
+    """Whether this process has begun one that an interrupt leaves."""
 
     def __init__(self, path: Path | None, what: Mapping[str, Any]) -> None:
         self._path = path
@@ -45,6 +48,7 @@ class Journal:
         # Written anew: a kill may have left half a line at the end.
         text = "".join(_line(entry) for entry in ({"what": digests}, *self._entries))
         write_text(text, path)
+        Journal.kept = True
 
     @property
     def resumed(self) -> int:
@@ -76,6 +80,7 @@ class Journal:
         """Ends the journal: the results hold everything."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+        Journal.kept = False
 
 
 def unfinished(folder: Path | None, kind: str, **keys: Any) -> dict[str, Any] | None:

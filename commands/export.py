@@ -35,7 +35,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..calibration.table import CalibrationTable
-    from ..exporter.bundle.manifest import Manifest
+    from ..exporter.bundle.manifest import LayerRecord, Manifest
     from ..exporter.model import Model
     from ..exporter.plan import Plan
     from ..exporter.quantization.accuracy_search import LayerSensitivity
@@ -88,9 +88,15 @@ def _say_exported(output: Path, manifest: Manifest, console: Console, shown: Seq
 
     for text in _edited(Edits.from_records(manifest.edits, "manifest.json").texts()):
         console.note(text)
+    alike: dict[str, list[LayerRecord]] = {}
     for layer in manifest.layers:
         k = "a graph input" if layer.k is None else f"{layer.k} of {layer.experts}"
-        console.note(f"{layer.name}: k = {k}, {layer.lowering} ({layer.reason})")
+        alike.setdefault(f"k = {k}, {layer.lowering}", []).append(layer)
+    for chosen, layers in alike.items():
+        first, *more = (layer.name for layer in layers)
+        console.note(f"{first}{f' and {len(more)} like it' if more else ''}: {chosen}")
+    for layer in manifest.layers if console.verbose else ():
+        console.note(f"{layer.name}: {layer.lowering}: {layer.reason}")
     for layer in manifest.layers:
         if layer.precision != manifest.precision:
             console.note(f"{layer.name}: in {layer.precision}: {layer.precision_reason}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from .text import printable
 
@@ -23,19 +23,25 @@ NARROW = 60
 """Columns of a terminal below which the bar is short and alone with the time that is left."""
 
 
+SEARCHING_S = 10.0
+"""How often a search that takes many short steps says so where there is no terminal."""
+
+
 class Console:
     """Says what is going on, as much as the user asked for (a `Progress`).
 
-    Steps are a bar on a terminal and a plain line each elsewhere. It is a context manager: leaving
-    it ends the bar.
+    Steps are one line with a bar on a terminal, and a plain line each elsewhere: of those that
+    differ only after a colon (`searching: 3 graphs`) one now and then. It is a context manager:
+    leaving it ends the bar.
     """
+
+    _live: ClassVar[rich.progress.Progress | None] = None  # a terminal has one, whoever has made it
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self.verbose = verbose
         self.quiet = quiet
-        self._bar: rich.progress.Progress | None = None
-        self._task: rich.progress.TaskID | None = None
         self._rate: _Rate | None = None
+        self._last, self._said = "", -SEARCHING_S
 
     def __enter__(self) -> Console:
         return self
@@ -49,40 +55,43 @@ class Console:
             return
         text = printable(text, several=True)
         if not sys.stderr.isatty():
-            self._end_step()
-            print(f"{_NAME}{text}", file=sys.stderr, flush=True)
-            self._rate = None if unit is None else _Rate(text, total, unit)
+            self._plain_step(text, total, unit)
             return
-        if self._bar is None:
-            self._bar = _new_bar()
-            self._bar.start()
-        if "\n" in text or (total is None and len(text) > self._bar.console.width - len(_NAME)):
+        bar = Console._live
+        if bar is None:
+            bar = Console._live = _new_bar()
+            bar.start()
+        # Work that ended is of no interest, and of unknown work a bar that moves says enough.
+        for task in bar.task_ids:
+            bar.remove_task(task)
+        if "\n" in text or (total is None and len(text) > bar.console.width - len(_NAME)):
             # A plan, or a sentence: a line of the bar would cut it.
-            self._end_step()
-            self._task = None
-            self._bar.console.print(f"{_NAME}{text}", markup=False, emoji=False, highlight=False)
+            bar.console.print(f"{_NAME}{text}", markup=False, emoji=False, highlight=False)
             return
-        if self._task is not None:
-            if total is None and self._bar.tasks[self._task].total is None:
-                # Many short steps of unknown work (a sweep) take turns in one line.
-                self._bar.update(self._task, description=text)
-                return
-            self._end_step()
-        self._task = self._bar.add_task(text, total=total, unit=unit)
+        bar.add_task(text, total=total, unit=unit)
+
+    def _plain_step(self, text: str, total: int | None, unit: str | None) -> None:
+        self._end_rate()
+        what, colon, _ = text.partition(": ")
+        again = bool(colon) and total is None and what == self._last
+        if not again or time.monotonic() - self._said > SEARCHING_S:
+            print(f"{_NAME}{text}", file=sys.stderr, flush=True)
+            self._last, self._said = what, time.monotonic()
+        self._rate = None if unit is None else _Rate(text, total, unit)
 
     def advance(self, amount: int) -> None:
         """Moves the bar of the step."""
         if self._rate is not None:
             self._rate.advance(amount)
-        if self._bar is not None and self._task is not None:
-            self._bar.advance(self._task, amount)
+        if Console._live is not None and Console._live.task_ids and not self.quiet:
+            Console._live.advance(Console._live.task_ids[-1], amount)
 
     def finish(self) -> None:
-        """Ends the bar, so that what follows is printed below it."""
-        self._end_step()
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar = self._task = None
+        """Ends the bar, of which nothing stays: what follows is printed in its place."""
+        self._end_rate()
+        if Console._live is not None:
+            Console._live.stop()
+            Console._live = None
 
     def note(self, text: str) -> None:
         """Says something the user should know, unless told to be quiet."""
@@ -97,15 +106,10 @@ class Console:
         if hint:
             print(f"hint: {printable(hint)}", file=sys.stderr, flush=True)
 
-    def _end_step(self) -> None:
-        """Fills the bar of a step whose work was not known: it is done."""
+    def _end_rate(self) -> None:
         if self._rate is not None:
             self._rate.end()
             self._rate = None
-        if self._bar is not None and self._task is not None:
-            task = self._bar.tasks[self._task]
-            total = task.total if task.total is not None else 1
-            self._bar.update(self._task, total=total, completed=total)
 
 
 class _Rate:
@@ -169,6 +173,7 @@ def _new_bar() -> rich.progress.Progress:
         *(() if narrow else (RateColumn(),)),
         console=screen,
         expand=True,
+        transient=True,
     )
 
 

@@ -34,7 +34,7 @@ from .summary import (
 
 
 def rows_table(results: Results) -> str:
-    """Returns a table per section, the untouched model first, then by k; analyses."""
+    """Returns a table per section, the untouched model first, and its answer; analyses."""
     blocks = []
     device = _device_heading(results)
     for section in sections(results):
@@ -47,7 +47,8 @@ def rows_table(results: Results) -> str:
             *("vs PyTorch", "× limit", section.quality or "accuracy", "kept", "same experts"),
         )
         cells = [_cells(row, section.speedup(row), len(device)) for row in rows]
-        blocks.append(f"{section.model}, {section.sizes}\n{table(header, cells)}")
+        told = "\n".join(filter(None, (summary(section), caveat(section))))
+        blocks.append(f"{section.model}, {section.sizes}\n{table(header, cells)}\n{told}")
     found = studies_text(studies_in(results.analyses))
     fair = subgroups_text(compared_in(results.analyses))
     return "\n\n".join(each for each in (*blocks, _failures(results), found, fair) if each)

@@ -343,6 +343,11 @@ def is_bundle(where: AnyPlace) -> bool:
 
 def _content(directory: Path) -> Any:
     path = directory / MANIFEST_FILE
+    if not directory.is_dir():
+        raise BundleError(
+            f"{directory}: there is no such folder",
+            hint="give a folder that `moexport export` wrote",
+        )
     if not path.is_file():
         raise BundleError(
             f"{directory}: not a bundle (there is no {MANIFEST_FILE})",

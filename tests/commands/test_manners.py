@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -19,8 +20,9 @@ import pytest
 from moexport import errors
 from moexport.commands.export import export
 from moexport.commands.options import flattened
-from moexport.tests.command import PROGRAM, run, run_program
+from moexport.tests.command import PROGRAM, run, run_program, start
 from moexport.tests.recorded import DATA
+from moexport.tests.terminal import Screen
 
 COMMANDS = [
     "inspect",
@@ -290,6 +292,76 @@ def test_a_full_disk_behind_stdout_is_an_error_in_words() -> None:
     assert "cannot be written: No space left on device" in done.stderr
     assert "defect" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("doctor",), ("export", "--help"), ("inspect", LAYER, *SET)])
+def test_a_reader_that_has_enough_ends_the_program_quietly(arguments: tuple[object, ...]) -> None:
+    command = shlex.join(map(str, (*PROGRAM, *arguments)))
+    shell = f"{command} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert done.stdout == "0\n"
+    assert [line for line in done.stderr.splitlines() if not line.startswith("moexport: ")] == []
+
+
+def test_a_bundle_that_is_not_there_is_said_to_be_no_folder(tmp_path: Path) -> None:
+    for command in ("verify", "build"):
+        outcome = run(command, tmp_path / "nothere")
+        assert outcome.code == 1
+        assert outcome.error == f"{tmp_path / 'nothere'}: there is no such folder"
+
+
+def test_an_input_that_does_not_exist_is_said_before_what_is_not_measured(tmp_path: Path) -> None:
+    for data in ("nothere.npz", "nothere"):
+        outcome = run("bench", LAYER, *SET, "-o", tmp_path / "out", "--data", tmp_path / data)
+        assert outcome.code == 1
+        assert f"{tmp_path / data}: no such" in outcome.error
+        assert "not measured" not in outcome.err
+
+
+def test_an_interrupted_benchmark_says_that_the_same_command_goes_on(tmp_path: Path) -> None:
+    asked = ("bench", LAYER, *SET, "-o", "out", "--engine", "onnxruntime", "--rounds", "500")
+    process = start(*asked, cwd=tmp_path)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if ": timing: " in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "hint: the same command goes on where it stopped" in err.splitlines()
+
+
+def test_why_a_lowering_was_chosen_is_for_who_asks(tmp_path: Path) -> None:
+    short = run("export", LAYER, *SET, "-o", tmp_path / "a", "--k", "2", "--no-verify")
+    long = run("export", LAYER, *SET, "-o", tmp_path / "b", "--k", "2", "--no-verify", "-v")
+    assert re.search(r"^note: layer: k = 2 of \d+, \w+$", short.err, re.MULTILINE)
+    assert "predicted" not in short.err
+    assert re.search(r"^note: layer: \w+: predicted .* \(others: ", long.err, re.MULTILINE)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a terminal as Linux and macOS have it")
+def test_an_error_on_a_terminal_is_all_that_stays(tmp_path: Path) -> None:
+    import pty
+
+    master, slave = pty.openpty()
+    data = tmp_path / "x.npz"
+    np.savez(data, input=np.zeros((2, 3), np.float32))
+    command = [*PROGRAM, "export", LAYER, *SET, "-o", tmp_path / "out", "--data", data]
+    seen = b""
+    with subprocess.Popen(
+        [*map(str, command)],
+        stderr=slave,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
+    ) as process:
+        os.close(slave)
+        with contextlib.suppress(OSError):  # what Linux makes of a terminal that nobody writes to
+            while part := os.read(master, 4096):
+                seen += part
+    os.close(master)
+    lines = Screen(seen.decode()).lines
+    assert process.returncode == 1
+    assert [line.partition(":")[0] for line in lines] == ["error", "hint"]
 
 
 def test_a_program_without_stderr_works(tmp_path: Path) -> None:

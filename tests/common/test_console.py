@@ -9,6 +9,7 @@ import sys
 import pytest
 from moexport.common.console import Console, show
 from moexport.common.text import count, csv_cell, lines, markdown_text, printable, size, table
+from moexport.tests.terminal import Screen
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,53 @@ def test_a_terminal_gets_a_bar(
     assert "━" in shown
 
 
+def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for name, value in {"TERM": "xterm", "FORCE_COLOR": "1", "COLUMNS": str(columns)}.items():
+        monkeypatch.setenv(name, value)
+
+
+def searching(console: Console) -> None:
+    """Says what a search says."""
+    for number in range(20):
+        console.step("measuring layer: 5 rounds, 4 in turn", total=20)
+        console.advance(20)
+        console.step(f"searching: {number} graphs, best so far 0.03 ms")
+
+
+def test_many_steps_are_one_line_that_goes_when_they_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_terminal(monkeypatch)
+    with Console() as console:
+        searching(console)
+    screen = Screen(capsys.readouterr().err)
+    assert (screen.most_bars, screen.lines) == (1, [])
+
+
+def test_an_error_leaves_no_bar_behind_whoever_has_drawn_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_terminal(monkeypatch)
+    Console().step("loading vit.pt", total=10)
+    Console().error("vit.pt: no such file", "check the path")
+    screen = Screen(capsys.readouterr().err)
+    assert screen.lines == ["error: vit.pt: no such file", "hint: check the path"]
+
+
+def test_a_search_says_one_line_now_and_then_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Console() as console:
+        for number in range(40):
+            console.step(f"searching: {number} graphs, best so far 0.03 ms")
+        console.step("confirming")
+    assert capsys.readouterr().err.splitlines() == [
+        "moexport: searching: 0 graphs, best so far 0.03 ms",
+        "moexport: confirming",
+    ]
+
+
 PLAN = "3 rows; about 8 s\n  vit, n=8, batch 1: pytorch-eager k=8; onnxruntime dense,gather k=8,2"
 SENTENCE = "Other work on the machine disturbed these times: threads waited. Measure again."
 NAME = "vit of a long name, [batch] 1, [/runs/a]: timing: 5 rounds, 14 in turn"
@@ -97,9 +145,7 @@ NAME = "vit of a long name, [batch] 1, [/runs/a]: timing: 5 rounds, 14 in turn"
 def test_a_narrow_terminal_cuts_neither_plans_nor_sentences_nor_the_bar(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for name, value in {"TERM": "xterm", "FORCE_COLOR": "1", "COLUMNS": str(columns)}.items():
-        monkeypatch.setenv(name, value)
+    on_terminal(monkeypatch, columns)
     with Console() as console:
         console.step(PLAN)
         console.step(NAME, total=10)
