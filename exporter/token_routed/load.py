@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...common.documents import read_document
 from ...common.files import Reading, Watched, release
 from ...common.json_data import object_in
 from ...errors import CheckpointError, FamilyError, MissingExtraError, UsageError, install
@@ -77,8 +78,13 @@ class _Kind:
 
 
 def architecture_of(folder: Path) -> str | None:
-    """Returns the `model_type` that a folder's `config.json` names; None where there is none."""
-    found = object_in(folder / "config.json").get("model_type")
+    """Returns the `model_type` that a folder's `config.json` names; None where there is none.
+
+    Raises CheckpointError for a file that is no JSON, or too long.
+    """
+    file = folder / CONFIG_FILE
+    content = read_document(file, "json", CheckpointError) if file.is_file() else None
+    found = content.get("model_type") if isinstance(content, dict) else None
     return found if isinstance(found, str) else None
 
 
