@@ -10,9 +10,12 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MOST_LEVELS = 32
+
+HEADER_BYTES = 64 << 10
+"""Of a page's header at most, in which are the least and largest value of the page."""
 
 _WIDTHS = {0: 1, 1: 4, 2: 8, 3: 12, 4: 4, 5: 8}
 """Bytes of a value by Parquet's physical type; those that are not here are texts."""
@@ -28,30 +31,61 @@ class RowGroup:
 
 
 def row_groups(path: Path) -> Iterator[RowGroup]:
-    """Yields what the row groups of a file declare; ValueError where it has no whole footer."""
+    """Yields what the row groups of a file declare.
+
+    Raises ValueError where it has no whole footer, or where a page's own header says more than the
+    footer does.
+    """
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 8))
         length, magic = struct.unpack("<I4s", file.read(8).rjust(8, b"\0"))
         if magic != b"PAR1" or length > size - 8:
             raise ValueError("its footer is missing")
-        file.seek(size - 8 - length)
-        data = file.read(length)
+        pages = _Pages(file, size - 8 - length)
+        file.seek(pages.end)
+        yield from _declared(file.read(length), pages)
+
+
+def _declared(data: bytes, pages: _Pages) -> Iterator[RowGroup]:
     try:
         footer, rows = _Thrift(data).struct(), 0
         for group in footer.get(4, ()):
             columns = [column[3] for column in group[1]]
             values = sum(column[5] * _WIDTHS.get(column[1], 1) for column in columns)
-            pages = [column[6] for column in columns]
+            sizes = [column[6] for column in columns]
             texts = [column[6] for column in columns if column[1] not in _WIDTHS]
-            if min(group[3], *(column[5] for column in columns), *pages) < 0:
+            if min(group[3], *(column[5] for column in columns), *sizes) < 0:
                 raise ValueError("its footer declares less than nothing")
             rows += group[3]
-            yield RowGroup(group[3], max(values, sum(pages)), max(texts, default=0))
+            yield RowGroup(group[3], max(values, sum(sizes)), max(texts, default=0))
+            for column in columns:
+                pages.check(column)
         if rows != footer[3]:
             raise ValueError(f"its footer tells of {footer[3]} rows and its row groups of {rows}")
     except (IndexError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ValueError("its footer is damaged") from error
+
+
+class _Pages:
+    """The pages of a file, which end before `end`, and of which none is in two columns."""
+
+    def __init__(self, file: BinaryIO, end: int) -> None:
+        self._file, self.end, self._left = file, end, end
+
+    def check(self, column: dict[int, Any]) -> None:
+        """Raises ValueError for pages of more bytes or other values than the footer says."""
+        values, unpacked = column[5], column[6]
+        at = min(filter(None, (column[9], column.get(11))))
+        while values > 0:
+            self._file.seek(at)
+            header = _Thrift(self._file.read(HEADER_BYTES))
+            page = header.struct()
+            span = header.length + page[3]
+            at, self._left, unpacked = at + span, self._left - span, unpacked - page[2]
+            values -= (page.get(5) or page.get(8) or {1: 0})[1]
+            if min(page[2], page[3], self._left, unpacked, values, self.end - at) < 0:
+                raise ValueError("a page says more than its footer does")
 
 
 class _Thrift:
@@ -59,6 +93,11 @@ class _Thrift:
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
+
+    @property
+    def length(self) -> int:
+        """How many bytes were read."""
+        return self._at
 
     def struct(self, levels: int = 0) -> dict[int, Any]:
         fields: dict[int, Any] = {}

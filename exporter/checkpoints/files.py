@@ -12,6 +12,7 @@ import os
 import pickle
 import pickletools
 import re
+import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -324,9 +325,12 @@ def _read_pickled(path: Path) -> Any:
     """
     # Files of before torch 1.6 are no zip archives and cannot be mapped.
     with path.open("rb") as file:
-        is_zip = file.read(4) == b"PK\x03\x04"
+        start = file.read(tarfile.BLOCKSIZE)
+    is_zip = start[:4] == b"PK\x03\x04"
     if is_zip:
         _check_archive(path)
+    elif _is_tar(start):  # which PyTorch opens with what hangs on a header that is ill meant
+        raise CheckpointError(f"{path}: a tar, as PyTorch wrote before 0.1.10", hint=RESAVE)
     _check_pickles(path, is_zip)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
@@ -334,6 +338,15 @@ def _read_pickled(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise _refusal(path, is_zip, str(error)) from error
+
+
+def _is_tar(start: bytes) -> bool:
+    """Whether the first block of a file is a tar's: one whose checksum is right."""
+    try:
+        tarfile.TarInfo.frombuf(start, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    return True
 
 
 GROWING = {"hex", "base64", "base_64", "quopri", "quoted_printable", "uu", "zip", "zlib", "bz2"}

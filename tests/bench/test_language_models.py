@@ -237,7 +237,7 @@ def test_what_cannot_be_a_language_models_data_is_refused(model: Model, tmp_path
     (tmp_path / "deep.npy").write_bytes(head + deep)
     with pytest.raises(FeedError, match="its header nests too deep"):
         token_windows(tmp_path / "deep.npy", model, PROMPT)
-    for number, array in enumerate((np.int64(3), np.array("text"), np.array([None]))):
+    for number, array in enumerate((np.array(3), np.array("text"), np.array([None]))):
         np.save(tmp_path / f"{number}.npy", array)
         with pytest.raises(FeedError):
             token_windows(tmp_path / f"{number}.npy", model, PROMPT)

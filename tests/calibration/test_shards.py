@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 import time
 from collections.abc import Mapping
@@ -377,6 +378,39 @@ def test_a_parquet_file_of_constant_rows_is_refused_by_what_they_would_take(tmp_
     parquet.write_table(pa.table({"input": column}), path, compression="zstd")
     assert path.stat().st_size < 100_000
     refused(path, "would unpack to .* and 134217728 are allowed")
+
+
+def varint(number: int) -> bytes:
+    """A whole number as Thrift's compact protocol writes it."""
+    left, found = 2 * number, b""
+    while left > 127:
+        left, found = left >> 7, found + bytes([left & 127 | 128])
+    return found + bytes([left])
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("what", ["bytes", "values", "place"])
+def test_a_page_that_says_more_than_the_footer_does_is_refused(
+    what: str, version: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.parquet"
+    options = {"use_dictionary": False, "compression": "none", "data_page_version": version}
+    parquet.write_table(pa.table({"input": X[:, 0, 0]}), path, **options)
+    assert list(row_groups(path))
+    column = parquet.read_metadata(path).row_group(0).column(0)
+    data = path.read_bytes()
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    size = varint(column.total_uncompressed_size)
+    sizes = re.search(rb"\x15.\x15(..)\x15\1", data, re.DOTALL)  # a page's, as it is and unpacked
+    assert sizes is not None
+    old, new, within = {
+        "bytes": (b"\x16" + size, b"\x16" + varint(200), (start, len(data))),
+        "values": (b"\x15" + varint(70), b"\x15" + varint(71), (0, start)),
+        "place": (sizes[0], sizes[0][:-2] + varint(8000), (0, start)),  # into what follows it
+    }[what]
+    at = data.index(old, *within)
+    path.write_bytes(data[:at] + new + data[at + len(old) :])
+    refused(path, "a page says more than its footer does")
 
 
 def test_a_parquet_file_of_one_long_text_is_read_row_by_row(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from moexport.errors import MoexportError
 from moexport.exporter.checkpoints.load import load
+from moexport.tests.calibration.test_shards import header, pax
 from moexport.tests.exporter.families.states import VIT, lucidrains_state, vit_state, vmoe_state
 from moexport.tests.fuzzing import Subject, attempt, fuzz
 from safetensors.torch import save_file
@@ -210,6 +211,14 @@ ILL_MEANT: dict[str, tuple[str, Callable[[Path], object]]] = {
     "an index of a number that is none": (
         "m.safetensors.index.json",
         lambda path: path.write_text('{"weight_map": {"a": ' + "9" * 5000 + "}}"),
+    ),
+    "a tar whose records backtrack": (
+        "w.pth",
+        lambda path: path.write_bytes(pax(b"1" * 200_000) + bytes(10240)),
+    ),
+    "a tar of a negative size": (
+        "w.pth",
+        lambda path: path.write_bytes(header("w", b"x", b"\xff" * 10 + b"\xfe\0") + bytes(10240)),
     ),
     "no zip": ("w.npz", lambda path: path.write_bytes(b"PK\3\4" + random.Random(0).randbytes(999))),
 }
