@@ -105,7 +105,7 @@ def shard_batches(
             )
 
 
-INDEXES = ("sizes.json", "index.json", "_info.json")
+INDEXES = ("sizes.json", "shardindex.json", "index.json", "_info.json")
 """Indexes beside shards that tell how many samples each holds: OpenCLIP's, WebDataset's (wids), and
 that of the data sets which timm has on Hugging Face."""
 
@@ -123,15 +123,15 @@ def _indexes(folder: str) -> Iterator[dict[str, int]]:
             continue
         content = read_document(local(f"{folder}/{name}"), "json", FeedError)
         with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            if name == "sizes.json":
-                yield {shard: int(samples) for shard, samples in content.items()}
-            elif name == "index.json":
+            if "shardlist" in content:
                 listed = content["shardlist"]
                 yield {each["url"].rpartition("/")[2]: int(each["nsamples"]) for each in listed}
-            else:
+            elif "splits" in content:
                 for split in content["splits"].values():
                     lengths = map(int, split["shard_lengths"])
                     yield dict(zip(split["filenames"], lengths, strict=True))
+            else:
+                yield {shard: int(samples) for shard, samples in content.items()}
 
 
 def _check_complete(folder: Path, names: set[str]) -> None:

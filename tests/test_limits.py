@@ -75,7 +75,7 @@ def test_a_document_over_its_limit_is_refused_by_its_name(case: str, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["sizes.json", "index.json", "_info.json"])
+@pytest.mark.parametrize("name", ["sizes.json", "shardindex.json", "_info.json"])
 def test_an_index_of_data_over_its_limit_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(bytes(10240))
     with (tmp_path / name).open("wb") as file:

@@ -205,7 +205,7 @@ def test_a_sample_that_is_no_input_is_refused_by_its_file(
 
 INDEXES = {
     "sizes.json": {"x-000.tar": 40, "x-001.tar": 30},
-    "index.json": {
+    "shardindex.json": {
         "wids_version": 1,
         "shardlist": [
             {"url": "https://example.org/x-000.tar", "nsamples": 40},
