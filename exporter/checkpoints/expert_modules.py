@@ -284,10 +284,10 @@ def _of_function(node: fx.Node, x: _Value, args: list[Any]) -> Any:
         return x.times(second)
     if target in (torch.sigmoid, F.sigmoid, "sigmoid") and x.at in ("first", "last"):
         return replace(x, sigmoid=True, at="hidden" if x.at == "first" else "after")
-    if target in (torch.square, "square") or (target in (pow, torch.pow, "pow") and second == 2):
-        return x.squared()
-    if target is F.dropout or target in _NOTHING:
-        return x
+    squares = target in (torch.square, "square")
+    squares |= target in (pow, torch.pow, "pow") and second == 2
+    if squares or target is F.dropout or target in _NOTHING:
+        return x.squared() if squares else x
     return _halves(x, target, args)
 
 

@@ -1,0 +1,138 @@
+"""Layers as people write them: exported with their adapters, compared with their own PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import moexport
+import numpy as np
+import pytest
+import torch
+from moexport.errors import ParityError, UsageError
+from moexport.tests.docs.documents import ROOT, blocks
+
+PAGE = ROOT / "docs" / "own-layer-examples.md"
+
+WHOLE_BATCH = ("outside", "capacity")
+"""What these give for an input depends on the others of its batch."""
+
+EVEN = ("swapped", "expert-choice", "outside")
+"""Every expert has the same sum of C."""
+
+NO_K = (*EVEN, "capacity")
+
+LAYERS = (
+    *("tempered", "biased", "normed", "one-map", "mixed", "masked", "swapped", "expert-choice"),
+    *("outside", "dense", "shared", "sigmoid", "heads", "convolved", "capacity", "backbone"),
+)
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
+    """The example, imported as its user imports it."""
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(ROOT / "examples"))
+    sys.modules.pop("own_layers", None)
+    yield importlib.import_module("own_layers")
+    patch.undo()
+
+
+def exported(name: str, folder: Path, **options: Any) -> tuple[Any, np.ndarray]:
+    """A verified bundle, and inputs that it was not compared with."""
+    model = moexport.load("own_layers:build", config={"layer": name})
+    x = np.random.default_rng(3).standard_normal((16, 12, 6)).astype(np.float32)
+    batch = {"batch": len(x)} if name in WHOLE_BATCH else {}
+    if options.get("precision") == "int8":
+        options["calibration"] = moexport.calibrate(model, x)
+    moexport.export(model, folder, **batch, **options)
+    assert all(check.passed for check in moexport.verify(folder))
+    return moexport.Bundle.open(folder), x
+
+
+def difference(expected: np.ndarray, actual: np.ndarray) -> float:
+    return float(np.abs(expected - actual).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_gives_what_its_own_network_gives(
+    name: str, example: ModuleType, tmp_path: Path
+) -> None:
+    bundle, x = exported(name, tmp_path / "out")
+    with torch.no_grad():
+        expected = example.build(name)(torch.from_numpy(x)).numpy()
+    assert difference(expected, bundle.session()(x)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in NO_K])
+def test_half_of_the_experts_are_exported_and_are_others_than_all(
+    name: str, example: ModuleType, tmp_path: Path
+) -> None:
+    bundle, x = exported(name, tmp_path / "half", k=1)
+    with torch.no_grad():
+        whole = example.build(name)(torch.from_numpy(x)).numpy()
+    assert difference(whole, bundle.session()(x)) > 1e-4
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_no_k_is_chosen_where_every_expert_has_the_same_sum_of_c(
+    name: str, example: ModuleType, tmp_path: Path
+) -> None:
+    del example
+    with pytest.raises(UsageError, match="same sum of the combine weights C"):
+        exported(name, tmp_path / "out", k=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["masked", "normed", "tempered", "shared", "dense"])
+def test_int8_serves_them(name: str, example: ModuleType, tmp_path: Path) -> None:
+    bundle, x = exported(name, tmp_path / "int8", precision="int8", target="ort-cpu")
+    with torch.no_grad():
+        expected = example.build(name)(torch.from_numpy(x)).numpy()
+    assert difference(expected, bundle.session()(x)) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["masked", "tempered", "biased", "backbone"])
+def test_k_may_be_chosen_per_run(name: str, example: ModuleType, tmp_path: Path) -> None:
+    bundle, x = exported(name, tmp_path / "any", k="input")
+    with torch.no_grad():
+        expected = example.build(name)(torch.from_numpy(x)).numpy()
+    session = bundle.session()
+    assert difference(expected, session(x, 4)) < 1e-5
+    assert difference(expected, session(x, 1)) > 1e-4
+
+
+@pytest.mark.parametrize("name", WHOLE_BATCH)
+def test_what_depends_on_the_batch_needs_its_size(
+    name: str, example: ModuleType, tmp_path: Path
+) -> None:
+    del example
+    model = moexport.load("own_layers:build", config={"layer": name})
+    with pytest.raises(ParityError, match="depends on the others in its batch") as refused:
+        moexport.export(model, tmp_path / "out")
+    assert "--batch" in str(refused.value.hint)
+
+
+def test_an_expert_with_a_third_map_is_refused(example: ModuleType) -> None:
+    del example
+    with pytest.raises(UsageError, match="a further linear map") as refused:
+        moexport.load("own_layers:build", config={"layer": "specialised"})
+    assert "one linear map, two, or" in str(refused.value.hint)
+
+
+def test_the_page_shows_every_adapter_of_the_example() -> None:
+    source = (ROOT / "examples" / "own_layers.py").read_text(encoding="utf-8")
+    shown = [block.text for block in blocks(PAGE) if block.language == "py"]
+    adapters = [part.split("\n\n\n")[0] for part in source.split("@moexport.adapts(")[1:]]
+    for text in shown:
+        assert text.strip() in source
+    assert len(shown) == len(adapters)
+    for adapter in adapters:
+        lines = [line for line in adapter.splitlines()[1:] if line.strip()]
+        assert len(lines) <= 12, adapter
