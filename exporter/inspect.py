@@ -117,7 +117,12 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
     tokens_limit = model.input.limits.get("tokens", dynamic)
     if isinstance(model.module, TransformersNetwork):  # its layers see every token
         return dict.fromkeys(model.layers, min(dynamic, tokens_limit))
-    sizes = {"batch": 1, "tokens": min(dynamic, tokens_limit), "height": side, "width": side}
+    sizes = {
+        "batch": model.batch_of,
+        "tokens": min(dynamic, tokens_limit),
+        "height": side,
+        "width": side,
+    }
     example = torch.zeros(model.input.concrete(sizes), dtype=getattr(torch, model.input.dtype))
     tokens: dict[str, int] = {}
 
@@ -129,7 +134,7 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
         def forward(self, x: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
             del routed
             x = self.tokens(x)
-            tokens[self.name] = x.shape[-2]
+            tokens[self.name] = x.shape[-2] // (model.batch_of if x.ndim == 2 else 1)
             return x.new_zeros(*x.shape[:-1], self.spec.out)
 
     with torch.inference_mode(), replaced_layers(model.module, Counted) as backbone, _NoProducts():

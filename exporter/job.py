@@ -28,7 +28,7 @@ from ..graphs.targets import Target
 from .bundle.destination import check_destination
 from .bundle.recipe import Recipe
 from .checkpoints.own_forward import with_router_k
-from .inputs import DEFAULT_TOKENS
+from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from .model import (
     Model,
     TensorSpec,
@@ -138,6 +138,7 @@ def export_job(
         table, where = CalibrationTable.read(table), str(table)
     loaded = model if isinstance(model, Model) else model()
     _check_used(loaded, options)
+    options = _in_groups(loaded, options)
     if options.precision.min_retention is not None:
         check_one_input(loaded, "--min-retention")
     if len(loaded.inputs) > 1 and options.target in BACKENDS:
@@ -179,6 +180,25 @@ def export_job(
         ranges = CalibrationJob(changed, options.data, _observed(k, _specs(changed)), asked)
         job = replace(job, calibration=ranges)
     return job
+
+
+def _in_groups(model: Model, options: ExportOptions) -> ExportOptions:
+    """The options with a batch that a model computes together, where nobody asked for another.
+
+    Raises UsageError for a batch that is no multiple of it, or may vary.
+    """
+    images, asked = model.batch_of, options.batch
+    if images == 1:
+        return options
+    if asked == DEFAULT_BATCH:
+        return replace(options, batch=AxisRange(images, images, images))
+    if not asked.fixed or asked.opt % images:
+        raise UsageError(
+            f"--batch {asked}: the model routes the tokens of {images} inputs together",
+            hint=f"--batch {images} or a multiple of it, and the graph takes that many; one input "
+            "is routed by itself with a smaller group_size, or without a capacity_factor",
+        )
+    return options
 
 
 def _needs_ranges(model: Model, options: ExportOptions) -> bool:

@@ -101,7 +101,7 @@ class Model:
     where the model came from a factory, and the model before its `edits`. `as_trained` is our
     network before its edits and with the k of its training, where that is not `module`. `order`
     names the MoE layers as they are executed, where that is not the order in which the module holds
-    them.
+    them. `batch_of` inputs are computed together, so that a batch is a multiple of them.
     `config` holds the family's constructor arguments, JSON-able and complete. `notes` are sentences
     about defaults that were taken and keys that were skipped.
     """
@@ -117,6 +117,7 @@ class Model:
     as_trained: nn.Module | None = None
     example: np.ndarray | None = field(default=None, compare=False)
     order: tuple[str, ...] = ()
+    batch_of: int = 1
     edits: Edits = NO_EDITS
 
     @property

@@ -365,6 +365,7 @@ def routed_margins(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         yield margins
 
 
+_SORTS = (torch.sort, torch.Tensor.sort)
 _LARGEST = (torch.max, torch.Tensor.max, torch.argmax, torch.Tensor.argmax)
 
 
@@ -373,7 +374,7 @@ class _Rankings(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: list[tuple[torch.Tensor, int]] | None = []
+        self._seen: list[tuple[torch.Tensor, int | None]] | None = []
 
     def __torch_function__(
         self, function: Any, _: Any, arguments: tuple[Any, ...] = (), given: Any = None
@@ -393,7 +394,8 @@ class _Rankings(TorchFunctionMode):
         least = torch.full(index.shape[:1], torch.inf)
         # What is ranked here is no ranking of the network: nothing is kept on the way.
         rankings, self._seen = self._seen or [], None
-        for scores, taken in rankings:
+        for scores, listed in rankings:
+            taken = index.shape[-1] if listed is None else listed
             rows = scores.detach().float().reshape(-1, scores.shape[-1])
             if len(rows) != len(index) or not 0 < taken < rows.shape[1]:
                 continue
@@ -413,8 +415,11 @@ _MASKED = torch.finfo(torch.float32).min / 2
 
 def _ranking(
     function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]
-) -> tuple[torch.Tensor, int] | None:
-    """The scores that a call ranks, along their last axis, and how many of them it takes."""
+) -> tuple[torch.Tensor, int | None] | None:
+    """The scores that a call ranks, along their last axis, and how many of them it takes.
+
+    None of a sort, of which as many are taken as are chosen.
+    """
     scores = arguments[0] if arguments else named.get("input")
     if not isinstance(scores, torch.Tensor):
         return None
@@ -424,6 +429,8 @@ def _ranking(
         largest = arguments[3] if len(arguments) > 3 else named.get("largest", True)
         ranked = scores if largest else -scores
         return ranked.movedim(axis, -1), int(taken)
+    if function in _SORTS and named.get("descending"):
+        return scores.movedim(named.get("dim", -1), -1), None
     if function in _LARGEST:
         axis = arguments[1] if len(arguments) > 1 else named.get("dim")
         if isinstance(axis, int):  # the larger of two tensors ranks nothing

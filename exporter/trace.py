@@ -58,8 +58,20 @@ def scaled_dot_product_attention(
     return op.MatMul(op.Softmax(scores, axis=-1), value)
 
 
+def stable_sort(
+    values: Any, stable: bool = True, dim: int = -1, descending: bool = False
+) -> tuple[Any, Any]:
+    """A sort as `TopK` of all, which leaves equal values in their order."""
+    del stable
+    shape: Any = op.Shape(values)
+    at: Any = op.Constant(value_ints=[dim])
+    size: Any = op.Gather(shape, at)
+    return op.TopK(values, size, axis=dim, largest=int(descending))
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.ops.aten.scaled_dot_product_attention.default: scaled_dot_product_attention
+    torch.ops.aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
+    torch.ops.aten.sort.stable: stable_sort,
 }
 
 

@@ -485,7 +485,8 @@ def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
         if name in asked:
             each.k = asked[name]
     changed = model.changed(module)
-    _try(changed, asked)
+    if model.example is not None:  # a factory's network; a family's router knows every k
+        _try(changed, asked)
     return changed
 
 

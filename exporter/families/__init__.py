@@ -6,7 +6,18 @@ from typing import Any
 
 from ...common.text import near_miss
 from ...errors import FamilyError
-from . import fkodom, lucidrains, mnist, mumoe, mumoe_gpt2, mumoe_mixer, vit, vmoe, vmoe_vit
+from . import (
+    fkodom,
+    lucidrains,
+    mnist,
+    mumoe,
+    mumoe_gpt2,
+    mumoe_mixer,
+    vit,
+    vmoe,
+    vmoe_routed,
+    vmoe_vit,
+)
 from .base import Family, PublishedLayer, Tensors, find_layers, some, under
 
 FAMILIES: dict[str, Family] = {
@@ -19,6 +30,7 @@ FAMILIES: dict[str, Family] = {
         fkodom.FAMILY,
         vmoe.FAMILY,
         vmoe_vit.SOFT_FAMILY,
+        vmoe_routed.FAMILY,
         mumoe.FAMILY,
         mumoe.HEAD_FAMILY,
         mumoe_mixer.FAMILY,

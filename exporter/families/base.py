@@ -45,6 +45,7 @@ class FamilyModel:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
+    batch_of: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +219,7 @@ def some(keys: Sequence[str], limit: int = 6) -> str:
     return ", ".join(keys[:limit]) + rest
 
 
-def filled(network: AnyNetwork, tensors: Tensors, layers: Mapping[str, MoELayer]) -> AnyNetwork:
+def filled(network: AnyNetwork, tensors: Tensors, layers: Mapping[str, nn.Module]) -> AnyNetwork:
     """Returns a network made on the meta device with its weights, and its layers at their paths."""
     network.load_state_dict({key: tensors[key] for key in network.state_dict()}, assign=True)
     for path, layer in layers.items():

@@ -1,16 +1,17 @@
-"""`soft-moe-vmoe-vit`: the Vision Transformer with Soft MoE of google-research/vmoe.
+"""The Vision Transformer of google-research/vmoe, and `soft-moe-vmoe-vit`: with Soft MoE in it.
 
-Its parameters are those of Flax: kernels are [in, out], those of attention have an axis for the
-heads. What the shapes do not tell is asked for, or read from the run's own configuration
-(`--config`), whose names these options have. Images are (b, H, W, c) from -1 to 1, as the authors
-feed them.
+`vmoe_routed` is the family with token-routed experts. The parameters are those of Flax: kernels are
+[in, out], those of attention have an axis for the heads. What the shapes do not tell is asked for,
+or read from the run's own configuration (`--config`), whose names these options have. Images are
+(b, H, W, c) from -1 to 1, as the authors feed them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,20 +79,43 @@ NAMES = {
     "encoder.moe.group_size": "group_size",
     "encoder.moe.router.name": "router",
     "encoder.moe.router.num_slots": "num_slots",
+    "encoder.moe.mlp_dim": "moe_mlp_dim",
+    "encoder.moe.ensemble_size": "ensemble_size",
+    "encoder.moe.router.num_selected_experts": "num_selected_experts",
+    "encoder.position_emb.temperature": "temperature",
+    **{
+        f"encoder.moe.router.dispatcher.{key}": key
+        for key in (
+            *("capacity_factor", "capacity", "capacity_multiple_of", "capacity_ceil_or_round"),
+            "batch_priority",
+        )
+    },
 }
 """Options by the paths that the settings have in a run's configuration of its model."""
 
 MODELS = ("VisionTransformerMoe", "VisionTransformerMoeEnsemble")
-FROM_SHAPES = ("encoder.moe.router.num_slots", "encoder.moe.router.capacity_factor")
-"""Settings of a Soft MoE router that are None where another of them says how many slots there
-are, which the shapes say as well."""
+DEFAULTS = {
+    "classifier": "token",
+    "position_emb": "learned",
+    "ensemble_size": 1,
+    "num_selected_experts": 1,
+    "router": "NoisyTopExpertsPerItemRouter",
+    "capacity_multiple_of": 4,
+}
+"""What the code takes where a configuration says nothing."""
+
+ELSEWHERE = (
+    *("name", "encoder.moe.router.capacity_factor", "encoder.moe.router.dispatcher.name"),
+    *("encoder.moe.router.dispatcher.bfloat16", "encoder.position_emb.h", "encoder.position_emb.w"),
+)
+"""Settings that shapes say, that are asked for by another name, or that change no result."""
 
 
-def published(family: str, config: Config) -> dict[str, Any]:
+def published(family: str, taken: Collection[str], config: Config) -> dict[str, Any]:
     """Returns the options that a run's configuration stands for: all of it, or its `model`.
 
-    Options that are none of a configuration pass through. Raises FamilyError for a setting that is
-    not known: it may change what is computed.
+    `taken` are those of the family. Options that are none of a configuration pass through. Raises
+    FamilyError for a setting that is not known: it may change what is computed.
     """
     whole = isinstance(config.get("model"), Mapping)
     model = config["model"] if whole else config
@@ -103,23 +127,21 @@ def published(family: str, config: Config) -> dict[str, Any]:
             f"{family}: the configuration is of a {name}",
             hint=f"known are {' and '.join(MODELS)}",
         )
-    found = dict(_flat(model))
     options: dict[str, Any] = {}
-    for path, value in found.items():
+    for path, value in _flat(model):
         last = path.rpartition(".")[2]
         if path in NAMES:
-            if value is not None or path not in FROM_SHAPES:
+            if value is not None or NAMES[path] not in ("num_slots", "capacity"):
                 options[NAMES[path]] = value
-        elif path != "name" and path not in FROM_SHAPES and not TRAINING_ONLY.fullmatch(last):
+        elif path.endswith("router.deterministic") and value is False:
+            raise FamilyError(f"{family}: {path}=False adds noise to the router at inference")
+        elif path not in ELSEWHERE and not TRAINING_ONLY.fullmatch(last):
             raise FamilyError(
                 f"{family}: the configuration's {path}={str(value)[:60]} is not known",
                 hint="leave it out if it changes nothing at inference",
             )
-    options.setdefault("position_emb", "learned")
-    options.setdefault("classifier", "token")
-    options["num_classes"] = options.get("num_classes") or 0
-    options["representation_size"] = options.get("representation_size") or 0
-    return options
+    options |= {key: options.get(key) or 0 for key in ("num_classes", "representation_size")}
+    return {key: value for key, value in (DEFAULTS | options).items() if key in taken}
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -136,7 +158,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 # --- what the shapes say -----------------------------------------------------------------------
 
 
-def _read_sizes(family: str, tensors: Tensors, layers: Mapping[int, MoELayer]) -> dict[str, Any]:
+def read_sizes(family: str, tensors: Tensors, layers: Mapping[int, MoELayer]) -> dict[str, Any]:
     """The settings that keys and shapes tell, by their names in a configuration."""
     if not layers:
         raise CheckpointError(f"not the weights of a {family} model: no {family} layer in a block")
@@ -150,6 +172,8 @@ def _read_sizes(family: str, tensors: Tensors, layers: Mapping[int, MoELayer]) -
         if dense is None
         else shape_of(family, tensors, f"{_block(dense)}Mlp.Dense_0.kernel", "d, h")[1]
     )
+    if PROBE in tensors:
+        hidden = shape_of(family, tensors, "MapHead.Mlp.Dense_0.kernel", "d, h")[1]
     read: dict[str, Any] = {
         "num_classes": tensors["head.bias"].numel() if "head.bias" in tensors else 0,
         "patch_size": one_or_pair(patch_h, patch_w),
@@ -163,6 +187,7 @@ def _read_sizes(family: str, tensors: Tensors, layers: Mapping[int, MoELayer]) -
         "attention_qk_norm": f"{_block(0)}SelfAttention.query_ln.scale" in tensors,
         "moe_layers": list(layers),
         "num_experts": first.experts,
+        "moe_mlp_dim": first.hidden,
     }
     if first.kind == "soft-moe":
         read["num_slots"] = first.slots
@@ -173,7 +198,7 @@ def _read_sizes(family: str, tensors: Tensors, layers: Mapping[int, MoELayer]) -
     return read
 
 
-def _as_read(given: Config, read: Config) -> Config:
+def as_read(given: Config, read: Config) -> Config:
     """A user's values, written as the shapes say the same thing."""
     same = dict(given)
     for key in ("image_size", "patch_size"):
@@ -199,15 +224,6 @@ CLASSIFIER = Question(
 )
 POSITION_EMB = Question("sincos2d", "sincos2d or none: neither has parameters")
 IMAGE_SIZE = Question(224, "height and width: no parameter has them")
-
-
-def _questions(tensors: Tensors, read: Config, given: Config) -> dict[str, Question]:
-    """What is asked for of this checkpoint, with defaults that fit it."""
-    asked = {"classifier": CLASSIFIER, "position_emb": POSITION_EMB}
-    side = _square_side(tensors, read, given)
-    if side is None:
-        asked["image_size"] = IMAGE_SIZE
-    return asked
 
 
 def _tokens_told(tensors: Tensors, read: Config, given: Config) -> int | None:
@@ -317,11 +333,19 @@ class MapHead(nn.Module):
 
 
 class VmoeTransformer(VisionTransformer):
-    """Images (b, H, W, c) to logits (b, classes)."""
+    """Images (b, H, W, c) to logits (b, classes).
 
-    def __init__(self, spec: ViT, representation: int) -> None:
+    Of an ensemble of M members to the logits of each (b, M, classes), or to the logarithm of the
+    mean of their probabilities, where that is asked for.
+    """
+
+    def __init__(
+        self, spec: ViT, representation: int, members: int = 1, *, mean: bool = False
+    ) -> None:
         super().__init__(spec)
         dim = spec.embed_dim
+        self.members, self.mean = members, mean
+        self.first_moe = min(spec.moe_blocks)
         self.map_head = MapHead(spec) if spec.global_pool == "map" else None
         self.pre_logits = nn.Linear(dim, representation) if representation else None
         if representation and spec.num_classes:
@@ -330,7 +354,11 @@ class VmoeTransformer(VisionTransformer):
     def forward(self, x: Tensor) -> Tensor:
         """Maps images (b, H, W, c) to logits."""
         x = self.embed(x.permute(0, 3, 1, 2))
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            if number == self.first_moe and self.members > 1:
+                # Row b·M + m is member m of input b.
+                shape = (-1, self.spec.tokens, self.spec.embed_dim)
+                x = (x[:, None] + x.new_zeros(1, self.members, 1, 1)).reshape(shape)
             x = block(x)
         x = self.norm(x)
         if self.map_head is not None:
@@ -340,14 +368,19 @@ class VmoeTransformer(VisionTransformer):
         if self.pre_logits is not None:
             x = torch.tanh(self.pre_logits(x))
         logits: Tensor = self.head(x)
+        if self.members == 1:
+            return logits
+        logits = logits.reshape(-1, self.members, logits.shape[-1])
+        if self.mean:
+            return logits.log_softmax(dim=-1).logsumexp(dim=1) - math.log(self.members)
         return logits
 
 
-def sincos2d(height: int, width: int, dim: int) -> Tensor:
+def sincos2d(height: int, width: int, dim: int, temperature: float) -> Tensor:
     """Returns the positions [1, height·width, d] of patches: sine and cosine of x, then of y."""
     if dim % 4 or dim < 8:
         raise FamilyError(f"{SOFT}: position_emb=sincos2d needs a width that 4 divides, not {dim}")
-    frequencies = 10_000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4 - 1))
+    frequencies = temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4 - 1))
     y, x = torch.meshgrid(
         torch.arange(height, dtype=torch.float64),
         torch.arange(width, dtype=torch.float64),
@@ -410,7 +443,7 @@ def _network_weights(tensors: Tensors, config: Config, grid: tuple[int, int]) ->
         case "learned":
             found["pos_embed"] = tensors[POSITIONS]
         case "sincos2d":
-            found["pos_embed"] = sincos2d(*grid, config["hidden_size"])
+            found["pos_embed"] = sincos2d(*grid, config["hidden_size"], config["temperature"])
         case _:
             found["pos_embed"] = torch.zeros(1, math.prod(grid), config["hidden_size"])
     for number in range(config["num_layers"]):
@@ -459,18 +492,26 @@ def _spec(config: Config, image: tuple[int, int], channels: int) -> ViT:
     )
 
 
-def _moe_prefixes(tensors: Tensors, mark: str) -> dict[int, str]:
+def moe_prefixes(tensors: Tensors, mark: str) -> dict[int, str]:
     """The prefixes of the MoE layers by block, ascending."""
     pattern = re.compile(rf"(Encoder\.encoderblock_(\d{{1,9}})\.Moe\.){re.escape(mark)}")
     found = (pattern.fullmatch(key) for key in tensors)
     return dict(sorted((int(m[2]), m[1]) for m in found if m))
 
 
-def _settled(
-    family: str, constructor: Constructor, tensors: Tensors, given: Config, read: Config
+def settled(
+    family: str,
+    constructor: Constructor,
+    tensors: Tensors,
+    given: Config,
+    read: Config,
+    asked: Mapping[str, Question] | None = None,
 ) -> tuple[dict[str, Any], tuple[int, int]]:
     """The whole configuration, and the grid of patches; raises FamilyError for what is not said."""
-    config = constructor.settle(given, read, _questions(tensors, read, given))
+    asked = dict(constructor.asked) if asked is None else dict(asked)
+    if _square_side(tensors, read, given) is not None:
+        del asked["image_size"]
+    config = constructor.settle(given, read, asked)
     if config["classifier"] not in POOLS or (config["classifier"] == "token") != ("cls" in tensors):
         raise FamilyError(
             f"{family}: classifier={config['classifier']} does not fit the checkpoint, which has "
@@ -504,6 +545,9 @@ def _settled(
     return config, grid
 
 
+TEMPERATURE = 10_000.0
+"""Of sincos2d."""
+
 IMAGES = (
     "images are float32 (batch, height, width, channels) from -1 to 1, as the authors feed them"
 )
@@ -513,26 +557,26 @@ IMAGES = (
 
 SHAPES = (
     *("num_classes", "patch_size", "hidden_size", "representation_size", "num_layers", "mlp_dim"),
-    *("num_heads", "attention_qk_norm", "moe_layers", "num_experts"),
+    *("num_heads", "attention_qk_norm", "moe_layers", "num_experts", "moe_mlp_dim"),
 )
 
 SOFT_CONSTRUCTOR = Constructor(
     family=SOFT,
     shapes=dict.fromkeys((*SHAPES, "num_slots"), ...),
     asked={"classifier": CLASSIFIER, "position_emb": POSITION_EMB, "image_size": IMAGE_SIZE},
-    free={"group_size": None, "router": None},
-    write=_as_read,
+    free={"group_size": None, "router": None, "temperature": TEMPERATURE},
+    write=as_read,
 )
 
 
 def _build_soft(tensors: Tensors, given: Config) -> FamilyModel:
-    prefixes = _moe_prefixes(tensors, vmoe.MU)
+    prefixes = moe_prefixes(tensors, vmoe.MU)
     layers: dict[int, MoELayer] = {
         number: vmoe.FAMILY.layer.make(prefix, tensors, f"blocks.{number}.mlp")
         for number, prefix in prefixes.items()
     }
-    read = _read_sizes(SOFT, tensors, layers)
-    config, grid = _settled(SOFT, SOFT_CONSTRUCTOR, tensors, given, read)
+    read = read_sizes(SOFT, tensors, layers)
+    config, grid = settled(SOFT, SOFT_CONSTRUCTOR, tensors, given, read)
     router = str(config.pop("router") or "SoftRouter")
     if not router.endswith("SoftRouter"):
         raise FamilyError(
@@ -545,7 +589,7 @@ def _build_soft(tensors: Tensors, given: Config) -> FamilyModel:
             "slots would average several images",
             hint="only models whose groups are single images can be exported",
         )
-    module, io = _network(SOFT, tensors, config, grid, layers)
+    module, io = network_of(SOFT, tensors, config, grid, layers)
     return FamilyModel(
         module=module,
         config=config,
@@ -559,17 +603,18 @@ def _build_soft(tensors: Tensors, given: Config) -> FamilyModel:
     )
 
 
-def _network(
+def network_of(
     family: str,
     tensors: Tensors,
     config: Config,
     grid: tuple[int, int],
-    layers: Mapping[int, MoELayer],
+    layers: Mapping[int, nn.Module],
 ) -> tuple[nn.Module, tuple[TensorSpec, TensorSpec]]:
     """The network with its weights and layers, what it takes and what it returns."""
     channels = shape_of(family, tensors, "embedding.kernel", "h, w, c, d")[2]
     image = height_width(family, "image_size", config["image_size"])
     tokens = math.prod(grid) + int("cls" in tensors)
+    members = config.get("ensemble_size", 1)
     moe = {
         key: tuple(tensor.shape)
         for key, tensor in tensors.items()
@@ -578,14 +623,17 @@ def _network(
     check_tensors(family, tensors, _expected(config, channels, tokens, moe))
     spec = _spec(config, image, channels)
     with torch.device("meta"):
-        backbone = VmoeTransformer(spec, config["representation_size"])
+        backbone = VmoeTransformer(
+            spec, config["representation_size"], members, mean=config.get("ensemble") == "mean"
+        )
     weights = _network_weights(tensors, config, grid)
     backbone = filled(backbone, weights, {f"blocks.{n}.mlp": layer for n, layer in layers.items()})
     backbone.place()
     width = config["num_classes"] or config["representation_size"] or config["hidden_size"]
+    scores = (width,) if members == 1 or config["ensemble"] == "mean" else (members, width)
     return backbone, (
         TensorSpec("input", "float32", ("batch", *image, channels)),
-        TensorSpec("output", "float32", ("batch", width)),
+        TensorSpec("output", "float32", ("batch", *scores)),
     )
 
 
@@ -593,9 +641,9 @@ SOFT_FAMILY = Family(
     name=SOFT,
     options=SOFT_CONSTRUCTOR.options,
     summary="Vision Transformer with Soft MoE MLPs, from JAX (google-research/vmoe)",
-    detect=lambda tensors: "embedding.kernel" in tensors and bool(_moe_prefixes(tensors, vmoe.MU)),
+    detect=lambda tensors: "embedding.kernel" in tensors and bool(moe_prefixes(tensors, vmoe.MU)),
     build=_build_soft,
     layer=vmoe.FAMILY.layer,
     asked=tuple(SOFT_CONSTRUCTOR.asked),
-    published=lambda config: published(SOFT, config),
+    published=partial(published, SOFT, SOFT_CONSTRUCTOR.options),
 )

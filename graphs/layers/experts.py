@@ -39,6 +39,9 @@ class ExpertsSpec:
     the gate from above and the other half to −limit … limit before the activation, and `up_offset`
     is added to that half. With `post_norm` what an expert returns is multiplied by a scale [o] and
     then divided by its root mean square.
+
+    Where experts have a capacity, tokens come in groups of `group`, and of each an expert computes
+    `capacities[k - 1]` at most: a choice that was dropped is given as expert + n, and weighs 0.
     """
 
     kind: ClassVar[Kind] = "experts"
@@ -70,6 +73,8 @@ class ExpertsSpec:
     hidden_norm: ExpertNorm | None = None
     out_norm: ExpertNorm | None = None
     out_activation: Activation = "identity"
+    group: int | None = None
+    capacities: tuple[int, ...] = ()
 
     @property
     def linear(self) -> bool:
@@ -165,7 +170,8 @@ class Experts(MoELayer):
         """Maps tokens x [t, d] to [t, o]."""
         y = x.new_zeros(x.shape[0], self.spec.out)
         for expert in torch.unique(index).tolist():
-            if expert in self.edits.ablated_in(0):
+            dropped = expert >= self.spec.experts
+            if dropped or expert in self.edits.ablated_in(0):
                 continue
             token, place = torch.where(index == expert)
             weight = weights[token, place, None].to(x.dtype)

@@ -28,6 +28,7 @@ from .token_routed import conditional as routed_conditional
 from .token_routed import dense as routed_dense
 from .token_routed import fused as routed_fused
 from .token_routed import grouped as routed_grouped
+from .token_routed import slots as routed_slots
 
 _SOFT_MOE = (
     dense.LOWERING,
@@ -46,6 +47,7 @@ _EXPERTS = (
     routed_conditional.LOWERING,
     routed_block_grouped.LOWERING,
     routed_fused.LOWERING,
+    routed_slots.LOWERING,
 )
 
 ALL_LOWERINGS: Mapping[tuple[Kind, str], AnyLowering] = MappingProxyType(

@@ -57,6 +57,7 @@ def conflict(row: Row) -> bool:
             lowering == "fused" and precision in ("bf16", "int8", "fp8"),
             lowering == "fused" and precision == "fp16" and target != "ort-cuda",
             lowering == "fused" and source in ("soft-moe-pytorch", "soft-moe-fkodom"),
+            lowering == "slots",  # no source has experts with a capacity
             kind == MUMOE and precision == "int4",
             row.get("quantize") == "all" and precision == "fp8",
             source == "transformers" and command == "calibrate",

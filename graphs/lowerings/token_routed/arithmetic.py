@@ -27,9 +27,22 @@ class ScaledRows:
 
 
 def routed(b: Builder, layer: ExpertsLayer) -> tuple[ir.Value, ir.Value]:
-    """The chosen experts [t, k], int64, and their weights [t, k] as FP32."""
+    """The chosen experts [t, k], int64, and their weights [t, k] as FP32.
+
+    A choice that was dropped is one of its expert with a weight of 0.
+    """
     index, weights = layer.routed
     single = ir.DataType.FLOAT
+    if layer.spec.capacities:
+        n = b.integer(layer.spec.experts)
+        kept = b.op("Less", index, n, name="router/kept")
+        index = b.op(
+            "Where",
+            kept,
+            index,
+            b.op("Sub", index, n, name="router/dropped"),
+            name="router/experts",
+        )
     return index, b.cast(weights, weights.dtype or single, single, "combine/weights_wide")
 
 

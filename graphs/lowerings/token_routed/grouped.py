@@ -34,7 +34,7 @@ from .cost import ExpertsWork, combine_us, one_by_one_us
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """The pairs of a token and an expert, sorted by expert.
+    """The pairs of a token and an expert, sorted by expert; those that were dropped are left out.
 
     `order` [r] says which pair of the t·k a row is of, `token` [r] and `expert` [r] which token and
     expert; `counts` [n] how many rows each expert has.
@@ -49,13 +49,16 @@ class _Pairs:
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """Adds the layer with one small product chain per expert."""
     index, weights = routed(b, layer)
-    pairs = _sorted_pairs(b, layer, index)
+    pairs = _sorted_pairs(b, layer, layer.routed[0])
     if layer.spec.weights_on == "input":
         rows = _weighted_rows(b, layer, x, pairs, weights)
     else:
         rows = _token_rows(b, layer, x, pairs)
     outputs = _through_experts(b, layer, rows, pairs)
-    outputs = b.op("Gather", outputs, inverse(b, pairs.order), axis=0, name="group/unsorted")
+    if layer.spec.capacities:
+        outputs = _with_dropped(b, layer, outputs, pairs.order, index)
+    else:
+        outputs = b.op("Gather", outputs, inverse(b, pairs.order), axis=0, name="group/unsorted")
     return by_token(b, layer, outputs, index, weights)
 
 
@@ -69,6 +72,19 @@ def _sorted_pairs(b: Builder, layer: ExpertsLayer, index: ir.Value) -> _Pairs:
         expert=b.op("Gather", pairs.coordinates, b.integer(0), axis=0, name="group/expert_of_row"),
         counts=pairs.counts,
     )
+
+
+def _with_dropped(
+    b: Builder, layer: ExpertsLayer, outputs: ir.Value, order: ir.Value, index: ir.Value
+) -> ir.Value:
+    """The outputs [r, o] at the places of their pairs [t·k, o], and zeros for what was dropped."""
+    pairs = b.op("Size", index, name="group/all_pairs")
+    count = b.op("Unsqueeze", pairs, b.ints(0), name="group/all_pair_count")
+    shape = b.op("Concat", count, b.ints(layer.spec.out), axis=0, name="group/all_pairs_shape")
+    zero = b.number(0.0, layer.compute.inner)
+    nothing = b.op("Expand", zero, shape, name="group/nothing")
+    places = b.op("Unsqueeze", order, b.ints(1), name="group/places")
+    return b.op("ScatterND", nothing, places, outputs, name="group/unsorted")
 
 
 def _token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value, pairs: _Pairs) -> ScaledRows:

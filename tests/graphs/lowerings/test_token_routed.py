@@ -22,6 +22,7 @@ from moexport.graphs.targets import Precision, Target
 from moexport.tests.graphs.experts_layers import (
     PLAIN,
     SPECS,
+    computed,
     computes_in,
     error,
     experts,
@@ -40,7 +41,7 @@ CASES = [
     (name, target)
     for name, record in lowerings_of("experts").items()
     for target in TARGETS_HERE
-    if target in record.targets
+    if target in record.targets and record.unable(PLAIN) is None
 ]
 
 
@@ -221,3 +222,40 @@ def test_what_was_chosen_is_the_value_of_the_graph_around() -> None:
     made = lowered(experts(PLAIN), "grouped", width=2)
     assert made.values[PLAIN.name].selected == "index"
     assert made.values[PLAIN.name].input == "x"
+
+
+CAPACITY = replace(
+    PLAIN,
+    activation="gelu-tanh",
+    gate="none",
+    group=9,
+    capacities=tuple(range(2, 2 + PLAIN.experts)),
+)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8", "fp16"])
+def test_choices_that_were_dropped_add_nothing(precision: Precision) -> None:
+    layer = experts(CAPACITY, biases=True)
+    x, index, weights = routed(CAPACITY, 27)
+    taken = np.zeros((3, CAPACITY.experts), int)
+    for token, choice in np.ndindex(*index.shape):
+        place = token // CAPACITY.group, index[token, choice]
+        taken[place] += 1
+        if taken[place] > CAPACITY.capacities[CAPACITY.k - 1]:
+            index[token, choice] += CAPACITY.experts
+            weights[token, choice] = 0.0
+    dropped = index >= CAPACITY.experts
+    assert dropped.any(axis=1).sum() > dropped.all(axis=1).sum() > 0
+    expected = formula(layer, x, index % CAPACITY.experts, weights)
+    assert error(computed(layer, x, index, weights), expected) < 1e-5
+    bound = {"fp32": 1e-5, "int8": 0.02, "fp16": 2e-3}[precision]
+    served = [(name, target) for name, target in serving(CAPACITY) if name != "fused"]
+    assert {name for name, _ in served} >= {"slots", "grouped", "dense", "block-grouped"}
+    for name, target in served:
+        if precision != "fp32" and target == "tensorrt":
+            continue
+        compute = computes_in(precision, layer, target)
+        made = lowered(layer, name, compute=compute, target=target, width=CAPACITY.k)
+        y = run(made, x, index, weights)
+        assert not y[dropped.all(axis=1)].any()
+        assert error(y, expected) < bound, (name, target)

@@ -1,0 +1,408 @@
+"""`vmoe-vit`: V-MoE and its ensembles, of google-research/vmoe.
+
+A token goes to its k best experts, with their softmax values as weights; an expert takes so many
+tokens of a group as its capacity says, and what more chose it is dropped (Riquelme et al., 2021).
+Or each expert chooses its tokens. E3 gives every member of an ensemble experts of its own
+(Allingham et al., 2021): the tokens are repeated for each before the first of the layers.
+
+No parameter says how many experts a token has, what a group is and what an expert takes of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError, FamilyError
+from ...graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
+from ..checkpoints.own_forward import Code, OwnForward
+from .base import (
+    Config,
+    Constructor,
+    Family,
+    FamilyModel,
+    PublishedLayer,
+    Question,
+    Tensors,
+    TensorShape,
+    check_tensors,
+    number_above_zero,
+    prefixed,
+    under,
+    whole_number,
+)
+from .vmoe import FIRST, SECOND
+from .vmoe_vit import (
+    CLASSIFIER,
+    DEFAULTS,
+    IMAGE_SIZE,
+    IMAGES,
+    POSITION_EMB,
+    SHAPES,
+    TEMPERATURE,
+    as_read,
+    moe_prefixes,
+    network_of,
+    published,
+    read_sizes,
+    settled,
+)
+
+NAME = "vmoe-vit"
+KERNEL = "Router.dense.kernel"
+TOKENS_CHOOSE, EXPERTS_CHOOSE = "TopExpertsPerItem", "TopItemsPerExpert"
+"""What the names of the code's routers hold."""
+
+# --- the routers -------------------------------------------------------------------------------
+
+
+class TokensChoose(nn.Module):
+    """Each token's k experts, as far as their capacities go: x [b, m, d] to index and weights.
+
+    Of M members, b is M rows for each image. Groups are `group` tokens in the order of (image,
+    token, member). Without capacities nothing is dropped.
+    """
+
+    def __init__(
+        self, kernel: Tensor, k: int, group: int, capacities: tuple[int, ...], *, priority: bool
+    ) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(kernel, requires_grad=False)  # [M, d, n / M]
+        self.k, self.group, self.capacities, self.priority = k, group, capacities, priority
+
+    def forward(self, x: Tensor, k: int | None = None) -> tuple[Tensor, Tensor]:
+        """Returns index and weights [b, m, k]; a dropped choice is expert + n, and weighs 0."""
+        members, _, own = self.kernel.shape
+        k = self.k if k is None else k
+        by_member = x.reshape(-1, members, *x.shape[1:]) if members > 1 else x
+        gates = (by_member @ (self.kernel if members > 1 else self.kernel[0])).softmax(dim=-1)
+        # The lower of two equal experts comes first, as in JAX.
+        ranked, order = gates.sort(dim=-1, descending=True, stable=True)
+        weights, index = ranked[..., :k], order[..., :k]
+        if members > 1:
+            index = index + own * torch.arange(members)[:, None, None]
+        if self.capacities:
+            dropped = self._dropped(index, weights[..., 0], self.capacities[k - 1])
+            index = torch.where(dropped, index + members * own, index)
+            weights = torch.where(dropped, torch.zeros_like(weights), weights)
+        shape = (-1, x.shape[1], k)
+        return index.reshape(shape), weights.reshape(shape)
+
+    def _dropped(self, index: Tensor, first: Tensor, capacity: int) -> Tensor:
+        """Which choices [..., m, k] are beyond the capacity of their experts.
+
+        The first choices of all tokens of a group come before all second ones; among them the
+        tokens as they come, or those first whose weight `first` is larger.
+        """
+        members, _, own = self.kernel.shape
+        k, tokens = index.shape[-1], index.shape[-2]
+        if members > 1:
+            index, first = index.transpose(1, 2), first.transpose(1, 2)  # (b, m, M)
+        queue = index.reshape(-1, self.group, k)
+        order = None
+        if self.priority:
+            order = first.reshape(-1, self.group).sort(dim=1, descending=True, stable=True).indices
+            order = order[..., None].expand(-1, -1, k)
+            queue = queue.gather(1, order)
+        queue = queue.transpose(1, 2).reshape(-1, k * self.group, 1)
+        one_hot = (queue == torch.arange(members * own)).to(torch.int64)  # [G, k·S, n]
+        place = (one_hot.cumsum(dim=1) * one_hot).sum(dim=-1)  # from 1
+        place = place.reshape(-1, k, self.group).transpose(1, 2)
+        if order is not None:
+            place = torch.zeros_like(place).scatter(1, order, place)
+        dropped = place > capacity
+        if members > 1:
+            return dropped.reshape(-1, tokens, members, k).transpose(1, 2)
+        return dropped.reshape(-1, tokens, k)
+
+
+class ExpertsChoose(nn.Module):
+    """Each expert's `capacity` best tokens of a group: x [b, m, d] to index and weights."""
+
+    def __init__(self, kernel: Tensor, group: int, capacity: int) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(kernel, requires_grad=False)  # [d, n]
+        self.group, self.capacity = group, capacity
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns [b, m, n]: expert e, or e + n, and a weight of 0, where it did not choose."""
+        n = self.kernel.shape[1]
+        gates = (x @ self.kernel).softmax(dim=-1)
+        by_group = gates.reshape(-1, self.group, n)
+        order = by_group.sort(dim=1, descending=True, stable=True).indices
+        rank = torch.arange(self.group)[None, :, None].expand_as(order)
+        place = torch.zeros_like(order).scatter(1, order, rank)
+        chosen = (place < self.capacity).reshape(-1, x.shape[1], n)
+        experts = torch.arange(n)
+        index = torch.where(chosen, experts, experts + n)
+        return index, torch.where(chosen, gates, torch.zeros_like(gates))
+
+
+# --- the layer ---------------------------------------------------------------------------------
+
+
+def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
+    kernel, first = tensors.get(KERNEL), tensors.get(f"{FIRST}.kernel")
+    if kernel is None or kernel.ndim not in (2, 3) or first is None or first.ndim != 3:
+        raise CheckpointError(f"not the weights of a {NAME} model: no experts beside {KERNEL}")
+    n, d, h = first.shape
+    members = kernel.shape[1] if kernel.ndim == 3 else 1
+    return {
+        KERNEL: (d, n) if kernel.ndim == 2 else (d, members, n // max(1, members)),
+        f"{FIRST}.kernel": (n, d, h),
+        f"{FIRST}.bias": (n, h),
+        f"{SECOND}.kernel": (n, h, d),
+        f"{SECOND}.bias": (n, d),
+    }
+
+
+def _make(prefix: str, tensors: Tensors, name: str) -> Experts:
+    """The experts of one layer, which know nothing of groups yet."""
+    local = under(tensors, prefix)
+    check_tensors(NAME, prefixed(local, prefix), prefixed(_shapes(local), prefix))
+    w1, w2 = local[f"{FIRST}.kernel"], local[f"{SECOND}.kernel"]
+    b1, b2 = local[f"{FIRST}.bias"], local[f"{SECOND}.bias"]
+    n, d, h = w1.shape
+    spec = ExpertsSpec(name, n, 1, dim=d, hidden=h, out=d, activation="gelu-tanh", gate="none")
+    return Experts(spec, ExpertsWeights(w1=w1, w2=w2, b1=b1, b2=b2))
+
+
+LAYER = PublishedLayer(
+    family=NAME,
+    mark=KERNEL,
+    match=lambda tensors: f"{FIRST}.kernel" in tensors,
+    make=_make,
+    title="V-MoE",
+)
+
+# --- the configuration -------------------------------------------------------------------------
+
+ASKED = {
+    "classifier": CLASSIFIER,
+    "position_emb": POSITION_EMB,
+    "image_size": IMAGE_SIZE,
+    "router": Question(
+        DEFAULTS["router"], f"or Noisy{EXPERTS_CHOOSE}Router: the parameters are the same"
+    ),
+    "num_selected_experts": Question(2, "the experts of a token", fits=False),
+    "group_size": Question(
+        "TOKENS",
+        "the tokens that are routed together: those of one image, or of the images of the training",
+        fits=False,
+    ),
+    "capacity_factor": Question(
+        1.05, "what an expert takes of a group, in times of its share; null lifts it", fits=False
+    ),
+    "capacity_multiple_of": Question(4, "a capacity is raised to a multiple of it"),
+    "batch_priority": Question(
+        False, "whether the tokens with the largest weights come first", fits=False
+    ),
+    "ensemble_size": Question(1, "the members of an E3 ensemble"),
+}
+
+CONSTRUCTOR = Constructor(
+    family=NAME,
+    shapes=dict.fromkeys(SHAPES, ...),
+    asked=ASKED,
+    free={
+        "temperature": TEMPERATURE,
+        "capacity": None,
+        "capacity_ceil_or_round": "ceil",
+        "ensemble": "members",
+    },
+    write=as_read,
+)
+
+
+def _questions(given: Config) -> dict[str, Question]:
+    """What is asked for, by what was said already."""
+    asked = dict(ASKED)
+    lifted = "capacity_factor" in given and given["capacity_factor"] is None
+    if given.get("capacity") is not None:
+        del asked["capacity_factor"]
+    elif lifted:  # of any group everything is taken
+        asked = {
+            key: each
+            for key, each in asked.items()
+            if key not in ("group_size", "capacity_multiple_of", "batch_priority")
+        }
+    if EXPERTS_CHOOSE in str(given.get("router")):
+        asked.pop("num_selected_experts")
+        asked.pop("batch_priority", None)
+    return asked
+
+
+def capacity_of(share: int, experts: int, config: Config) -> int:
+    """Returns what each expert takes of a group where `share` choices are to be taken by all.
+
+    Raises FamilyError for a factor that leaves no slot.
+    """
+    if config["capacity"] is not None:
+        return whole_number(NAME, "capacity", config["capacity"])
+    factor = number_above_zero(NAME, "capacity_factor", config["capacity_factor"])
+    nearest: Callable[[float], int] = math.ceil
+    if config["capacity_ceil_or_round"] == "round":
+        nearest = round
+    elif config["capacity_ceil_or_round"] != "ceil":
+        raise FamilyError(
+            f"{NAME}: capacity_ceil_or_round={config['capacity_ceil_or_round']} is neither ceil "
+            "nor round"
+        )
+    capacity = nearest(share * factor / experts)
+    if capacity < 1:
+        raise FamilyError(f"{NAME}: capacity_factor={factor} leaves an expert no slot")
+    multiple = config["capacity_multiple_of"]
+    if not multiple:
+        return capacity
+    multiple = whole_number(NAME, "capacity_multiple_of", multiple)
+    return capacity + -capacity % multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRouting:
+    """How the layers of one model route.
+
+    `k` are the experts of a token, of `members` in an ensemble. `group` tokens are routed together,
+    those of `images`, of which a batch is a multiple; `capacities` are what an expert takes of
+    them, by k, and empty where that has no limit.
+    """
+
+    experts: int
+    members: int
+    k: int
+    group: int
+    images: int
+    capacities: tuple[int, ...]
+    priority: bool
+    experts_choose: bool
+
+    @classmethod
+    def of(cls, config: Config, tokens: int) -> GroupRouting:
+        """Returns what a configuration says; raises FamilyError where that cannot be."""
+        n, router = config["num_experts"], str(config["router"])
+        members = whole_number(NAME, "ensemble_size", config["ensemble_size"])
+        choose = EXPERTS_CHOOSE in router
+        if not choose and TOKENS_CHOOSE not in router:
+            raise FamilyError(
+                f"{NAME}: router={router} is not known",
+                hint=f"Noisy{TOKENS_CHOOSE}Router or Noisy{EXPERTS_CHOOSE}Router",
+            )
+        k = n
+        if not choose:
+            k = whole_number(NAME, "num_selected_experts", config["num_selected_experts"])
+        if n % members or k > n // members or (choose and members > 1):
+            raise FamilyError(
+                f"{NAME}: ensemble_size={members} and num_selected_experts={k} do not fit "
+                f"{n} experts",
+                hint="give the values that the model was trained with",
+            )
+        if config["ensemble"] not in ("members", "mean"):
+            raise FamilyError(f"{NAME}: ensemble={config['ensemble']} is neither members nor mean")
+        priority = config.get("batch_priority", False)
+        if not isinstance(priority, bool):
+            raise FamilyError(f"{NAME}: batch_priority={priority} is neither true nor false")
+        image = tokens * members
+        capacities: tuple[int, ...] = ()
+        if config.get("capacity_factor") is None and config["capacity"] is None:
+            if choose:
+                raise FamilyError(f"{NAME}: without a capacity experts would choose every token")
+            group, images = image, 1
+        else:
+            group = whole_number(NAME, "group_size", config["group_size"])
+            images = group // math.gcd(group, image)
+            shares = [group] * n if choose else [group * each for each in range(1, n + 1)]
+            capacities = tuple(min(group, capacity_of(share, n, config)) for share in shares)
+        if members > 1 and group % image:
+            raise FamilyError(
+                f"{NAME}: group_size={group} is no multiple of {image}, the tokens of all members "
+                "of an image"
+            )
+        return cls(
+            experts=n,
+            members=members,
+            k=k,
+            group=group,
+            images=images,
+            capacities=capacities,
+            priority=priority,
+            experts_choose=choose,
+        )
+
+    def layer(self, experts: Experts, kernel: Tensor) -> OwnForward:
+        """Returns one layer: its experts behind their router, whose kernel is [d, n] of all."""
+        experts.spec = replace(experts.spec, k=self.k)
+        if self.capacities:
+            experts.spec = replace(experts.spec, group=self.group, capacities=self.capacities)
+        router: TokensChoose | ExpertsChoose
+        if self.experts_choose:
+            router = ExpertsChoose(kernel, self.group, self.capacities[0])
+        else:
+            columns = kernel.reshape(-1, self.members, self.experts // self.members)
+            router = TokensChoose(
+                columns.transpose(0, 1),
+                self.k,
+                self.group,
+                self.capacities,
+                priority=self.priority,
+            )
+        return OwnForward(experts, Code(None, router), router)
+
+    @property
+    def note(self) -> str:
+        """A sentence on what is routed together and what is dropped."""
+        if not self.capacities:
+            return "the capacity of the experts is lifted: no choice of a token is dropped"
+        of = "one image" if self.images == 1 else f"{self.images} images"
+        taken = f"an expert takes {self.capacities[self.k - 1]} of {self.group} tokens, of {of}"
+        if self.images == 1:
+            return f"{taken}, and drops what more chose it"
+        return (
+            f"{taken}, and drops what more chose it: an output depends on the other images of its "
+            f"group and on its place among them, and a batch is a multiple of {self.images}"
+        )
+
+
+def _build(tensors: Tensors, given: Config) -> FamilyModel:
+    prefixes = moe_prefixes(tensors, KERNEL)
+    experts = {
+        number: LAYER.make(prefix, tensors, f"blocks.{number}.mlp.experts")
+        for number, prefix in prefixes.items()
+    }
+    read = read_sizes(NAME, tensors, experts)
+    kernels = {number: tensors[prefix + KERNEL] for number, prefix in prefixes.items()}
+    first = next(iter(kernels.values()))
+    if first.ndim == 3:
+        read["ensemble_size"] = first.shape[1]
+    if given.get("capacity_factor") in ("none", "None"):
+        given = {**given, "capacity_factor": None}
+    config, grid = settled(NAME, CONSTRUCTOR, tensors, given, read, _questions(given))
+    routing = GroupRouting.of(config, math.prod(grid) + int("cls" in tensors))
+    layers = {
+        number: routing.layer(experts[number], kernel.flatten(1))
+        for number, kernel in kernels.items()
+    }
+    module, (input_, output) = network_of(NAME, tensors, config, grid, layers)
+    return FamilyModel(
+        module=module,
+        config=config,
+        inputs=(input_,),
+        outputs=(output,),
+        notes=(IMAGES, routing.note),
+        batch_of=routing.images,
+    )
+
+
+FAMILY = Family(
+    name=NAME,
+    options=CONSTRUCTOR.options,
+    summary="V-MoE and E3 ensembles of it, from JAX (google-research/vmoe)",
+    detect=lambda tensors: "embedding.kernel" in tensors and bool(moe_prefixes(tensors, KERNEL)),
+    build=_build,
+    layer=LAYER,
+    asked=tuple(ASKED),
+    published=lambda config: published(NAME, CONSTRUCTOR.options, config),
+)
