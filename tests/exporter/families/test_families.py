@@ -67,13 +67,14 @@ OTHER_NAMES = renamed(
     FAMILIES["soft-moe-vit"],
     name="other-vit",
     summary="the same network under other names",
-    keys={r"^encoder\.layers\.": "blocks.", r"\.moe\.(phi|scale|experts\.)": r".mlp.\1"},
+    keys={r"^of_a_test\.": "blocks.", r"\.moe\.(phi|scale|experts\.)": r".mlp.\1"},
 )
+"""Under names that no published code has, or its family would fit as well."""
 
 
 def other_names(state: State) -> State:
     """The state dict of a ViT as the code of `OTHER_NAMES` would save it."""
-    layers = {key.replace("blocks.", "encoder.layers."): t for key, t in state.items()}
+    layers = {key.replace("blocks.", "of_a_test."): t for key, t in state.items()}
     return {re.sub(r"\.mlp\.(phi|scale|experts\.)", r".moe.\1", k): t for k, t in layers.items()}
 
 
