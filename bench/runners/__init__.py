@@ -1,1 +1,1 @@
-"""What takes part in a benchmark: PyTorch, ONNX Runtime, OpenVINO and TensorRT, by one contract."""
+"""What takes part in a benchmark: runtimes, by one contract."""
