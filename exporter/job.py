@@ -44,6 +44,9 @@ from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions
 from .token_routed.routers import with_k
 
+ROUNDED = 1e-3
+"""Of max|y|: what values on the boundary of a rounding to BF16 may change."""
+
 PEAK_SAMPLES = 64
 """Inputs whose largest values tell whether FP16 overflows, with `fp16.HEADROOM` to spare."""
 
@@ -139,6 +142,8 @@ def export_job(
     loaded = model if isinstance(model, Model) else model()
     _check_used(loaded, options)
     options = _in_groups(loaded, options)
+    if loaded.rounded and options.held_to_rounding:
+        options = replace(options, rtol=ROUNDED)
     if options.precision.min_retention is not None:
         check_one_input(loaded, "--min-retention")
     if len(loaded.inputs) > 1 and options.target in BACKENDS:

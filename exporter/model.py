@@ -102,6 +102,7 @@ class Model:
     network before its edits and with the k of its training, where that is not `module`. `order`
     names the MoE layers as they are executed, where that is not the order in which the module holds
     them. `batch_of` inputs are computed together, so that a batch is a multiple of them.
+    `rounded`: it rounds to BF16 on the way, so that a difference of float32 may become one of BF16.
     `config` holds the family's constructor arguments, JSON-able and complete. `notes` are sentences
     about defaults that were taken and keys that were skipped.
     """
@@ -118,6 +119,7 @@ class Model:
     example: np.ndarray | None = field(default=None, compare=False)
     order: tuple[str, ...] = ()
     batch_of: int = 1
+    rounded: bool = False
     edits: Edits = NO_EDITS
 
     @property

@@ -74,6 +74,11 @@ class Builder:
             return value
         return self.op("Cast", value, to=target.value, name=name)
 
+    def rounded(self, value: ir.Value, dtype: ir.DataType, name: str) -> ir.Value:
+        """Returns a value of type `dtype` rounded to BF16, in its own type."""
+        short = self.op("Cast", value, to=ir.DataType.BFLOAT16.value, name=f"{name}_bf16")
+        return self.op("Cast", short, to=dtype.value, name=f"{name}_rounded")
+
     def branch(self, nodes: Builder, output: ir.Value, name: str) -> ir.Graph:
         """Returns a graph without inputs for an `If`, made of another builder's nodes.
 

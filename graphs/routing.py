@@ -80,7 +80,7 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
         logits = b.op("Slice", logits, *columns, name="router/logits_kept")
     selected = _select(b, layer, combine) if layer.selects else None
     return Routed(
-        source=x if layer.spec.slots_from == "raw" else normalised,
+        source=_rounded(b, layer, x if layer.spec.slots_from == "raw" else normalised),
         scale=_dispatch_scale(b, layer, scale),
         logits=logits,
         logits_by_slot=b.op("Transpose", logits, perm=[0, 2, 1], name="router/logits_by_slot"),
@@ -97,6 +97,13 @@ def _given(b: Builder, layer: Layer, combine: ir.Value) -> Routed:
     slots = b.cast(slots, slots.dtype or ir.DataType.FLOAT, ir.DataType.FLOAT, "dispatch/fp32")
     selected = _select(b, layer, combine) if layer.selects else None
     return Routed(slots, None, combine, combine, combine, selected)
+
+
+def _rounded(b: Builder, layer: Layer, source: ir.Value) -> ir.Value:
+    """The tokens that the slots average, rounded to BF16 where the layer does so."""
+    if not layer.spec.rounded:
+        return source
+    return b.rounded(source, ir.DataType.FLOAT, "dispatch/source")
 
 
 def _constant(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
@@ -147,6 +154,8 @@ def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -
     What constant experts give is added to it.
     """
     inner = layer.compute.inner
+    if layer.spec.rounded:
+        outputs = b.rounded(outputs, inner, "combine/outputs")
     combine = b.cast(slots.combine, ir.DataType.FLOAT, inner, "combine/C_narrow")
     last = OUTPUT if slots.constant is None else "combine/computed"
     if inner == layer.y_type:

@@ -174,6 +174,7 @@ def _load_checkpoint(
         notes=(*checkpoint.notes, *notes, *model.notes),
         example=example if isinstance(example, np.ndarray) else None,
         batch_of=model.batch_of,
+        rounded=model.rounded,
     )
 
 

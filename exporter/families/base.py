@@ -46,6 +46,7 @@ class FamilyModel:
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
     batch_of: int = 1
+    rounded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from .vmoe import FIRST, SECOND
 from .vmoe_vit import (
     CLASSIFIER,
     DEFAULTS,
+    DISPATCHES,
     IMAGE_SIZE,
     IMAGES,
     POSITION_EMB,
@@ -49,6 +50,8 @@ from .vmoe_vit import (
     network_of,
     published,
     read_sizes,
+    rounding_note,
+    rounds,
     settled,
 )
 
@@ -213,6 +216,7 @@ CONSTRUCTOR = Constructor(
         "capacity": None,
         "capacity_ceil_or_round": "ceil",
         "ensemble": "members",
+        "dispatch": DISPATCHES[0],
     },
     write=as_read,
 )
@@ -381,18 +385,22 @@ def _build(tensors: Tensors, given: Config) -> FamilyModel:
         given = {**given, "capacity_factor": None}
     config, grid = settled(NAME, CONSTRUCTOR, tensors, given, read, _questions(given))
     routing = GroupRouting.of(config, math.prod(grid) + int("cls" in tensors))
+    rounded = rounds(NAME, config)
     layers = {
         number: routing.layer(experts[number], kernel.flatten(1))
         for number, kernel in kernels.items()
     }
+    for each in experts.values():
+        each.spec = replace(each.spec, rounded=rounded)
     module, (input_, output) = network_of(NAME, tensors, config, grid, layers)
     return FamilyModel(
         module=module,
         config=config,
         inputs=(input_,),
         outputs=(output,),
-        notes=(IMAGES, routing.note),
+        notes=(IMAGES, routing.note, rounding_note(rounded=rounded)),
         batch_of=routing.images,
+        rounded=rounded,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -545,12 +546,38 @@ def settled(
     return config, grid
 
 
+DISPATCHES = ("float32", "bfloat16")
+"""Whether tokens and what experts return are rounded, as `dispatch` says."""
+
 TEMPERATURE = 10_000.0
 """Of sincos2d."""
 
 IMAGES = (
     "images are float32 (batch, height, width, channels) from -1 to 1, as the authors feed them"
 )
+
+
+def rounds(family: str, config: Config) -> bool:
+    """Returns whether the layers round to bfloat16; raises FamilyError for what is no choice."""
+    if config["dispatch"] not in DISPATCHES:
+        raise FamilyError(
+            f"{family}: dispatch={config['dispatch']} is neither float32 nor bfloat16"
+        )
+    return bool(config["dispatch"] == DISPATCHES[1])
+
+
+def rounding_note(*, rounded: bool) -> str:
+    """Returns a sentence on how the layers compute."""
+    if rounded:
+        return (
+            "tokens and the experts' outputs are rounded to bfloat16, as in the published code: "
+            "values on the boundary of a rounding move an output by up to 1e-3 of the largest, and "
+            "may change a choice of experts"
+        )
+    return (
+        "the experts are given float32, where the published code may round their tokens and "
+        "outputs to bfloat16 (dispatch=bfloat16 does so, too)"
+    )
 
 
 # --- Soft MoE ----------------------------------------------------------------------------------
@@ -564,7 +591,12 @@ SOFT_CONSTRUCTOR = Constructor(
     family=SOFT,
     shapes=dict.fromkeys((*SHAPES, "num_slots"), ...),
     asked={"classifier": CLASSIFIER, "position_emb": POSITION_EMB, "image_size": IMAGE_SIZE},
-    free={"group_size": None, "router": None, "temperature": TEMPERATURE},
+    free={
+        "group_size": None,
+        "router": None,
+        "temperature": TEMPERATURE,
+        "dispatch": DISPATCHES[0],
+    },
     write=as_read,
 )
 
@@ -589,17 +621,17 @@ def _build_soft(tensors: Tensors, given: Config) -> FamilyModel:
             "slots would average several images",
             hint="only models whose groups are single images can be exported",
         )
+    rounded = rounds(SOFT, config)
+    for layer in layers.values():
+        layer.spec = replace(layer.spec, rounded=rounded)  # type: ignore[type-var]
     module, io = network_of(SOFT, tensors, config, grid, layers)
     return FamilyModel(
         module=module,
         config=config,
         inputs=io[:1],
         outputs=io[1:],
-        notes=(
-            IMAGES,
-            "dispatch and combine are float32, where the published code rounds the tokens and the "
-            "experts' outputs to bfloat16",
-        ),
+        notes=(IMAGES, rounding_note(rounded=rounded)),
+        rounded=rounded,
     )
 
 

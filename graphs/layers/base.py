@@ -245,6 +245,11 @@ class MoELayer(nn.Module, ABC):
         return None
 
 
+def to_bfloat16(x: Tensor) -> Tensor:
+    """Returns x rounded to BF16, in its own type."""
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
 def frozen(tensor: Tensor) -> nn.Parameter:
     """Returns a tensor as a parameter that is not trained."""
     return nn.Parameter(tensor, requires_grad=False)

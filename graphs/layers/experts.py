@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..names import SELECTED
-from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen
+from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen, to_bfloat16
 from .expert import NORM_WEIGHTS, Activation, ExpertNorm, NormWeights, activated, normalised
 from .soft_moe import Matrices
 
@@ -42,6 +42,7 @@ class ExpertsSpec:
 
     Where experts have a capacity, tokens come in groups of `group`, and of each an expert computes
     `capacities[k - 1]` at most: a choice that was dropped is given as expert + n, and weighs 0.
+    With `rounded` tokens are rounded to BF16 for the experts, and what these return.
     """
 
     kind: ClassVar[Kind] = "experts"
@@ -75,6 +76,7 @@ class ExpertsSpec:
     out_activation: Activation = "identity"
     group: int | None = None
     capacities: tuple[int, ...] = ()
+    rounded: bool = False
 
     @property
     def linear(self) -> bool:
@@ -169,6 +171,8 @@ class Experts(MoELayer):
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Maps tokens x [t, d] to [t, o]."""
         y = x.new_zeros(x.shape[0], self.spec.out)
+        if self.spec.rounded:
+            x = to_bfloat16(x)
         for expert in torch.unique(index).tolist():
             dropped = expert >= self.spec.experts
             if dropped or expert in self.edits.ablated_in(0):
@@ -178,7 +182,8 @@ class Experts(MoELayer):
             if self.spec.weights_on == "input":
                 outputs = self.expert(expert, x[token] * weight)
             else:
-                outputs = self.expert(expert, x[token]) * weight
+                outputs = self.expert(expert, x[token])
+                outputs = (to_bfloat16(outputs) if self.spec.rounded else outputs) * weight
             y.index_add_(0, token, outputs)
         return y
 

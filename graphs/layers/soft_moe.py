@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..names import CONSTANTS, SELECTED
-from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen
+from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen, to_bfloat16
 from .expert import NORM_WEIGHTS, Activation, ExpertNorm, NormWeights, activated, normalised
 
 ExpertKind = Literal["mlp", "gated", "linear"]
@@ -83,6 +83,7 @@ class SoftMoESpec:
     hidden_norm: ExpertNorm | None = None
     out_norm: ExpertNorm | None = None
     out_activation: Activation = "identity"
+    rounded: bool = False
 
     @property
     def renormalizable(self) -> bool:
@@ -384,6 +385,8 @@ class SoftMoE(MoELayer):
     def _slots(self, x: Tensor, routing: Routing) -> Tensor:
         """What the experts are given, [b, n, p, d]."""
         source = self.normalise(x) if self.spec.slots_from == "normalised" else x
+        if self.spec.rounded:
+            source = to_bfloat16(source)
         return torch.einsum("bmd,bmnp->bnpd", source, routing.dispatch)
 
     def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
@@ -410,6 +413,8 @@ class SoftMoE(MoELayer):
             outputs = self._selected_experts(slots, chosen)
         else:
             outputs = self._all_experts(slots)
+        if self.spec.rounded:
+            outputs = to_bfloat16(outputs)
         y = torch.einsum("bnpo,bmnp->bmo", outputs, combine)
         if self.constants is not None:
             y = y + torch.einsum("npo,bmnp->bmo", self.constants, routing.combine_dropped)

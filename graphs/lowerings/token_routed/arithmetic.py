@@ -48,7 +48,10 @@ def routed(b: Builder, layer: ExpertsLayer) -> tuple[ir.Value, ir.Value]:
 
 def token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """The tokens in the float type that the experts compute in."""
-    return b.cast(x, layer.x_type, layer.compute.inner, "dispatch/tokens")
+    tokens = b.cast(x, layer.x_type, layer.compute.inner, "dispatch/tokens")
+    if layer.spec.rounded:
+        tokens = b.rounded(tokens, layer.compute.inner, "dispatch/tokens")
+    return tokens
 
 
 def first_rows(b: Builder, layer: ExpertsLayer, rows: ir.Value) -> ScaledRows:
@@ -180,6 +183,8 @@ def activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ir
 def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
     """Adds the post-norm, where the layer has one, and returns the outputs [..., o] as FP32."""
     wide = b.cast(outputs, layer.compute.inner, ir.DataType.FLOAT, "experts/outputs_wide")
+    if layer.spec.rounded:
+        wide = b.rounded(wide, ir.DataType.FLOAT, "experts/outputs")
     if not layer.spec.post_norm:
         return wide
     square = b.op("Mul", wide, wide, name="experts/squares")

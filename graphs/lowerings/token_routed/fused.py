@@ -59,7 +59,8 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
 
 def _weights_itself(layer: ExpertsLayer) -> bool:
     """Whether the op may weight the experts' outputs and sum them up."""
-    spec, summed = layer.spec, layer.spec.weights_on == "output" and not layer.spec.post_norm
+    spec = layer.spec
+    summed = spec.weights_on == "output" and not (spec.post_norm or spec.rounded)
     known = isinstance(layer.k, int) and layer.k <= spec.experts
     return _integers(layer) is not None and summed and known and _positive(layer.routed[1])
 

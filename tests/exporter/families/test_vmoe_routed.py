@@ -335,3 +335,25 @@ def test_a_batch_is_a_multiple_of_the_images_of_a_group(batch: str) -> None:
         export_job(model, ExportOptions(batch=parse_range(batch, "--batch")))
     assert export_job(model, ExportOptions(batch=parse_range("8", "--batch"))).fixed_batch == 8
     assert export_job(model).fixed_batch == 4
+
+
+@pytest.mark.parametrize("name", [CASES[0], CASES[1], E3])
+def test_rounding_to_bfloat16_is_done_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
+    case = read_case(name)
+    model = loaded(case, dispatch="bfloat16")
+    rounded = "bfloat16" in case.config["encoder"]["moe"]["router"]["dispatcher"]
+    assert any("rounded to bfloat16" in note for note in model.notes)
+    if not rounded:  # this run did not round
+        assert apart(as_rows(case, computed(model, case.x(4))), case.io["y_b4"]) > CLOSE
+        return
+    for form, batches in (("", (4, 16)), ("oneimage_", (1, 4, 16))):
+        settings = {"group_size": one_image(case)} if form else {}
+        model = loaded(case, dispatch="bfloat16", **settings)
+        for batch in batches:
+            y = as_rows(case, computed(model, case.x(batch)))
+            assert apart(y, case.io[f"y_{form}b{batch}"]) < 1e-3
+    for lowering in ("slots", "grouped"):
+        place = tmp_path / lowering
+        job = export_job(model, ExportOptions(destination=place, lowerings=(lowering,)))
+        y = as_rows(case, export(job).session()(case.x(16)))
+        assert apart(y, case.io["y_oneimage_b16"]) < 1e-3

@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 import torch
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.verify import verify
 from moexport.exporter.checkpoints.load import load
+from moexport.exporter.export import export
+from moexport.exporter.job import export_job
+from moexport.exporter.options import ExportOptions
 from moexport.graphs.layers.base import recorded_choices
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
@@ -103,3 +107,22 @@ def test_an_export_needs_a_checkpoint_and_its_configuration_alone(
     for batch in case.batches:
         found = session(case.x(batch), 8)
         assert apart(found, case.io[f"y_nobf16_b{batch}"]) < CLOSE
+
+
+@pytest.mark.parametrize("name", SOFT)
+def test_rounding_to_bfloat16_is_done_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
+    case = read_case(name)
+    model = load(case.index, config=case.config, sets=["dispatch=bfloat16"])
+    for batch in case.batches:
+        with torch.no_grad(), recorded_choices(model.module) as records:
+            y = model.module(torch.from_numpy(case.x(batch)))
+        assert apart(y.numpy(), case.io[f"y_b{batch}"]) < ROUNDED / 4
+        assert apart(y.numpy(), case.io[f"y_nobf16_b{batch}"]) > CLOSE
+        for layer, made in records.items():
+            sums = case.routing(batch, int(layer.split(".")[1]), "combine_colsum_per_expert")
+            assert made.scores is not None
+            assert apart(made.scores.numpy(), sums) < ROUNDED / 10
+    bundle = export(export_job(model, ExportOptions(destination=tmp_path / "out")))
+    assert any("rounded to bfloat16" in note for note in bundle.manifest.notes)
+    assert apart(bundle.session()(case.x(16)), case.io["y_b16"]) < ROUNDED
+    assert all(check.passed for check in verify(tmp_path / "out", bundle.manifest))
