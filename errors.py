@@ -42,6 +42,16 @@ class FamilyError(MoexportError):
     HINT = "docs/families.md lists the settings of each family; give them with --set or --config"
 
 
+class MissingSettingsError(FamilyError):
+    """Settings that no shape tells were not given; `examples` has a value of each that would do."""
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, examples: dict[str, object] | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.examples = examples or {}
+
+
 class TraceError(MoexportError):
     """The model cannot be traced to a graph."""
 

@@ -46,7 +46,10 @@ LIMIT_BYTES = 1 << 30
 KILLED_BYTES = 8 << 30
 """Of its own processes, so that none takes the machine with it."""
 
-KINDS = {"checkpoints": "moexport.tests.exporter.checkpoints.test_fuzz:SUBJECT"} | {
+KINDS = {
+    "checkpoints": "moexport.tests.exporter.checkpoints.test_fuzz:SUBJECT",
+    "jax": "moexport.tests.exporter.checkpoints.test_fuzz:JAX",
+} | {
     kind: f"moexport.tests.test_fuzz:{kind.upper()}"
     for kind in (
         *("bundles", "manifests", "graphs", "references", "tables", "results", "rewrites"),

@@ -15,8 +15,9 @@ from ...common.documents import document, read_document
 from ...common.locations import named_by_url, url_of
 from ...common.option import takes
 from ...common.user_code import names_code
-from ...errors import CheckpointError, FamilyError, UsageError
+from ...errors import CheckpointError, FamilyError, MissingSettingsError, UsageError
 from ..families import Family, detect, family_named
+from ..families.base import FamilyModel
 from ..model import Model, Source
 from ..requests import LoadRequest
 from ..token_routed.load import architecture_of, load_transformers
@@ -156,7 +157,7 @@ def _load_checkpoint(
         config = {**family.published(given[0]), **given[1]}
         recorded, notes = _recorded_settings(checkpoint, family, config)
         where = f" ({'; '.join(notes)}; --set overrides it)" if recorded else ""
-        model = family.build(checkpoint.tensors, {**recorded, **config})
+        model = _built(family, checkpoint, {**recorded, **config}, notes, values=values)
     except (CheckpointError, FamilyError) as error:
         raise type(error)(f"{path}: {error.message}{where}", hint=error.hint) from error
     return Model(
@@ -176,6 +177,30 @@ def _load_checkpoint(
         batch_of=model.batch_of,
         rounded=model.rounded,
     )
+
+
+def _built(
+    family: Family,
+    checkpoint: Checkpoint,
+    config: dict[str, Any],
+    notes: list[str],
+    *,
+    values: bool,
+) -> FamilyModel:
+    """The model of a checkpoint.
+
+    Who only looks at what a training in JAX left sees it with examples of the settings that are
+    missing: its files say what it is, and nothing of those.
+    """
+    try:
+        return family.build(checkpoint.tensors, config)
+    except MissingSettingsError as error:
+        if values or not checkpoint.by_jax:
+            raise
+        model = family.build(checkpoint.tensors, {**config, **error.examples})
+        taken = ", ".join(f"{key}={value}" for key, value in error.examples.items())
+        notes.append(f"no parameter says these settings, which an export asks for; here {taken}")
+        return model
 
 
 def _recorded_settings(

@@ -54,8 +54,8 @@ class Checkpoint:
     `config.json` found beside the weights. `arguments` are the constructor's, where the training
     code saved them in the file, and `options` those of the training script, each by the key under
     which they were. `mapped` are the files that `tensors` are mapped from: `files`, and a temporary
-    one of converted weights. `watched` are the files as they were when they were read; None of a
-    checkpoint read without `values`.
+    one of converted weights. `by_jax`: they are the files of a training code in JAX. `watched` are
+    the files as they were when they were read; None of a checkpoint read without `values`.
     """
 
     tensors: dict[str, Tensor]
@@ -67,6 +67,7 @@ class Checkpoint:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     mapped: tuple[Path, ...] = ()
     watched: Watched | None = None
+    by_jax: bool = False
 
 
 def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
@@ -135,6 +136,7 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
         options=_settings(saved, OPTIONS),
         mapped=mapped,
         watched=watched,
+        by_jax=weights.arrays is not None,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.text import near_miss
-from ...errors import CheckpointError, FamilyError
+from ...errors import CheckpointError, FamilyError, MissingSettingsError
 from ...graphs.layers.base import MoELayer
 from ...graphs.layers.expert import Activation
 from ...graphs.layers.soft_moe import Matrices, SoftMoE
@@ -304,10 +304,11 @@ class Constructor:
         if missing:
             options = " ".join(f"--set {key}={_shown(each.value)}" for key, each in missing.items())
             default = f"; --set {REST}=default uses the published defaults"
-            raise FamilyError(
+            raise MissingSettingsError(
                 f"{self.family}: the shapes do not determine "
                 + "; ".join(f"{key} ({each.why})" for key, each in missing.items()),
                 hint=f"add your model's values: {options}{default if self.sizes else ''}",
+                examples={key: each.value for key, each in missing.items()},
             )
         free = {key: given.get(key, default) for key, default in self.free.items()}
         return {**read, **answers, **free}

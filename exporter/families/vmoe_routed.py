@@ -53,6 +53,7 @@ from .vmoe_vit import (
     rounding_note,
     rounds,
     settled,
+    tokens_told,
 )
 
 NAME = "vmoe-vit"
@@ -193,7 +194,7 @@ ASKED = {
     ),
     "num_selected_experts": Question(2, "the experts of a token", fits=False),
     "group_size": Question(
-        "TOKENS",
+        197,
         "the tokens that are routed together: those of one image, or of the images of the training",
         fits=False,
     ),
@@ -222,9 +223,12 @@ CONSTRUCTOR = Constructor(
 )
 
 
-def _questions(given: Config) -> dict[str, Question]:
-    """What is asked for, by what was said already."""
-    asked = dict(ASKED)
+def _questions(given: Config, read: Config, tokens: int | None) -> dict[str, Question]:
+    """What is asked for, by what was said already, with examples that fit the shapes."""
+    members = read.get("ensemble_size", 1)
+    most = replace(ASKED["num_selected_experts"], value=min(2, read["num_experts"] // members))
+    group = replace(ASKED["group_size"], value=(tokens or 1) * members)
+    asked = ASKED | {"num_selected_experts": most, "group_size": group}
     lifted = "capacity_factor" in given and given["capacity_factor"] is None
     if given.get("capacity") is not None:
         del asked["capacity_factor"]
@@ -383,7 +387,8 @@ def _build(tensors: Tensors, given: Config) -> FamilyModel:
         read["ensemble_size"] = first.shape[1]
     if given.get("capacity_factor") in ("none", "None"):
         given = {**given, "capacity_factor": None}
-    config, grid = settled(NAME, CONSTRUCTOR, tensors, given, read, _questions(given))
+    asked = _questions(given, read, tokens_told(tensors, read, given))
+    config, grid = settled(NAME, CONSTRUCTOR, tensors, given, read, asked)
     routing = GroupRouting.of(config, math.prod(grid) + int("cls" in tensors))
     rounded = rounds(NAME, config)
     layers = {

@@ -227,8 +227,8 @@ POSITION_EMB = Question("sincos2d", "sincos2d or none: neither has parameters")
 IMAGE_SIZE = Question(224, "height and width: no parameter has them")
 
 
-def _tokens_told(tensors: Tensors, read: Config, given: Config) -> int | None:
-    """The tokens of an image, where a parameter or the configuration tells them."""
+def tokens_told(tensors: Tensors, read: Config, given: Config) -> int | None:
+    """Returns the tokens of an image, where a parameter or the configuration tells them."""
     if POSITIONS in tensors:
         return shape_of(SOFT, tensors, POSITIONS, "1, m, d")[1]
     size = given.get("group_size")
@@ -237,7 +237,7 @@ def _tokens_told(tensors: Tensors, read: Config, given: Config) -> int | None:
 
 def _square_side(tensors: Tensors, read: Config, given: Config) -> int | None:
     """The patches on each side of an image that is a square; None where it need not be."""
-    tokens = _tokens_told(tensors, read, given)
+    tokens = tokens_told(tensors, read, given)
     patches = 0 if tokens is None else tokens - int("cls" in tensors)
     return math.isqrt(patches) if patches > 0 and math.isqrt(patches) ** 2 == patches else None
 
@@ -536,7 +536,7 @@ def settled(
     if 0 in grid:
         raise FamilyError(f"{family}: image_size={config['image_size']} is smaller than a patch")
     tokens = math.prod(grid) + int("cls" in tensors)
-    told = _tokens_told(tensors, read, given)
+    told = tokens_told(tensors, read, given)
     if told is not None and tokens != told:
         raise FamilyError(
             f"{family}: image_size={image[0]},{image[1]} makes {tokens} tokens, but "

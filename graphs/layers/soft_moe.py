@@ -46,7 +46,8 @@ class SoftMoESpec:
     (`renormalizable`), and each input chooses a set of them. `dropped` counts the experts that were
     left out for good: they have no weights, and take part in the softmax of C. With `constants`
     each of their slots gives one vector, whatever it is given: the constant experts of Jin et al.,
-    MoE++, 2024. Without, they give nothing.
+    MoE++, 2024. Without, they give nothing. With `rounded` tokens are rounded to BF16 before the
+    slots average them, and what experts return before it is combined, as google-research/vmoe does.
 
     With `gate_first` a `gated` expert's first matrix gives v before u. `biased` adds a number per
     slot to L. A layer that is `given` its slots has no router: the network around it makes them,

@@ -5,9 +5,11 @@ What a file declares bounds what it may cost: none of these takes more than 5 s 
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import random
+import shutil
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable
@@ -19,9 +21,12 @@ import pytest
 import torch
 from moexport.errors import MoexportError
 from moexport.exporter.checkpoints.load import load
+from moexport.exporter.checkpoints.state_dict import read_checkpoint
 from moexport.tests.calibration.test_shards import header, pax
+from moexport.tests.exporter.checkpoints import vmoe_writer
 from moexport.tests.exporter.families.states import VIT, lucidrains_state, vit_state, vmoe_state
 from moexport.tests.fuzzing import Subject, attempt, fuzz
+from moexport.tests.recorded import DATA
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
@@ -83,6 +88,70 @@ def _sharded(folder: Path) -> Path:
 
 
 SUBJECT = Subject(seeds, read)
+
+
+def by_jax(folder: Path) -> list[Path]:
+    """Checkpoints of google-research/vmoe, as its code wrote them and in many chunks, and Orbax."""
+    found = []
+    for case in ("jax_e3_last2_m2", "jax_soft_gap_p1"):
+        place = shutil.copytree(DATA / case, folder / case, ignore=shutil.ignore_patterns("io.npz"))
+        found.append(next(place.glob("*.index")))
+    arrays = {key: each.numpy() for key, each in read_checkpoint(found[0]).tensors.items()}
+    arrays = {f"params/{key.replace('.', '/')}": each for key, each in arrays.items()}
+    (folder / "chunks").mkdir()
+    state = {**arrays, "step": np.array(3, np.int32), "rngs/dropout": np.zeros(2, np.uint32)}
+    found.append(
+        vmoe_writer.write(folder / "chunks" / "ckpt_3", state, cut=vmoe_writer.rows, shards=3)
+    )
+    if importlib.util.find_spec("tensorstore") is None:
+        return found
+    import tensorstore
+
+    whole = shutil.copytree(DATA / "jax_orbax_soft_gap_p1" / "ckpt_ocdbt" / "3", folder / "3")
+    found.append(whole / "state" / "manifest.ocdbt")
+    for key, array in arrays.items():
+        metadata = {"shape": list(array.shape), "chunks": list(array.shape), "dtype": "<f4"}
+        spec = {"driver": "zarr", "metadata": metadata, "create": True}
+        name = key.replace("/", ".")
+        spec["kvstore"] = f"file://{folder}/zarr/{name}/"
+        tensorstore.open(spec).result().write(array).result()
+    found.append(folder / "zarr" / "params.head.kernel" / ".zarray")
+    return found
+
+
+def read_by_jax(path: Path) -> None:
+    """Loads and looks at what a training in JAX left."""
+    source = {"manifest.ocdbt": path.parent, ".zarray": path.parent.parent}.get(path.name, path)
+    file = path.parent / "meta.json"
+    try:
+        load(source, values=False)
+    finally:
+        config = json.loads(file.read_bytes())["config"] if file.is_file() else E3
+        load(source, config=config)
+
+
+E3 = json.loads((DATA / "jax_e3_last2_m2" / "meta.json").read_text())["config"]
+
+JAX = Subject(
+    by_jax,
+    read_by_jax,
+    (
+        *(
+            "eee_s8_last2.index",
+            "eee_s8_last2.data-00000-of-00002",
+            "soft_s8.index",
+            ".zarray",
+            "0",
+        ),
+        *("soft_s8.data-00000-of-00001", "ckpt_3.index", "ckpt_3.data-00001-of-00003"),
+        *("manifest.ocdbt", "_METADATA", "0.0"),
+    ),
+)
+
+
+def test_damaged_checkpoints_of_jax_are_taken_or_refused(tmp_path: Path) -> None:
+    findings = [each for each in fuzz(JAX, tmp_path, 1, range(200)) if each is not None]
+    assert findings == []
 
 
 def test_damaged_checkpoints_are_taken_or_refused(tmp_path: Path) -> None:

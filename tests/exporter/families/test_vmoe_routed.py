@@ -357,3 +357,18 @@ def test_rounding_to_bfloat16_is_done_where_it_is_asked_for(name: str, tmp_path:
         job = export_job(model, ExportOptions(destination=place, lowerings=(lowering,)))
         y = as_rows(case, export(job).session()(case.x(16)))
         assert apart(y, case.io["y_oneimage_b16"]) < 1e-3
+
+
+def test_an_index_alone_is_looked_at_without_settings(tmp_path: Path) -> None:
+    import shutil
+
+    from moexport.tests.command import run
+
+    index = shutil.copy(read_case(CASES[0]).index, tmp_path)
+    outcome = run("inspect", index)
+    assert outcome.code == 0, outcome.err
+    for fact in ("vmoe-vit", "108 arrays", "2 shards", "float32", "blocks.5.mlp.experts"):
+        assert fact in outcome.out
+    assert "which an export asks for; here router=" in outcome.out
+    outcome = run("export", index, "-o", tmp_path / "out")
+    assert outcome.code != 0 and "shards are missing" in outcome.err
