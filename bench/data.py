@@ -146,6 +146,7 @@ MEANS: dict[Pixels, tuple[Sequence[float], Sequence[float]]] = {
 
 CROP = 0.875  # the share of the shorter side that the middle of an image takes: 224 of 256
 BATCH = 32
+CHANNELS = (1, 3)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM")
 """What is read: Pillow would start other programs for some formats, whatever a file is called."""
@@ -313,7 +314,8 @@ def image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
     if len(spec.shape) != 4 or not all(isinstance(size, int) for size in spec.shape[1:]):
         raise UsageError(
             f"{where}, and the model takes {spec.shape}",
-            hint="images need a model of (batch, channels, height, width); use an .npz",
+            hint="images need a model of (batch, channels, height, width), or with the channels "
+            "last; use an .npz",
         )
     if pixels not in get_args(Pixels):
         given = (
@@ -371,10 +373,16 @@ def _image_files(folder: Path) -> list[tuple[Path, int]]:
 
 
 def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: str = "") -> Array:
-    """Returns one image as float32 [channels, height, width]; `name` is what errors call it."""
+    """Returns one image as float32 in the layout of a model's; `name` is what errors call it.
+
+    Channels come first, or last where only that can be meant: (batch, 224, 224, 3).
+    """
     from PIL import Image
 
     _, channels, height, width = spec.shape
+    last = width in CHANNELS and channels not in CHANNELS
+    if last:
+        channels, height, width = width, channels, height
     assert isinstance(channels, int) and isinstance(height, int) and isinstance(width, int)
     try:
         with warnings.catch_warnings(), Image.open(file, formats=FORMATS) as opened:
@@ -396,8 +404,8 @@ def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: 
         image = image.crop((left, top, left + width, top + height))
     values = np.asarray(image, np.float32).reshape(height, width, channels) / 255
     mean, deviation = (np.asarray(each[:channels], np.float32) for each in MEANS[pixels])
-    found: Array = ((values - mean) / deviation).transpose(2, 0, 1).astype(np.float32)
-    return found
+    found: Array = ((values - mean) / deviation).astype(np.float32)
+    return found if last else np.ascontiguousarray(found.transpose(2, 0, 1))
 
 
 def _check_pixels(size: tuple[int, int], resized: tuple[int, int], where: str) -> None:

@@ -417,7 +417,8 @@ class Measurement:
         opening = loaders(self.candidate, self.request.batches)
         limits = None
         if self.request.limits and not self.candidate.phases:
-            limits = Limits(self.candidate, self.head.batch(0, 1), opening)
+            rows = self.candidate.model.batch_of
+            limits = Limits(self.candidate, self.head.batch(0, rows), opening)
         runners = self._evaluated(opening)
         memories = self._memories({c: opening[c] for c in runners})
         rows = []

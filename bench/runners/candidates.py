@@ -109,6 +109,7 @@ def exported(
             renormalize=request.renormalize,
             engines=request.engines,
             routed=routed,
+            only_batch=model.batch_of if model.batch_of > 1 else None,
         )
         yield stack.enter_context(with_other_exporters(candidate, request.threads))
 
@@ -420,6 +421,14 @@ def batch_sizes(listed: Sequence[Model | Bundle], request: BenchRequest) -> tupl
     """
     held = [(each, only_batch(each)) for each in listed if isinstance(each, Bundle)]
     sizes = sorted({size for _, size in held if size is not None})
+    for model in (each for each in listed if isinstance(each, Model) and each.batch_of > 1):
+        sizes = sorted({*sizes, model.batch_of})
+        if request.batch is not None and {*request.batches} != {model.batch_of}:
+            raise UsageError(
+                f"--batch {','.join(map(str, request.batches))}: {model.source.path} routes the "
+                f"tokens of {model.batch_of} inputs together, and is measured with so many",
+                hint=f"use --batch {model.batch_of}, or a group_size of one input",
+            )
     if request.batch is None:
         return tuple(sizes) or request.batches
     fixed = len(held) > 0 and all(size is not None for _, size in held) and not _exports(listed)
