@@ -267,6 +267,15 @@ def _say_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _say_outside() -> None:
+    """Says which packages are older or newer than what was run: they may work all the same."""
+    from ..common.console import Console
+    from ..common.pytorch import outside_of_what_was_run
+
+    for line in outside_of_what_was_run():
+        Console().note(line)
+
+
 def _before_command(
     *,
     version: Annotated[
@@ -299,6 +308,8 @@ def program(name: str, about: str, commands: dict[str, Command]) -> typer.Typer:
             if command is None:
                 return command, listed, rest
             said = [f"--{name}" for name in ("verbose", "quiet") if ctx.params.get(name)]
+            if command != "doctor" and {"--help", "-h", "--quiet", "-q"}.isdisjoint((*said, *rest)):
+                _say_outside()
             return command, _declared(*by_name[command]), [*said, *rest]
 
     app = typer.Typer(

@@ -46,10 +46,14 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result of `moexport doctor`."""
+    """The result of `moexport doctor`.
+
+    `outside` names the packages that are older or newer than what moexport was run with.
+    """
 
     abilities: tuple[Ability, ...]
     environment: dict[str, Any]
+    outside: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The diagnosis as plain data."""
@@ -59,11 +63,13 @@ class Diagnosis:
 def diagnose(required: Iterable[Requirement]) -> Diagnosis:
     """Returns what works here; looks at the installed packages and the hardware, builds nothing."""
     from ..common.environment import environment
+    from ..common.pytorch import outside_of_what_was_run
     from .tensorrt.backends import first_gpu
 
     gpu = first_gpu()
     lines = (EXPORT, *dict.fromkeys(required), DEMO)
-    return Diagnosis(tuple(each.ability(gpu) for each in lines), environment())
+    abilities = tuple(each.ability(gpu) for each in lines)
+    return Diagnosis(abilities, environment(), tuple(outside_of_what_was_run()))
 
 
 def in_onnx_runtime(name: str, provider: str) -> Requirement:

@@ -24,6 +24,7 @@ from onnxscript import opset20 as op
 from onnxscript.function_libs.torch_lib.ops import nn as torchlib
 from torch import Tensor, nn
 
+from ..common.pytorch import least_size, older_tracer
 from ..errors import TraceError, tells_of_memory
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers
 from ..graphs.lower import simplify
@@ -158,7 +159,8 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
             said = str(cause).strip().splitlines() or [type(cause).__name__]
             raise TraceError(
                 f"PyTorch cannot trace this {model.family} model: {said[0]}",
-                hint="the network's forward must not depend on the values of its inputs; "
+                hint=older_tracer()
+                or "the network's forward must not depend on the values of its inputs; "
                 "--verbose shows PyTorch's own report",
             ) from error
     name_nodes(graph.graph)
@@ -191,7 +193,10 @@ def _program(
     )
     limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
     # One of a name, wherever it stands.
-    axes = {axis: torch.export.Dim(axis, max=limits.get(axis)) for axis in sizes}
+    axes = {
+        axis: torch.export.Dim(axis, min=least_size(size), max=limits.get(axis))
+        for axis, size in sizes.items()
+    }
     dynamic = tuple(
         {
             index: axes[axis]

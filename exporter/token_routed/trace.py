@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
-from ...errors import TraceError
+from ...common.pytorch import graph_of
+from ...errors import MissingExtraError, TraceError, install
 from ..model import TensorSpec
 from .network import ENCODED, ENCODED_MASK, PAST, PRESENT, TransformersNetwork
 
@@ -30,8 +32,10 @@ def traced_program(
     It is traced at `sizes`; axes in `fixed` are constants of the graph. Raises `TraceError` where
     an axis that should vary became a constant, or would.
     """
-    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
-
+    try:
+        from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+    except ImportError as error:
+        raise _no_exporter(error) from error
     if network.loops and "tokens" not in fixed:
         raise TraceError(
             f"a {type(network.wrapped).__name__} runs over its tokens in a loop, which a graph "
@@ -51,7 +55,9 @@ def traced_program(
     shapes = _shapes(network, arguments, axes)
     config = OnnxConfig(dynamic=True, opset_version=opset, dynamic_shapes=shapes)
     try:
-        graph = OnnxExporter().export(network.wrapped, arguments, config=config).program
+        graph = graph_of(OnnxExporter().export(network.wrapped, arguments, config=config))
+    except ImportError as error:  # it asks for versions of its own
+        raise _no_exporter(error) from error
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         cause = error.__cause__ or error
         raise TraceError(
@@ -63,6 +69,14 @@ def traced_program(
     assert isinstance(graph, ir.Model)
     _name(graph, inputs, outputs, fixed)
     return graph
+
+
+def _no_exporter(error: ImportError) -> MissingExtraError:
+    return MissingExtraError(
+        f"the exporter to ONNX of transformers {metadata.version('transformers')}, which traces "
+        f"this model, cannot be used: {error}",
+        hint=f"{install('transformers')}; its exporter asks for PyTorch 2.11 or newer",
+    )
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from ....common.pytorch import ROUTED_WEIGHTS, older
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
 from ...names import MICROSOFT
@@ -244,9 +245,11 @@ def _no_kernel(precision: Precision, target: Target) -> str | None:
         CPU_PROVIDER: ("fp32", "int8", "int4"),
         CUDA_PROVIDER: ("fp32", "fp16"),
     }
-    if precision in served.get(TARGETS[target].provider, ()):
-        return None
-    return f"com.microsoft.MoE has no {precision.upper()} kernel there"
+    if precision not in served.get(TARGETS[target].provider, ()):
+        return f"com.microsoft.MoE has no {precision.upper()} kernel there"
+    if precision in ("int8", "int4") and older("onnxruntime", ROUTED_WEIGHTS):
+        return "com.microsoft.QMoE takes the experts' weights from ONNX Runtime 1.31 on"
+    return None
 
 
 INTEGER_READ, INTEGER_MACS = 0.75, 2.3
