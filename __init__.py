@@ -33,6 +33,7 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .calls import (
+        adapt,
         bench,
         build,
         calibrate,
@@ -86,6 +87,7 @@ __all__ = [
     "TraceError",
     "UntrustedEngineError",
     "UsageError",
+    "adapt",
     "adapts",
     "bench",
     "build",

@@ -23,6 +23,7 @@ from .bench.request import (
 from .common.pytorch import check_pytorch
 from .errors import UsageError
 from .exporter.requests import (
+    AdaptRequest,
     AnyPath,
     BuildRequest,
     CalibrateRequest,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .exporter.bundle.bundle import Bundle
     from .exporter.bundle.manifest import Check, Manifest
     from .exporter.bundle.run import Outputs
+    from .exporter.checkpoints.first_adapter import FirstAdapter
     from .exporter.doctor import Diagnosis
     from .exporter.inspect import ModelReport
     from .exporter.model import Model
@@ -98,6 +100,18 @@ def inspect(model: Model | AnyPath, request: InspectRequest) -> ModelReport:
         example = data if isinstance(data, str | Path) else None
         model = load_as(model, replace(request, values=data is not None, example=example))
     return inspect_model(model, data)
+
+
+def adapt(source: str, request: AdaptRequest) -> FirstAdapter:
+    """Returns a first adapter for the layer that `package.module:Class` makes, as Python code.
+
+    It is found by trying and compared with the layer; what was not recognised is `missing`.
+    """
+    check_pytorch("trying a layer")
+    from .exporter.checkpoints.first_adapter import first_adapter
+    from .exporter.checkpoints.load import read_config
+
+    return first_adapter(source, read_config(None, request.sets))
 
 
 def inspect_bundle(bundle: Bundle | AnyPath) -> Manifest:

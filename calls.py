@@ -6,6 +6,7 @@ from . import api
 from .bench.request import BenchRequest, DemoRequest, ReportRequest, SpecialiseRequest
 from .common.option import takes
 from .exporter.requests import (
+    AdaptRequest,
     BuildRequest,
     CalibrateRequest,
     ExportRequest,
@@ -20,6 +21,7 @@ from .tune.request import TuneRequest
 
 load = takes(LoadRequest)(api.load)
 inspect = takes(InspectRequest)(api.inspect)
+adapt = takes(AdaptRequest)(api.adapt)
 calibrate = takes(CalibrateRequest)(api.calibrate)
 sensitivity = takes(SensitivityRequest)(api.sensitivity)
 export = takes(ExportRequest)(api.export)

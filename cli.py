@@ -5,7 +5,7 @@ from __future__ import annotations
 from .commands.bench import bench, demo, report, specialise
 from .commands.build import build, triton
 from .commands.export import calibrate, export
-from .commands.look import doctor, inspect, run, verify
+from .commands.look import adapt, doctor, inspect, run, verify
 from .commands.options import program
 from .commands.tune import tune
 
@@ -14,6 +14,7 @@ app = program(
     "Deploy trained mixture-of-experts models as ONNX graphs that compute k of n experts.",
     {
         "moexport inspect vit.pt --set num_heads=12 --set rest=default": inspect,
+        "moexport adapt mynet:SoftMoE --set dim=64 --set num_experts=8": adapt,
         "moexport export vit.pt -o out --set num_heads=12 --set rest=default --k 0.25": export,
         "moexport build out --compute-capability 8.9 --profile batch=1:8:32": build,
         "moexport calibrate vit.pt --data train.npz -o table.json --k 0.25": calibrate,

@@ -130,7 +130,7 @@ class Biased(nn.Module):
 @moexport.adapts(Biased)
 def adapt_biased(layer: Biased) -> moexport.SoftMoE:
     return moexport.SoftMoE(
-        phi=layer.router.weight.T.unflatten(1, (EXPERTS, SLOTS)),
+        phi=layer.router.weight.T.view(DIM, EXPERTS, SLOTS),
         bias=layer.router.bias,
         experts=layer.experts,
         norm=layer.norm,
@@ -301,7 +301,10 @@ class ExpertChoice(nn.Module):
         seen = self.norm(x)
         best, index = self.gate(seen).topk(self.taken, dim=1)
         shares = torch.zeros(*x.shape[:2], EXPERTS).scatter(1, index, best.softmax(dim=1))
-        return x + sum(shares[..., e, None] * f(seen) for e, f in enumerate(self.experts))
+        y = x
+        for e, expert in enumerate(self.experts):
+            y = y + shares[..., e, None] * expert(seen)
+        return y
 
 
 @moexport.adapts(ExpertChoice)
@@ -355,7 +358,9 @@ class Dense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns tokens (…, d)."""
         shares = self.gate(x).softmax(dim=-1)
-        y: Tensor = sum(shares[..., e, None] * f(x) for e, f in enumerate(self.experts))  # type: ignore[assignment]
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            y = y + shares[..., e, None] * expert(x)
         return y
 
 
@@ -449,7 +454,7 @@ class Heads(nn.Module):
 @moexport.adapts(Heads)
 def adapt_heads(layer: Heads) -> moexport.Experts:
     def forward(experts: Any, x: Tensor, k: int = 2) -> Any:
-        parts = x.unflatten(-1, (layer.heads, -1))  # a head is a token of its own
+        parts = x.view(*x.shape[:-1], layer.heads, -1)  # a head is a token of its own
         logits = torch.stack([r(parts[..., h, :]) for h, r in enumerate(layer.routers)], dim=-2)
         best, index = logits.topk(k, dim=-1)
         index = index + EXPERTS * torch.arange(layer.heads)[:, None]
@@ -474,7 +479,8 @@ class Convolved(nn.Module):
         best, index = logits.topk(2, dim=1)
         shares = torch.zeros_like(logits).scatter(1, index, best.softmax(dim=1))
         outputs = self.second(F.silu(self.first(x))).unflatten(1, (EXPERTS, DIM))
-        return (outputs * shares.unsqueeze(2)).sum(dim=1) + x
+        y: Tensor = (outputs * shares.unsqueeze(2)).sum(dim=1) + x
+        return y
 
 
 @moexport.adapts(Convolved)
@@ -608,12 +614,13 @@ class Host(nn.Module):
             y, _ = self.layer(rows, self.router(rows).unflatten(-1, (EXPERTS, SLOTS)))
             y = y.view_as(x)
         elif self.kind is Convolved:
-            y = self.layer(x.mT.unflatten(-1, (3, 4))).flatten(2).mT
+            y = self.layer(x.mT.reshape(len(x), DIM, 3, 4)).flatten(2).mT
         else:
             y = self.layer(x)
         if isinstance(y, dict):
             y = y["output"]
-        return y[0] if isinstance(y, tuple) else y
+        result: Tensor = y[0] if isinstance(y, tuple) else y
+        return result
 
 
 class Net(nn.Module):

@@ -104,6 +104,20 @@ class InspectRequest(LoadRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptRequest(Request):
+    """How a layer is made that an adapter is written for."""
+
+    sets: Sequence[str] = option(
+        (),
+        "An argument of the layer: --set dim=64. input_shape=12,64 is what it is tried on.",
+        unset="none",
+        kind=list[str],
+        flag="--set",
+        metavar="KEY=VALUE",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRequest(Request):
     """A Ray cluster, and which of its nodes."""
 

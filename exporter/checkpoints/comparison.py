@@ -65,7 +65,7 @@ def _check_described(
         if off <= CLOSE:
             return
         _check_not_random(layer, call, at)
-        tried = _tried(description, x, y, run, _numbers_of(layer))
+        tried = _tried(description, x, y, run, numbers_of(layer))
     if off <= TOLERANCE and not _closer(tried):
         return
     raise _mismatch(at, off, tried, description)
@@ -85,8 +85,8 @@ def _check_not_random(layer: nn.Module, call: LayerCall, at: str) -> None:
         )
 
 
-def _numbers_of(layer: nn.Module) -> dict[str, float]:
-    """The numbers that a layer holds: attributes, and parameters and buffers of one number."""
+def numbers_of(layer: nn.Module) -> dict[str, float]:
+    """Returns a layer's numbers: attributes, and parameters and buffers of one number."""
     found: dict[str, float] = {}
     for name, value in vars(layer).items():
         if isinstance(value, int | float) and not isinstance(value, bool):

@@ -46,7 +46,7 @@ def exported(name: str, folder: Path, **options: Any) -> tuple[Any, np.ndarray]:
     """A verified bundle, and inputs that it was not compared with."""
     model = moexport.load("own_layers:build", config={"layer": name})
     x = np.random.default_rng(3).standard_normal((16, 12, 6)).astype(np.float32)
-    batch = {"batch": len(x)} if name in WHOLE_BATCH else {}
+    batch: dict[str, Any] = {"batch": len(x)} if name in WHOLE_BATCH else {}
     if options.get("precision") == "int8":
         options["calibration"] = moexport.calibrate(model, x)
     moexport.export(model, folder, **batch, **options)
