@@ -210,6 +210,15 @@ def _has_triton(gpu: Gpu | None) -> str:
     return f"Triton, with {said}"
 
 
+def _has_openvino(gpu: Gpu | None) -> str:
+    from ..common.environment import versions
+    from ..exporter.bundle.openvino import check_package, instructions
+
+    del gpu
+    check_package()
+    return f"OpenVINO {versions(('openvino',))['openvino']}; {instructions()}"
+
+
 IN_TORCH = Requirement("run in PyTorch", _has_torch)
 IN_TORCH_CUDA = Requirement("run in PyTorch on CUDA", _has_cuda)
 IN_TRANSFORMERS = installed("run in transformers", "transformers", "transformers", "transformers")
@@ -323,11 +332,10 @@ _KINDS: tuple[EngineKind, ...] = (
         name=OPENVINO,
         title="OpenVINO",
         engine=OPENVINO,
-        requires=(installed("run in OpenVINO", "openvino", "OpenVINO", "openvino"),),
+        requires=(Requirement("run in OpenVINO", _has_openvino),),
         extra="openvino",
-        serves="one-input",
         loader=_openvino,
-        target="onnx",
+        target="openvino",
     ),
     GraphEngine(
         name=TENSORRT,

@@ -188,7 +188,9 @@ def options_of(record: Any) -> list[inspect.Parameter]:
         kind = shell.pop("kind", type(default))
         flag = shell.pop("flag", f"--{name.replace('_', '-')}" if default is False else None)
         text = said.help if said.unset is None else _with_default(said.help, said.unset)
-        made = typer.Option(*([flag] if flag else []), help=text, rich_help_panel=heading, **shell)
+        # What is no switch may have two names.
+        names = flag.split("/") if flag and kind is not bool else [flag] if flag else []
+        made = typer.Option(*names, help=text, rich_help_panel=heading, **shell)
         options.append(_keyword(name, kind if default is not None else kind | None, made, default))
     return options
 

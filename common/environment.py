@@ -78,6 +78,17 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
+def cpu_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Returns the flags of the CPU's instructions as Linux names them; empty on other systems."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return frozenset()
+    flags = (line.partition(":") for line in text.splitlines())
+    found = next((v for key, _, v in flags if key.strip() in ("flags", "Features")), "")
+    return frozenset(found.split())
+
+
 def usable_cores() -> int:
     """Returns how many logical cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):

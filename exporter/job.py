@@ -24,8 +24,9 @@ from ..graphs.lowerings.choice import check
 from ..graphs.lowerings.cost import AnyWork, WorkOf
 from ..graphs.names import DOMAIN, operand_of
 from ..graphs.precision.weights import not_in_blocks
-from ..graphs.targets import Target
+from ..graphs.targets import TARGETS, Target
 from .bundle.destination import check_destination
+from .bundle.openvino import check_computes, check_device
 from .bundle.recipe import Recipe
 from .checkpoints.own_forward import with_router_k
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
@@ -134,6 +135,9 @@ def export_job(
     options.precision.check(options.target)
     options.check_inputs()
     _check_engine(options.target, options.engine)
+    if options.verify and TARGETS[options.target].device is not None:  # what compares, computes
+        check_device("cpu")
+        check_computes(options.precision.name, options.target)
     if options.destination is not None:
         check_destination(options.destination, force=options.force)
     table, where = options.calibration, "the table"

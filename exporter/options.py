@@ -22,10 +22,12 @@ from ..graphs.precision.types import (
     EIGHT_BITS,
     EIGHT_BITS_UNSIGNED,
     PRECISIONS,
+    QDQ,
     SEVEN_BITS,
     WeightQuantization,
 )
 from ..graphs.targets import (
+    CPU_PROVIDER,
     ENGINES,
     TARGETS,
     FloatName,
@@ -140,7 +142,9 @@ class PrecisionOptions:
             return EIGHT_BIT_FLOATS
         if target in ENGINES:
             return EIGHT_BITS
-        return EIGHT_BITS_UNSIGNED if self.weight_bits == WEIGHT_BITS[1] else SEVEN_BITS
+        if self.weight_bits != WEIGHT_BITS[1]:
+            return SEVEN_BITS
+        return EIGHT_BITS if self.quant_format(target) in QDQ else EIGHT_BITS_UNSIGNED
 
     def check(self, target: Target) -> None:
         """Raises `UsageError` with the reason where a target cannot take these numbers."""
@@ -159,7 +163,7 @@ class PrecisionOptions:
             yield f"--precision {self.name}", reason, instead
         if self.integers and target not in ENGINES:
             if self.rest not in (None, "fp32"):
-                reason = "ONNX Runtime's integer products give FP32"
+                reason = "integer products give FP32 on a CPU"
                 yield f"--rest {self.rest}", reason, "leave --rest out"
             if self.io != "fp32":
                 reason = "the graph around the integer products is FP32"
@@ -299,8 +303,8 @@ class ExportOptions:
                 "use auto, or name lowerings (--lowering gather,conditional) and compare "
                 "their engines on the machine with the GPU: `moexport bench BUNDLE`",
             )
-        on_cpu = TARGETS[self.target].machine == "cpu"
-        if TUNE in self.lowerings and self.precision.name == "bf16" and on_cpu:
+        in_ort = TARGETS[self.target].provider == CPU_PROVIDER
+        if TUNE in self.lowerings and self.precision.name == "bf16" and in_ort:
             yield (
                 "--lowering tune: ONNX Runtime's CPU provider has no BF16 kernels to time",
                 "use auto, or another --precision",

@@ -382,6 +382,8 @@ class Parity:
     apart: float | None = None
     """How far the graph is from what its numbers should give (`Rounded`), over how far that is from
     PyTorch."""
+    computed_in: str | None = None
+    """What the runtime says that it computed matrix products in."""
 
     @property
     def mostly_ties(self) -> bool:
@@ -507,7 +509,9 @@ class Comparison:
 
         It is that of one batch size where that alone misses the bounds.
         """
-        whole = self._parity(self._found)
+        # Engines and PyTorch do not say it.
+        said = getattr(self._session, "computed_in", None)
+        whole = replace(self._parity(self._found), computed_in=said)
         batches = tuple(sorted({self._batch, *self._probes}))
         if whole.passed:
             # Of a few inputs one may choose otherwise by chance: the share is of all of them.

@@ -22,11 +22,13 @@ from ..errors import ParityError
 from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, moe_layers, recorded_choices
 from ..graphs.layers.experts import Experts
 from ..graphs.lower import LayerValues
+from ..graphs.targets import runtime_of
+from .bundle.openvino import opened
 from .inputs import PARITY_BATCHES, SAMPLES, Inputs, completed
 from .job import ExportJob
 from .model import Model
 from .parity import TOLERANCES, Reference, Rounded, Tolerance, chunks, compare, describe
-from .session import Session, SessionOptions
+from .session import SessionOptions
 
 
 def torch_reference(job: ExportJob, x: Inputs) -> Reference:
@@ -450,7 +452,9 @@ def first_different_layer(
     x = expected.feeds(model.input.name, job.fixed_batch)
     names = {name for layer in values.values() for name in (layer.input, layer.output)}
     observe = dict.fromkeys(sorted(names), onnx.TensorProto.FLOAT)
-    session = Session(path, SessionOptions(plan_memory=False, observe=observe, rounded=True))
+    runtime = runtime_of(job.options.target)
+    options = SessionOptions(runtime=runtime, plan_memory=False, observe=observe, rounded=True)
+    session = opened(path, options)
     actual = session.run(x, next(iter(expected.kept.values())) if session.takes_k else None)
     wanted: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 

@@ -25,7 +25,7 @@ AnyPath = str | Path
 K = int | float | str | Sequence[int]
 """k as a user says it: a number, a share, `n`, `n/4`, `input`, or a number per layer."""
 
-Engine = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+Engine = Literal["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
 """Who runs a bundle."""
 
 Provider = Literal["cpu", "cuda", "tensorrt"]
@@ -36,6 +36,9 @@ ServingBackend = Literal["onnxruntime", "tensorrt", "python"]
 
 Device = Literal["cpu", "gpu"]
 """Where it runs there."""
+
+OpenVinoDevice = Literal["cpu", "gpu", "npu"]
+"""Where OpenVINO runs a graph: the names of `exporter.bundle.openvino.DEVICES`."""
 
 SIZES = "MIN:OPT:MAX"
 
@@ -474,13 +477,23 @@ class RunRequest(Request):
     )
     threads: int | None = option(
         None,
-        "The number of ONNX Runtime threads.",
+        "The number of threads of ONNX Runtime or OpenVINO.",
         unset="its own choice",
         heading="Runtime",
         kind=int,
         min=1,
     )
-    engine: Engine = option("onnxruntime", "The runtime.", kind=Engine)
+    engine: Engine | None = option(
+        None, "The runtime.", unset="that of the graph", kind=Engine, flag="--engine/--runtime"
+    )
+    device: OpenVinoDevice = option("cpu", "OpenVINO's device.", kind=OpenVinoDevice)
+    cache: AnyPath | None = option(
+        None,
+        "A folder in which OpenVINO keeps what it compiled: the next start is faster.",
+        unset="none",
+        kind=Path,
+        metavar="FOLDER",
+    )
     provider: Provider = option("cpu", "ONNX Runtime's execution provider.", kind=Provider)
     trust_engine: bool = option(
         False, "Load an unverified engine file, built elsewhere; it may execute code."
@@ -496,12 +509,16 @@ class RunRequest(Request):
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for options that the chosen runner does not have."""
-        if self.engine == "onnxruntime":
-            why = ": no engine is loaded with --engine onnxruntime"
-            refuse_changed(self, ("trust_engine", "host_weights"), why)
+        if self.engine in (None, "onnxruntime", "openvino"):
+            with_ = "" if self.engine is None else f" with --engine {self.engine}"
+            refuse_changed(self, ("trust_engine", "host_weights"), f": no engine is loaded{with_}")
         else:
             why = f": it is ONNX Runtime's, and {self.engine} runs the engine"
-            refuse_changed(self, ("threads", "provider"), why)
+            refuse_changed(self, ("threads", "provider", "device", "cache"), why)
+        if self.engine == "openvino":
+            refuse_changed(self, ("provider",), ": it is ONNX Runtime's, and OpenVINO runs it")
+        if self.engine == "onnxruntime":
+            refuse_changed(self, ("device", "cache"), ": it is OpenVINO's")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

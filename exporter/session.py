@@ -12,13 +12,13 @@ from math import inf
 from numbers import Integral
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import numpy as np
 
 from ..errors import BundleError, EngineError, UsageError, install
 from ..graphs.names import K_INPUT
-from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER
+from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime
 from .bundle.manifest import METADATA, GraphFacts, TensorSpec
 from .inputs import Inputs, check_array, completed
 from .tensorrt.backends import first_gpu
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from ..common.onnx_runtime import ort
+
+OPENVINO: Runtime = "openvino"
 
 CPU = CPU_PROVIDER
 
@@ -61,9 +63,17 @@ class SessionOptions:
     default): the next call finds them awake, but whatever else runs in between waits for a core.
     `rounded` runs 16-bit graphs in FP32 with their own rounding (`fp16_emulation`): to check
     them, not to be fast.
+
+    `runtime` says who runs it. OpenVINO runs it on `device`, computes in the types of the graph,
+    and takes `threads`, `observe`, `streams` (how many calls at a time share the threads) and
+    `cache`, a folder for what it compiled, which makes a second start faster.
     """
 
     provider: str = CPU
+    runtime: Runtime = "onnxruntime"
+    device: str = "cpu"
+    streams: int | None = None
+    cache: Path | None = None
     threads: int | None = None
     prepack: bool = True
     plan_memory: bool = True
@@ -78,6 +88,20 @@ class SessionOptions:
         spin_ms: Any = self.spin_ms
         if threads is not None and (not isinstance(threads, Integral) or threads < 1):
             raise UsageError(f"threads={threads!r}: not a number of threads", hint="threads=2")
+        streams: Any = self.streams
+        if streams is not None and (not isinstance(streams, Integral) or streams < 1):
+            raise UsageError(f"streams={streams!r}: not a number of calls", hint="streams=2")
+        if self.runtime not in get_args(Runtime):
+            known = " or ".join(get_args(Runtime))
+            raise UsageError(f"runtime={self.runtime!r}: unknown runtime", hint=f"use {known}")
+        theirs = {"device": self.device != "cpu", "streams": streams, "cache": self.cache}
+        if self.runtime != OPENVINO:
+            for name, given in theirs.items():
+                if given:
+                    raise UsageError(
+                        f"{name}={getattr(self, name)!r}: it is OpenVINO's",
+                        hint=f"leave {name} out, or give runtime='openvino'",
+                    )
         if spin_ms is not None and not (isinstance(spin_ms, int | float) and 0 <= spin_ms < inf):
             raise UsageError(f"spin_ms={spin_ms!r}: not a time", hint="spin_ms=0 lets them rest")
 
@@ -117,39 +141,55 @@ class Session:
         self.path = path = Path(path)
         self.options = options or SessionOptions()
         self._session = _open(path, self.options)
-        inputs = {value.name: value for value in self._session.get_inputs()}
+        self._describe(
+            [(value.name, value.type, value.shape) for value in self._session.get_inputs()],
+            [value.name for value in self._session.get_outputs()],
+            _facts(self._session),
+        )
+
+    def _describe(
+        self, given: Sequence[Described], outputs: Sequence[str], facts: GraphFacts | None
+    ) -> None:
+        """Takes what a graph says of its inputs and outputs; `BundleError` for one not as ours."""
+        inputs = {name: (dtype, shape) for name, dtype, shape in given}
         self.takes_k = inputs.pop(K_INPUT, None) is not None
-        facts = _facts(self._session)
         layers = () if facts is None else facts.layers.values()
         self._experts = min((layer.n for layer in layers), default=None) if self.takes_k else None
         defaults, limits = ({}, {}) if facts is None else (facts.defaults, facts.limits)
         self._ports = [
             TensorSpec(
-                value.name,
-                _NUMPY_TYPES[value.type].name,
-                tuple(value.shape),
-                default=defaults.get(value.name),
-                limits={} if value.name in defaults else limits,
+                name,
+                _NUMPY_TYPES[dtype].name,
+                tuple(shape),
+                default=defaults.get(name),
+                limits={} if name in defaults else limits,
             )
-            for value in inputs.values()
-            if value.type in _NUMPY_TYPES
+            for name, (dtype, shape) in inputs.items()
+            if dtype in _NUMPY_TYPES
         ]
-        given = [port for port in self._ports if port.default is None]
+        given_ports = [port for port in self._ports if port.default is None]
         # Without a record of ours several inputs say nothing of which is the first.
-        if len(self._ports) != len(inputs) or not given or (facts is None and len(given) > 1):
-            taken = ", ".join(f"{value.name} ({value.type})" for value in inputs.values())
+        unclear = not given_ports or (facts is None and len(given_ports) > 1)
+        if len(self._ports) != len(inputs) or unclear:
+            taken = ", ".join(f"{name} ({dtype})" for name, (dtype, _) in inputs.items())
             raise BundleError(
-                f"{path.name}: takes {taken or 'no inputs'}; one of numbers is expected, beside k",
+                f"{self.path.name}: takes {taken or 'no inputs'}; one of numbers is expected, "
+                "beside k",
                 hint="run a graph that `moexport export` wrote",
             )
-        self.input_name = given[0].name
-        self._ports.sort(key=lambda port: port is not given[0])
-        self.output_names = [value.name for value in self._session.get_outputs()]
+        self.input_name = given_ports[0].name
+        self._ports.sort(key=lambda port: port is not given_ports[0])
+        self.output_names = list(outputs)
 
     @property
     def provider(self) -> str:
         """The execution provider that serves the graph."""
         return str(self._session.get_providers()[0])
+
+    @property
+    def computed_in(self) -> str | None:
+        """What the runtime says that it computes matrix products in; None where it does not."""
+        return None
 
     def __call__(self, x: Inputs, k: int | None = None) -> np.ndarray:
         """Returns the graph's first output for a batch x."""
@@ -296,6 +336,12 @@ class SessionByBatch(Session):
         session = next(iter(self._sessions.values()), None) or self.for_batch(1)
         return session.provider
 
+    @property
+    def computed_in(self) -> str | None:
+        """As `Session.computed_in`."""
+        session = next(iter(self._sessions.values()), None) or self.for_batch(1)
+        return session.computed_in
+
     def run(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, np.ndarray]:
@@ -319,6 +365,26 @@ _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "tensor(float16)": np.dtype(np.float16),
     "tensor(int64)": np.dtype(np.int64),
 }
+
+
+Described = tuple[str, str, Sequence[Any]]
+"""A graph's input: its name, its type as ONNX Runtime calls it, and its shape."""
+
+
+def described(model: ModelProto) -> list[Described]:
+    """Returns the inputs of a graph as its file tells them."""
+    names = {1: "tensor(float)", 7: "tensor(int64)", 10: "tensor(float16)"}
+    stored = {tensor.name for tensor in model.graph.initializer}
+    return [
+        (
+            value.name,
+            names.get(tensor.elem_type, f"type {tensor.elem_type}"),
+            [each.dim_param or each.dim_value or None for each in tensor.shape.dim],
+        )
+        for value in model.graph.input
+        if value.name not in stored
+        for tensor in [value.type.tensor_type]
+    ]
 
 
 def _facts(session: ort.InferenceSession) -> GraphFacts | None:

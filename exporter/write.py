@@ -21,6 +21,7 @@ from ..graphs.layers.stored import LayerOf
 from ..graphs.lower import Lowered, LoweringRequest, lower
 from ..graphs.names import K_INPUT, SELECTED, STEER_INPUT
 from ..graphs.precision.types import FLOAT_TYPES
+from ..graphs.targets import runtime_of
 from .bundle.manifest import (
     METADATA,
     FileRecord,
@@ -191,6 +192,7 @@ def opened_comparison(
         fixed_batch=job.fixed_batch,
         k_input=job.options.k == "input",
         tolerance=job.options.tolerance,
+        runtime=runtime_of(job.options.target),
         threads=torch.get_num_threads(),
     )
 
@@ -220,6 +222,11 @@ def manifest_of(
         "between scores closer than rounding may change; give real inputs with --data"
         for file, each in parities.items()
         if each.mostly_ties
+    ]
+    notes += [
+        f"{file}: OpenVINO computed its matrix products in {each.computed_in} here"
+        for file, each in parities.items()
+        if each.computed_in is not None
     ]
     if unreached:
         experts = {name: layer.spec.experts for name, layer in model.layers.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-Target = Literal["onnx", "ort-cpu", "ort-cuda", "ort-web", "tensorrt", "tensorrt-rtx"]
+Target = Literal["onnx", "ort-cpu", "ort-cuda", "ort-web", "openvino", "tensorrt", "tensorrt-rtx"]
 """Who runs the graph. `onnx` means standard ONNX ops alone, so that any runtime can."""
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
@@ -24,12 +24,19 @@ Scope = Literal["experts", "all"]
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 """How a calibration chooses ranges from what was observed."""
 
-QuantFormat = Literal["kernel", "standard", "qdq"]
+Runtime = Literal["onnxruntime", "openvino"]
+"""What runs the file of a graph. An engine is another file, which a TensorRT has compiled of it."""
+
+QuantFormat = Literal["kernel", "standard", "qdq", "qdq-unsigned"]
 """How a product of integers is written. `kernel`: ONNX Runtime's `MatMulIntegerToFloat`;
 `standard`: `MatMulInteger`, whose result is cast and scaled; `qdq`: QuantizeLinear and
-DequantizeLinear around a float MatMul, which TensorRT turns into an integer one."""
+DequantizeLinear around a float MatMul, which TensorRT turns into an integer one; `qdq-unsigned`:
+the same, where what meets the weights is an unsigned byte with a zero point, as in the first two,
+which OpenVINO turns into an integer product."""
 
-MachineKind = Literal["cpu", "server-gpu", "rtx-gpu"]
+MachineKind = Literal["cpu", "openvino-cpu", "server-gpu", "rtx-gpu"]
+
+ON_CPU: tuple[MachineKind, ...] = ("cpu", "openvino-cpu")
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
@@ -40,27 +47,41 @@ class TargetRecord:
     """The facts of one target, which everything else reads.
 
     `machine` is what the cost model takes it to run on (`lowerings.cost.MACHINES`). Its graphs run
-    in ONNX Runtime on `provider`, or are compiled by the TensorRT `backend` of that name.
+    in ONNX Runtime on `provider` or in OpenVINO on `device`, or are compiled by the TensorRT
+    `backend` of that name.
     `integers` is how products of integers are written, and `rest` the usual float type around INT8
     experts. A target that is not `standard_ops` alone takes ONNX Runtime's own (`com.microsoft`);
-    `data_sizes` says whether it runs ops whose output's size depends on values (NonZero), and
-    `cpu_forms` whether graphs take the forms that ONNX Runtime's CPU kernels are fast at. It loads
-    weights of up to `most_bytes` together. `refused` has by precision a reason and what to do
-    instead, `notes` what a user should know.
+    `data_sizes` says whether it runs ops whose output's size depends on values (NonZero),
+    `branches` whether it computes `If` right at every batch size, and `cpu_forms` whether graphs
+    take the forms that ONNX Runtime's CPU kernels are fast at. It loads weights of up to
+    `most_bytes` together. `refused` has by precision a reason and what to do instead, `notes` what
+    a user should know.
     """
 
     name: Target
     machine: MachineKind
     integers: QuantFormat
     provider: str | None = None
+    device: str | None = None
     backend: str | None = None
     rest: FloatName = "fp32"
     standard_ops: bool = True
     data_sizes: bool = True
+    branches: bool = True
     cpu_forms: bool = False
     most_bytes: int | None = None
     refused: Mapping[Precision, tuple[str, str]] = field(default_factory=dict)
     notes: Mapping[Precision, str] = field(default_factory=dict)
+
+    @property
+    def runtime(self) -> Runtime:
+        """What runs its graphs, and checks those of which engines are compiled."""
+        return "onnxruntime" if self.device is None else "openvino"
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its graphs run on a CPU."""
+        return self.machine in ON_CPU
 
 
 _CPU_FP16 = "ONNX Runtime computes FP16 in FP32 on a CPU: half the file, but not faster there"
@@ -143,6 +164,15 @@ _RECORDS = (
         },
         notes={"fp16": _CPU_FP16},
     ),
+    # Where the batch is dynamic it overwrites what an `If` gave before.
+    TargetRecord(
+        "openvino",
+        "openvino-cpu",
+        "qdq-unsigned",
+        device="CPU",
+        branches=False,
+        refused=_NO_FP8,
+    ),
     # TensorRT-RTX compiles no NonZero; TensorRT does, but its size has to come back to the CPU.
     TargetRecord(
         "tensorrt",
@@ -164,10 +194,18 @@ _RECORDS = (
 
 TARGETS: Mapping[Target, TargetRecord] = MappingProxyType({each.name: each for each in _RECORDS})
 
+
+def runtime_of(target: str) -> Runtime:
+    """Returns what runs the graphs of a target, as a manifest names it."""
+    return next((each.runtime for each in _RECORDS if each.name == target), "onnxruntime")
+
+
 EVERY_TARGET: frozenset[Target] = frozenset(TARGETS)
 """Of a lowering that uses only ops that every runtime takes."""
 
 DATA_SIZES: frozenset[Target] = frozenset(each.name for each in _RECORDS if each.data_sizes)
+
+BRANCHES: frozenset[Target] = frozenset(each.name for each in _RECORDS if each.branches)
 
 MICROSOFT_OPS: frozenset[Target] = EVERY_TARGET - {e.name for e in _RECORDS if e.standard_ops}
 

@@ -196,7 +196,7 @@ def test_a_lowering(copy: Copy, tmp_path: Path) -> None:
     copy.insert("docs/lowerings.md", "### gather\n", section)
     copy.insert(
         "docs/lowerings.md",
-        "| `grouped` | `onnx`, `ort-cpu`, `ort-cuda`, `ort-web` | all |",
+        "| `grouped` | `onnx`, `ort-cpu`, `ort-cuda`, `ort-web`, `openvino` | all |",
         "| `masked` | all | all |\n",
     )
     refreshed = copy.python("moexport/docs/refresh.py", "lowerings")

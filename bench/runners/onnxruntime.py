@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from ...calibration.feeds import Array
 from ...common.writing import scratch_folder
+from ...exporter.bundle.openvino import opened
 from ...exporter.inputs import Inputs
 from ...exporter.session import CPU, Session, SessionOptions
 from .base import GraphLoader, Runner, chosen_experts, first_of
@@ -29,6 +30,11 @@ class OnnxRunner(Runner):
     selected_values: Mapping[str, str]
     experts: Mapping[str, int]
     k: int | None
+
+    @property
+    def computed_in(self) -> str | None:
+        """What the runtime says that it computes matrix products in."""
+        return self.session.computed_in
 
     def infer(self, x: Inputs) -> Array:
         """Maps inputs [b, …] to outputs [b, …]."""
@@ -69,7 +75,7 @@ class OnnxLoader(GraphLoader[OnnxRunner]):
     def opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> OnnxRunner:
         """Opens a session whose outputs hold the chosen experts too."""
         observe = dict.fromkeys(observed.values(), INT64)
-        session = Session(self.path, replace(self._options, observe=observe))
+        session = opened(self.path, replace(self._options, observe=observe))
         return OnnxRunner(session, observed, experts, self.k)
 
     def profile(self, batches: Sequence[Inputs], calls: int) -> list[dict[str, Any]]:

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.files import known_sha256
 from ...errors import BundleError, EngineError, UsageError
-from ..session import PROVIDERS, Session, SessionByBatch, SessionOptions
+from ...graphs.targets import runtime_of
+from ..session import OPENVINO, PROVIDERS, Session, SessionByBatch, SessionOptions
 from ..tensorrt.records import EngineRecord, engines_of
 from .manifest import Check, GraphRecord, Manifest, external_files, local_bundle
+from .openvino import check_graphs, opened
 
 if TYPE_CHECKING:
+    from ...graphs.targets import Runtime
+    from ..requests import OpenVinoDevice as Device
     from ..requests import Provider
     from ..tensorrt.session import EngineSession
 
@@ -52,13 +56,17 @@ class Bundle:
         graph: str | None = None,
         options: SessionOptions | None = None,
         *,
+        runtime: Runtime | None = None,
         provider: Provider | None = None,
+        device: Device | None = None,
         threads: int | None = None,
+        streams: int | None = None,
+        cache: Path | str | None = None,
         spin_ms: float | None = None,
         prepack: bool | None = None,
         profile: Path | str | None = None,
     ) -> Session:
-        """Returns a graph of the bundle, ready to run in ONNX Runtime.
+        """Returns a graph of the bundle, ready to run in ONNX Runtime or OpenVINO.
 
         Without a name, where the bundle holds graphs for several sizes of the batch, each call
         takes the one for its own (`SessionByBatch`); to observe inner values or to profile, it is
@@ -67,8 +75,13 @@ class Bundle:
         Args:
             graph: A graph's file or lowering. Default: the one for the batch.
             options: Options for all that the keywords leave out.
+            runtime: `onnxruntime` or `openvino`. Default: that of the bundle's target.
             provider: ONNX Runtime's execution provider, `cpu`, `cuda` or `tensorrt`. Default: cpu.
+            device: OpenVINO's device, `cpu`, `gpu` or `npu`. Default: cpu.
             threads: The number of threads. Default: the runtime's choice.
+            streams: How many calls, from as many threads, OpenVINO runs side by side. Default: 1.
+            cache: A folder in which OpenVINO keeps what it compiled: the next start is faster.
+                Default: none.
             spin_ms: How long threads spin after a call, waiting for the next one. Default: the
                 runtime's choice, some 35 ms; with 0 they rest, and leave the cores to others.
             prepack: Keep a re-ordered copy of each weight: faster, in as much memory again.
@@ -79,26 +92,35 @@ class Bundle:
             UsageError: an argument is invalid.
             BundleError: the graph or its weights are not as they were written.
             EngineError: the provider cannot run here.
+            MissingExtraError: the runtime is not installed.
         """
         record = self.manifest
         keywords: dict[str, Any] = {
+            "runtime": runtime,
             "provider": provider and PROVIDERS.get(provider, provider),
+            "device": device,
             "threads": threads,
+            "streams": streams,
+            "cache": cache and Path(cache),
             "spin_ms": spin_ms,
             "prepack": prepack,
             "profile": profile and Path(profile),
         }
         stated = {name: value for name, value in keywords.items() if value is not None}
+        if options is None and provider is None:
+            stated = {"runtime": runtime_of(record.target), **stated}
         options = replace(options or SessionOptions(), **stated)
+        if options.runtime == OPENVINO:
+            check_graphs(record, self.path)
         of_one_graph = options.observe is not None or options.profile is not None
         if graph is not None or of_one_graph or not self.graph().batches:
-            return Session(self.graph_file(graph), options)
+            return opened(self.graph_file(graph), options)
         self.graph_file()  # what is damaged is said here, as it is of a bundle with one graph
         return SessionByBatch(
             self.path,
             options,
             graph_for=lambda size: record.graph_for(size).file,
-            opened=lambda file: Session(self.graph_file(file), options),
+            opened=lambda file: opened(self.graph_file(file), options),
             input_name=record.inputs[0].name,
             output_names=[port.name for port in record.outputs],
             takes_k=record.k == "input",

@@ -143,7 +143,16 @@ def _program(manifest: Manifest) -> str:
         for port in manifest.inputs
     ]
     feed = ", ".join(feeds) if len(feeds) < 3 else "\n    " + ",\n    ".join(feeds) + ",\n"
-    provider = "CPU" if TARGETS[cast(Target, manifest.target)].machine == "cpu" else "CUDA"
+    file, output = manifest.graphs[0].file, manifest.outputs[0].name
+    device = TARGETS[cast(Target, manifest.target)].device
+    if device is not None:  # by itself it computes FP32 in BF16 where a CPU has instructions
+        return (
+            "```python\nimport numpy as np, openvino\n"
+            'settings = {"INFERENCE_PRECISION_HINT": "f32"}  # as the graph is typed\n'
+            f'compiled = openvino.Core().compile_model("{file}", "{device}", settings)\n'
+            f'y = compiled({{{feed}}})["{output}"]\n```'
+        )
+    provider = "CPU" if TARGETS[cast(Target, manifest.target)].on_cpu else "CUDA"
     options, arguments = "", "providers="
     if manifest.precision == "int8" and manifest.target.startswith("tensorrt"):
         # What it fuses QuantizeLinear and DequantizeLinear to is wrong for experts in one tensor.
@@ -152,9 +161,9 @@ def _program(manifest: Manifest) -> str:
             'options.add_session_config_entry("session.disable_quant_qdq", "1")\n'
         )
         arguments = "options, "
-    where, output = f'{arguments}["{provider}ExecutionProvider"]', manifest.outputs[0].name
+    where = f'{arguments}["{provider}ExecutionProvider"]'
     return (
         f"```python\nimport numpy as np, onnxruntime\n{options}"
-        f'session = onnxruntime.InferenceSession("{manifest.graphs[0].file}", {where})\n'
+        f'session = onnxruntime.InferenceSession("{file}", {where})\n'
         f'(y,) = session.run(["{output}"], {{{feed}}})\n```'
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import cast, get_args
 
 import numpy as np
 
@@ -15,13 +16,12 @@ from ...calibration.shards import INPUT
 from ...common.console import Silent
 from ...common.writing import check_file, whole_file
 from ...errors import FeedError, OutputError, UsageError
+from ...graphs.targets import Runtime
 from ..inputs import DEFAULT_BATCH, AxisRange, check_array, parse_range, with_axes
 from ..requests import RunRequest
-from ..session import PROVIDERS, GraphSession, SessionOptions
+from ..session import GraphSession
 from .bundle import Bundle
 from .manifest import Manifest, TensorSpec
-
-ONNXRUNTIME = "onnxruntime"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,19 @@ def _check_output(output: Path, source: Path, *, force: bool) -> None:
 
 
 def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -> GraphSession:
-    if options.engine == ONNXRUNTIME:
-        chosen = SessionOptions(PROVIDERS[options.provider], threads=options.threads)
-        return bundle.session(options.graph, chosen)
+    if options.engine in (None, *get_args(Runtime)):
+        runtime = options.engine
+        if runtime is None and options.provider != "cpu":
+            runtime = "onnxruntime"
+        return bundle.session(
+            options.graph,
+            runtime=cast(Runtime | None, runtime),
+            provider=options.provider if options.provider != "cpu" else None,
+            device=options.device if options.device != "cpu" else None,
+            threads=options.threads,
+            cache=options.cache,
+        )
+    assert options.engine is not None
     # What cannot run is refused before anything is loaded, on a machine without a GPU too.
     port = bundle.manifest.inputs[0]
     record = bundle.engine_record(options.engine, options.graph)
@@ -113,7 +123,7 @@ def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRang
     fixed = AxisRange(axis, axis, axis) if isinstance(axis, int) else None
     known = fixed or (parse_range(record.batch, "--batch") if record.batch else DEFAULT_BATCH)
     size = options.batch_size
-    if options.engine != ONNXRUNTIME:  # its profiles are what it takes
+    if options.engine not in (None, *get_args(Runtime)):  # its profiles are what it takes
         usual = size or total or known.max
         return AxisRange(1, usual, usual)
     if size is not None and not known.min <= size <= known.max:

@@ -19,6 +19,7 @@ from ...errors import (
     UntrustedEngineError,
     UsageError,
 )
+from ...graphs.targets import Runtime, runtime_of
 from ..inputs import PARITY_BATCHES
 from ..parity import (
     PARITY_FILE,
@@ -50,6 +51,7 @@ from .manifest import (
     external_files,
     is_as_written,
 )
+from .openvino import opened
 
 if TYPE_CHECKING:
     from ...graphs.lower import LayerValues
@@ -134,13 +136,13 @@ def graph_comparison(
     fixed_batch: int | None,
     k_input: bool,
     tolerance: Tolerance,
+    runtime: Runtime = "onnxruntime",
     threads: int | None = None,
 ) -> Comparison:
     """Opens a graph of a bundle, or of one being written, for references like this one."""
+    observe = expected.observed(graph.selected)
     return Comparison(
-        checking_session(
-            directory, graph, observe=expected.observed(graph.selected), threads=threads
-        ),
+        checking_session(directory, graph, observe=observe, runtime=runtime, threads=threads),
         graph.selected,
         batch=fixed_batch or max(PARITY_BATCHES),
         tolerance=tolerance,
@@ -154,16 +156,22 @@ def checking_session(
     graph: GraphRecord,
     *,
     observe: Mapping[str, int] | None = None,
+    runtime: Runtime = "onnxruntime",
     threads: int | None = None,
 ) -> Session:
     """Returns a graph of a bundle, or of one being written, ready for its values to be compared."""
     # Graphs that are written together are open together.
     weights = sum(file.stat().st_size for file in directory.glob("*.bin"))
     prepack = weights * len(list(directory.glob("*.onnx"))) < LARGE_WEIGHTS_BYTES
-    return Session(
+    return opened(
         directory / graph.file,
         SessionOptions(
-            threads=threads, prepack=prepack, plan_memory=False, observe=observe, rounded=True
+            runtime=runtime,
+            threads=threads,
+            prepack=prepack,
+            plan_memory=False,
+            observe=observe,
+            rounded=True,
         ),
     )
 
@@ -323,6 +331,7 @@ def _parity_check(
             fixed_batch=size if isinstance(size, int) else None,
             k_input=manifest.k == "input",
             tolerance=bounds,
+            runtime=runtime_of(manifest.target),
         )
         comparison.add(expected)
     except MoexportError as error:

@@ -31,6 +31,7 @@ from ...common.console import Progress, Silent
 from ...common.writing import scratch_folder
 from ...errors import FeedError, ParityError, UsageError
 from ...graphs.layers.base import algorithm_1
+from ...graphs.targets import Runtime, runtime_of
 from ..bundle.manifest import GraphRecord
 from ..bundle.verify import checking_session
 from ..inputs import feed_inputs, fitted
@@ -118,7 +119,8 @@ def floats_for_retention(
             what = f"{', '.join(names)} in {floats}" if kept else "INT8"
             progress.step(f"measuring retention: {what}", total=outputs.samples, unit="inputs")
             with trials.graph(names) as (place, graph):
-                reached = outputs.retention(checking_session(place, graph), progress)
+                session = checking_session(place, graph, runtime=trials.runtime)
+                reached = outputs.retention(session, progress)
             if reached >= least:
                 break
             if not left:
@@ -155,6 +157,11 @@ class Trials:
     table: CalibrationTable | None
     progress: Progress
 
+    @property
+    def runtime(self) -> Runtime:
+        """What runs it."""
+        return runtime_of(self.job.options.target)
+
     @contextmanager
     def graph(self, floats: Collection[str]) -> Iterator[tuple[Path, GraphRecord]]:
         """Yields a graph and the folder that it lies in, which is removed after.
@@ -190,7 +197,8 @@ class Trials:
                 comparison.add(expected)
                 kept = 0.0
                 if outputs is not None:
-                    kept = outputs.retention(checking_session(place, graph))
+                    session = checking_session(place, graph, runtime=self.runtime)
+                    kept = outputs.retention(session)
             p = comparison.parity()
             each = LayerSensitivity(
                 layer=part,

@@ -224,7 +224,7 @@ def _backend(bundle: Bundle, options: TritonRequest) -> ServingBackend:
 def _device(bundle: Bundle, options: TritonRequest) -> Device:
     if _backend(bundle, options) == "tensorrt":
         return "gpu"
-    on_cpu = TARGETS[cast(Target, bundle.manifest.target)].machine == "cpu"
+    on_cpu = TARGETS[cast(Target, bundle.manifest.target)].on_cpu
     return options.device or ("cpu" if on_cpu else "gpu")
 
 

@@ -137,7 +137,7 @@ def _stacked_weight(b: Builder, layer: LayerOf[Any], key: str) -> ir.Value:
         size = blocked.block
         return b.op("DequantizeLinear", weight, scale, axis=1, block_size=size, name=name)
     quantized = layer.compute.quantized
-    if quantized is None or quantized.format != "qdq":
+    if quantized is None or not quantized.in_qdq:
         return weight
     unit = b.number(UNIT, layer.compute.inner)
     return b.op("DequantizeLinear", weight, unit, name=f"experts/{key}_units")
@@ -149,7 +149,7 @@ def _stacked_scale(b: Builder, layer: LayerOf[Any], key: str) -> ir.Value:
     rows = b.op("Unsqueeze", scale, b.ints(1), name=f"experts/{key}_scale_rows")
     quantized = layer.compute.quantized
     assert quantized is not None
-    if quantized.format != "qdq":
+    if not quantized.in_qdq:
         return rows
     per_unit = b.number(1.0 / UNIT, layer.compute.inner)
     return b.op("Mul", rows, per_unit, name=f"experts/{key}_scale_per_unit")

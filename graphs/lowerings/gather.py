@@ -7,7 +7,7 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
-from ..targets import EVERY_TARGET
+from ..targets import EVERY_TARGET, TARGETS, Precision, Target
 from . import dense
 from .base import Lowering, no_int4
 from .cost import (
@@ -76,6 +76,13 @@ def predict_us(work: Work, machine: Machine) -> float:
     )
 
 
+def no_kernel(precision: Precision, target: Target) -> str | None:
+    """OpenVINO's integer products are those with constant weights, where rows have a zero point."""
+    if precision == "int8" and TARGETS[target].device is not None:
+        return "OpenVINO multiplies gathered INT8 weights as floats"
+    return no_int4(precision, target)
+
+
 LOWERING = Lowering(
     name="gather",
     summary="gathers the weights of the selected experts, then batched MatMuls",
@@ -83,5 +90,5 @@ LOWERING = Lowering(
     build=build,
     predict_us=predict_us,
     copied_bytes=copied_bytes,
-    no_kernel=no_int4,
+    no_kernel=no_kernel,
 )

@@ -280,7 +280,7 @@ def _integers(
     quantized = compute.quantized
     if quantized is not None:
         integers, scale = quantize(matrix, quantized.weights, float_type)
-        if quantized.format != "qdq":
+        if not quantized.in_qdq:
             scale = scale * np.float32(quantized.inputs[key].scale)
         yield from (ir.tensor(integers), ir.tensor(scale))
         return

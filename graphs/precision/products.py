@@ -46,7 +46,7 @@ def operand(b: Builder, compute: ComputeTypes, key: str, rows: ir.Value, name: s
     the runtime looks for it.
     """
     quantized = compute.quantized
-    if quantized is None or quantized.format == "qdq":
+    if quantized is None or quantized.in_qdq:
         return rows
     return b.op(
         "QuantizeLinear", rows, *_scale(b, compute, quantized, key), name=f"{name}_integers"
@@ -79,7 +79,7 @@ def product(
         return _blocked(b, blocked, rows, linear, name)
     if quantized is None:
         return _floats(b, rows, linear, name)
-    if quantized.format == "qdq":
+    if quantized.in_qdq:
         scale, zero = _scale(b, compute, quantized, linear.key)
         integers = b.op("QuantizeLinear", rows, scale, zero, name=f"{name}_integers")
         return _rounded(

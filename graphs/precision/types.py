@@ -108,6 +108,10 @@ EIGHT_BIT_FLOATS = WeightQuantization(448, 0, floats=True)
 """E4M3, four bits of exponent and three of mantissa, whose largest number is 448."""
 
 
+QDQ: tuple[QuantFormat, ...] = ("qdq", "qdq-unsigned")
+"""Forms that are QuantizeLinear and DequantizeLinear around a product of floats."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedProducts:
     """The integer products of a layer: by weight, the scale of what is multiplied with it.
@@ -120,6 +124,11 @@ class QuantizedProducts:
     weights: WeightQuantization
     inputs: Mapping[str, Scale]
     dynamic: bool = False
+
+    @property
+    def in_qdq(self) -> bool:
+        """Whether it is products of floats that were rounded, which the runtime finds."""
+        return self.format in QDQ
 
 
 DYNAMIC_ROW = Scale(1.0, 128)

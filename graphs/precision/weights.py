@@ -59,7 +59,7 @@ def converted(parts: Iterable[StoredPart], compute: ComputeTypes) -> Iterator[St
 def _integers(
     part: StoredPart, quantized: QuantizedProducts, inner: ir.DataType
 ) -> Iterator[StoredPart]:
-    qdq = quantized.format == "qdq"
+    qdq = quantized.in_qdq
     factor = 1.0 if qdq else quantized.inputs[part.name].scale
     scales: list[np.ndarray] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
+from moexport.exporter.bundle.openvino import DEVICES
 from moexport.exporter.session import PROVIDERS
 from moexport.exporter.tensorrt.backends import BACKENDS
 from moexport.graphs.precision.types import PRECISIONS
@@ -16,8 +17,9 @@ def test_every_name_has_a_record_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("record", TARGETS.values(), ids=list(TARGETS))
-def test_a_target_is_run_by_a_provider_or_a_backend_that_exists(record: TargetRecord) -> None:
-    assert (record.provider is None) != (record.backend is None)
+def test_a_target_is_run_by_what_exists(record: TargetRecord) -> None:
+    assert [record.provider, record.device, record.backend].count(None) == 2
+    assert record.device is None or record.device in DEVICES.values()
     assert record.provider is None or record.provider in PROVIDERS.values()
     assert record.backend is None or record.backend in BACKENDS
     assert {*record.refused, *record.notes} <= set(PRECISIONS)

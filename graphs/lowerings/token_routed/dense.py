@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
-from ...targets import EVERY_TARGET
+from ...targets import EVERY_TARGET, TARGETS
 from ..base import LoweringOf, no_int4
 from ..cost import Machine, expert_macs, stacked_us
 from .arithmetic import (
@@ -33,6 +33,9 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     if layer.spec.weights_on == "input":
         tokens = weighted_tokens(b, layer, tokens, shares)
         shares = by_expert(b, layer, index, None)
+    elif TARGETS[layer.target].device is not None:  # OpenVINO fails where tokens are broadcast
+        each = b.ints(layer.spec.experts, 1, 1)
+        tokens = b.op("Expand", tokens, each, name="dispatch/tokens")  # [n, t, d]
     rows = first_rows(b, layer, tokens)
     multiply = partial(stacked_products, b, layer)  # [n, t, inner], then [n, t, o]
     outputs = normalised(b, layer, both_products(b, layer, rows, multiply, None))

@@ -1,0 +1,275 @@
+"""Runs an exported graph in OpenVINO: numpy in, numpy out."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...common.environment import cpu_instructions, versions
+from ...errors import EngineError, MissingExtraError, UsageError, install
+from ...graphs.targets import TARGETS, Precision, Target, runtime_of
+from ..inputs import Inputs
+from ..session import OPENVINO, Session, SessionOptions, described
+from .manifest import GraphFacts, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import openvino
+
+OLDEST = (2026, 4)
+"""The first version that was run."""
+
+DEVICES = {"cpu": "CPU", "gpu": "GPU", "npu": "NPU"}
+"""OpenVINO's devices by the names that the command line uses."""
+
+CAPABILITIES: Mapping[str, str] = {"bf16": "BF16", "fp16": "FP16"}
+"""What a device says that it can do, where graphs of a precision are to compute in that."""
+
+PRODUCTS = ("FullyConnected", "MatMul", "Convolution", "GatherMatmul")
+"""The layers of a compiled graph, as OpenVINO calls them, in which a network's time goes."""
+
+
+class OpenVinoSession(Session):
+    """An exported graph, compiled by OpenVINO for a device.
+
+    It computes in the types of the graph: by itself the runtime takes FP32 for BF16 where a CPU has
+    instructions for that, the choice of experts too. Calls from several threads run side by side
+    where it was opened with `SessionOptions.streams`.
+    """
+
+    def __init__(self, path: Path | str, options: SessionOptions | None = None) -> None:
+        import onnx
+        from google.protobuf.message import DecodeError
+
+        self.path = path = Path(path)
+        self.options = options or SessionOptions(runtime=OPENVINO)
+        try:
+            graph = onnx.load(path, load_external_data=False)
+        except (DecodeError, OSError) as error:
+            raise EngineError(
+                f"OpenVINO cannot load {path.name}: it is no graph of ONNX ({error})",
+                hint="`moexport verify` tells whether the bundle is damaged",
+            ) from error
+        self._compiled = _compiled(path, self.options)
+        outputs = dict.fromkeys(value.name for value in graph.graph.output)
+        outputs |= dict.fromkeys(self.options.observe or ())
+        self._describe(described(graph), [*outputs], GraphFacts.of(graph, path.name))
+        self._idle: SimpleQueue[openvino.InferRequest] = SimpleQueue()
+
+    @property
+    def provider(self) -> str:
+        """OpenVINO and the device that runs the graph."""
+        return f"OpenVINO {self._compiled.get_property('EXECUTION_DEVICES')[0]}"
+
+    @property
+    def computed_in(self) -> str:
+        """The types that its matrix products are computed in: `f32`, or `f32, u8`.
+
+        Read from the compiled graph.
+        """
+        found = {kind for _, kind in self.products()}
+        return ", ".join(sorted(found)) or "f32"
+
+    def products(self) -> list[tuple[str, str]]:
+        """Returns each matrix product of the compiled graph: its nodes, and what it computes in."""
+        facts = (op.get_rt_info() for op in self._compiled.get_runtime_model().get_ordered_ops())
+        return [
+            (str(each["originalLayersNames"].value), str(each["runtimePrecision"].value).lower())
+            for each in facts
+            if str(each["layerType"].value) in PRODUCTS
+        ]
+
+    def run(
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Returns outputs by name, as `Session.run` does."""
+        wanted = list(outputs) if outputs is not None else self.output_names
+        feeds = self._feeds(x, k)
+        with self._request() as request:
+            try:
+                found = request.infer(feeds, share_inputs=True)
+            except RuntimeError as error:
+                raise EngineError(
+                    f"{self.path.name}: the run failed in OpenVINO: {_words(error)}",
+                    hint="`moexport verify` tells whether the bundle is damaged; another "
+                    "--lowering may run",
+                ) from error
+            return {name: found[name] for name in wanted}
+
+    def bound(
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> Callable[[], list[np.ndarray]]:
+        """Returns the runtime's own call for a batch x, as `Session.bound` does."""
+        return partial(_infer, self._compiled.create_infer_request(), self._feeds(x, k), outputs)
+
+    def bound_values(
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> Callable[[], list[Any]]:
+        """Returns the runtime's own call, whose results stay where it wrote them."""
+        request, feeds = self._compiled.create_infer_request(), self._feeds(x, k)
+        return partial(_infer, request, feeds, outputs or self.output_names, shared=True)
+
+    def end_profile(self) -> Path:
+        """Raises `UsageError`: it writes no profile."""
+        raise UsageError("OpenVINO writes no profile", hint="profile the graph in ONNX Runtime")
+
+    @contextmanager
+    def _request(self) -> Iterator[openvino.InferRequest]:
+        """A request that no other thread uses."""
+        try:
+            request = self._idle.get_nowait()
+        except Empty:
+            request = self._compiled.create_infer_request()
+        try:
+            yield request
+        finally:
+            self._idle.put(request)
+
+
+def _infer(
+    request: openvino.InferRequest,
+    feeds: Mapping[str, np.ndarray],
+    outputs: Sequence[str] | None,
+    *,
+    shared: bool = False,
+) -> list[np.ndarray]:
+    found = request.infer(feeds, share_inputs=True, share_outputs=shared)
+    return [found[0]] if outputs is None else [found[name] for name in outputs]
+
+
+def opened(path: Path | str, options: SessionOptions | None = None) -> Session:
+    """Returns a graph, opened in the runtime that the options name."""
+    kind = Session if options is None or options.runtime == "onnxruntime" else OpenVinoSession
+    return kind(path, options)
+
+
+def check_graphs(manifest: Manifest, where: Path) -> None:
+    """Raises `UsageError` for a bundle whose graphs OpenVINO does not compute right."""
+    if runtime_of(manifest.target) != OPENVINO and manifest.target != "onnx":
+        raise UsageError(
+            f"{where}: was exported for {manifest.target}, whose graphs are not OpenVINO's",
+            hint="export with --target openvino",
+        )
+
+
+def check_device(device: str) -> None:
+    """Raises `MissingExtraError` or `UsageError` where OpenVINO or a device of it is not here."""
+    runtime = openvino_package()
+    there = runtime.Core().available_devices
+    if not any(each.partition(".")[0] == DEVICES.get(device, device) for each in there):
+        listed = ", ".join(sorted({each.partition(".")[0].lower() for each in there}))
+        raise UsageError(
+            f"--device {device}: OpenVINO finds no such device on this machine",
+            hint=f"it finds {listed}; an Intel GPU or NPU needs its driver",
+        )
+
+
+def check_computes(precision: Precision, target: Target) -> None:
+    """Raises `UsageError` where this machine's device does not compute in a precision."""
+    device = TARGETS[target].device
+    assert device is not None, "a target of OpenVINO"
+    wanted = CAPABILITIES.get(precision)
+    if wanted is None:
+        return
+    if wanted not in openvino_package().Core().get_property(device, "OPTIMIZATION_CAPABILITIES"):
+        raise UsageError(
+            f"--precision {precision} for --target {target}: OpenVINO's {device} computes it in "
+            "FP32 on this machine",
+            hint="int8 is fast on every CPU; --no-verify writes the graph for another machine",
+        )
+
+
+def openvino_package() -> Any:
+    """Returns the package; `MissingExtraError` where it is missing or too old."""
+    check_package()
+    import openvino
+
+    return openvino
+
+
+def check_package() -> None:
+    """Raises `MissingExtraError` where OpenVINO is missing or too old; loads nothing."""
+    if importlib.util.find_spec("openvino") is None:
+        raise MissingExtraError("OpenVINO is not installed", hint=install("openvino"))
+    version = versions(("openvino",)).get("openvino", "")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise MissingExtraError(
+            f"OpenVINO {version} is too old: {oldest} is the first that is supported",
+            hint=install("openvino"),
+        )
+
+
+def instructions() -> str:
+    """Returns what this CPU's instructions mean for the choice of a precision, in words."""
+    found = cpu_instructions()
+    bf16 = next((title for flag, title in _FOR_BF16.items() if flag in found), None)
+    int8 = next((title for flag, title in _FOR_INT8.items() if flag in found), None)
+    words = [
+        f"{bf16}: bf16 is faster than fp32" if bf16 else "no BF16 instructions: bf16 is no faster",
+        f"{int8}: int8 is fastest" if int8 else "no VNNI: int8 gains little",
+    ]
+    return "; ".join(words)
+
+
+_FOR_BF16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "BF16"}
+_FOR_INT8 = {
+    "amx_int8": "AMX",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx_vnni": "AVX VNNI",
+    "i8mm": "I8MM",
+}
+
+
+def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
+    runtime = openvino_package()
+    check_device(options.device)
+    device = DEVICES[options.device]
+    settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "EXECUTION_MODE_HINT": "ACCURACY"}
+    if device == "CPU":
+        settings["INFERENCE_PRECISION_HINT"] = "f32"  # what is typed BF16 or INT8 is computed so
+        if options.threads is not None:
+            settings["INFERENCE_NUM_THREADS"] = int(options.threads)
+    if options.streams is not None:
+        settings["NUM_STREAMS"] = options.streams
+    if options.cache is not None:
+        settings["CACHE_DIR"] = str(options.cache)
+    core = runtime.Core()
+    try:
+        graph = core.read_model(path)
+        if graph.is_dynamic():
+            if any(op.get_type_name() == "If" for op in graph.get_ops()):
+                raise EngineError(
+                    f"{path.name}: OpenVINO computes `If` wrongly where the batch is dynamic",
+                    hint="use another lowering than conditional, or export with a fixed --batch",
+                )
+            if device == "NPU":
+                raise EngineError(
+                    f"{path.name}: OpenVINO's NPU takes graphs of fixed sizes alone",
+                    hint="export with a fixed --batch (and --tokens), and --lowering dense",
+                )
+        there = {name for output in graph.outputs for name in output.names}
+        graph.add_outputs([value for value in options.observe or () if value not in there])
+        return core.compile_model(graph, device, settings)
+    except RuntimeError as error:
+        raise EngineError(
+            f"OpenVINO cannot load {path.name}: {_words(error)}",
+            hint="another --lowering may run; `dense` needs the fewest ops",
+        ) from error
+
+
+def _words(error: RuntimeError) -> str:
+    """What OpenVINO says of an error, without the places in its sources."""
+    said = [line.strip() for line in str(error).splitlines()]
+    told = [s for s in said if s and not re.match(r"(Exception from|Check .* failed at) ", s)]
+    return " ".join(told) or said[0]

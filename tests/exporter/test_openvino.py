@@ -1,0 +1,201 @@
+"""`--target openvino`: the graphs that it writes compute in OpenVINO what PyTorch computes.
+
+Each is exported with its parity check, which runs in OpenVINO, and opened there again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import moexport
+import numpy as np
+import onnx
+import pytest
+from moexport.bench.engines import KINDS
+from moexport.errors import LoweringError, MissingExtraError, UsageError
+from moexport.exporter.bundle import openvino
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.openvino import OpenVinoSession
+from moexport.graphs.targets import TARGETS, Precision
+from moexport.tests.exporter.test_routed_precisions import exported as routed
+from moexport.tests.recorded import read_case
+
+pytestmark = pytest.mark.skipif(
+    KINDS["openvino"].missing() is not None, reason=str(KINDS["openvino"].missing())
+)
+
+
+def computes(precision: str) -> bool:
+    """Whether this CPU does: what is written in it is refused where not."""
+    able = openvino.openvino_package().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return openvino.CAPABILITIES.get(precision, "FP32") in able
+
+
+def exported(name: str, place: Path, **options: object) -> Bundle:
+    case = read_case(name)
+    model = moexport.load(case.weights, family=case.family, config=case.config)
+    options = {"k": "n/4", **options}
+    return moexport.export(model, place, target="openvino", data=case.x, **options)  # type: ignore[arg-type]
+
+
+def opened(bundle: Bundle, lowering: str | None = None) -> OpenVinoSession:
+    session = bundle.session(lowering or bundle.graph().file, threads=1)
+    assert isinstance(session, OpenVinoSession)
+    return session
+
+
+def check(bundle: Bundle) -> None:
+    """Every graph passed, with the experts of all choices that are no ties."""
+    assert bundle.manifest.target == "openvino"
+    for graph in bundle.manifest.graphs:
+        assert graph.parity is not None and graph.parity["passed"]
+        assert graph.parity["agreeing"] == graph.parity["choices"]
+
+
+@pytest.mark.parametrize(
+    ("name", "lowerings"),
+    [
+        ("soft_moe_vit", "dense,grouped"),
+        ("soft_moe_conv", "grouped"),
+        ("soft_moe_lucidrains_geglu_ln", "grouped"),
+        ("mumoe_gpt2_cp", "factorised"),
+        ("mumoe_tr_block_ln", "factorised"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_families_hold_in_openvino_in_each_precision(
+    name: str, lowerings: str, precision: Precision, tmp_path: Path
+) -> None:
+    if not computes(precision):
+        pytest.skip(f"this CPU has no {precision}")
+    bundle = exported(name, tmp_path / "out", lowering=lowerings, precision=precision)
+    check(bundle)
+    kinds = {"fp32": {"f32"}, "bf16": {"bf16", "f32"}, "int8": {"f32", "u8"}}[precision]
+    for lowering in lowerings.split(","):
+        assert {*opened(bundle, lowering).computed_in.split(", ")} == kinds
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gathered_weights_hold_and_in_int8_are_refused(
+    precision: Precision, tmp_path: Path
+) -> None:
+    if not computes(precision):
+        pytest.skip(f"this CPU has no {precision}")
+    check(exported("soft_moe_vit", tmp_path / "out", lowering="gather", precision=precision))
+    with pytest.raises(LoweringError, match="multiplies gathered INT8 weights as floats"):
+        exported("soft_moe_vit", tmp_path / "int8", lowering="gather", precision="int8")
+
+
+@pytest.mark.parametrize("k", ["n", "input"])
+def test_all_experts_and_a_k_of_each_call_hold_and_are_the_bundles(k: str, tmp_path: Path) -> None:
+    bundle = exported("soft_moe_vit", tmp_path / "out", k=k)
+    check(bundle)
+    x = read_case("soft_moe_vit").x
+    given = 3 if k == "input" else None
+    mine = bundle.session(threads=1)(x, given)
+    theirs = bundle.session(runtime="onnxruntime", threads=1)(x, given)
+    np.testing.assert_allclose(mine, theirs, atol=2e-6)
+    assert all(each.passed for each in bundle.verify())
+
+
+@pytest.mark.parametrize(
+    ("precision", "lowering", "kinds"),
+    [
+        ("fp32", "grouped", "f32"),
+        ("fp32", "dense", "f32"),
+        ("int8", "grouped", "f32, u8"),
+        ("int8", "dense", "f32, u8"),
+        ("int4", "grouped", "f32, i4"),
+    ],
+)
+def test_token_routed_experts_hold_without_a_calibration(
+    precision: Precision, lowering: str, kinds: str, tmp_path: Path
+) -> None:
+    bundle = routed(tmp_path, precision, "openvino", lowering, scope="experts", opset=21)
+    (graph,) = bundle.manifest.graphs
+    assert graph.parity is not None and graph.parity["passed"]
+    assert opened(bundle).computed_in == kinds
+
+
+def test_int8_of_all_linear_layers_is_u8_but_for_router_attention_and_head(tmp_path: Path) -> None:
+    bundle = exported("soft_moe_vit", tmp_path / "out", precision="int8", quantize="all")
+    check(bundle)
+    found = opened(bundle).products()
+    integers = [nodes for nodes, kind in found if kind in ("u8", "i8")]
+    floats = [nodes for nodes, kind in found if kind == "f32"]
+    linears = bundle.manifest.numbers["linears"]
+    assert len(integers) >= sum(reason is None for reason in linears.values())
+    assert any("/router/" in nodes for nodes in floats)
+    assert not any("/router/" in nodes for nodes in integers)
+
+
+def test_in_bf16_what_chooses_experts_is_fp32(tmp_path: Path) -> None:
+    if not computes("bf16"):
+        pytest.skip("this CPU has no BF16")
+    session = opened(exported("soft_moe_vit", tmp_path / "out", precision="bf16"))
+    kinds = {kind for nodes, kind in session.products() if "/router/" in nodes}
+    assert kinds == {"f32"}
+
+
+def test_a_branch_is_refused_and_never_chosen(tmp_path: Path) -> None:
+    with pytest.raises(LoweringError, match="the target openvino does not run it") as refused:
+        exported("soft_moe_vit", tmp_path / "out", lowering="conditional")
+    assert "conditional" not in str(refused.value.hint)
+    assert not (tmp_path / "out").exists()
+    bundle = exported("soft_moe_vit", tmp_path / "auto", batch="1:8:32")
+    for graph in bundle.manifest.graphs:
+        nodes = onnx.load(bundle.path / graph.file, load_external_data=False).graph.node
+        assert not any(node.op_type == "If" for node in nodes)
+
+
+def test_a_precision_that_the_machine_does_not_compute_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(openvino.CAPABILITIES, "bf16", "NO SUCH THING")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="computes it in FP32 on this machine"):
+        exported("soft_moe_vit", tmp_path / "out", precision="bf16")
+    with pytest.raises(UsageError, match="floats of eight bits are for TensorRT"):
+        exported("soft_moe_vit", tmp_path / "out", precision="fp8")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_version_that_is_too_old_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openvino, "OLDEST", (9999, 1))
+    with pytest.raises(MissingExtraError, match=r"is too old: 9999\.1 is the first"):
+        exported("soft_moe_vit", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_it_is_not_installed_its_extra_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "openvino" else find(name)
+    )
+    with pytest.raises(MissingExtraError, match="OpenVINO is not installed") as told:
+        exported("soft_moe_vit", tmp_path / "out")
+    assert "'.[openvino]'" in str(told.value.hint)
+
+
+@pytest.mark.parametrize("device", ["gpu", "npu"])
+def test_a_device_that_is_not_there_is_told(device: str, tmp_path: Path) -> None:
+    there = openvino.openvino_package().Core().available_devices
+    if any(each.startswith(openvino.DEVICES[device]) for each in there):
+        pytest.skip(f"this machine has a {device}")
+    bundle = exported("soft_moe_vit", tmp_path / "out")
+    with pytest.raises(UsageError, match=f"--device {device}: OpenVINO finds no such device"):
+        bundle.session(device=device)(read_case("soft_moe_vit").x)  # type: ignore[arg-type]
+
+
+def test_a_bundle_for_another_runtime_is_refused(tmp_path: Path) -> None:
+    case = read_case("soft_moe_vit")
+    model = moexport.load(case.weights, config=case.config)
+    bundle = moexport.export(model, tmp_path / "out", k=2, target="ort-cpu", verify=False)
+    with pytest.raises(UsageError, match="was exported for ort-cpu, whose graphs are not OpenVINO"):
+        bundle.session(runtime="openvino")
+    assert replace(TARGETS["openvino"]).runtime == "openvino"
