@@ -28,10 +28,12 @@ from .exporter.requests import (
     BuildRequest,
     CalibrateRequest,
     ExportRequest,
+    GenerateRequest,
     InspectRequest,
     LoadRequest,
     RunRequest,
     SensitivityRequest,
+    ServeRequest,
     TritonRequest,
     VerifyRequest,
 )
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from .exporter.quantization.accuracy_search import LayerSensitivity
     from .exporter.tensorrt.build import EnginePlan
     from .exporter.tensorrt.records import Made
+    from .exporter.text.generate import GeneratedText, Message, TextModel
     from .exporter.triton.repository import ServedModel
     from .tune.tune import SearchPlan, Tuned
 
@@ -353,6 +356,45 @@ def run(
     from .exporter.bundle.run import run_file
 
     return run_file(_folder(bundle), local(inputs), Path(outputs), request)
+
+
+def generate(
+    bundle: Bundle | AnyPath, prompt: str | Sequence[Message], request: GenerateRequest
+) -> GeneratedText:
+    """Returns the text that a bundle's language model adds to a prompt, an iterator of pieces.
+
+    `prompt` is a text, or the messages of a chat, each with its `role` and `content`. When the text
+    has ended, `tokens`, `finish` and `tokens_per_second` of what is returned say what it took.
+
+    Raises:
+        UsageError: an option is invalid, or the prompt is longer than the context.
+        BundleError: the bundle is of no language model with a tokenizer, or its files have changed.
+        MissingExtraError: ONNX Runtime GenAI is not installed.
+    """
+    return text_model(bundle, request).generate(prompt, request)
+
+
+def text_model(bundle: Bundle | AnyPath, request: GenerateRequest) -> TextModel:
+    """Returns a bundle's language model, ready to generate one text after another."""
+    from .exporter.bundle.bundle import Bundle
+    from .exporter.text.generate import TextModel
+
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+    return TextModel(opened, request.threads)
+
+
+def serve(bundle: Bundle | AnyPath, request: ServeRequest) -> None:
+    """Serves a bundle's language model by the protocol of OpenAI, until it is interrupted.
+
+    Raises:
+        UsageError: an option is invalid, or the port is in use.
+        BundleError: the bundle is of no language model with a tokenizer, or its files have changed.
+        MissingExtraError: ONNX Runtime GenAI or the server is not installed.
+    """
+    from .exporter.bundle.bundle import Bundle
+    from .exporter.text.serve import serve as run
+
+    run(bundle if isinstance(bundle, Bundle) else Bundle.open(bundle), request)
 
 
 def triton(

@@ -10,10 +10,12 @@ from .exporter.requests import (
     BuildRequest,
     CalibrateRequest,
     ExportRequest,
+    GenerateRequest,
     InspectRequest,
     LoadRequest,
     RunRequest,
     SensitivityRequest,
+    ServeRequest,
     TritonRequest,
     VerifyRequest,
 )
@@ -29,6 +31,8 @@ plan = takes(ExportRequest)(api.plan)
 build = takes(BuildRequest)(api.build)
 verify = takes(VerifyRequest)(api.verify)
 run = takes(RunRequest)(api.run)
+generate = takes(GenerateRequest)(api.generate)
+serve = takes(ServeRequest)(api.serve)
 triton = takes(TritonRequest)(api.triton)
 bench = takes(BenchRequest)(api.bench)
 bench_on_ray = takes(BenchRequest)(api.bench_on_ray)

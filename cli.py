@@ -5,6 +5,7 @@ from __future__ import annotations
 from .commands.bench import bench, demo, report, specialise
 from .commands.build import build, triton
 from .commands.export import calibrate, export
+from .commands.generate import generate, serve
 from .commands.look import adapt, doctor, inspect, run, verify
 from .commands.options import program
 from .commands.tune import tune
@@ -20,6 +21,8 @@ app = program(
         "moexport calibrate vit.pt --data train.npz -o table.json --k 0.25": calibrate,
         "moexport verify out": verify,
         "moexport run out -i x.npz -o y.npz --k 16": run,
+        'moexport generate out "Once upon a time" --max-tokens 64': generate,
+        "moexport serve out --port 8080": serve,
         "moexport triton out -o models --name vit": triton,
         "moexport bench vit.pt -o report --k n,0.5,0.25 --batch 1,16 --data test.npz": bench,
         "moexport specialise digits.pt --data test.npz -o experts": specialise,

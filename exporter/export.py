@@ -53,6 +53,7 @@ from .reference import (
     torch_reference,
 )
 from .tensorrt.engines import build_for_export
+from .token_routed.generation import write_generation
 from .trace import trace
 from .write import graph_record, manifest_of, opened_comparison, write_graphs
 
@@ -118,6 +119,7 @@ def _written(
         constants = substitutes_bytes(options.edits)
         if constants:
             (directory / SUBSTITUTES_FILE).write_bytes(constants)
+        generation = write_generation(job, planned.graphs[0].file, directory)
         parities: dict[str, Parity] = {}
         missing: dict[str, list[int]] = {}
         if inputs is not None:
@@ -127,6 +129,7 @@ def _written(
             (directory / graph.file).unlink()
         progress.step("hashing")
         manifest = manifest_of(planned, lowered, parities, directory, unreached=missing)
+        manifest = replace(manifest, notes=[*manifest.notes, *generation])
         manifest = build_for_export(directory, manifest, options.engine, progress)
         manifest = with_readme(directory, manifest)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -519,6 +520,88 @@ class RunRequest(Request):
             refuse_changed(self, ("provider",), ": it is ONNX Runtime's, and OpenVINO runs it")
         if self.engine == "onnxruntime":
             refuse_changed(self, ("device", "cache"), ": it is OpenVINO's")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest(Request):
+    """How a language model continues a text."""
+
+    chat: bool = option(
+        False,
+        "Take the prompt for a user's message, as the model's chat template writes it.",
+        heading="Prompt",
+    )
+    system: str | None = option(None, "A system message before it.", unset="none", kind=str)
+    max_tokens: int = option(
+        256, "How many tokens to generate at most.", heading="Sampling", metavar="N"
+    )
+    temperature: float | None = option(
+        None,
+        "What scores are divided by before a token is drawn; 0 takes the likeliest token.",
+        unset="the model's own",
+        kind=float,
+    )
+    top_p: float | None = option(
+        None,
+        "Draw from the likeliest tokens of so much probability together.",
+        unset="the model's own",
+        kind=float,
+    )
+    top_k: int | None = option(
+        None, "Draw from so many tokens, the likeliest.", unset="the model's own", kind=int
+    )
+    seed: int | None = option(
+        None, "The same seed draws the same tokens.", unset="another one each time", kind=int
+    )
+    stop: Sequence[str] = option(
+        (),
+        "End before this text. Repeat it for several.",
+        unset="none",
+        kind=list[str],
+        metavar="TEXT",
+    )
+    threads: int | None = option(
+        None,
+        "The number of ONNX Runtime threads.",
+        unset="its own choice",
+        heading="Runtime",
+        kind=int,
+        min=1,
+    )
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for a value that nothing can be drawn with."""
+        for name, fits, wanted in (
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("temperature", 0 <= (self.temperature or 0) < math.inf, "0 or more"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
+            ("seed", 0 <= (self.seed or 0) < 2**31, "from 0 to 2147483647"),
+        ):
+            if not fits:
+                spelling = spelled(GenerateRequest, name)
+                raise UsageError(
+                    f"{spelling} {getattr(self, name)}: it must be {wanted}",
+                    hint=f"leave {spelling} out for the default",
+                )
+        if "" in self.stop:
+            raise UsageError("--stop: it is empty", hint="leave it out")
+        if self.system is not None and not self.chat:
+            raise UsageError("--system: only a chat has a system message", hint="add --chat")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeRequest(Request):
+    """Where a language model is served."""
+
+    host: str = option("127.0.0.1", "The address to listen at; 0.0.0.0 is every one.")
+    port: int = option(8080, "The port.", min=1, max=65535)
+    name: str | None = option(
+        None, "What requests call the model.", unset="the bundle's folder", kind=str
+    )
+    threads: int | None = option(
+        None, "The number of ONNX Runtime threads.", unset="its own choice", kind=int, min=1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,10 +135,10 @@ class Bundle:
         from google.protobuf.message import DecodeError
 
         file = self.path / self.graph(graph).file
-        self._whole([file.name])
+        self.check_whole([file.name])
         if self.check:
             try:
-                self._whole(sorted(external_files(onnx.load(file, load_external_data=False))))
+                self.check_whole(sorted(external_files(onnx.load(file, load_external_data=False))))
             except DecodeError as error:
                 raise BundleError(f"{file}: not an ONNX graph ({error})") from error
         return file
@@ -194,7 +194,7 @@ class Bundle:
 
         return verify(self.path, self.manifest, atol=atol, rtol=rtol, trust_engine=trust_engine)
 
-    def _whole(self, names: Iterable[str]) -> None:
+    def check_whole(self, names: Iterable[str]) -> None:
         """Raises `BundleError` for a file that is missing or not as it was written."""
         for name in names:
             path, known = self.path / name, self.manifest.files.get(name)

@@ -13,6 +13,7 @@ from ...graphs.targets import TARGETS, Target
 from ..edits import Edits
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
+from ..text.files import GENAI_FILE, GENERATION_FILE, TOKENIZER_FILES
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
 from .recipe import RECIPE_FILE
 from .substitutes import SUBSTITUTES_FILE
@@ -23,6 +24,10 @@ CONTENTS = {
     "weights.bin": "the weights, shared by all graphs; keep it in the same folder",
     "parity.npz": "reference inputs and PyTorch's outputs, which `moexport verify` uses",
     "calibration.json": "the value ranges of tensors that quantisation used",
+    GENAI_FILE: "opens this folder in ONNX Runtime GenAI, which generates text from it",
+    GENERATION_FILE: "the model's own settings of generation",
+    "config.json": "the model's configuration, as transformers has it",
+    **dict.fromkeys(TOKENIZER_FILES, "of the tokenizer, as it was trained"),
     RECIPE_FILE: "what `moexport tune` found for each layer, to export it again",
     SUBSTITUTES_FILE: "what takes the places of experts that were dropped or merged",
     MANIFEST_FILE: "everything above and more, for programs; the hash of every file",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from typing import Any
 
@@ -55,7 +56,9 @@ def traced_program(
     shapes = _shapes(network, arguments, axes)
     config = OnnxConfig(dynamic=True, opset_version=opset, dynamic_shapes=shapes)
     try:
-        graph = graph_of(OnnxExporter().export(network.wrapped, arguments, config=config))
+        # What stands where padding is does not count, but is compared where no cache follows.
+        with _windows_of_tokens() if network.cached else nullcontext():
+            graph = graph_of(OnnxExporter().export(network.wrapped, arguments, config=config))
     except ImportError as error:  # it asks for versions of its own
         raise _no_exporter(error) from error
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
@@ -77,6 +80,41 @@ def _no_exporter(error: ImportError) -> MissingExtraError:
         f"this model, cannot be used: {error}",
         hint=f"{install('transformers')}; its exporter asks for PyTorch 2.11 or newer",
     )
+
+
+@contextmanager
+def _windows_of_tokens() -> Iterator[None]:
+    """Within the block, a sliding window is of so many tokens, whatever a mask leaves out of them.
+
+    The library counts places in the cache, which is the same where padding comes before all tokens.
+    Padding on the right of a prompt stays between it and what is generated.
+    """
+    from transformers import masking_utils
+
+    counts: list[torch.Tensor | None] = [None]
+
+    def prepared(*given: Any, **named: Any) -> Any:
+        found = prepare(*given, **named)
+        seen = found[1]
+        counts[0] = (
+            seen.cumsum(dim=-1) if isinstance(seen, torch.Tensor) and seen.ndim == 2 else None
+        )
+        return found
+
+    def overlay(window: int) -> Any:
+        count = counts[0]
+        if count is None:
+            return places(window)
+        return lambda row, _, query, key: count[row, key] > count[row, query] - window
+
+    prepare, places = masking_utils._preprocess_mask_arguments, masking_utils.sliding_window_overlay
+    masking_utils._preprocess_mask_arguments = prepared
+    masking_utils.sliding_window_overlay = overlay
+    try:
+        yield
+    finally:
+        masking_utils._preprocess_mask_arguments = prepare
+        masking_utils.sliding_window_overlay = places
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:

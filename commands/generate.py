@@ -1,0 +1,100 @@
+"""`generate` and `serve`: text from the bundle of a language model."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .. import api
+from ..common.console import Console, show
+from ..common.text import printable
+from ..exporter.requests import GenerateRequest, ServeRequest
+from .options import AsJson, BundleArgument, Verbosity, json_text
+
+if TYPE_CHECKING:
+    from ..exporter.text.generate import GeneratedText, TextModel
+
+PROMPT = "> "
+
+
+def generate(
+    *,
+    bundle: BundleArgument,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT]", help="The text to continue [default: standard input]."),
+    ] = None,
+    request: GenerateRequest,
+    as_json: AsJson = False,
+    verbosity: Verbosity,
+) -> None:
+    """Continue a text with a bundle's language model, or chat with it.
+
+    --chat without a prompt is a conversation, a line each, until it is told to end (Ctrl-D).
+    """
+    console = verbosity.console()
+    if prompt is None and request.chat and sys.stdin.isatty() and not as_json:
+        _converse(api.text_model(bundle, request), request, console)
+        return
+    text = api.generate(bundle, sys.stdin.read() if prompt is None else prompt, request)
+    if as_json:
+        whole = "".join(text)
+        show(json_text({"text": whole, **_taken(text)}))
+        return
+    _print(text, console)
+
+
+def _converse(model: TextModel, request: GenerateRequest, console: Console) -> None:
+    """A chat: what was said so far is part of every prompt."""
+    said: list[dict[str, str]] = []
+    while True:
+        try:
+            line = input(PROMPT)
+        except EOFError:
+            print()
+            return
+        if not line.strip():
+            continue
+        said.append({"role": "user", "content": line})
+        text = model.generate(said, request)
+        said.append({"role": "assistant", "content": _print(text, console)})
+
+
+def _print(text: GeneratedText, console: Console) -> str:
+    """Prints a text as it comes, and then what it took, also where it is interrupted."""
+    pieces: list[str] = []
+    try:
+        for piece in text:
+            pieces.append(piece)
+            print(printable(piece, several=True), end="", flush=True)
+    finally:
+        print(flush=True)
+        rate = text.tokens_per_second
+        speed = "" if rate is None else f" at {rate:.1f} tokens/s"
+        console.note(
+            f"{text.prompt_tokens} tokens of prompt in {text.first_token_s:.2f} s, "
+            f"{text.tokens} generated{speed}"
+        )
+    return "".join(pieces)
+
+
+def _taken(text: GeneratedText) -> dict[str, object]:
+    return {
+        "finish": text.finish,
+        "prompt_tokens": text.prompt_tokens,
+        "tokens": text.tokens,
+        "first_token_s": text.first_token_s,
+        "tokens_per_second": text.tokens_per_second,
+    }
+
+
+def serve(*, bundle: BundleArgument, request: ServeRequest, verbosity: Verbosity) -> None:
+    """Serve a bundle's language model to clients of OpenAI's protocol.
+
+    Completions and chats, streamed or whole, at http://HOST:PORT/v1.
+    """
+    where = f"http://{request.host}:{request.port}/v1"
+    verbosity.console().step(f"serving {bundle} at {where}; Ctrl-C ends it")
+    api.serve(bundle, request)

@@ -1,0 +1,50 @@
+"""The files of a bundle that text is generated with, and what may be wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...common.json_data import object_in
+
+GENAI_FILE = "genai_config.json"
+GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.jinja"
+
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    TEMPLATE_FILE,
+    "chat_template.json",
+)
+"""What libraries call the parts of a tokenizer, and the template of a chat."""
+
+CONFIGURED = (GENAI_FILE, GENERATION_FILE, "config.json", *TOKENIZER_FILES)
+"""What a bundle has beside its graph for programs that generate text."""
+
+
+def tokenizer_problem(folder: Path, vocabulary: int) -> str | None:
+    """Returns what keeps a model of a vocabulary from being used with the tokenizer in a folder."""
+    file = folder / TOKENIZER_FILE
+    if not file.is_file():
+        return f"{folder}: holds no {TOKENIZER_FILE}"
+    content = object_in(file)
+    model, added = content.get("model"), content.get("added_tokens")
+    words = model.get("vocab") if isinstance(model, dict) else None
+    ids = [each.get("id") for each in added or () if isinstance(each, dict)]
+    # The words of some tokenizers are a list, of which a place is an id.
+    ids += [*words.values()] if isinstance(words, dict) else [len(words or ()) - 1]
+    largest = max((each for each in ids if isinstance(each, int)), default=-1)
+    if largest < 0:
+        return f"{file}: is no tokenizer"
+    if largest >= vocabulary:
+        return (
+            f"{file}: is of another model: it has the token {largest}, and this model's vocabulary "
+            f"ends at {vocabulary - 1}"
+        )
+    return None

@@ -1,0 +1,157 @@
+"""What a program needs beside the graph to generate text from a bundle, written into it.
+
+The tokenizer's files and the configuration are those of the model's folder, copied as data: nothing
+of them is run. `genai_config.json` is what ONNX Runtime GenAI opens a folder by.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...common.json_data import object_in
+from ...graphs.targets import TARGETS
+from ..job import ExportJob
+from ..text.files import (
+    GENAI_FILE,
+    GENERATION_FILE,
+    TOKENIZER_FILES,
+    tokenizer_problem,
+)
+from .budget import CONFIG_FILE
+from .network import PAST, PRESENT, TransformersNetwork
+from .routers import FIELDS
+
+CODE = "auto_map"
+"""The key that names code of a checkpoint's author, which loaders would run."""
+
+NO_POSITIONS = 32_768
+"""The context where a configuration tells of no largest position."""
+
+GENAI_PROVIDERS: Mapping[str, str] = {"CUDAExecutionProvider": "cuda"}
+"""What ONNX Runtime GenAI calls the providers of ONNX Runtime; the CPU's has no name."""
+
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+"""The settings of a `generation_config.json` that ONNX Runtime GenAI has too."""
+
+
+def write_generation(job: ExportJob, graph: str, directory: Path) -> tuple[str, ...]:
+    """Writes the files that text is generated with, where a job's graphs can generate any.
+
+    Returns notes on what keeps these graphs from it.
+    """
+    network = job.model.module
+    if not isinstance(network, TransformersNetwork) or not _decodes(job):
+        return ()
+    model, vocabulary = network.wrapped, job.model.input.below
+    folder = job.model.source.files[0].parent
+    assert vocabulary is not None
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            _copy(folder / name, directory / name)
+    config = _without_code(object_in(folder / CONFIG_FILE))
+    for field in FIELDS:
+        k = job.model.config.get(field)
+        if field in config and isinstance(k, int):  # as a router of this graph chooses
+            config[field] = k
+    _write(config, directory / CONFIG_FILE)
+    _write(json.loads(model.generation_config.to_json_string()), directory / GENERATION_FILE)
+    keys, values = (_cache(job, part) for part in ("key", "value"))
+    if keys != values:
+        return (
+            "no text can be generated: ONNX Runtime GenAI takes no cache whose keys and values "
+            "are of different sizes",
+        )
+    _write(genai_config(job, graph, model), directory / GENAI_FILE)
+    problem = tokenizer_problem(folder, vocabulary)
+    return () if problem is None else (f"no text can be generated: {problem}",)
+
+
+def _decodes(job: ExportJob) -> bool:
+    """Whether a loop over tokens can give the graphs all that they take: tokens and their cache."""
+    names = [port.name for port in job.model.inputs]
+    ids, *others = [name for name in names if not name.startswith(f"{PAST}.")]
+    asked = ids == "input_ids" and others == ["attention_mask", "position_ids"]
+    return asked and "tokens" not in job.fixed
+
+
+def _cache(job: ExportJob, part: str) -> list[tuple[int, int]]:
+    """The heads and the width of each layer's keys or values."""
+    ports = [each for each in job.model.inputs if each.name.startswith(f"{PAST}.")]
+    return [(each.shape[1], each.shape[3]) for each in ports if each.name.endswith(part)]  # type: ignore[misc]
+
+
+def genai_config(job: ExportJob, graph: str, model: Any) -> dict[str, Any]:
+    """Returns the content of `genai_config.json` for a graph of a model of `transformers`."""
+    text, asked = model.config.get_text_config(), model.generation_config
+    keys = _cache(job, "key")
+    heads, width = keys[0]
+    vocabulary = job.model.input.below
+    assert vocabulary is not None
+    end = asked.eos_token_id
+    # Without one the loop takes the padding for the end: the last of a vocabulary is seldom used.
+    ends = end if isinstance(end, list) else [vocabulary - 1 if end is None else end]
+    pad = ends[0] if asked.pad_token_id is None else asked.pad_token_id
+    context = getattr(text, "max_position_embeddings", None) or NO_POSITIONS
+    provider = GENAI_PROVIDERS.get(TARGETS[job.options.target].provider or "")
+    tokens = {"bos_token_id": asked.bos_token_id, "eos_token_id": ends, "pad_token_id": pad}
+    search = {name: getattr(asked, name, None) for name in SAMPLING}
+    return {
+        "model": {
+            "type": "decoder",
+            **_known(tokens),
+            "vocab_size": vocabulary,
+            "context_length": context,
+            "decoder": {
+                "filename": graph,
+                "session_options": {
+                    "provider_options": [] if provider is None else [{provider: {}}]
+                },
+                "head_size": width,
+                "hidden_size": text.hidden_size,
+                "num_attention_heads": text.num_attention_heads,
+                "num_key_value_heads": heads,
+                "num_hidden_layers": len(keys),
+                "inputs": {
+                    **{name: name for name in ("input_ids", "attention_mask", "position_ids")},
+                    "past_key_names": f"{PAST}.%d.key",
+                    "past_value_names": f"{PAST}.%d.value",
+                },
+                "outputs": {
+                    "logits": job.model.output.name,
+                    "present_key_names": f"{PRESENT}.%d.key",
+                    "present_value_names": f"{PRESENT}.%d.value",
+                },
+            },
+        },
+        "search": {
+            "do_sample": False,
+            **_known(search),
+            "max_length": context,
+            "past_present_share_buffer": False,
+        },
+    }
+
+
+def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _copy(source: Path, place: Path) -> None:
+    """Copies a file as it is, but for a name of code in it."""
+    content = object_in(source) if source.suffix == ".json" else {}
+    if CODE in content:
+        _write(_without_code(content), place)
+    else:
+        shutil.copyfile(source, place)
+
+
+def _without_code(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key != CODE}
+
+
+def _write(content: Mapping[str, Any], place: Path) -> None:
+    place.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
