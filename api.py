@@ -500,10 +500,11 @@ def report(
     """Writes the report of results again; returns the files and what changed since `compare`.
 
     `results` is what `bench` returned, or its results.json; `output` the page, .html: Markdown, CSV
-    and figures go beside it.
+    and figures go beside it. The page draws further results `beside` it.
     """
     from .bench.report.compare import compare as compared
     from .bench.report.page import write_views
+    from .bench.report.runs import named_runs
     from .bench.results import Results, read
 
     def known(each: Results | AnyPath) -> Results:
@@ -513,7 +514,9 @@ def report(
     before = None if request.compare is None else known(request.compare)
     comparison = None if before is None else compared(before, now)
     _say(request.progress, f"writing {output}")
-    return write_views(now, Path(output), comparison), comparison
+    places = [None if isinstance(each, Results) else Path(each) for each in request.beside]
+    runs = named_runs(places, [known(each) for each in request.beside])
+    return write_views(now, Path(output), comparison, runs), comparison
 
 
 def demo(out: AnyPath, request: DemoRequest) -> Outcome:

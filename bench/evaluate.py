@@ -21,6 +21,7 @@ from .data import Labelled
 from .engines import ModelEngine, engine_of
 from .language import is_language_model
 from .metrics import (
+    ClassCounts,
     NegativeLogLikelihood,
     ParityStatistics,
     RoutingOverlap,
@@ -53,6 +54,7 @@ class QualitySums(Sums):
     """The running sums of one case, from which its quality follows."""
 
     top_k: TopKCounts = field(default_factory=TopKCounts)
+    classes: ClassCounts = field(default_factory=ClassCounts)
     nll: NegativeLogLikelihood = field(default_factory=NegativeLogLikelihood)
     routing: RoutingOverlap = field(default_factory=RoutingOverlap)
     parity: ParityStatistics = field(default_factory=ParityStatistics)
@@ -104,6 +106,7 @@ class EvaluationState:
         sums, base = self.sums[case.label], self.untouched
         return {
             "accuracy": sums.top_k.accuracy(base.top_k) if sums.top_k.seen else None,
+            "losing": sums.classes.losing(base.classes),
             "perplexity": sums.nll.perplexity(base.nll) if sums.nll.tokens else None,
             "routing": sums.routing.agreement() if sums.routing.samples else None,
             "parity": sums.parity.parity(),
@@ -268,7 +271,8 @@ class _Judge:
         if labels is None or not (isinstance(scores, np.ndarray) and isinstance(base, np.ndarray)):
             return QualitySums()
         if labels.ndim == 1:
-            return QualitySums(top_k=TopKCounts.of(scores, labels, base))
+            top_k = TopKCounts.of(scores, labels, base)
+            return QualitySums(top_k=top_k, classes=ClassCounts.of(scores, labels))
         counted = labels != IGNORED  # a class for each token
         return QualitySums(top_k=TopKCounts.of(scores[counted], labels[counted], base[counted]))
 

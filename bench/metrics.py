@@ -7,8 +7,9 @@ may be computed apart and added. Nothing here knows an engine.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -16,7 +17,15 @@ import numpy as np
 from ..calibration.feeds import IGNORED, Array, Labels
 from ..errors import FeedError, ParityError
 from ..exporter.parity import Tolerance, jaccard
-from .results import Accuracy, Interval, OutputParity, Perplexity, RoutingAgreement
+from .results import (
+    MOST_LOSING,
+    Accuracy,
+    ClassChange,
+    Interval,
+    OutputParity,
+    Perplexity,
+    RoutingAgreement,
+)
 
 Z = 1.959963984540054  # the normal quantile of 97.5%
 
@@ -153,6 +162,42 @@ class TopKCounts(Sums):
             if both is None or not untouched.right
             else score_interval(both, untouched.right - both, right - both),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCounts:
+    """Samples seen and classified right, by their class."""
+
+    seen: dict[int, int] = field(default_factory=dict)
+    right: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, outputs: Array, labels: Labels) -> Self:
+        """Counts over class scores [b, classes] and labels [b]."""
+        right = one_per_sample(outputs).argmax(axis=1) == labels
+        return cls(_count(labels), _count(labels[right]))
+
+    def __add__(self, other: Self) -> Self:
+        both = (
+            Counter(self.seen) + Counter(other.seen),
+            Counter(self.right) + Counter(other.right),
+        )
+        return type(self)(*map(dict, both))
+
+    def losing(self, untouched: ClassCounts) -> tuple[ClassChange, ...]:
+        """Returns the classes of which fewer are right than in the untouched model."""
+        changes = [
+            ClassChange(label, n, untouched.right.get(label, 0), self.right.get(label, 0))
+            for label, n in self.seen.items()
+        ]
+        changes = [each for each in changes if each.right < each.untouched]
+        changes.sort(key=lambda each: (each.right - each.untouched, each.label))
+        return tuple(changes[:MOST_LOSING])
+
+
+def _count(labels: Labels) -> dict[int, int]:
+    found, counts = np.unique(labels, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def one_per_sample(outputs: Array) -> Array:

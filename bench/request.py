@@ -348,7 +348,7 @@ class DemoRequest(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportRequest(Request):
-    """What a report is compared with."""
+    """What a report is compared with, and drawn beside."""
 
     compare: Results | AnyPath | None = option(
         None,
@@ -356,5 +356,12 @@ class ReportRequest(Request):
         unset="none",
         kind=Path,
         metavar="OLD.JSON",
+        compare=False,
+    )
+    beside: Sequence[Results | AnyPath] = option(
+        (),
+        "Results of other runs, or machines, to draw in the same charts.",
+        unset="none",
+        in_shell=False,
         compare=False,
     )

@@ -15,6 +15,7 @@ from ..errors import ResultsError
 from .engines import PYTORCH_EAGER
 
 SCHEMA = 1
+MOST_LOSING = 10
 DISTURBED = 0.1  # from this share of waiting for a core on, times are those of a shared machine
 
 TOKEN_ROUTED = "experts"
@@ -99,6 +100,16 @@ class PartTime:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassChange:
+    """A class of which fewer inputs are right than in the untouched model: of `n`, `right`."""
+
+    label: int
+    n: int
+    untouched: int
+    right: int
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """What one batch asks of a machine: operations (a multiply-add is two), bytes to move once."""
 
@@ -120,11 +131,12 @@ class Row:
     (`measure.roofline`), and `no_limit` says why that is not known. `throughput` is inputs per
     second. `peak_memory_mb` is the largest resident set of a process that opens the engine and runs
     batches of this size, `runtime_memory_mb` what that process held before it opened anything.
-    `computed_in` is what the matrix products were computed in, for engines that tell it. A row that
-    failed has `error` and no numbers, but for the `parity` of wrong outputs. `node` names the
-    machine of a cluster on which the row was timed; the protocol's `nodes` tell the environment of
-    each. `point` says what each layer is where k alone does not: of a search, whose layers may have
-    fewer experts.
+    `disk_bytes` are those of the graph and its weights, or of the checkpoint. `losing` are the
+    classes that lose most, at most `MOST_LOSING`. `computed_in` is what the matrix products were
+    computed in, for engines that tell it. A row that failed has `error` and no numbers, but for the
+    `parity` of wrong outputs. `node` names the machine of a cluster on which the row was timed; the
+    protocol's `nodes` tell the environment of each. `point` says what each layer is where k alone
+    does not: of a search, whose layers may have fewer experts.
     """
 
     engine: str
@@ -144,7 +156,9 @@ class Row:
     throughput: float | None = None
     peak_memory_mb: float | None = None
     runtime_memory_mb: float | None = None
+    disk_bytes: int | None = None
     accuracy: Accuracy | None = None
+    losing: tuple[ClassChange, ...] = ()
     perplexity: Perplexity | None = None
     routing: RoutingAgreement | None = None
     parity: OutputParity | None = None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import onnx
 import torch
 
 from ..common import timing
@@ -29,7 +30,7 @@ from ..common.pytorch import Threads, fastest_threads, with_threads
 from ..common.writing import check_folder, held
 from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
-from ..exporter.bundle.manifest import is_bundle
+from ..exporter.bundle.manifest import external_files, is_bundle
 from ..exporter.checkpoints.load import load_as
 from ..exporter.inputs import Inputs, check_array
 from ..exporter.model import Model, check_one_input
@@ -169,7 +170,10 @@ def _same_run(
         "edits": [str(candidate.model.edits) for candidate in candidates],
         "rows": [asdict(c) for group in groups for c in group.cases],
         "graphs": [_file_hash(g.loader) for c in candidates for g in c.graphs],
-        "data": data.fingerprint,
+        "data": {
+            "source": str(request.data) if isinstance(request.data, str | Path) else None,
+            "sha256": data.fingerprint,
+        },
         "settings": request.measured,
     }
 
@@ -179,6 +183,10 @@ def _protocol(request: BenchRequest, data: Labelled, calibration: str | None) ->
     given = {"calibration": calibration} if calibration else {}
     return asdict(request.protocol) | {
         "samples": 0,
+        "data": {
+            "source": str(request.data) if isinstance(request.data, str | Path) else None,
+            "sha256": data.fingerprint,
+        },
         "labelled": data.labelled,
         "batches": list(request.batches),
         **given,
@@ -462,6 +470,7 @@ class Measurement:
                         else _per_second(group.batch * group.phase.tokens, latency),
                         peak_memory_mb=None if memory is None else memory.peak_mb[group.batch],
                         runtime_memory_mb=None if memory is None else memory.runtime_mb,
+                        disk_bytes=_disk_bytes(opening[case], self.candidate.model),
                         work=limit.work,
                         limit_ms=limit.limit_ms,
                         no_limit=limit.reason,
@@ -508,7 +517,9 @@ class Measurement:
             self.request.evaluation_batch,
             limit=self.request.samples,
             progress=self.progress,
-            state=msgspec.convert(found[-1]["state"], EvaluationState) if found else None,
+            state=msgspec.convert(found[-1]["state"], EvaluationState, strict=False)
+            if found
+            else None,
             keep=lambda state: self.journal.add("quality", **keys, state=asdict(state)),
         )
         self.seen = max(self.seen, state.seen)
@@ -695,6 +706,15 @@ def model_info(candidate: Candidate) -> ModelInfo:
     digest = source.sha256() if source.files else fingerprint(*weights)
     kind = next(layer.spec.kind for layer in model.layers.values())
     return ModelInfo(candidate.name, model.family, source.path, parameters, digest, kind)
+
+
+def _disk_bytes(loader: Loader, model: Model) -> int | None:
+    """What lies on disk of a graph with its weights, or of a model's checkpoint."""
+    files = list(model.source.files)
+    if loader.file is not None and loader.file.is_file():
+        content = onnx.load(loader.file, load_external_data=False)
+        files = [loader.file, *(loader.file.parent / name for name in external_files(content))]
+    return sum(file.stat().st_size for file in files if file.is_file()) or None
 
 
 def _file_hash(loader: Loader) -> str:

@@ -22,6 +22,7 @@ from .options import (
     loader,
     output_option,
     typed_command,
+    typed_path,
     typed_source,
 )
 
@@ -197,7 +198,14 @@ def specialise(
 
 def report(
     *,
-    results: Annotated[Path, typer.Argument(metavar="RESULTS.JSON", help="What bench wrote.")],
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RESULTS.JSON…",
+            parser=typed_path,
+            help="What bench wrote; further runs or machines are drawn beside the first.",
+        ),
+    ],
     output: Annotated[
         Path, output_option("REPORT.HTML", "The page; Markdown, CSV and figures go next to it.")
     ],
@@ -205,11 +213,12 @@ def report(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Rebuild the report of a results file, or compare two."""
+    """Rebuild the report of a results file, compare two, or draw several in one."""
     from ..bench.report.page import can_draw
 
     console = verbosity.console()
-    paths, comparison = api.report(results, output, request)
+    first, *others = results
+    paths, comparison = api.report(first, output, replace(request, beside=others))
     result = {"files": [str(path) for path in paths]}
     if not any(path.suffix == ".png" for path in paths) and not can_draw():
         console.note("no figures beside the page: Matplotlib is not installed")

@@ -68,7 +68,8 @@ class Latency:
     """Milliseconds of single calls, over all rounds together.
 
     `n` calls were timed. `rounds` holds the median of each round and `spread` their relative range,
-    (max − min) / median: two latencies that differ by less are not told apart.
+    (max − min) / median: two latencies that differ by less are not told apart. `counts` are of the
+    calls in equal factors of time from `min` to `max`.
     """
 
     median: float
@@ -82,6 +83,7 @@ class Latency:
     n: int
     rounds: tuple[float, ...]
     spread: float
+    counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +267,19 @@ def summarise(rounds_ms: list[list[float]]) -> Latency:
         n=int(calls.size),
         rounds=tuple(medians),
         spread=(max(medians) - min(medians)) / middle if middle > 0 else 0.0,
+        counts=_counts(calls),
     )
+
+
+BINS = 24
+
+
+def _counts(calls: np.ndarray) -> tuple[int, ...]:
+    """How many calls took how long, in equal factors; none where all took as long, or no time."""
+    if calls.min() <= 0 or calls.min() == calls.max():
+        return ()
+    logs = np.log(calls)
+    return tuple(np.histogram(logs, BINS, (logs.min(), logs.max()))[0].tolist())
 
 
 def differs(a: Latency, b: Latency) -> bool:

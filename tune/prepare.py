@@ -180,14 +180,10 @@ def prepare(
     clock: Clock,
 ) -> SearchJob:
     """Prepares a search; refuses what can be refused without it."""
-    check_tunable(model)
     if sum(tensor.nbytes for tensor in model.module.state_dict().values()) < STEP_BYTES:
         # To give the pages of mapped weights back takes longer than all else of a small graph.
         model = replace(model, source=replace(model.source, mapped=()))
-    options = ExportOptions(
-        target=request.target, batch=request.batch, tokens=request.tokens, verify=False
-    )
-    base = export_job(model, options)
+    base = base_job(model, request)
     progress.step("reading the search's half of the data")
     holdout = Holdout.of(data)
     began = time.monotonic()
@@ -211,7 +207,7 @@ def prepare(
         remove_folder(folder / FOLDER)
     progress.step("tracing")
     with clock.step(TRACE):
-        traced = trace(base.model, opset=options.opset, fixed=base.fixed)
+        traced = trace(base.model, opset=base.options.opset, fixed=base.fixed)
     wanted = request.tried
     if {*wanted} & {*RANGED} and len(model.inputs) == 1:
         own = None if base.fixed else traced
@@ -236,6 +232,15 @@ def prepare(
         clock=clock,
         one_s=one_s,
     )
+
+
+def base_job(model: Model, request: SearchOptions) -> ExportJob:
+    """Returns the export of the model as trained; refuses what cannot be searched or exported."""
+    check_tunable(model)
+    options = ExportOptions(
+        target=request.target, batch=request.batch, tokens=request.tokens, verify=False
+    )
+    return export_job(model, options)
 
 
 def check_tunable(model: Model) -> None:

@@ -42,7 +42,7 @@ from . import layers
 from .budget import TRAINING_S, VERIFIED, Clock
 from .confirm import Confirmed, SearchResult, check_same, contract, contract_record, reasons
 from .graphs import Trial
-from .prepare import CALIBRATED, SearchJob, check_tunable, prepare
+from .prepare import CALIBRATED, SearchJob, base_job, prepare
 from .quality import Metric
 from .request import SearchOptions
 from .routed import routed_layers
@@ -149,7 +149,7 @@ def _threads(
     begun = unfinished(work, "threads", of=model.source.path)
     if begun is not None:
         return msgspec.convert(begun, Threads, strict=False)
-    check_tunable(model)
+    base_job(model, request)
     found = untouched_threads([model], data, (request.batch.opt,))
     if found.call_ms:
         progress.step(found.told)

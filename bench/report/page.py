@@ -30,6 +30,7 @@ from ..engines import GraphEngine, engine_of
 from ..results import TOKEN_ROUTED, ModelInfo, Results, Row, as_json, write
 from .compare import ResultsComparison
 from .figures import figures
+from .runs import NamedRun, run_points
 from .sections import contents, interval_text
 from .summary import (
     DISAGREE,
@@ -66,11 +67,14 @@ def write_all(
 
 
 def write_views(
-    results: Results, page: Path, comparison: ResultsComparison | None = None
+    results: Results,
+    page: Path,
+    comparison: ResultsComparison | None = None,
+    runs: Sequence[NamedRun] = (),
 ) -> tuple[Path, ...]:
     """Writes the page (.html, else UsageError), and Markdown, CSV and figures beside it.
 
-    Without Matplotlib there are no figures.
+    The page draws other `runs` beside the results. Without Matplotlib there are no figures.
     """
     check_file(page)
     if page.suffix not in (".html", ".htm"):
@@ -78,9 +82,9 @@ def write_views(
             f"--output {page}: the page is HTML",
             hint=f"for example -o {page.stem or 'report'}.html",
         )
-    write_report(results, page, comparison)
+    write_text(html(results, comparison, runs), page)
     markdown, rows = page.with_suffix(".md"), page.with_suffix(".csv")
-    write_text(to_markdown(results, comparison), markdown)
+    write_text(to_markdown(results, comparison, runs), markdown)
     write_text(to_csv(results), rows)
     if not can_draw():
         return (page, markdown, rows)
@@ -94,7 +98,11 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def html(results: Results, comparison: ResultsComparison | None = None) -> str:
+def html(
+    results: Results,
+    comparison: ResultsComparison | None = None,
+    runs: Sequence[NamedRun] = (),
+) -> str:
     """Returns the page: the answer, charts, rows, environment, method, and what has changed."""
     shown = sections(results)
     names = [model.name for model in results.models]
@@ -104,7 +112,7 @@ def html(results: Results, comparison: ResultsComparison | None = None) -> str:
         "CREATED": escape(results.created.replace("T", " ").replace("+00:00", " UTC")),
         "SUMMARY": escape(summary(shown[0]) if shown else "No rows were measured."),
         "CAVEAT": escape(caveat(shown[0]) if shown else ""),
-        "DATA": embedded_json(payload(results, comparison)),
+        "DATA": embedded_json(payload(results, comparison, runs)),
         "PLOTLY": _packed("plotly-basic.min.js"),
         "SCRIPT": _asset("report.js"),
     }
@@ -128,7 +136,11 @@ def embedded_json(value: Any) -> str:
     return text.replace("<", "\\u003c")
 
 
-def payload(results: Results, comparison: ResultsComparison | None = None) -> dict[str, Any]:
+def payload(
+    results: Results,
+    comparison: ResultsComparison | None = None,
+    runs: Sequence[NamedRun] = (),
+) -> dict[str, Any]:
     """Returns what the page's script draws: the results, and what is said of them in words."""
     shown = sections(results)
     found = by_row(shown)
@@ -138,17 +150,21 @@ def payload(results: Results, comparison: ResultsComparison | None = None) -> di
         "rows": [_words(results, found[section_of(row)], row) for row in results.rows],
         "keep": shown[0].keep if shown else KEPT,
         "disagree": DISAGREE,
-        "search": None if search is None else search_points(search),
+        "search": None
+        if search is None
+        else search_points(search)
+        | {"answer": summary(shown[0]) if shown else "", "told": caveat(shown[0]) if shown else ""},
         "gpu": GPU_MS if any(row.device_ms is not None for row in results.rows) else None,
         "disturbed": results.disturbance,
         "tables": [
             {"id": section.name, "title": section.title} | asdict(content)
-            for section, content in contents(results, comparison)
+            for section, content in contents(results, comparison, runs)
         ],
+        "runs": list(map(run_points, runs)),
         "environment": list(_environment(results)),
         "method": method_lines(results),
         "absent": [f"{each.engine}: {each.reason}" for each in results.absent],
-        "again": reproduce(results) if results.command else "",
+        "again": reproduce(results),
         "csv": to_csv(results),
     }
 
@@ -165,6 +181,7 @@ def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
         "base": next((i for i, each in enumerate(results.rows) if each is base), None),
         "against": f"PyTorch{section.place(row)}",
         "speed": section.speedup(row),
+        "gain": section.gain(row),
         "told": base is row or section.faster_or_slower(row),
         "shown": section.shown(row),
         "samples": row.samples,

@@ -5,6 +5,7 @@ The page, the Markdown and the tests read the list.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,13 +13,14 @@ from ...common.text import size
 from ..analyses.findings import studies_in, tuning_in
 from ..analyses.report import titled
 from ..fairness import compared_in
-from ..results import Interval, Results
+from ..results import Interval, Results, Row
 from .compare import Change, ResultsComparison
 from .fairness import FAIR_HEADS, compared_rows
+from .runs import HEADS, NOTE, NamedRun, answers
 from .summary import line_name, milliseconds, percent, sections
 
 Cell = str | tuple[str, str]
-"""Text, or text and what it is: good, bad, quiet."""
+"""Text, or text and what it is: good, bad, quiet, or heat-0 to heat-9."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,79 @@ RANDOM_NOTE = (
     "on the same labels; distinct best is the number of sets with the least loss for at least one "
     "input. Shares are means over inputs."
 )
+
+
+HEAT_NOTE = (
+    "Inputs a second of the fastest export for each k and batch size; the darker, the more. The "
+    "same factor in speed is the same step in colour."
+)
+
+LOSING_NOTE = (
+    "Right answers of the classes that lose most, on the inputs of the accuracy; of few inputs, "
+    "differences are mostly chance."
+)
+
+
+def _by_k_and_batch(
+    results: Results, comparison: ResultsComparison | None
+) -> SectionContent | None:
+    """Inputs a second over k and batch size, where there are several of both."""
+    del comparison
+    tables = []
+    for model in dict.fromkeys(row.model for row in results.rows):
+        exported = [
+            row
+            for row in results.of_model(model)
+            if row.throughput and row.error is None and row.phase is None
+            if not row.engine.startswith("pytorch")
+        ]
+        batches = sorted({row.batch for row in exported})
+        fastest: dict[tuple[int, int], Row] = {}
+        for row in sorted(exported, key=lambda row: row.throughput or 0.0):
+            fastest[row.k, row.batch] = row
+        ks = sorted({row.k for row in exported}, reverse=True)
+        if len(batches) < 2 or len(ks) < 2:
+            continue
+        n = max(row.experts for row in exported)
+        heat = _heat({place: row.throughput or 0.0 for place, row in fastest.items()})
+        quiet = ("–", "quiet")
+        lines = [(f"{k}/{n}", *(heat.get((k, batch), quiet) for batch in batches)) for k in ks]
+        heads = ("k", *(f"batch {batch}" for batch in batches))
+        tables.append(TableContent("", heads, {model: lines}))
+    return SectionContent(tables=tuple(tables), notes=(HEAT_NOTE,)) if tables else None
+
+
+def _heat(values: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Cell]:
+    """Cells that are coloured by the factor from the least to the largest value."""
+    logs = {place: math.log(value) for place, value in values.items()}
+    low, span = min(logs.values()), max(1e-9, max(logs.values()) - min(logs.values()))
+    return {
+        place: (f"{values[place]:,.0f}", f"heat-{round(9 * (log - low) / span)}")
+        for place, log in logs.items()
+    }
+
+
+def _losing(results: Results, comparison: ResultsComparison | None) -> SectionContent | None:
+    """Which classes lose at each k, beside the untouched model."""
+    del comparison
+    groups: dict[str, list[Sequence[Cell]]] = {}
+    for row in results.rows:
+        name = f"{row.model}, k = {row.k} of {row.experts}, {row.precision.upper()}"
+        if not row.losing or row.engine.startswith("pytorch") or name in groups:
+            continue  # what is lost depends on neither engine nor batch size
+        groups[name] = [
+            (
+                str(each.label),
+                f"{each.n:,}",
+                f"{each.untouched / each.n:.1%}",
+                f"{each.right / each.n:.1%}",
+                (f"{each.right - each.untouched:+,}", "bad"),
+            )
+            for each in row.losing[:5]
+        ]
+    heads = ("Class", "Inputs", "Untouched", "Here", "Right answers")
+    tables = (TableContent("", heads, groups),)
+    return SectionContent(tables=tables, notes=(LOSING_NOTE,)) if groups else None
 
 
 def _parity(results: Results, comparison: ResultsComparison | None) -> SectionContent:
@@ -191,6 +266,8 @@ def _subgroups(results: Results, comparison: ResultsComparison | None) -> Sectio
 SECTIONS = (
     ReportSection(name="comparison", title="What changed", content=_changes),
     ReportSection(name="search", title="What tune found", content=_search),
+    ReportSection(name="heat", title="Speed by k and batch", content=_by_k_and_batch),
+    ReportSection(name="losing", title="Which classes lose at a smaller k", content=_losing),
     ReportSection(name="experts", title="Which experts", content=_experts),
     ReportSection(name="subgroups", title="Subgroups", content=_subgroups),
     ReportSection(name="parity", title="Parity with PyTorch", content=_parity),
@@ -199,10 +276,17 @@ SECTIONS = (
 
 
 def contents(
-    results: Results, comparison: ResultsComparison | None
+    results: Results, comparison: ResultsComparison | None, runs: Sequence[NamedRun] = ()
 ) -> Iterator[tuple[ReportSection, SectionContent]]:
     """Yields the sections of these results, each with what it holds: no table without rows."""
-    for section in SECTIONS:
+
+    def several(now: Results, comparison: ResultsComparison | None) -> SectionContent | None:
+        del comparison
+        table = TableContent("", HEADS, answers(now, runs))
+        return SectionContent(tables=(table,), notes=(NOTE,)) if runs else None
+
+    first = ReportSection(name="runs", title="Several runs", content=several)
+    for section in (first, *SECTIONS):
         content = section.content(results, comparison)
         if content is None:
             continue

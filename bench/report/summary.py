@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...common import timing
+from ...common.text import size
 from ...common.timing import Latency
-from ..analyses.findings import tuning_in
+from ..analyses.findings import TuningRecord, tuning_in
 from ..engines import PYTORCH_EAGER, TITLES
 from ..metrics import inputs_needed
 from ..results import Interval, Results, Row
@@ -58,7 +60,7 @@ class Section:
 
     Of a language model one phase, which `sizes` tells with the batch size.
     `reference` is the untouched model on the CPU, `gpu_reference` on the GPU: one of the lines.
-    `keep` is what a row must keep.
+    `keep` is what a row must keep. Of the results of a `search`, `chosen` is what it has found.
     """
 
     model: str
@@ -70,6 +72,8 @@ class Section:
     phase: str | None = None
     sizes: str = ""
     keep: float = KEPT
+    search: TuningRecord | None = None
+    chosen: Row | None = None
 
     @property
     def full_k(self) -> int:
@@ -155,6 +159,10 @@ class Section:
         ]
         alike = [each for each in whole if each.precision == row.precision]
         return min(alike or whole, key=_median, default=None)
+
+    def gain(self, row: Row) -> float | None:
+        """How many times faster than all experts in its runtime a row is."""
+        return _ratio(self.all_experts(row), row)
 
     def shown(self, row: Row) -> float | None:
         """What a row is shown to keep: the lower end of its interval.
@@ -262,6 +270,9 @@ def sections(results: Results) -> tuple[Section, ...]:
                     phase=phase or None,
                     sizes=both[0].sizes,
                     keep=keep,
+                    search=search,
+                    # The rows of a search end with it.
+                    chosen=None if search is None or not here else here[-1],
                 )
             )
     return tuple(found)
@@ -279,6 +290,8 @@ def headline(section: Section) -> Row | None:
 
 def _contenders(section: Section) -> list[Row]:
     """The rows of which the fastest is the answer."""
+    if section.chosen is not None:
+        return [section.chosen]
     timed = [row for row in section.rows if row.latency_ms and row is not section.gpu_reference]
     judged = [row for row in timed if row.kept is not None]
     if not judged:
@@ -297,6 +310,8 @@ def summary(section: Section) -> str:
     if apart is not None:
         return apart
     told = claim(section, row)
+    if row is section.chosen:
+        return f"Deploy {told}."
     if row.kept is None:
         return f"Accuracy is not known: the inputs had no labels. Fastest: {told}."
     if row.kept < section.keep:
@@ -321,8 +336,13 @@ def no_verdict(section: Section, row: Row, others: Sequence[Row]) -> str | None:
 def caveat(section: Section) -> str:
     """Returns what is faster and not proven, or what fewer experts would do; empty if unknown."""
     row = headline(section)
-    if row is None or row.kept is None:
-        return ""
+    if row is not None and row is section.chosen and section.search is not None:
+        return _asked(section.search)
+    return "" if row is None or row.kept is None else _beside(section, row)
+
+
+def _beside(section: Section, row: Row) -> str:
+    """What other rows would do."""
     others = [r for r in section.rows if r is not row and r.latency_ms and r.kept is not None]
     if no_verdict(section, row, _contenders(section)):
         return _by_accuracy(section, (row, *others))
@@ -338,6 +358,21 @@ def caveat(section: Section) -> str:
     if max(each.kept or 0.0 for each in fewer) >= keep:
         return f"Fewer experts are not faster here: {told}."
     return f"No smaller k keeps {percent(keep)}. The next: {told}."
+
+
+def _asked(search: TuningRecord) -> str:
+    """What a search was asked for."""
+    asked = []
+    if search.keep is not None:
+        asked.append(f"to keep {percent(search.keep)} of the {search.metric}")
+    if search.max_latency_ms is not None:
+        asked.append(f"to take {search.max_latency_ms:g} ms at the most")
+    if search.max_bytes is not None:
+        asked.append(f"to take {size(search.max_bytes)} at the most")
+    return (
+        f"Asked was {' and '.join(asked)}; confirmed on {search.confirming:,} inputs that the "
+        "search did not see."
+    )
 
 
 def _by_accuracy(section: Section, rows: Sequence[Row]) -> str:
@@ -361,7 +396,10 @@ def claim(section: Section, row: Row) -> str:
     engine = f", {line_name(row)}" if row.engine.startswith("pytorch") else ""
     told = f"k = {row.k} of {row.experts}{all_of_them} in {row.precision.upper()}{engine}"
     said = "; ".join(filter(None, (_speed(section, row), keeps(section, row))))
-    return f"{row.point or told}{': ' if said else ''}{said}"
+    if row.point is not None:
+        found = re.sub(r", (fp\d+|int\d)\b", lambda found: f" in {found[1].upper()}", row.point)
+        told = f"the model with {found}"
+    return f"{told}{': ' if said else ''}{said}"
 
 
 def _speed(section: Section, row: Row) -> str:
@@ -390,13 +428,18 @@ def keeps(section: Section, row: Row) -> str:
         base = None if section.reference is None else section.reference.perplexity
         untouched = "" if base is None else f" (PyTorch: {base.value:.4g})"
         return f"perplexity {row.perplexity.value:.4g}{untouched}"
-    if row.kept is None:
-        return ""
-    low = section.shown(row)
-    if low is None or low == row.kept:
-        return f"keeps {percent(row.kept)} of the accuracy"
+    if row is section.chosen and section.search is not None:
+        for point in section.search.points:
+            if point.chosen and point.confirmed is not None and point.confirmed_kept is not None:
+                return _kept(point.confirmed_kept, point.confirmed.low, section.search.metric)
+    return "" if row.kept is None else _kept(row.kept, section.shown(row), "accuracy")
+
+
+def _kept(kept: float, low: float | None, metric: str) -> str:
+    if low is None or low == kept:
+        return f"keeps {percent(kept)} of the {metric}"
     least = percent(math.floor(1e3 * low + 1e-9) / 1e3)  # not up to what was asked
-    return f"keeps {percent(row.kept)} of the accuracy (at least {least})"
+    return f"keeps {percent(kept)} of the {metric} (at least {least})"
 
 
 def section_of(row: Row) -> tuple[str, int, str | None]:

@@ -17,6 +17,7 @@ from ..fairness import compared_in
 from ..results import Results, Row
 from .compare import ResultsComparison
 from .fairness import subgroups_text
+from .runs import NamedRun
 from .sections import Cell, SectionContent, contents
 from .summary import (
     GPU_MS,
@@ -96,7 +97,11 @@ def _failures(results: Results) -> str:
     return "\n".join(lines)
 
 
-def to_markdown(results: Results, comparison: ResultsComparison | None = None) -> str:
+def to_markdown(
+    results: Results,
+    comparison: ResultsComparison | None = None,
+    runs: Sequence[NamedRun] = (),
+) -> str:
     """Returns the summary of each section, its rows, and how they were measured."""
     lines = []
     device = _device_heading(results)
@@ -115,7 +120,7 @@ def to_markdown(results: Results, comparison: ResultsComparison | None = None) -
         rows = [_markdown_cells(row, section.speedup(row), len(device)) for row in here]
         rows = [(*map(markdown_text, row), *[""] * (len(header) - len(row))) for row in rows]
         lines += [markdown(header, rows, words=1), ""]
-    for beside, content in contents(results, comparison):
+    for beside, content in contents(results, comparison, runs):
         lines += [f"## {beside.title}", "", *_section_lines(content)]
     if results.disturbance:
         lines += [f"> {markdown_text(results.disturbance)}", ""]
@@ -123,8 +128,8 @@ def to_markdown(results: Results, comparison: ResultsComparison | None = None) -
     lines += [f"- {markdown_text(line)}" for line in method_lines(results)]
     absent = (f"not measured: {each.engine} ({each.reason})" for each in results.absent)
     lines += [f"- {markdown_text(line)}" for line in absent]
-    if results.command:
-        lines += ["", "```sh", printable(results.command), "```"]
+    if reproduce(results):
+        lines += ["", "```sh", printable(reproduce(results), several=True), "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -321,10 +326,21 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def reproduce(results: Results) -> str:
-    """Returns the commands that measure again and compare with this file."""
+    """Returns what measures again: versions, hashes of models and data, and the command."""
     packages = results.environment.get("packages")
-    pins = ""
-    if isinstance(packages, dict):
-        listed = [f"{name}=={version}" for name, version in packages.items() if name != "moexport"]
-        pins = f"pip install {' '.join(listed)}\n" if listed else ""
-    return f"{pins}{results.command}"
+    versions = dict(packages) if isinstance(packages, dict) else {}
+    own = versions.pop("moexport", None)
+    lines = [] if own is None else [f"# moexport {own}"]
+    pins = " ".join(f"{name}=={version}" for name, version in versions.items())
+    lines += [f"pip install {pins}"] if pins else []
+    for model in results.models:
+        digest = f": sha256 {model.sha256}" if model.sha256 else ""
+        lines.append(f"# model {model.name}, {model.source or 'made in Python'}{digest}")
+    data = results.protocol.get("data")
+    if isinstance(data, dict):
+        made = "in memory" if results.protocol.get("labelled") else "random inputs"
+        source = data.get("source") or made
+        lines.append(f"# data {source}: sha256 {data.get('sha256')}")
+    if results.protocol.get("calibration"):
+        lines.append(f"# ranges of INT8 from {results.protocol['calibration']}")
+    return "\n".join([*lines, results.command] if results.command else lines)

@@ -51,12 +51,13 @@ class LayerRecipe:
         return self.k, self.n, self.precision
 
     def text(self, experts: int) -> str:
-        """In words, for a layer of so many experts: `k = 4 of 16, int8`."""
+        """In words, for a layer of so many: `k = 4 of 16, int8`, `8 of 16 experts kept, fp32`."""
         if self.merged:
             return f"all experts merged into one, {self.precision}"
-        of = f"{len(self.experts)} of {experts} experts kept, " if self.experts else ""
         n = len(self.experts) or experts
-        return f"{of}k = {self.k} of {n}, {self.precision}"
+        told = [f"{n} of {experts} experts kept"] if self.experts else []
+        told += [] if self.experts and self.k == n else [f"k = {self.k} of {n}"]
+        return ", ".join((*told, self.precision))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ function element(tag, properties, ...children) {
 
 // State: what the address holds is what the page shows.
 const defaults = { model: "", batch: "", phase: "", engine: "", precision: "", lowering: "", goal: "accuracy",
-  at: "", log: "", all: "", row: "", sort: "", search: "" };
+  at: "", log: "", all: "", row: "", sort: "", search: "", more: "" };
 let state = { ...defaults };
 
 function restore() {
@@ -83,6 +83,9 @@ function threshold() {
 function answer() {
   const list = candidates();
   if (!list.length) return { row: null, text: "Nothing could be measured within these filters." };
+  // What a search was asked is answered by it, until something else is asked.
+  const found = list.find(row => row.index === rows.length - 1);
+  if (data.search && found && state.at === "" && goal() === state.goal) return { row: found, text: data.search.answer };
   const at = threshold(), known = list.filter(row => row.kept !== null);
   const fastest = some => least(some, row => row.ms);
   const best = some => { // Most kept, then fastest; without labels the largest k.
@@ -129,6 +132,7 @@ function unproven(row) {
 // What is faster and not proven, or what fewer experts would do.
 function caveat(row) {
   const others = candidates().filter(each => each !== row && each.kept !== null);
+  if (data.search && answer().text === data.search.answer) return data.search.told;
   if (row.kept === null || goal() !== "accuracy") return "";
   const shownEnough = each => each.shown >= threshold() / 100 - 1e-9;
   if (answer().text.startsWith("No verdict")) {
@@ -150,37 +154,65 @@ function caveat(row) {
     : `No smaller k keeps ${percent(threshold() / 100)}. The next: ${claim}.`;
 }
 
+// A slowest call that takes so many times the median one tells of the machine, not of the row.
+const FAR = 10;
+const far = row => row.latency_ms && row.latency_ms.p99 > FAR * row.ms;
+
 function detail(row) {
   const base = rows[row.base];
-  const words = [`${row.name}, ${row.sizes}: ${shown(row.ms)} ms`];
-  if (base && base.ms !== null) words[0] += ` against ${shown(base.ms)} ms in PyTorch`;
-  if (row.keptRange) {
-    words.push(`95% interval of the ${row.perplexity ? "perplexity" : "accuracy"} kept: ${between(row.keptRange)}`);
-  }
-  return words.join("; ") + ".";
+  let text = `${row.name}, ${row.sizes}: ${shown(row.ms)} ms`;
+  if (base && base.ms !== null && base !== row) text += ` against ${shown(base.ms)} ms in PyTorch`;
+  return text + ".";
 }
 
-function tiles(row) {
-  const base = rows[row.base];
-  const found = [["Experts computed", `${row.k} of ${row.experts}`, row.short],
-    ["Latency", shown(row.ms) + " ms", `p99 ${shown(row.latency_ms.p99)} ms`]];
-  if (row.tokens_per_s !== null) found.push(["Tokens per second", number(row.tokens_per_s), row.phase]);
-  if (row.speed !== null) {
-    found.push(["Speed", (row.told ? "" : "≈ ") + speed(row.speed), "against " + row.against]);
-  }
-  if (row.kept !== null) {
-    found.push([row.perplexity ? "Perplexity kept" : "Accuracy kept", percent(row.kept),
-      row.perplexity ? `perplexity ${row.perplexity.value.toPrecision(4)}`
-        : `top-1 ${(100 * row.accuracy.top1).toFixed(2)}%`]);
-  }
-  if (row.peak_memory_mb !== null) {
-    const before = base?.peak_memory_mb;
-    found.push(["Peak memory", number(row.peak_memory_mb) + " MB",
-      before ? `PyTorch: ${number(before)} MB` : "of a process"]);
-  }
-  byId("tiles").replaceChildren(...found.map(([name, value, small]) =>
-    element("div", {}, element("dt", { textContent: name }),
-      element("dd", { textContent: value }, element("small", { textContent: small })))));
+// The decision: the fastest row of each k, and the untouched model; what is the same in all is said once.
+const bytes = value => value >= 1e9 ? (value / 1e9).toFixed(2) + " GB" : value >= 1e6 ? (value / 1e6).toFixed(1) + " MB"
+  : (value / 1e3).toFixed(1) + " kB";
+const within95 = (value, range, text) => range ? `${text(value)} (${text(range.low)} to ${text(range.high)})` : text(value);
+const CHOICES = [
+  ["Accuracy", row => row.accuracy?.top1 ?? null, (value, row) => within95(value, row.accuracy.top1_interval, percent)],
+  ["Perplexity", row => row.perplexity?.value ?? null,
+    (value, row) => within95(value, row.perplexity.interval, each => each.toPrecision(4))],
+  ["Kept", row => row.kept, (value, row) => percent(value) + (row.shown === null || row.shown === value ? ""
+    : `, at least ${percent(Math.floor(1e3 * row.shown + 1e-9) / 1e3)}`)],
+  ["Median ms", row => row.ms, shown], ["p99 ms", row => row.latency_ms.p99, shown],
+  ["Tokens/s", row => row.tokens_per_s, value => number(value)],
+  ["Inputs/s", row => row.tokens_per_s === null ? row.throughput : null, value => number(value)],
+  ["vs all experts", row => row.gain, (value, row) => rows[row.base] === row ? "" : speed(value)],
+  ["vs PyTorch", row => row.speed, (value, row) => rows[row.base] === row ? "" : (row.told ? "" : "≈ ") + speed(value)],
+  ["On disk", row => row.disk_bytes, bytes], ["Memory", row => row.peak_memory_mb, value => number(value) + " MB"],
+  ["Engine", row => row.engine_name, String, "text"], ["Precision", row => row.precision.toUpperCase(), String, "text"],
+  ["Lowering", row => row.lowering, String, "text"],
+];
+
+function decision(chosen) {
+  byId("decision-card").hidden = !timed().length;
+  const list = candidates(), ks = unique(list.map(row => row.k)).sort((a, b) => b - a);
+  const own = ks.map(k => chosen?.k === k ? chosen : least(list.filter(row => row.k === k), row => row.ms));
+  const all = [...references(), ...own];
+  const told = CHOICES.filter(([, value]) => own.some(row => value(row) !== null));
+  const same = own.length > 1 ? told.filter(([, value]) => own.every(row => value(row) === value(own[0]))) : [];
+  const columns = told.filter(each => !same.includes(each));
+  const head = ["k", ...columns.map(([name]) => name)].map((name, i) =>
+    element("th", { scope: "col", textContent: name, className: columns[i - 1]?.[3] ?? "" }));
+  const body = all.map(row => {
+    const label = row.untouched ? "PyTorch" : `${row.k} of ${row.experts}`;
+    const pick = row.untouched ? label : element("button", { type: "button", className: "pick", textContent: label,
+      title: "choose this row", ariaPressed: String(row === chosen), onclick: () => change({ row: String(row.index) }) });
+    return element("tr", { className: row === chosen ? "chosen" : row.untouched ? "reference" : "" },
+      element("th", { scope: "row" }, pick), ...columns.map(([name, value, text, kind]) => {
+        const found = value(row), bad = name === "p99 ms" && far(row);
+        return element("td", { textContent: found === null ? "–" : text(found, row),
+          className: `${kind ?? ""} ${bad ? "bad" : found === null ? "quiet" : ""}` });
+      }));
+  });
+  byId("decision").replaceChildren(element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
+  const notes = same.map(([name, value, text]) => `${name.toLowerCase()} ${text(value(own[0]), own[0])}`);
+  const slow = all.filter(far).map(row => `${shown(row.ms)} ms, p99 ${shown(row.latency_ms.p99)} ms (${
+    row.untouched ? "PyTorch" : "k = " + row.k})`);
+  byId("decision-same").textContent = notes.length ? `The same for every k: ${notes.join("; ")}.` : "";
+  byId("decision-far").textContent = slow.length ? `Some calls took more than ${FAR} times the median: ${slow.join("; ")}. `
+    + "Other programs ran, or threads waited for each other: run again, or give fewer --threads." : "";
 }
 
 const speed = ratio => ratio.toFixed(ratio >= 20 ? 0 : ratio >= 1 ? 1 : 2) + "×";
@@ -246,45 +278,87 @@ const shownThreshold = () => goal() === "accuracy" && threshold() >= 50 ? thresh
 // An axis of shares whose ticks differ as written.
 const shares = range => ({ range, tickformat: range[1] - range[0] < 0.045 ? ".1%" : ".0%" });
 
+// What can be deployed: rows that keep about what is asked, and faster ones that come near.
+const NEAR = 0.05;
+function zoomed(known, chosen) {
+  const own = known.filter(row => !row.engine.startsWith("pytorch"));
+  const near = own.filter(row => row.kept >= shownThreshold() - NEAR || row === chosen);
+  const most = Math.max(...near.map(row => row.ms));
+  const others = known.filter(row => !own.includes(row) && row.ms <= 1.5 * most && row.kept >= shownThreshold() - NEAR);
+  return near.length ? [...near, ...others] : known;
+}
+
+const bars = (above, below, extra) => ({ type: "data", symmetric: false, thickness: 1.2, width: 3,
+  array: above.map(v => Math.max(0, v)), arrayminus: below.map(v => Math.max(0, v)), ...extra });
+
 function deploy(chosen) {
-  const known = timed().filter(row => row.kept !== null);
-  byId("deploy-figure").hidden = !known.length;
-  if (!known.length) return;
+  const judged = timed().filter(row => row.kept !== null);
+  byId("deploy-figure").hidden = !judged.length;
+  if (!judged.length) return;
+  const known = zoomed(judged, chosen), away = judged.filter(row => !known.includes(row));
   byId("keep-option").textContent = `${quality()} kept, at least`;
   byId("deploy-title").textContent = `What can be deployed: ${quality()} over latency`;
-  const front = [];
-  for (const row of [...known].sort((a, b) => a.ms - b.ms || b.kept - a.kept)) {
-    if (!front.length || row.kept > front.at(-1).kept) front.push(row);
-  }
-  const logs = known.map(row => Math.log10(row.ms)), kept = known.map(row => row.kept);
+  byId("deploy-away").textContent = away.length ? `Outside of the chart: ${away.sort((a, b) => a.ms - b.ms).map(row =>
+    `${row.untouched ? "PyTorch" : at(row)} (${shown(row.ms)} ms, ${percent(row.kept)})`).join("; ")}.` : "";
+  const frontOf = list => {
+    const found = [];
+    for (const row of [...list].sort((a, b) => a.ms - b.ms || b.kept - a.kept)) {
+      if (!found.length || row.kept > found.at(-1).kept) found.push(row);
+    }
+    return found;
+  };
+  const front = frontOf(known);
+  const runs = data.runs.map((run, i) => ({ ...run, ink: RUN_INKS[i % RUN_INKS.length], rows: run.rows.filter(row =>
+    String(row.batch) === state.batch && row.phase === state.phase && row.kept >= shownThreshold() - NEAR
+    && (row.model === state.model || !run.rows.some(each => each.model === state.model))
+    && !row.name.startsWith("PyTorch")) }));
+  const beside = runs.flatMap(run => run.rows);
+  // The axes hold the points, and the bars but for outliers.
+  const left = row => Math.max(0.6 * row.ms, Math.min(...row.latency_ms.rounds));
+  const right = row => Math.min(1.6 * row.ms, Math.max(...row.latency_ms.rounds));
+  const low = row => Math.max(row.keptRange?.low ?? row.kept, row.kept - 2 * NEAR);
+  const high = row => Math.min(row.keptRange?.high ?? row.kept, row.kept + 2 * NEAR);
+  const logs = [...known.flatMap(row => [left(row), right(row)]), ...beside.map(row => row.ms)].map(Math.log10);
   const side = 0.06 * Math.max(0.4, Math.max(...logs) - Math.min(...logs));
   const x = [Math.min(...logs) - side, Math.max(...logs) + side];
-  const [low, high] = [Math.min(...kept, shownThreshold()), Math.max(...kept, 1)];
-  const room = 0.09 * Math.max(0.02, high - low), y = [Math.max(-0.02, low - room), high + room];
-  const traces = [{ x: front.map(row => row.ms), y: front.map(row => row.kept), mode: "lines",
-    name: "front", line: { color: colour("--soft"), width: 1.5, shape: "hv" }, hoverinfo: "skip" }];
+  const kept = [...known.flatMap(row => [low(row), high(row)]), ...beside.map(row => row.kept), shownThreshold()];
+  const room = 0.07 * Math.max(0.02, Math.max(...kept) - Math.min(...kept));
+  const y = [Math.max(-0.02, Math.min(...kept) - room), Math.max(...kept) + room];
+  const line = (list, extra) => ({ x: list.map(row => row.ms), y: list.map(row => row.kept), mode: "lines", hoverinfo: "skip",
+    ...extra });
+  const traces = [line(front, { name: "front", line: { color: colour("--soft"), width: 1.5, shape: "hv" } })];
   for (const name of unique(known.map(row => row.name))) {
     const group = known.filter(row => row.name === name);
     const on = row => front.includes(row);
     const mark = row => row.untouched ? "star" : symbol(row) + (on(row) ? "" : "-open");
-    traces.push(marks(group, { x: group.map(row => row.ms), y: group.map(row => row.kept),
-      name, mode: "markers", cliponaxis: false, marker: {
-        color: group[0].untouched ? colour("--reference") : tint(group[0]),
-        size: group.map(row => row.untouched ? 13 : on(row) ? 10 : 8),
-        symbol: group.map(mark), line: { width: group.map(row => on(row) ? 0 : 1.5) } } }));
+    const color = group[0].untouched ? colour("--reference") : tint(group[0]);
+    traces.push(marks(group, { x: group.map(row => row.ms), y: group.map(row => row.kept), name, mode: "markers",
+      marker: { color, size: group.map(row => row.untouched ? 13 : on(row) ? 10 : 8), symbol: group.map(mark),
+        line: { width: group.map(row => on(row) ? 0 : 1.5) } },
+      error_x: bars(group.map(row => right(row) - row.ms), group.map(row => row.ms - left(row)), { color }),
+      error_y: bars(group.map(row => high(row) - row.kept), group.map(row => row.kept - low(row)), { color }) }));
+  }
+  for (const run of runs.filter(each => each.rows.length)) {
+    const color = colour(run.ink);
+    traces.push(line(frontOf(run.rows), { name: run.name, line: { color, width: 1.5, shape: "hv", dash: "dot" } }),
+      { ...line(run.rows), mode: "markers", name: run.name, marker: { color, size: 9, symbol: "x-thin", line: { width: 2, color } },
+        hoverinfo: undefined, hovertemplate: "%{text}<extra></extra>", text: run.rows.map(row => `<b>${plain(run.name)}</b><br>${
+          plain(row.name)}<br>${shown(row.ms)} ms, ${percent(row.kept)} kept`) });
   }
   if (chosen && chosen.kept !== null) traces.push(ring(chosen.ms, chosen.kept));
-  const line = { type: "line", line: { color: colour("--accent"), width: 1.2, dash: "dash" } };
-  const at = threshold();
+  const bound = { type: "line", line: { color: colour("--accent"), width: 1.2, dash: "dash" } };
+  const at_ = threshold();
   const shapes = goal() === "accuracy"
-    ? [{ ...line, xref: "paper", x0: 0, x1: 1, y0: at / 100, y1: at / 100 }]
-    : at > 0 && at < Infinity ? [{ ...line, yref: "paper", y0: 0, y1: 1, x0: at, x1: at }] : [];
+    ? [{ ...bound, xref: "paper", x0: 0, x1: 1, y0: at_ / 100, y1: at_ / 100 }]
+    : at_ > 0 && at_ < Infinity ? [{ ...bound, yref: "paper", y0: 0, y1: 1, x0: at_, x1: at_ }] : [];
   draw("deploy", traces, { shapes, annotations: labels("deploy", known, front, x, y),
     xaxis: axis({ type: "log", range: x, title: { text: "median latency, ms (log)" }, ...steps(...x) }),
     yaxis: axis({ ...shares(y), title: { text: `${quality()} kept` } }) },
   `Accuracy over latency of ${known.length} rows; on the front: ` + front.map(row =>
     `${row.untouched ? "PyTorch" : "k = " + row.k} ${shown(row.ms)} ms ${percent(row.kept)}`).join("; "));
 }
+
+const RUN_INKS = ["--bf16", "--fp8", "--int4", "--dispatch"];
 
 // k at the points: a label goes where it hides neither a mark nor another label, or away.
 function labels(id, known, front, x, y) {
@@ -297,7 +371,8 @@ function labels(id, known, front, x, y) {
   for (const row of unique(order)) {
     const text = row.untouched ? "PyTorch" + (row.on_gpu ? ", GPU" : "") : String(row.k);
     const half = 3.7 * text.length + 2, [px, py] = place(row);
-    for (const [dx, dy] of [[0, -18], [half + 11, 0], [0, 18], [-half - 11, 0]]) {
+    // Beside the bars, not on them.
+    for (const [dx, dy] of [[half + 7, -12], [-half - 7, -12], [half + 7, 12], [-half - 7, 12]]) {
       const box = [px + dx - half, py + dy - 8, px + dx + half, py + dy + 8];
       if (box[0] < 0 || box[1] < 0 || box[2] > wide || box[3] > height) continue;
       if (taken.some(b => b[0] < box[2] && box[0] < b[2] && b[1] < box[3] && box[1] < b[3])) continue;
@@ -400,8 +475,6 @@ function overK(chosen) {
       text: [...limits.values()].map(ms => `limit of the machine, ${plain(precision)}: ${shown(ms)} ms`),
       hovertemplate: "%{text}<extra></extra>", line: { color: tint({ precision }), width: 1.2, dash: "dot" } });
   }
-  const bars = (above, below) => ({ type: "data", symmetric: false, thickness: 1.2, width: 3,
-    array: above.map(v => Math.max(0, v)), arrayminus: below.map(v => Math.max(0, v)) });
   for (const group of named) {
     const look = { color: tint(group[0]), dash: group[0].engine.startsWith("pytorch") ? "dot" : "solid", width: 1.8 };
     const high = group.map(row => Math.max(...row.latency_ms.rounds));
@@ -499,25 +572,28 @@ function throughput(chosen) {
   "Throughput by batch: " + traces.slice(0, -1).map(trace => `${trace.name}: ${trace.y.map(number).join(", ")}`).join("; "));
 }
 
+// How long the calls of the selected row took: bins of equal factors.
 function percentiles(chosen) {
-  byId("percentiles-figure").hidden = !chosen;
-  if (!chosen) return;
-  const names = ["min", "median", "p90", "p95", "p99", "max"];
-  const stems = (latency, name, color) => ({ x: names, y: names.map(each => latency[each]), name,
-    mode: "lines+markers+text", line: { color, width: 1.5, dash: "dot" }, marker: { color, size: 8 },
-    text: names.map(each => shown(latency[each])),
-    // Times grow to the right: below a point to its right, and above the last one to its left, is no line.
-    textposition: names.map(each => each === "max" ? "top left" : "bottom right"), textfont: { size: 11 },
-    cliponaxis: false, hovertemplate: `${name}, %{x}: %{text} ms<extra></extra>` });
-  const traces = [stems(chosen.latency_ms, "latency", tint(chosen))];
-  if (chosen.device_ms) traces.push(stems(chosen.device_ms, data.gpu ?? "GPU", colour("--soft")));
-  const values = traces.flatMap(trace => trace.y), far = Math.max(...values) > 6 * Math.min(...values);
-  const ends = [Math.log10(Math.min(...values)) - 0.15, Math.log10(Math.max(...values)) + 0.3];
-  const title = { text: `ms${far ? " (log)" : ""}, ${number(chosen.latency_ms.n)} calls` };
-  draw("percentiles", traces, { xaxis: axis({ showgrid: false, range: [-0.4, names.length - 0.6] }),
-    yaxis: axis(far ? { title, type: "log", range: ends, ...steps(...ends) }
-      : { title, range: [0, 1.18 * Math.max(...values)] }) },
-  "Latency: " + names.map(each => `${each} ${shown(chosen.latency_ms[each])} ms`).join(", "));
+  const latency = chosen?.latency_ms, counts = latency?.counts ?? [];
+  byId("percentiles-figure").hidden = !counts.length;
+  if (!counts.length) return;
+  const factor = Math.log(latency.max / latency.min), edge = i => latency.min * Math.exp(factor * i / counts.length);
+  const place = ms => counts.length * Math.log(ms / latency.min) / factor - 0.5;
+  const stops = [0, 0.25, 0.5, 0.75, 1].map(part => part * counts.length);
+  const marks = [["median", latency.median], ["p99", latency.p99]];
+  draw("percentiles", [{ type: "bar", x: counts.map((_, i) => i), y: counts, marker: { color: tint(chosen) }, name: "calls",
+    text: counts.map((count, i) => `${shown(edge(i))} to ${shown(edge(i + 1))} ms: ${number(count)} calls`), textposition: "none",
+    hovertemplate: "%{text}<extra></extra>" }], { bargap: 0.06,
+    shapes: marks.map(([, ms]) => ({ type: "line", yref: "paper", x0: place(ms), x1: place(ms), y0: 0, y1: 1,
+      line: { color: colour("--ink"), width: 1.2, dash: "dot" } })),
+    annotations: marks.map(([name, ms], i) => ({ x: place(ms), yref: "paper", y: 1 - 0.13 * i, text: `${name} ${shown(ms)}`,
+      showarrow: false, xanchor: place(ms) > counts.length / 2 ? "right" : "left", xshift: place(ms) > counts.length / 2 ? -4 : 4,
+      font: { color: colour("--ink"), size: 12 } })),
+    xaxis: axis({ showgrid: false, range: [-0.7, counts.length - 0.3], tickvals: stops.map(at => at - 0.5),
+      ticktext: stops.map(at => shown(edge(at))), title: { text: "ms (log)" } }),
+    yaxis: axis({ title: { text: `calls of ${number(latency.n)} (log)` }, type: "log",
+      range: [-0.15, Math.log10(Math.max(...counts)) + 0.45], ...steps(0, Math.log10(Math.max(...counts))) }) },
+  "Latency: " + ["min", "median", "p90", "p95", "p99", "max"].map(each => `${each} ${shown(latency[each])} ms`).join(", "));
 }
 
 // Tokens per second in each phase, and perplexity, over k: a line for each engine and precision.
@@ -574,6 +650,8 @@ function tokensOverK(id, list, value, range, title, chosen) {
 }
 
 function routing() {
+  if (data.search) return "";
+  const kind = data.results.models.find(model => model.name === state.model)?.kind;
   const list = candidates(), exports = list.filter(row => !row.engine.startsWith("pytorch"));
   const known = list.filter(row => row.routing);
   if (known.length) {
@@ -586,8 +664,8 @@ function routing() {
   const why = !list.length ? "nothing was measured" : list.every(row => row.k === row.experts)
     ? "every row here computes all its experts" : !exports.length
       ? "only PyTorch was measured, and there is nothing to compare it with"
-      : "the layers do not choose one set of experts for an input (muMoE weighs them for every token), "
-        + "or the engine does not show what it chose (TensorRT)";
+      : kind === "mumoe" ? "muMoE layers weigh all experts for every token and choose no set for an input"
+        : `${unique(exports.map(row => row.engine_name)).join(" and ")} does not show which experts it chose`;
   return `Routing is not compared: ${why}.`;
 }
 
@@ -623,7 +701,8 @@ function legend() {
     [name.toUpperCase(), box(/^\w+$/.test(name) ? "--" + name : "--accent")]),
     ...named.map(name => [name, glyph(name)]),
     ...references().length ? [["PyTorch, untouched", `<svg width="14" height="12" aria-hidden="true"><path d="M0 6h14"
-      stroke="var(--reference)" stroke-width="2" stroke-dasharray="4 2.5"/></svg>`]] : []]);
+      stroke="var(--reference)" stroke-width="2" stroke-dasharray="4 2.5"/></svg>`]] : [],
+    ...data.runs.map((run, i) => [run.name, box(RUN_INKS[i % RUN_INKS.length])])]);
 }
 
 function parts(chosen) {
@@ -659,7 +738,7 @@ const time = (name, field) => [name, row => row.latency_ms?.[field] ?? null, sho
 const COLUMNS = [
   ["k", row => row.k, null], ["Median ms", row => row.ms, shown],
   ["Speed", row => row.speed, (value, row) => rows[row.base] === row ? "1×" : (row.told ? "" : "≈ ") + speed(value)],
-  ["Kept", row => row.kept, percent], ["Engine", row => row.name, String, "text"],
+  ["Kept", row => row.kept, percent], ["Engine", row => row.name, String, "text wrap"],
   ["Phase", row => row.phase, String, "text"], ["Tokens/s", row => row.tokens_per_s, number],
   ["Batch", row => row.batch, String], ["Model", row => row.model, String, "text"],
   ...data.gpu ? [[data.gpu, row => row.device_ms?.median ?? null, shown]] : [],
@@ -668,13 +747,15 @@ const COLUMNS = [
   ["Perplexity", row => row.perplexity?.value ?? null, value => value.toPrecision(4)],
   ["Same experts", row => row.same, percent],
   ["× limit", row => row.ms && row.limit_ms ? row.ms / row.limit_ms : null,
-    value => value < 1 ? "limit does not hold" : value.toPrecision(2)],
+    value => value < 1 ? "limit does not hold" : value.toFixed(value < 10 ? 1 : 0), "wrap"],
   ["Spread", row => row.spread, value => (100 * value).toFixed(0) + "%"],
   time("p90", "p90"), time("p95", "p95"), time("p99", "p99"), time("Min", "min"), time("Max", "max"),
   time("Mean", "mean"), time("Std", "std"), ["Calls", row => row.latency_ms?.n ?? null, number, "extra"],
   ["Inputs/s", row => row.throughput, number], ["Memory MB", row => row.peak_memory_mb, number],
-].filter(([name, value]) => rows.some(row => value(row) !== null)
-  && (!["Batch", "Model", "Phase"].includes(name) || unique(rows.map(value)).length > 1));
+].filter(([name, value]) => rows.some(row => value(row) !== null));
+// What tells the rows apart that are shown.
+const telling = some => COLUMNS.filter(([name, value]) => ["k", "Median ms", "Engine"].includes(name) || some.length < 2
+  || unique(some.filter(row => row.error === null).map(value)).length > 1);
 
 function title(name, row) {
   if (name === "Kept" && row.keptRange) return `95%: ${between(row.keptRange)}`;
@@ -696,8 +777,9 @@ function table(chosen) {
       return (typeof x === "string" ? x.localeCompare(y) : x - y) * (down ? -1 : 1);
     });
   }
+  const columns = telling(some);
   byId("count").textContent = `${some.length} of ${rows.length} rows`;
-  const head = COLUMNS.map(([name, , , kind]) => {
+  const head = columns.map(([name, , , kind]) => {
     const button = element("button", { type: "button", textContent: name,
       onclick: () => change({ sort: state.sort === name ? "-" + name : name }) });
     const cell = element("th", { scope: "col", className: kind ?? "" }, button);
@@ -706,7 +788,7 @@ function table(chosen) {
   });
   const body = some.map(row => {
     const line = element("tr", { className: row === chosen ? "chosen" : row.untouched ? "reference" : "" });
-    for (const [name, value, text, kind] of COLUMNS) {
+    for (const [name, value, text, kind] of columns) {
       const found = value(row), cell = element("td", { className: kind ?? "", title: title(name, row) });
       if (name === "k") {
         const label = `${row.k}/${row.experts}`;
@@ -716,8 +798,8 @@ function table(chosen) {
       } else if (row.error && name === "Median ms") {
         cell.textContent = "failed";
         cell.className = "bad";
-      } else if (row.error && name === "Speed") {
-        Object.assign(cell, { textContent: `${row.name}: ${row.error}`, className: "error", colSpan: COLUMNS.length - 2 });
+      } else if (row.error && name === columns[2][0]) {
+        Object.assign(cell, { textContent: `${row.name}: ${row.error}`, className: "error", colSpan: columns.length - 2 });
         line.append(cell);
         break;
       } else {
@@ -752,8 +834,10 @@ function still() {
         ...Object.entries(groups).map(([group, lines]) => element("tbody", {},
           element("tr", {}, element("th", { scope: "rowgroup", colSpan: heads.length, textContent: group })),
           ...lines.map(cells => element("tr", {}, ...cells.map((cell, i) => {
-            const [text, kind] = Array.isArray(cell) ? cell : [cell, ""];
-            return element("td", { textContent: text, className: `${kind} ${i ? "" : "text"}` });
+            const [text, kind] = Array.isArray(cell) ? cell : [cell, ""], heat = kind.match(/^heat-(\d)$/)?.[1];
+            const made = element("td", { textContent: text, className: `${heat ? "heat" : kind} ${i ? "" : "text"}` });
+            if (heat) made.style.setProperty("--heat", heat);
+            return made;
           })))))))]),
     ...card.notes.map(text => element("p", { className: "note", textContent: text })))));
 }
@@ -794,6 +878,8 @@ function controls() {
   byId("slider").setAttribute("aria-valuetext", `${value === Infinity ? "any" : value} ${byId("unit").textContent}`);
   byId("log").checked = logarithmic();
   byId("all").checked = state.all === "1";
+  byId("more").checked = state.more === "1";
+  byId("rows").classList.toggle("more", state.more === "1");
   if (document.activeElement !== byId("search")) byId("search").value = state.search;
 }
 
@@ -807,8 +893,7 @@ function render() {
   byId("detail").textContent = chosen ? detail(chosen) : "";
   byId("export-card").hidden = !chosen;
   byId("command").textContent = chosen?.command ?? "No export command: this row runs in PyTorch, or its checkpoint has no path.";
-  byId("tiles").hidden = !chosen;
-  if (chosen) tiles(chosen);
+  decision(chosen);
   byId("charts").hidden = !timed().length;
   legend();
   byId("routing").textContent = rows.length ? routing() : "";
@@ -834,6 +919,7 @@ byId("slider").oninput = event => change({ at: String(range().to(Number(event.ta
 byId("search").oninput = event => change({ search: event.target.value });
 byId("log").onchange = event => change({ log: event.target.checked ? "1" : "0" });
 byId("all").onchange = event => change({ all: event.target.checked ? "1" : "" });
+byId("more").onchange = event => change({ more: event.target.checked ? "1" : "" });
 byId("reset").onclick = () => { history.replaceState(null, "", "#"); restore(); render(); };
 byId("controls").onsubmit = event => event.preventDefault();
 byId("copy").onclick = () => navigator.clipboard?.writeText(byId("command").textContent);

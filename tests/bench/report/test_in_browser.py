@@ -10,8 +10,9 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 from moexport.bench.report.compare import compare
-from moexport.bench.report.page import write_report
-from moexport.bench.report.summary import sections, summary
+from moexport.bench.report.page import write_report, write_views
+from moexport.bench.report.runs import NamedRun
+from moexport.bench.report.summary import caveat, sections, summary
 from moexport.bench.report.text import to_csv
 from moexport.bench.results import (
     Absent,
@@ -224,8 +225,134 @@ def test_a_chart_joins_what_nothing_beats(window: Browser, page: Path) -> None:
         "const t = document.getElementById('deploy').data.find(t => t.name === 'front');"
         "return [t.x, t.y]"
     )
-    assert front == [[0.5, 1.0, 2.0], [0.8, 0.992, 1.0]]
+    assert front == [[1.0, 2.0], [0.992, 1.0]]  # k = 2 keeps 80% and is no choice
     assert window.run("return document.getElementById('deploy').layout.xaxis.type") == "log"
+
+
+def test_the_chart_of_the_decision_is_zoomed_to_what_can_be_deployed(
+    window: Browser, page: Path
+) -> None:
+    shown(window, page)
+    axes = window.run(
+        "const l = document.getElementById('deploy').layout;"
+        "return [l.xaxis.range.map(v => 10 ** v), l.yaxis.range]"
+    )
+    (left, right), (low, high) = axes
+    assert 0.9 < left < 1.0 and 3.1 < right < 3.5
+    assert 0.98 < low < 0.99 and 1.0 < high < 1.01
+    assert text(window, "deploy-away") == "Outside of the chart: grouped, k = 2 (0.500 ms, 80%)."
+    for direction in ("xerror", "yerror"):
+        drawn = f"return document.querySelectorAll('#deploy path.{direction}').length"
+        assert window.run(drawn) >= 5
+    choose(window, "at", "75", "input")
+    assert "k = 2" not in text(window, "deploy-away")
+
+
+def cells(window: Browser, name: str) -> list[list[str]]:
+    """The texts of a table, row by row."""
+    found: list[list[str]] = window.run(
+        "return [...document.querySelectorAll(`#${arguments[0]} tr`)].map(r => [...r.cells]"
+        ".map(c => c.textContent))",
+        name,
+    )
+    return found
+
+
+def test_the_decision_is_one_table_with_a_row_for_each_k(
+    window: Browser, results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    untouched = replace(results.rows[0], disk_bytes=1_300_000, peak_memory_mb=300.0)
+    rows = [untouched]
+    for k, ms, kept in ((16, 2.0, 1.0), (4, 1.0, 0.992)):
+        rows.append(row(k, ms, kept, disk_bytes=1_280_000, peak_memory_mb=60.0 + k))
+        rows.append(row(k, 1.5 * ms, kept, lowering="dense", disk_bytes=1_280_000))
+    write_report(replace(results, rows=tuple(rows)), tmp_path / "report.html")
+    shown(window, tmp_path / "report.html")
+    head, *lines = cells(window, "decision")
+    assert head == [
+        *("k", "Accuracy", "Kept", "Median ms", "p99 ms", "Inputs/s", "vs all experts"),
+        *("vs PyTorch", "Memory"),
+    ]
+    assert [line[0] for line in lines] == ["PyTorch", "16 of 16", "4 of 16"]
+    assert lines[2] == [
+        *("4 of 16", "89.3% (85.5% to 92%)", "99.2%, at least 99.1%", "1.00", "1.01", "1,000"),
+        *("2.0×", "3.1×", "64 MB"),
+    ]
+    # What is the same for every k is said once.
+    assert text(window, "decision-same") == (
+        "The same for every k: on disk 1.3 MB; engine ONNX Runtime; precision FP32; lowering "
+        "grouped."
+    )
+    assert text(window, "decision-far") == ""
+
+
+@pytest.mark.parametrize("name", ["decision", "rows"])
+def test_no_table_is_cut_on_a_desktop(window: Browser, page: Path, name: str) -> None:
+    shown(window, page)
+    cut = "const f = document.getElementById(arguments[0]).parentElement;"
+    assert window.run(f"{cut} return f.scrollWidth - f.clientWidth", name) <= 0
+
+
+def test_a_call_that_takes_thousands_of_times_as_long_is_flagged(
+    window: Browser, results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    slow = summarise([[0.048] * 60 + [96.3] * 3] * 5)
+    rows = (*results.rows[:2], row(4, 1.0, 1.0, latency_ms=slow))
+    write_report(replace(results, rows=rows), tmp_path / "report.html")
+    shown(window, tmp_path / "report.html")
+    assert text(window, "decision-far").startswith(
+        "Some calls took more than 10 times the median: 0.0480 ms, p99 96.3 ms (k = 4)."
+    )
+    bad = "return [...document.querySelectorAll('#decision td.bad')].map(c => c.textContent)"
+    assert window.run(bad) == ["96.3"]
+
+
+def test_disturbed_times_give_no_verdict_on_the_page_either(
+    window: Browser, results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    disturbed = summarise([[1.0], [1.0], [1.0], [1.0], [1.75]])
+    rows = (*results.rows[:2], row(4, 1.0, 0.995, latency_ms=disturbed))
+    changed = replace(results, rows=rows)
+    write_report(changed, tmp_path / "report.html")
+    shown(window, tmp_path / "report.html")
+    verdict = "No verdict: times disagree by 75%. Close other programs, or run again."
+    assert text(window, "summary") == verdict == summary(sections(changed)[0])
+    assert text(window, "caveat") == caveat(sections(changed)[0])
+    chosen = next(line for line in cells(window, "decision") if line[0] == "4 of 16")
+    assert "×" not in "".join(chosen)
+
+
+def test_one_row_has_a_histogram_of_its_calls(
+    window: Browser, results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    calls = [1.0] * 50 + [1.1] * 30 + [1.3] * 5 + [4.0]
+    rows = (*results.rows[:2], row(4, 1.0, 1.0, latency_ms=summarise([calls] * 5)))
+    write_report(replace(results, rows=rows), tmp_path / "report.html")
+    shown(window, tmp_path / "report.html")
+    drawn = window.run(
+        "const t = document.getElementById('percentiles').data; return [t[0].type, t[0].y]"
+    )
+    assert drawn[0] == "bar"
+    assert sum(drawn[1]) == 5 * len(calls)
+    marks = "return [...document.querySelectorAll('#percentiles .annotation-text')]"
+    assert window.run(f"{marks}.map(a => a.textContent)") == ["median 1.00", "p99 3.22"]
+
+
+def test_other_runs_are_drawn_beside(
+    window: Browser, results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    faster = [row(16, 1.8, 1.0), row(4, 0.7, 0.994)]
+    other = replace(results, rows=(results.rows[0], *faster), environment={"threads": 4})
+    write_views(results, tmp_path / "report.html", runs=[NamedRun("laptop", other)])
+    shown(window, tmp_path / "report.html")
+    lines = window.run(
+        "return document.getElementById('deploy').data.filter(t => t.name === 'laptop')"
+        ".map(t => [t.x, t.y])"
+    )
+    assert lines[0] == [[0.7, 1.8], [0.994, 1.0]]
+    assert "laptop" in text(window, "legend")
+    assert "4 threads" in window.run("return document.getElementById('runs').textContent")
+    assert window.console() == []
 
 
 def test_filters_hold_for_charts_and_table_and_stay_in_the_address(
@@ -285,7 +412,7 @@ def test_rows_are_searched_sorted_and_chosen(window: Browser, page: Path) -> Non
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_k_and_latency_stay_in_view(window: Browser, page: Path, width: str) -> None:
-    shown(window, page, width)
+    shown(window, page, width, "#more=1")
     left = window.run(
         "const frame = document.querySelector('#rows-card .scroll'); frame.scrollLeft = 9999;"
         "const edge = frame.getBoundingClientRect();"
@@ -413,7 +540,7 @@ def test_a_chart_with_nothing_in_it_is_hidden_and_a_sentence_says_why(
     opened(*everything)
     assert "every row here computes all its experts" in text(window, "routing")
     opened(*everything, row(4, 1.0, None, routing=None))
-    assert "do not choose one set of experts" in text(window, "routing")
+    assert text(window, "routing").endswith("ONNX Runtime does not show which experts it chose.")
     opened(*(replace(each, accuracy=None) for each in results.rows))
     assert text(window, "empty") == "Accuracy is not drawn: the data have no labels."
     width = "return document.getElementById(arguments[0]).getBoundingClientRect().width"

@@ -16,10 +16,12 @@ import matplotlib.image
 import pytest
 from moexport.bench.report.figures import figures
 from moexport.bench.report.page import export_command, html, write_report
+from moexport.bench.report.sections import contents
 from moexport.bench.report.summary import caveat, claim, headline, sections, summary, times
-from moexport.bench.report.text import to_csv, to_markdown
+from moexport.bench.report.text import reproduce, to_csv, to_markdown
 from moexport.bench.results import (
     Accuracy,
+    ClassChange,
     Interval,
     ModelInfo,
     Perplexity,
@@ -379,3 +381,97 @@ def test_views_are_files_that_can_be_made_again(results: Results, tmp_path: Path
         "latency_accuracy.svg",
         "report.html",
     ]
+
+
+def test_reproduce_tells_versions_hashes_and_data(results: Results) -> None:
+    packages = {"moexport": "0.9", "torch": "2.13", "onnxruntime": "1.23"}
+    model = replace(results.models[0], sha256="ab12")
+    full = replace(
+        results,
+        models=(model,),
+        environment=results.environment | {"packages": packages},
+        protocol=results.protocol | {"data": {"source": "test.npz", "sha256": "cd34"}},
+    )
+    assert reproduce(full).splitlines() == [
+        "# moexport 0.9",
+        "pip install torch==2.13 onnxruntime==1.23",
+        "# model digits, digits.pt: sha256 ab12",
+        "# data test.npz: sha256 cd34",
+        "moexport bench digits.pt --k 4,2",
+    ]
+    assert "cd34" in to_markdown(full)
+    random = full.protocol | {"data": {"source": None, "sha256": "cd34"}, "labelled": False}
+    assert "# data random inputs: sha256 cd34" in reproduce(replace(full, protocol=random))
+
+
+def test_classes_that_lose_at_a_smaller_k_are_told(results: Results, row: RowMaker) -> None:
+    lost = (ClassChange(8, 36, 34, 30), ClassChange(3, 31, 30, 29))
+    rows = (*results.rows, row(4, 1.0, 0.99, losing=lost), row(4, 1.0, 0.99, batch=8, losing=lost))
+    changed = replace(results, rows=rows)
+    found = {section.name: content for section, content in contents(changed, None)}
+    (table,) = found["losing"].tables
+    ((name, lines),) = table.groups.items()
+    assert name == "digits, k = 4 of 16, FP32"
+    assert lines[0] == ("8", "36", "94.4%", "83.3%", ("-4", "bad"))
+    assert "losing" not in {section.name for section, _ in contents(results, None)}
+
+
+def test_k_and_batch_have_a_heat_map_of_speed(results: Results, row: RowMaker) -> None:
+    assert "heat" not in {section.name for section, _ in contents(results, None)}
+    more = [row(k, ms, 1.0, batch=8, throughput=8e3 / ms) for k, ms in ((16, 8.0), (4, 2.0))]
+    changed = replace(results, rows=(*results.rows, *more))
+    found = {section.name: content for section, content in contents(changed, None)}
+    (table,) = found["heat"].tables
+    assert table.heads == ("k", "batch 1", "batch 8")
+    assert table.groups["digits"] == [
+        ("16/16", ("500", "heat-0"), ("1,000", "heat-3")),
+        ("4/16", ("1,000", "heat-3"), ("4,000", "heat-9")),
+        ("2/16", ("2,000", "heat-6"), ("–", "quiet")),
+    ]
+
+
+def tuned(results: Results, row: RowMaker, metric: str) -> Results:
+    """The results of a search for 97%: 8 of 16 experts, at twice the speed of all."""
+    point: dict[str, object] = {
+        "ms": 1.0,
+        "predicted_ms": None,
+        "bytes": 10,
+        "kept": 0.99,
+        "layers": [],
+    }
+    point |= {"searched": {"low": 0.98, "high": 1.0}, "text": "8 of 16 experts kept, fp32"}
+    point |= {"front": True, "chosen": True, "confirmed_kept": 0.985}
+    point |= {"confirmed": {"low": 0.9712, "high": 0.99}, "predicted_ms": 1.0}
+    search: dict[str, object] = {
+        "model": "digits",
+        "metric": metric,
+        "batch": 1,
+        "searching": 180,
+        "confirming": 180,
+    }
+    search |= {"seconds": 9.0, "keep": 0.97, "max_latency_ms": None, "max_bytes": None}
+    search |= {"recipe": "tuned/recipe.yaml", "points": [point]}
+    kept = None if metric == "agreement" else 0.985
+    chosen = row(8, 1.0, kept, point="8 of 16 experts kept, fp32", routing=None)
+    rows = (*results.rows[:2], chosen)
+    return replace(results, rows=rows, analyses={"tuning": search})
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "agreement"])
+def test_the_page_of_a_search_speaks_of_its_threshold_and_its_model_in_english(
+    results: Results, row: RowMaker, metric: str
+) -> None:
+    found = tuned(results, row, metric)
+    page = Page(html(found))
+    data = json.loads(page.scripts[0])
+    assert data["keep"] == 0.97
+    (section,) = sections(found)
+    assert summary(section) == (
+        f"Deploy the model with 8 of 16 experts kept in FP32: {BESIDE_BOTH}; keeps 98.5% of the "
+        f"{metric} (at least 97.1%)."
+    )
+    assert data["search"]["answer"] == summary(section)
+    assert caveat(section) == (
+        f"Asked was to keep 97% of the {metric}; confirmed on 180 inputs that the search did not "
+        "see."
+    )

@@ -1,0 +1,84 @@
+"""Several runs, of one machine or more, in one report: their answers, and their points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..results import Results, Row
+from .summary import headline, line_name, milliseconds, percent, row_name, sections, summary
+
+HEADS = ("Run", "Machine", "ms", "Kept", "Row", "Answer")
+
+NOTE = (
+    "The row of each run that its own report recommends; the chart of what can be deployed has the "
+    "Pareto front of each. Times of different machines are not those of different software."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRun:
+    """Results beside those of a report, by a name that tells them apart."""
+
+    name: str
+    results: Results
+
+
+def named_runs(places: Sequence[Path | None], found: Sequence[Results]) -> tuple[NamedRun, ...]:
+    """Returns runs by the folders of their files, or by when they were made."""
+    named: list[NamedRun] = []
+    for place, results in zip(places, found, strict=True):
+        made = f"run of {results.created[:16].replace('T', ' ')}"
+        name = made if place is None else place.absolute().parent.name or place.stem
+        taken = [run.name for run in named]
+        number = sum(each.partition(" (")[0] == name for each in taken) + 1
+        named.append(NamedRun(name if number == 1 else f"{name} ({number})", results))
+    return tuple(named)
+
+
+def machine_of(results: Results) -> str:
+    """Returns the CPU, or the GPUs, that results were measured on, with the threads."""
+    facts = results.environment
+    gpus = [each["name"] for each in facts.get("gpu") or ()]
+    cpu = (facts.get("cpu") or {}).get("model", "a machine that is not told")
+    threads = facts.get("threads")
+    counted = [] if threads is None else [f"{threads} thread{'' if threads == 1 else 's'}"]
+    return ", ".join([*dict.fromkeys(gpus), cpu, *counted])
+
+
+def answers(now: Results, runs: Sequence[NamedRun]) -> dict[str, list[tuple[str, ...]]]:
+    """Returns the answer of each run under `HEADS`, for each model and batch size."""
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for run in (NamedRun("this run", now), *runs):
+        for section in sections(run.results):
+            row, told = headline(section), summary(section)
+            cells = ("–", "–", "–", told)
+            if row is not None and row.median_ms is not None:
+                kept = "–" if row.kept is None else percent(row.kept)
+                cells = (milliseconds(row.median_ms), kept, f"k = {row.k}, {line_name(row)}", told)
+            key = f"{section.model}, {section.sizes}"
+            groups.setdefault(key, []).append((run.name, machine_of(run.results), *cells))
+    return groups
+
+
+def run_points(run: NamedRun) -> dict[str, Any]:
+    """Returns what the page draws of a run beside its own: every row that was timed and judged."""
+    return {"name": run.name, "rows": list(map(_point, _drawn(run.results)))}
+
+
+def _drawn(results: Results) -> Iterator[Row]:
+    return (row for row in results.rows if row.median_ms is not None and row.kept is not None)
+
+
+def _point(row: Row) -> dict[str, Any]:
+    return {
+        "model": row.model,
+        "batch": row.batch,
+        "phase": row.phase or "",
+        "k": row.k,
+        "ms": row.median_ms,
+        "kept": row.kept,
+        "name": f"{row_name(row)}, k = {row.k} of {row.experts}",
+    }
