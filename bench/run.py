@@ -425,11 +425,11 @@ class Measurement:
         opening = loaders(self.candidate, self.request.batches)
         limits = None
         if self.request.limits and not self.candidate.phases:
-            rows = self.candidate.model.batch_of
-            limits = Limits(self.candidate, self.head.batch(0, rows), opening)
+            least = self.candidate.model.batch_of
+            limits = Limits(self.candidate, self.head.batch(0, least), opening)
         runners = self._evaluated(opening)
         memories = self._memories({c: opening[c] for c in runners})
-        rows = []
+        rows: list[Row] = []
         for group in self.groups:
             if group.model != self.candidate.name:
                 continue

@@ -153,7 +153,7 @@ def test_a_branch_is_refused_and_never_chosen(tmp_path: Path) -> None:
 def test_a_precision_that_the_machine_does_not_compute_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(openvino.CAPABILITIES, "bf16", "NO SUCH THING")  # type: ignore[arg-type]
+    monkeypatch.setitem(openvino.CAPABILITIES, "bf16", "NO SUCH THING")
     with pytest.raises(UsageError, match="computes it in FP32 on this machine"):
         exported("soft_moe_vit", tmp_path / "out", precision="bf16")
     with pytest.raises(UsageError, match="floats of eight bits are for TensorRT"):
