@@ -451,7 +451,7 @@ def _check_free(folder: Path, model: ServedModel, options: TritonRequest) -> Non
             f"{folder}: holds a version {options.version}",
             hint=f"--version {options.version + 1} adds one; --force replaces the model",
         )
-    if not (folder / CONFIG).read_text(encoding="utf-8").startswith(config.text(model.interface)):
+    if not (folder / CONFIG).read_bytes().startswith(config.text(model.interface).encode()):
         raise OutputError(
             f"{folder}: version {options.version} would differ in backend, batch, inputs or "
             f"outputs, which all versions share in {CONFIG}",

@@ -102,6 +102,9 @@ def test_a_version_is_added_beside_those_that_are_there(bundles: Bundles, tmp_pa
     assert config.read_text().endswith("version_policy { all { } }\n")
     with pytest.raises(OutputError, match="all versions share"):
         moexport.triton(bundles["4"], models, name="vit", version=3)
+    config.write_bytes(b"\xff" + config.read_bytes())  # damaged
+    with pytest.raises(OutputError, match="all versions share"):
+        moexport.triton(bundles["2"], models, name="vit", version=3)
     assert not (models / "vit" / "3").exists()
     moexport.triton(bundles["4"], models, name="vit", version=3, force=True)
     assert {each.name for each in config.parent.iterdir()} == {"3", "warmup", "config.pbtxt"}
