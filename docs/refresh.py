@@ -7,6 +7,8 @@ python docs/refresh.py demo DIR     the README's table and figure and the site's
 python docs/refresh.py mumoe DIR    the table of docs/mumoe.md, from `moexport demo --family mumoe`
 python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
+python docs/refresh.py pictures     docs/images/report*.png: the report of perf/results/demo.json in
+                                    Chromium, on a desktop, a phone, dark, and printed
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 import moexport
 import onnx
 from moexport.bench.report.figures import figures
+from moexport.bench.report.page import write_report
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
 from moexport.docs import performance_page, results_schema, site_hooks
@@ -33,6 +36,8 @@ from moexport.perf import cache, calibration, granite, models, scale, tune
 from moexport.perf.experts import table as experts_table
 from moexport.perf.layers import mumoe
 from moexport.perf.measure import kept, measured_on
+from moexport.tests.bench.report.browser import browser
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "perf" / "results"
@@ -198,6 +203,33 @@ def refresh_schema() -> None:
     results_schema.FILE.write_text(results_schema.text(), encoding="utf-8")
 
 
+def refresh_pictures() -> None:
+    """Takes the pictures of the report; they show its top."""
+    html = Path(tempfile.mkdtemp()) / "report.html"
+    write_report(read(RESULTS / "demo.json"), html)
+    with browser(html.parent) as window:
+        for name, width, height, scheme in (
+            ("report", 1400, 1150, "light"),
+            ("report-phone", 390, 1350, "light"),
+            ("report-dark", 1400, 1150, "dark"),
+            ("report-print", 703, 1032, "dark"),  # paper is light
+        ):
+            window.colour_scheme(scheme)
+            window.resize(width, 900)
+            window.open(html)
+            window.wait("return document.documentElement.dataset.drawnMs")
+            if name == "report-print":
+                window.paper(True)
+                window.run("dispatchEvent(new Event('beforeprint'))")
+            picture = ROOT / "docs" / "images" / f"{name}.png"
+            window.screenshot(picture)
+            with Image.open(picture) as whole:
+                top = whole.crop((0, 0, whole.width, height)).convert(
+                    "P", palette=Image.Palette.ADAPTIVE
+                )
+            top.save(picture, optimize=True)
+
+
 def refresh_performance() -> None:
     """Puts what was measured into the pages, and draws the charts of docs/performance.md."""
     for page, tables in MEASURED.items():
@@ -303,6 +335,8 @@ if __name__ == "__main__":
             refresh_lowerings()
         case ["schema"]:
             refresh_schema()
+        case ["pictures"]:
+            refresh_pictures()
         case ["performance"]:
             refresh_performance()
         case _:

@@ -18,7 +18,7 @@ from ..results import Interval, Results, Row
 KEPT = 0.99
 """The share of the untouched model's accuracy that a row must keep, unless another was asked."""
 
-DISAGREE = 0.3
+DISAGREE = 0.5
 """Of times whose rounds lie further apart than this share of their median nothing is concluded."""
 
 UNTOUCHED = "PyTorch, untouched"  # what tables and charts call the reference

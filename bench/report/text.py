@@ -48,11 +48,22 @@ def rows_table(results: Results) -> str:
             *("vs PyTorch", "× limit", section.quality or "accuracy", "kept", "same experts"),
         )
         cells = [_cells(row, section.speedup(row), len(device)) for row in rows]
-        told = "\n".join(filter(None, (summary(section), caveat(section))))
+        told = "\n".join(filter(None, (*_beaten(rows), summary(section), caveat(section))))
         blocks.append(f"{section.model}, {section.sizes}\n{table(header, cells)}\n{told}")
     found = studies_text(studies_in(results.analyses))
     fair = subgroups_text(compared_in(results.analyses))
     return "\n\n".join(each for each in (*blocks, _failures(results), found, fair) if each)
+
+
+def _beaten(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each reason for which limits do not hold."""
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        if row.over_limit is not None and row.over_limit < 1:
+            reason = row.no_limit or f"{over(row.over_limit)}: the weights may stay in a cache"
+            by_reason.setdefault(reason, []).append(f"{line_name(row)}, k = {row.k}")
+    for reason, names in by_reason.items():
+        yield f"{'; '.join(names)}: {reason}"
 
 
 def _device_heading(results: Results) -> tuple[str, ...]:
@@ -72,7 +83,7 @@ def _cells(row: Row, speedup: float | None, devices: int) -> tuple[str, ...]:
         *[_number(row.device_ms and row.device_ms.median, ".3f")] * devices,
         *(() if row.phase is None else (_number(row.tokens_per_s, ",.0f"),)),
         "–" if speedup is None else f"{speedup:.2f}×",
-        "–" if row.over_limit is None else over(row.over_limit),
+        "–" if row.over_limit is None else over(row.over_limit) if row.over_limit >= 1 else "<1",
         quality,
         _number(row.kept, ".1%"),
         _number(row.same_experts, ".1%"),

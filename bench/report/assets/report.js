@@ -168,21 +168,21 @@ function detail(row) {
 // The decision: the fastest row of each k, and the untouched model; what is the same in all is said once.
 const bytes = value => value >= 1e9 ? (value / 1e9).toFixed(2) + " GB" : value >= 1e6 ? (value / 1e6).toFixed(1) + " MB"
   : (value / 1e3).toFixed(1) + " kB";
-const within95 = (value, range, text) => range ? `${text(value)} (${text(range.low)} to ${text(range.high)})` : text(value);
+const within95 = (value, range, text) => range ? [text(value), `${text(range.low)} to ${text(range.high)}`] : text(value);
 const CHOICES = [
   ["Accuracy", row => row.accuracy?.top1 ?? null, (value, row) => within95(value, row.accuracy.top1_interval, percent)],
   ["Perplexity", row => row.perplexity?.value ?? null,
     (value, row) => within95(value, row.perplexity.interval, each => each.toPrecision(4))],
-  ["Kept", row => row.kept, (value, row) => percent(value) + (row.shown === null || row.shown === value ? ""
-    : `, at least ${percent(Math.floor(1e3 * row.shown + 1e-9) / 1e3)}`)],
+  ["Kept", row => row.kept, (value, row) => row.shown === null || row.shown === value ? percent(value)
+    : [percent(value), `at least ${percent(Math.floor(1e3 * row.shown + 1e-9) / 1e3)}`]],
   ["Median ms", row => row.ms, shown], ["p99 ms", row => row.latency_ms.p99, shown],
   ["Tokens/s", row => row.tokens_per_s, value => number(value)],
   ["Inputs/s", row => row.tokens_per_s === null ? row.throughput : null, value => number(value)],
   ["vs all experts", row => row.gain, (value, row) => rows[row.base] === row ? "" : speed(value)],
   ["vs PyTorch", row => row.speed, (value, row) => rows[row.base] === row ? "" : (row.told ? "" : "≈ ") + speed(value)],
   ["On disk", row => row.disk_bytes, bytes], ["Memory", row => row.peak_memory_mb, value => number(value) + " MB"],
-  ["Engine", row => row.engine_name, String, "text"], ["Precision", row => row.precision.toUpperCase(), String, "text"],
-  ["Lowering", row => row.lowering, String, "text"],
+  ["Runs in", row => row.name, (_, row) => row.untouched ? "PyTorch" : [row.engine_name,
+    row.name.replace(row.engine_name, "").replace(/^, /, "")], "text"],
 ];
 
 function decision(chosen) {
@@ -202,12 +202,14 @@ function decision(chosen) {
     return element("tr", { className: row === chosen ? "chosen" : row.untouched ? "reference" : "" },
       element("th", { scope: "row" }, pick), ...columns.map(([name, value, text, kind]) => {
         const found = value(row), bad = name === "p99 ms" && far(row);
-        return element("td", { textContent: found === null ? "–" : text(found, row),
-          className: `${kind ?? ""} ${bad ? "bad" : found === null ? "quiet" : ""}` });
+        const [main, small] = [found === null ? "–" : text(found, row)].flat();
+        return element("td", { className: `${kind ?? ""} ${bad ? "bad" : found === null ? "quiet" : ""}` }, main,
+          ...small ? [element("small", { textContent: small })] : []);
       }));
   });
   byId("decision").replaceChildren(element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
-  const notes = same.map(([name, value, text]) => `${name.toLowerCase()} ${text(value(own[0]), own[0])}`);
+  const notes = same.map(([name, value, text]) => `${name.toLowerCase()} ${
+    [text(value(own[0]), own[0])].flat().filter(Boolean).join(", ")}`);
   const slow = all.filter(far).map(row => `${shown(row.ms)} ms, p99 ${shown(row.latency_ms.p99)} ms (${
     row.untouched ? "PyTorch" : "k = " + row.k})`);
   byId("decision-same").textContent = notes.length ? `The same for every k: ${notes.join("; ")}.` : "";

@@ -275,13 +275,12 @@ def test_the_decision_is_one_table_with_a_row_for_each_k(
     ]
     assert [line[0] for line in lines] == ["PyTorch", "16 of 16", "4 of 16"]
     assert lines[2] == [
-        *("4 of 16", "89.3% (85.5% to 92%)", "99.2%, at least 99.1%", "1.00", "1.01", "1,000"),
+        *("4 of 16", "89.3%85.5% to 92%", "99.2%at least 99.1%", "1.00", "1.01", "1,000"),
         *("2.0×", "3.1×", "64 MB"),
     ]
     # What is the same for every k is said once.
     assert text(window, "decision-same") == (
-        "The same for every k: on disk 1.3 MB; engine ONNX Runtime; precision FP32; lowering "
-        "grouped."
+        "The same for every k: on disk 1.3 MB; runs in ONNX Runtime, grouped."
     )
     assert text(window, "decision-far") == ""
 
