@@ -18,6 +18,7 @@ from ...common.json_data import from_data, read_json
 from ...common.locations import AnyPlace, holds, local_files
 from ...common.timing import Latency
 from ...errors import BundleError
+from ...graphs.targets import TARGETS
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -310,6 +311,8 @@ class Manifest:
 
     def _problems(self) -> Iterator[str]:
         """What no export writes, though its type is right."""
+        if self.target not in TARGETS:
+            yield f"target is {self.target!r}, which this version does not know"
         for name in (*self.files, *(graph.file for graph in self.graphs)):
             if not is_plain_name(name):
                 yield f"{name!r} is no name of a file in the bundle's folder"

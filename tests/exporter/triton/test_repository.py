@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 import onnx
 import pytest
 from google.protobuf import text_format
+from moexport.common.files import sha256
 from moexport.common.onnx_runtime import ort
 from moexport.errors import EngineError, OutputError, UsageError
+from moexport.exporter.bundle.manifest import digest
 from moexport.tests.command import run
 from moexport.tests.exporter.tensorrt.engines import export, with_plan
 from moexport.tests.recorded import read_case
@@ -166,6 +169,41 @@ def test_the_command_says_what_it_wrote(bundles: Bundles, tmp_path: Path) -> Non
     assert refused.code == 1
     assert "the content has changed" in refused.error
     assert not (tmp_path / "models" / "other").exists()
+
+
+DAMAGE: dict[str, dict[str, Any]] = {
+    "a target that is none": {"target": "mars"},
+    "a batch that is none": {"batch": "x:y"},
+    "inputs without axes": {"inputs": [{"name": "input", "dtype": "float32", "shape": []}]},
+    "no inputs": {"inputs": []},
+    "no layers": {"layers": []},
+    "no graphs": {"graphs": []},
+    "a type that Triton lacks": {
+        "outputs": [{"name": "output", "dtype": "odd", "shape": ["batch"]}]
+    },
+    "a k that is none": {"k": []},
+    "engines that are none": {"engines": [1, {"file": "../x"}]},
+}
+
+
+@pytest.mark.parametrize("what", [*DAMAGE, "model.onnx", "parity.npz", "weights.bin"])
+@pytest.mark.parametrize("backend", ["onnxruntime", "python", "tensorrt"])
+def test_a_damaged_bundle_is_refused_in_words_whatever_its_hashes_say(
+    what: str, backend: str, bundles: Bundles, tmp_path: Path
+) -> None:
+    damaged = Path(shutil.copytree(bundles["2"].path, tmp_path / "damaged"))
+    manifest = json.loads((damaged / "manifest.json").read_text())
+    if what in DAMAGE:
+        manifest |= DAMAGE[what]
+    else:
+        (damaged / what).write_bytes(b"PK\3\4 damaged")
+        manifest["files"][what] = {"sha256": sha256(damaged / what), "bytes": 12}
+    (damaged / "manifest.json").write_text(json.dumps(manifest | {"sha256": digest(manifest)}))
+    outcome = run("triton", damaged, "-o", tmp_path / "models", "--backend", backend)
+    assert "defect" not in outcome.err and "Traceback" not in outcome.err
+    assert (tmp_path / "models").exists() == (outcome.code == 0)
+    if what != "weights.bin":  # whose numbers only who runs the graph looks at
+        assert outcome.code in (1, 2), outcome.out
 
 
 def test_a_graph_in_tensorrts_integers_is_not_given_to_onnx_runtime(tmp_path: Path) -> None:
