@@ -11,7 +11,8 @@ ORT := $(if $(shell command -v nvidia-smi),gpu,cpu)
 OTHER := $(if $(filter gpu,$(ORT)),onnxruntime,onnxruntime-gpu)
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-mumoe web test test-all lint conformance pairs docs bench fuzz mutants gpu-check clean
+.PHONY: demo demo-mumoe web test test-all lint conformance pairs docs bench fuzz mutants compat \
+	gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
 $(VENV)/ready: constraints.txt pyproject.toml
@@ -90,6 +91,17 @@ MUTANTS ?=
 
 mutants: $(VENV)/ready
 	$(BIN)/python -m moexport.tests.mutants $(MUTANTS)
+
+# Chosen tests with other versions of Python and of what moexport needs, an environment for each by uv
+# (6 GB at a time), and the table of docs/install.md. COMPAT=--small: with the pinned PyTorch alone.
+COMPAT ?=
+
+compat: $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check 'uv>=0.9'
+	failed=0; \
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m moexport.tests.compat $(COMPAT) || failed=1; \
+	$(BIN)/python docs/refresh.py performance; \
+	exit $$failed
 
 # On a machine with an NVIDIA GPU: engines built, compared and timed, and the tests that need one, in
 # 45 minutes together; results in gpu-check.json. TensorRT for servers is on NVIDIA's own index.

@@ -1,7 +1,8 @@
 """Writes into the documents what was measured or exported: run from a checkout.
 
 python docs/refresh.py performance  every table and chart of perf/results: docs/performance.md,
-                                    token-routed.md, mumoe.md, calibration.md and tune.md
+                                    token-routed.md, mumoe.md, calibration.md, tune.md and the
+                                    versions in install.md
 python docs/refresh.py demo DIR     the README's table and figure and the site's report, from
                                     `moexport demo -o DIR`
 python docs/refresh.py mumoe DIR    the table of docs/mumoe.md, from `moexport demo --family mumoe`
@@ -282,12 +283,27 @@ def tune_tables() -> dict[str, str]:
     return {"tune": tune.bundles_table(kept(RESULTS / "tune-cpu.json")) + "\n"}
 
 
+def compat_tables() -> dict[str, str]:
+    """Returns the table of docs/install.md: the versions that `make compat` was run with."""
+    packages = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript", "numpy")
+    header = ("versions", "Python", *packages, "tests", "date")
+    rows = []
+    for row in kept(RESULTS / "compat.json"):
+        said = row["why"] or f"{row['passed']} passed" + (
+            f", {len(row['failed'])} failed" if row["failed"] else ""
+        )
+        found = [row["versions"].get(name, "–").partition("+")[0] for name in packages]
+        rows.append((row["row"], row["python"], *found, said, row["date"]))
+    return {"compat": markdown(header, rows, words=2) + "\n"}
+
+
 MEASURED: Mapping[str, Callable[[], dict[str, str]]] = {
     "performance.md": performance_tables,
     "token-routed.md": token_routed_tables,
     "calibration.md": calibration_tables,
     "mumoe.md": mumoe_tables,
     "tune.md": tune_tables,
+    "install.md": compat_tables,
 }
 """The tables of each page that shows kept results, by the page's markers."""
 

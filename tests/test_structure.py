@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,3 +136,19 @@ def test_one_name_is_one_class_or_type() -> None:
         for name in defined(file):
             places.setdefault(name, []).append(str(file))
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_a_clone_has_its_files_where_names_have_no_case_and_some_are_reserved() -> None:
+    """As on Windows and macOS: no two differ by case alone, and none is one that Windows keeps."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("this is no clone")
+    files = [Path(name) for name in listed.stdout.split("\0") if name]
+    places = {place for file in files for place in (file, *file.parents)}
+    assert len({str(place).lower() for place in places}) == len(places)
+    reserved = re.compile(
+        r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?|.*[<>:\"|?*\\].*|.*[. ]", re.IGNORECASE
+    )
+    assert [str(f) for f in files if any(reserved.fullmatch(part) for part in f.parts)] == []

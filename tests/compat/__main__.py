@@ -28,7 +28,7 @@ RESULTS = ROOT / "perf" / "results" / "compat.json"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 EXTRAS = ("cpu", "transformers")
-TOOLS = ("pytest>=9", "einops>=0.8", "setuptools>=77")
+TOOLS = ("pip>=25", "pytest>=9", "einops>=0.8", "setuptools>=77")
 
 SUITE = (
     "families/test_recorded.py",  # every family, loaded
