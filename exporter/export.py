@@ -20,6 +20,7 @@ from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
 from ..common.pytorch import Threads, fastest_threads, with_threads
 from ..errors import EngineError, LoweringError, ParityError
+from ..graphs.layers.experts import ExpertsSpec
 from ..graphs.lower import Lowered
 from ..graphs.lowerings import lowerings_of
 from .bundle.bundle import Bundle
@@ -30,6 +31,7 @@ from .bundle.recipe import RECIPE_FILE
 from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
 from .inputs import parity_batches
 from .job import ExportJob
+from .model import Model
 from .options import ExportOptions
 from .parity import (
     MOST_KEPT,
@@ -122,14 +124,17 @@ def _written(
         generation = write_generation(job, planned.graphs[0].file, directory)
         parities: dict[str, Parity] = {}
         missing: dict[str, list[int]] = {}
+        notes: tuple[str, ...] = ()
         if inputs is not None:
             progress.step("checking against PyTorch", unit="inputs")
-            parities, missing = _parities(planned, beside, lowered, directory, inputs, progress)
+            parities, missing, notes = _parities(
+                planned, beside, lowered, directory, inputs, progress
+            )
         for graph in beside:
             (directory / graph.file).unlink()
         progress.step("hashing")
         manifest = manifest_of(planned, lowered, parities, directory, unreached=missing)
-        manifest = replace(manifest, notes=[*manifest.notes, *generation])
+        manifest = replace(manifest, notes=[*manifest.notes, *notes, *generation])
         manifest = build_for_export(directory, manifest, options.engine, progress)
         manifest = with_readme(directory, manifest)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
@@ -214,11 +219,12 @@ def _parities(
     directory: Path,
     inputs: Iterable[Fields],
     progress: Progress,
-) -> tuple[dict[str, Parity], dict[str, list[int]]]:
+) -> tuple[dict[str, Parity], dict[str, list[int]], tuple[str, ...]]:
     """Each graph's parity, or a `ParityError` that says where the first difference starts.
 
-    The second are each layer's experts that no input chose. The first of the inputs are kept in the
-    bundle with what PyTorch computed of them, and such later ones as choose further experts.
+    The second are each layer's experts that no input chose, the third further sentences. The first
+    of the inputs are kept in the bundle with what PyTorch computed of them, and such later ones as
+    choose further experts.
     """
     job = planned.job
     options, tolerance = job.options, job.options.tolerance
@@ -289,9 +295,19 @@ def _parities(
             f"{tolerance.routing:.0%}: {way_out(parity, options)}; --no-verify exports without "
             "the check",
         )
-    return parities, unreached(
-        reached, {name: layer.spec.experts for name, layer in job.model.layers.items()}
-    )
+    experts = {name: layer.spec.experts for name, layer in job.model.layers.items()}
+    return parities, unreached(reached, experts), _dropped(kept, job.model)
+
+
+def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
+    """A sentence on the choices that experts with a capacity dropped of the inputs of the check."""
+    shares = {
+        name: float((kept.selected[name] >= layer.spec.experts).mean())
+        for name, layer in model.layers.items()
+        if name in kept.selected and isinstance(layer.spec, ExpertsSpec) and layer.spec.capacities
+    }
+    listed = ", ".join(f"{share:.1%} in {name}" for name, share in shares.items())
+    return (f"of the choices of the check's inputs were dropped: {listed}",) if shares else ()
 
 
 def _allowed(tolerance: Tolerance) -> str:

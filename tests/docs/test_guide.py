@@ -12,20 +12,22 @@ from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.bench.heads import trained_head, unfair_head
 from moexport.tests.docs.documents import ROOT, assert_printed, blocks, type_block
 from moexport.tests.docs.outliers import vit_with_outliers
+from moexport.tests.docs.released import released
 
 pytestmark = pytest.mark.slow
 
 
-def follow(page: str, folder: Path, heading: str | None = None) -> int:
+def follow(page: str, folder: Path, heading: str | None = None, end: str | None = None) -> int:
     """Runs a page's blocks in one folder and compares its excerpts; returns how many ran.
 
-    With a `heading`, those from there to the end of the page.
+    With a `heading`, those from there; with an `end`, those before that heading.
     """
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     begin = 0 if heading is None else lines.index(heading)
+    last = len(lines) if end is None else lines.index(end)
     printed, count = "", 0
     for block in blocks(ROOT / page):
-        if block.line <= begin:
+        if not begin < block.line <= last:
             continue
         if block.language == "text":
             assert_printed(block, printed)
@@ -51,9 +53,21 @@ def test_a_network_of_ones_own_is_exported_as_the_families_page_shows(
 ) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert follow("docs/families.md", tmp_path) == 1
+    assert follow("docs/families.md", tmp_path, end=RELEASED) == 1
     for name in ("examples", "examples.own_network"):
         del sys.modules[name]
+
+
+RELEASED = "## A released V-MoE, from download to report"
+
+
+def test_a_released_vmoe_goes_from_download_to_report_as_the_families_page_shows(
+    tmp_path: Path,
+) -> None:
+    released(tmp_path)
+    assert follow("docs/families.md", tmp_path, RELEASED) == 3
+    assert (tmp_path / "report" / "report.html").is_file()
+    assert Bundle.open(tmp_path / "vmoe-s32").manifest.source.family == "vmoe-vit"
 
 
 def test_a_layer_that_int8_harms_stays_in_floats_as_the_calibration_page_shows(
