@@ -43,7 +43,7 @@ ONE_FILE = ("http", "https")
 CONNECT_S, STALLED_S = 30.0, 60.0
 """So long a server of HTTP may take to answer, and to send nothing."""
 
-SLOWEST = 64 << 10
+SLOWEST = 16 << 10
 """Bytes that a server of HTTP sends in a second at least, after `STALLED_S`: one that sends a byte
 now and then would hold a run for ever."""
 
