@@ -460,18 +460,19 @@ def subject_of(kind: str) -> Subject:
 def _worker(kind: str, seed: int, count: int, seeds: Path) -> None:
     subject = subject_of(kind)
     resource.setrlimit(resource.RLIMIT_DATA, (KILLED_BYTES, KILLED_BYTES))
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=seeds.parent) as name:
         folder = Path(shutil.copytree(seeds, Path(name) / "seeds"))
         paths = [folder / each for each in json.loads((folder / "paths.json").read_text())]
         for number, finding in enumerate(read_damaged(subject, paths, seed, range(count))):
             print(json.dumps([number, None if finding is None else finding.what]), flush=True)
 
 
-def _batch(kind: str, seed: int, count: int, seeds: Path) -> tuple[int, list[Finding]]:
-    """How many files of a seed a process of its own read, and what was found."""
+def _batch(kind: str, seed: int, count: int, seeds: Path, ends: float) -> tuple[int, list[Finding]]:
+    """How many files of a seed a process of its own read by a time, and what was found."""
     command = [sys.executable, "-m", __spec__.name, kind]
     command += ["--worker", str(seed), str(count), str(seeds)]
     done: list[tuple[int, str | None]] = []
+    over = False
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
@@ -482,11 +483,15 @@ def _batch(kind: str, seed: int, count: int, seeds: Path) -> tuple[int, list[Fin
             stalled.cancel()
             if line.startswith("["):
                 done.append(json.loads(line))
+            if time.monotonic() > ends:
+                over = True
+                process.kill()
+                break
             stalled = threading.Timer(STALLED_S, process.kill)
             stalled.start()
         stalled.cancel()
     found = [Finding(seed, number, kind, what) for number, what in done if what is not None]
-    if process.returncode:
+    if process.returncode and not over:
         how = f"the process ended with {process.returncode}, or {STALLED_S:.0f} s went by"
         found.append(Finding(seed, len(done), kind, how))
     return len(done), found
@@ -496,11 +501,12 @@ def _run(kind: str, seed: int, seconds: float, most: int) -> int:
     """Reads damaged files of a kind for so long, or so many; returns how many findings it made."""
     started, total, findings, each = time.monotonic(), 0, 0, seed
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
-        folder = Path(name)
+        folder = Path(name) / "seeds"
+        folder.mkdir()
         paths = [str(path.relative_to(folder)) for path in subject_of(kind).seeds(folder)]
         (folder / "paths.json").write_text(json.dumps(paths))
         while time.monotonic() - started < seconds and total < most:
-            read, found = _batch(kind, each, 500, folder)
+            read, found = _batch(kind, each, 500, folder, started + seconds)
             total, each, findings = total + max(read, 1), each + 1, findings + len(found)
             for finding in found:
                 print(f"{kind}, seed {finding.seed}, file {finding.number}: {finding.what}")
