@@ -255,10 +255,11 @@ def _chosen(tokens: ir.Value, work: AnyWork, routed: Sequence[ir.Value]) -> list
     """
     spec, random = work.spec, np.random.default_rng(SEED)
     if spec.chooses_sets:
-        mean = ir.node("ReduceMean", [tokens], {"keepdims": 1, "axes": [1]}, version=13)
+        axes = ir.node("Constant", [], {"value_ints": [1]})
+        mean = ir.node("ReduceMean", [tokens, *axes.outputs], {"keepdims": 1})
         turned = ir.node("Transpose", [*mean.outputs], {"perm": [0, 2, 1]})
         row = _constant(random.standard_normal((1, 1, spec.dim)).astype(np.float32))
-        return [mean, turned, row, ir.node("Mul", [*turned.outputs, *row.outputs])]
+        return [axes, mean, turned, row, ir.node("Mul", [*turned.outputs, *row.outputs])]
     nodes: list[ir.Node] = []
     if not spec.flat:
         shares = []

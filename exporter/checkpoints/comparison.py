@@ -359,13 +359,24 @@ def check_same(
 
     It names the first layer that differs. `places` are those of the layers that were replaced.
     """
-    ours = forward_pass(
-        twin,
-        places,
-        own.inputs,
-        f"{source}, its MoE layers replaced",
-        hint="the network may take nothing of such a layer but what it returns: y = layer(x)",
-    )
+    try:
+        ours = forward_pass(
+            twin,
+            places,
+            own.inputs,
+            f"{source}, its MoE layers replaced",
+            hint="the network may take nothing of such a layer but what it returns: y = layer(x)",
+        )
+    except UsageError as error:
+        read = _read_of_a_layer(error.__cause__)
+        if read is None:
+            raise
+        raise FamilyError(
+            f"{source}: the network around reads .{read} of a layer, and what takes its place has "
+            "none",
+            hint="an adapter with a forward keeps the layer's attributes: "
+            "moexport.SoftMoE(…, forward=lambda moe, x: moe(x))",
+        ) from error
     called = [place for place in places if place.path in own.layers]
     for place in called:
         if place.path not in ours.layers:
@@ -406,6 +417,13 @@ def check_same(
         hint="its forward differs (dispatch and combine swapped, another normalisation or "
         f"activation, …): {EXAMPLE.format(name=place.class_name)}",
     )
+
+
+def _read_of_a_layer(error: BaseException | None) -> str | None:
+    """The attribute that a network missed of one of ours; None for any other error."""
+    if not isinstance(error, AttributeError) or not isinstance(error.obj, MoELayer | InPlace):
+        return None
+    return str(error.name)
 
 
 def _miss(expected: Tensor, actual: Tensor) -> str | None:

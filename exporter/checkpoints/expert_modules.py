@@ -285,7 +285,7 @@ def _of_function(node: fx.Node, x: _Value, args: list[Any]) -> Any:
     if target in (torch.sigmoid, F.sigmoid, "sigmoid") and x.at in ("first", "last"):
         return replace(x, sigmoid=True, at="hidden" if x.at == "first" else "after")
     squares = target in (torch.square, "square")
-    squares |= target in (pow, torch.pow, "pow") and second == 2
+    squares |= target in (pow, operator.pow, torch.pow, "pow") and second == 2
     if squares or target is F.dropout or target in _NOTHING:
         return x.squared() if squares else x
     return _halves(x, target, args)

@@ -99,6 +99,16 @@ class OwnForward(nn.Module):
         memo[id(self)] = copy.train(self.training)
         return copy
 
+    def __getattr__(self, name: str) -> Any:
+        """What the network around may read of the user's layer."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            host = self.__dict__.get("_modules", {}).get("host")
+            if host is None:
+                raise
+        return getattr(host, name)
+
     @property
     def takes_k(self) -> bool:
         """Whether the code can be asked for another number of experts."""

@@ -1,7 +1,8 @@
 """What chooses experts in the network around a MoE layer: it keeps FP32, whatever else does not.
 
 A layer whose choice is made around it takes what was chosen as inputs of its node. The nodes that
-lead to those inputs, and not to the layer's tokens, are its router.
+lead to those inputs, and not to the layer's tokens, are its router. Of a Soft MoE layer that
+is given C and its slots it is what the module around the layer computes for them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from ..layers.soft_moe import SoftMoESpec
 from ..names import DOMAIN
 
 
@@ -18,9 +20,19 @@ def router_nodes(graph: ir.Graph) -> set[ir.Node]:
     found: set[ir.Node] = set()
     for node in graph:
         if node.domain == DOMAIN and len(node.inputs) > 1:
-            tokens, *routed = node.inputs
-            found |= _leading_to(routed, beside=_leading_to([tokens]))
+            first, *routed = node.inputs
+            if node.op_type == SoftMoESpec.op_type:
+                found |= _within(node, _leading_to(node.inputs))
+            else:
+                found |= _leading_to(routed, beside=_leading_to([first]))
     return found
+
+
+def _within(layer: ir.Node, nodes: set[ir.Node]) -> set[ir.Node]:
+    """Those of the nodes that the module around a layer made."""
+    around, _, _ = layer.attributes.get_string("layer").rpartition(".")
+    scopes = (f"{around}/", f"{around}.") if around else ("",)
+    return {node for node in nodes if (node.name or "").startswith(scopes)}
 
 
 def _leading_to(
