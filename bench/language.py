@@ -16,7 +16,8 @@ from ..common.locations import local
 from ..errors import FeedError, UsageError
 from ..exporter.inputs import Inputs, fitted
 from ..exporter.model import Model
-from ..exporter.token_routed.network import PAST, PRESENT, TransformersNetwork
+from ..exporter.token_routed.network import TransformersNetwork
+from ..graphs.names import PAST, PRESENT
 from .data import LabelledData, several_inputs
 from .plan import Phase
 from .runners.base import first_of

@@ -121,7 +121,8 @@ def _written(
         constants = substitutes_bytes(options.edits)
         if constants:
             (directory / SUBSTITUTES_FILE).write_bytes(constants)
-        generation = write_generation(job, planned.graphs[0].file, directory)
+        main = planned.graphs[0].file
+        generation = write_generation(job, main, lowered[main].model, directory)
         parities: dict[str, Parity] = {}
         missing: dict[str, list[int]] = {}
         notes: tuple[str, ...] = ()

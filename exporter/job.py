@@ -81,6 +81,11 @@ class ExportJob:
         """The batch size where it is a constant of the graph."""
         return self.options.batch.opt if self.options.batch.fixed else None
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the model writes texts, a token at a time, with a cache of the earlier ones."""
+        return getattr(self.model.module, "cached", False) and "tokens" not in self.fixed
+
     def work(self, layer: str, tokens: int, *, fixed: bool = False) -> AnyWork:
         """What a layer has to compute for one batch, of `tokens` m where its input has them.
 

@@ -270,7 +270,7 @@ def plan_graph(
             found = check(asked.lowering, work, job.options.target)
             return replace(found, reason=asked.why or found.reason)
         if name == AUTO:
-            return choose(work, job.options.target, batches)
+            return choose(work, job.options.target, batches, decodes=job.decodes)
         if name == TUNE:
             assert tuning is not None, "`tune` measures before anything is planned"
             return tuned_choice(tuning.of(work.spec.name), work, job.options.target)

@@ -599,6 +599,9 @@ class ServeRequest(Request):
     name: str | None = option(
         None, "What requests call the model.", unset="the bundle's folder", kind=str
     )
+    max_tokens: int = option(
+        1024, "How many tokens a text has at most, where a client does not say.", min=1
+    )
     threads: int | None = option(
         None, "The number of ONNX Runtime threads.", unset="its own choice", kind=int, min=1
     )

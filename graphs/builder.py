@@ -79,14 +79,15 @@ class Builder:
         short = self.op("Cast", value, to=ir.DataType.BFLOAT16.value, name=f"{name}_bf16")
         return self.op("Cast", short, to=dtype.value, name=f"{name}_rounded")
 
-    def branch(self, nodes: Builder, output: ir.Value, name: str) -> ir.Graph:
+    def branch(self, nodes: Builder, output: ir.Value | Sequence[ir.Value], name: str) -> ir.Graph:
         """Returns a graph without inputs for an `If`, made of another builder's nodes.
 
         The constants of `nodes` become initializers of the main graph: ONNX Runtime pre-packs
         weights that a branch reads from there, and the branch stays free of data.
         """
         self.initializers.extend(nodes.initializers)
-        return ir.Graph([], [output], nodes=nodes.nodes, name=self._name(name))
+        outputs = [output] if isinstance(output, ir.Value) else output
+        return ir.Graph([], outputs, nodes=nodes.nodes, name=self._name(name))
 
     def ints(self, *values: int) -> ir.Value:
         """Returns a constant int64 vector."""

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from .builder import Builder
 from .lower import simplify
-from .names import MICROSOFT
+from .names import MICROSOFT, PAST
 
 FUSED_OPSET = 23
 """The first with `Attention`, `RotaryEmbedding` and `RMSNormalization`."""
@@ -39,6 +40,7 @@ def fuse(model: ir.Model) -> None:
                 work.attention(node)
             case _:
                 pass
+    work.free_of_past_sizes()
     if work.count:
         model.opset_imports[""] = max(FUSED_OPSET, model.opset_imports[""])
         simplify(model)
@@ -59,11 +61,37 @@ class _Attention:
     """The nodes that append new keys and values to those of earlier tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """How much is in a cache, from the inputs beside it: in place, it has room for more.
+
+    `past` [1] are the earlier tokens, `total` all tokens, `last` [b] the place of the last one, and
+    `in_place` whether `GroupQueryAttention` takes these sizes: not several new tokens of several
+    inputs after earlier ones.
+    """
+
+    past: ir.Value
+    total: ir.Value
+    last: ir.Value
+    in_place: ir.Value
+
+
+def appends_in_place(model: ir.Model) -> bool:
+    """Whether what a graph is given of earlier tokens may lie in the buffers that it writes to.
+
+    Then nothing looks at the size of these inputs, and the attention of each layer appends to them.
+    """
+    caches = [value for value in model.graph.inputs if PAST in str(value.name)]
+    users = [node for value in caches for node, _ in value.uses()]
+    return bool(users) and all(node.graph is not model.graph for node in users)
+
+
 class _Fusion:
     """One pass over a graph; `count` tells what was replaced."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph, self.count = graph, 0
+        self._sizes: _Cache | None = None
         self._halves: dict[ir.Value, ir.Value] = {}
         self._rows: dict[ir.Value, ir.Value] = {}
 
@@ -138,6 +166,9 @@ class _Fusion:
             k, v = (_new(joined) for joined in found.joined)
         flat = [self._flat(b, value) for value in (q, k, v)]
         merged = self._merged(found.last)
+        sizes = None if merged is None else self._cache(found)
+        if sizes is not None:  # the op that appends in place takes no others
+            flat = [each or _joined(b, value) for each, value in zip(flat, (q, k, v), strict=True)]
         options: dict[str, int | float] = {"scale": found.scale}
         if None not in flat and merged is not None:
             options |= {"q_num_heads": _heads(q), "kv_num_heads": _heads(k)}
@@ -145,9 +176,12 @@ class _Fusion:
         else:
             b, inputs, last, merged = Builder(b.layer), [q, k, v], found.last, ()
         names = ("output",) if found.joined is None else ("output", "keys", "values")
-        y, *present = b.ops(
-            "Attention", *inputs, found.mask, *past, names=names, domain="", **options
-        )
+        if sizes is None:
+            y, *present = b.ops(
+                "Attention", *inputs, found.mask, *past, names=names, domain="", **options
+            )
+        else:
+            y, *present = self._appending(b, found, (*inputs, *past), sizes, options)
         for where in merged[:-2]:  # between the product and the change of shape
             condition = where.inputs[0]
             assert condition is not None
@@ -162,6 +196,99 @@ class _Fusion:
         self._put(b, last, last.outputs[0], y)
         for joined, value in zip(found.joined or (), present, strict=True):
             self._rename(joined.outputs[0], value)
+
+    def _appending(
+        self,
+        b: Builder,
+        found: _Attention,
+        inputs: Sequence[ir.Value | None],
+        sizes: _Cache,
+        options: dict[str, int | float],
+    ) -> list[ir.Value]:
+        """Adds an attention that appends to its cache in place, but for sizes that it cannot.
+
+        `inputs` are queries, keys and values, and those of earlier tokens.
+        """
+        here, there = b.nested("in_place"), b.nested("appended")
+        names = ("output", "keys", "values")
+        counted = (sizes.last, sizes.total, None, None, None, found.mask)
+        in_place = here.ops(
+            "GroupQueryAttention",
+            *inputs,
+            *counted,
+            names=names,
+            domain=MICROSOFT,
+            num_heads=options["q_num_heads"],
+            kv_num_heads=options["kv_num_heads"],
+            scale=options["scale"],
+        )
+        queries, keys, values, *past = inputs
+        appended = there.ops(
+            "Attention",
+            queries,
+            keys,
+            values,
+            found.mask,
+            *past,
+            names=names,
+            domain="",
+            **options,
+        )
+        for value in (*in_place, *appended):
+            value.type = found.q.type
+        self.graph.opset_imports.setdefault(MICROSOFT, 1)
+        return b.ops(
+            "If",
+            sizes.in_place,
+            then_branch=b.branch(here, in_place, "in_place"),
+            else_branch=b.branch(there, appended, "appended"),
+            names=names,
+        )
+
+    def _cache(self, found: _Attention) -> _Cache | None:
+        """The sizes of the cache, found once for all attentions that append to theirs in place.
+
+        None for one without a cache or a mask, and where the inputs do not tell these sizes.
+        """
+        if found.joined is None or found.mask is None or _width(found.k) != _width(found.v):
+            return None
+        given = {value.name: value for value in self.graph.inputs}
+        if self._sizes is None and {"input_ids", "attention_mask"} <= given.keys():
+            b, ids = Builder("cache"), given["input_ids"]
+            rows = b.op("Shape", ids, start=0, end=1, name="rows")
+            new = b.op("Shape", ids, start=1, end=2, name="new")
+            seen = b.op("Shape", given["attention_mask"], start=1, end=2, name="seen")
+            past = b.op("Sub", seen, new, name="past")
+            single = [
+                b.op("Equal", size, b.ints(one), name=f"{name}_is_{one}")
+                for name, size, one in (("rows", rows, 1), ("new", new, 1), ("past", past, 0))
+            ]
+            either = b.op("Or", *single[:2], name="one_row_or_token")
+            in_place = b.op("Or", either, single[2], name="in_place")
+            total = b.cast(seen, ir.DataType.INT64, ir.DataType.INT32, "total")
+            one = b.constant(np.array([1], dtype=np.int32))
+            before = b.op("Sub", total, one, name="last")
+            last = b.op("Expand", before, rows, name="last_of_rows")
+            scalar = b.op("Squeeze", total, name="total_of_all")
+            for node in b.nodes:
+                for value in node.outputs:
+                    boolean = node.op_type in ("Equal", "Or")
+                    value.type = ir.TensorType(ir.DataType.BOOL if boolean else ir.DataType.INT64)
+            for value in (total, before, last, scalar):
+                value.type = ir.TensorType(ir.DataType.INT32)
+            b.insert_before(self.graph, self.graph[0])
+            self._sizes = _Cache(past=past, total=scalar, last=last, in_place=in_place)
+        return self._sizes
+
+    def free_of_past_sizes(self) -> None:
+        """Takes the number of earlier tokens from the mask where it is read from a cache."""
+        if self._sizes is None:
+            return
+        for value in self.graph.inputs:
+            for node, _ in [*value.uses()] if PAST in str(value.name) else ():
+                bounds = [node.attributes.get_int(name, None) for name in ("start", "end")]
+                if node.op_type == "Shape" and bounds == [2, 3]:
+                    self._rename(node.outputs[0], self._sizes.past)
 
     def _flat(self, b: Builder, value: ir.Value | None) -> ir.Value | None:
         """A value [b, heads, m, w] as [b, m, heads·w], if it was that before."""
@@ -375,6 +502,18 @@ def _joins_heads(flat: ir.Value | None, apart: ir.Value) -> bool:
     if not isinstance(heads, int) or not isinstance(width, int):
         return False
     return list(flat.shape) == [b, m, heads * width]
+
+
+def _joined(b: Builder, value: ir.Value) -> ir.Value:
+    """Adds a value [b, heads, m, w] as [b, m, heads·w]."""
+    turned = b.op("Transpose", value, perm=HEADS_FIRST, name="heads_last")
+    return b.op("Reshape", turned, b.ints(0, 0, -1), name="heads_joined")
+
+
+def _width(value: ir.Value) -> int | ir.SymbolicDim:
+    """The width w of a value [b, heads, m, w]."""
+    assert value.shape is not None
+    return value.shape[3]
 
 
 def _heads(value: ir.Value) -> int:

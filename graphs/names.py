@@ -19,6 +19,9 @@ MICROSOFT = "com.microsoft"
 K_INPUT = "k"
 """The graph input that holds k, int64 [1], where k is chosen per run."""
 
+PAST, PRESENT = "past_key_values", "present"
+"""What the names of a cache's inputs and outputs begin with."""
+
 STEER_INPUT = "steer"
 """The graph input [b, s] that holds the strength of each steering, if given per run; and in
 a layer what is added to its tokens."""

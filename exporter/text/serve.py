@@ -58,8 +58,8 @@ class Asked:
     logit_bias: dict[str, float] | None = field(default_factory=dict)
     tools: list[Any] | None = field(default_factory=list)
 
-    def request(self, context: int) -> GenerateRequest:
-        """Returns how to generate it; `UsageError` for what is not done."""
+    def request(self, most: int) -> GenerateRequest:
+        """Returns how to generate it, `most` tokens by default; `UsageError` for what cannot be."""
         for name in UNSERVED:
             if getattr(self, name) and getattr(self, name) != 1:
                 raise UsageError(f"{name}: this server does not have it", hint="leave it out")
@@ -67,7 +67,7 @@ class Asked:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return GenerateRequest(
             chat=self.messages is not None,
-            max_tokens=context if longest is None else longest,
+            max_tokens=most if longest is None else longest,
             temperature=self.temperature,
             top_p=self.top_p,
             seed=self.seed,
@@ -99,7 +99,7 @@ def serve(bundle: Bundle, request: ServeRequest) -> None:
     check_free(request.host, request.port)
     model = TextModel(bundle, request.threads)
     uvicorn.run(
-        application(model, request.name or bundle.path.absolute().name),
+        application(model, request.name or bundle.path.absolute().name, request.max_tokens),
         host=request.host,
         port=request.port,
         log_level="warning",
@@ -120,8 +120,8 @@ def check_free(host: str, port: int) -> None:
         ) from error
 
 
-def application(model: TextModel, name: str) -> Starlette:
-    """Returns the server's ASGI application.
+def application(model: TextModel, name: str, most: int) -> Starlette:
+    """Returns the server's ASGI application; a text has `most` tokens unless its client says.
 
     One token is computed at a time, for each text that is being written in turn: ONNX Runtime has
     its own threads for it.
@@ -148,7 +148,7 @@ def application(model: TextModel, name: str) -> Starlette:
             if wanted is None:
                 raise UsageError(f"{'messages' if chat else 'prompt'}: it is missing")
             text = await to_thread.run_sync(
-                model.generate, asked.given(), asked.request(model.context), limiter=turn
+                model.generate, asked.given(), asked.request(most), limiter=turn
             )
         except MoexportError as error:
             return JSONResponse(_error(error.message), status_code=400)

@@ -12,7 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
+
 from ...common.json_data import object_in
+from ...graphs.fusion import appends_in_place
+from ...graphs.names import PAST, PRESENT
 from ...graphs.targets import TARGETS
 from ..job import ExportJob
 from ..text.files import (
@@ -22,7 +26,7 @@ from ..text.files import (
     tokenizer_problem,
 )
 from .budget import CONFIG_FILE
-from .network import PAST, PRESENT, TransformersNetwork
+from .network import TransformersNetwork
 from .routers import FIELDS
 
 CODE = "auto_map"
@@ -31,6 +35,9 @@ CODE = "auto_map"
 NO_POSITIONS = 32_768
 """The context where a configuration tells of no largest position."""
 
+MOST_TOKENS = 4096
+"""For a text whose caller does not say how long it gets: so large its cache is made at once."""
+
 GENAI_PROVIDERS: Mapping[str, str] = {"CUDAExecutionProvider": "cuda"}
 """What ONNX Runtime GenAI calls the providers of ONNX Runtime; the CPU's has no name."""
 
@@ -38,7 +45,9 @@ SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 """The settings of a `generation_config.json` that ONNX Runtime GenAI has too."""
 
 
-def write_generation(job: ExportJob, graph: str, directory: Path) -> tuple[str, ...]:
+def write_generation(
+    job: ExportJob, file: str, graph: ir.Model, directory: Path
+) -> tuple[str, ...]:
     """Writes the files that text is generated with, where a job's graphs can generate any.
 
     Returns notes on what keeps these graphs from it.
@@ -65,7 +74,7 @@ def write_generation(job: ExportJob, graph: str, directory: Path) -> tuple[str, 
             "no text can be generated: ONNX Runtime GenAI takes no cache whose keys and values "
             "are of different sizes",
         )
-    _write(genai_config(job, graph, model), directory / GENAI_FILE)
+    _write(genai_config(job, file, model, in_place=appends_in_place(graph)), directory / GENAI_FILE)
     problem = tokenizer_problem(folder, vocabulary)
     return () if problem is None else (f"no text can be generated: {problem}",)
 
@@ -84,8 +93,11 @@ def _cache(job: ExportJob, part: str) -> list[tuple[int, int]]:
     return [(each.shape[1], each.shape[3]) for each in ports if each.name.endswith(part)]  # type: ignore[misc]
 
 
-def genai_config(job: ExportJob, graph: str, model: Any) -> dict[str, Any]:
-    """Returns the content of `genai_config.json` for a graph of a model of `transformers`."""
+def genai_config(job: ExportJob, file: str, model: Any, *, in_place: bool) -> dict[str, Any]:
+    """Returns the content of `genai_config.json` for a graph of a model of `transformers`.
+
+    `in_place`: the graph appends to the cache where it is.
+    """
     text, asked = model.config.get_text_config(), model.generation_config
     keys = _cache(job, "key")
     heads, width = keys[0]
@@ -106,7 +118,7 @@ def genai_config(job: ExportJob, graph: str, model: Any) -> dict[str, Any]:
             "vocab_size": vocabulary,
             "context_length": context,
             "decoder": {
-                "filename": graph,
+                "filename": file,
                 "session_options": {
                     "provider_options": [] if provider is None else [{provider: {}}]
                 },
@@ -130,8 +142,8 @@ def genai_config(job: ExportJob, graph: str, model: Any) -> dict[str, Any]:
         "search": {
             "do_sample": False,
             **_known(search),
-            "max_length": context,
-            "past_present_share_buffer": False,
+            "max_length": min(context, MOST_TOKENS),
+            "past_present_share_buffer": in_place,
         },
     }
 

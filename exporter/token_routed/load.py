@@ -19,6 +19,7 @@ from ...common.files import Reading, Watched, release
 from ...common.json_data import object_in
 from ...errors import CheckpointError, FamilyError, MissingExtraError, UsageError, install
 from ...graphs.layers.base import sharing_weights
+from ...graphs.names import PAST
 from ..checkpoints.files import find_files
 from ..checkpoints.floats import upcast
 from ..model import Model, Source, TensorSpec
@@ -26,7 +27,6 @@ from .budget import CONFIG_FILE, SAME, WeightSizes
 from .experts import canonical, check_layer, experts_modules
 from .network import (
     DECODED,
-    PAST,
     TOKENS,
     TransformersNetwork,
     cache_shapes,

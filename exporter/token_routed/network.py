@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...graphs.names import PAST, PRESENT
 from ..model import TensorSpec
-
-PAST, PRESENT = "past_key_values", "present"
 
 TOKENS = ("batch", "tokens")
 

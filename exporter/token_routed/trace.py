@@ -13,8 +13,9 @@ import torch
 
 from ...common.pytorch import graph_of
 from ...errors import MissingExtraError, TraceError, install
+from ...graphs.names import PAST, PRESENT
 from ..model import TensorSpec
-from .network import ENCODED, ENCODED_MASK, PAST, PRESENT, TransformersNetwork
+from .network import ENCODED, ENCODED_MASK, TransformersNetwork
 
 _SYMBOL = re.compile(r"[a-z]\d+")
 

@@ -24,6 +24,10 @@ MUCH_SLOWER = 1.5
 them, it is said what to do."""
 
 
+DECODE_FIRST = ("int8", "int4")
+"""What a language model is made smaller in to decode faster: each token reads the weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoweringChoice:
     """The lowering chosen for a layer, and the reason in one sentence."""
@@ -60,14 +64,17 @@ def _serves(lowering: AnyLowering, work: AnyWork, target: Target) -> bool:
     )
 
 
-def choose(work: AnyWork, target: Target, batches: Collection[int] = ()) -> LoweringChoice:
+def choose(
+    work: AnyWork, target: Target, batches: Collection[int] = (), *, decodes: bool = False
+) -> LoweringChoice:
     """Returns the exact lowering that is never much slower than the fastest, by prediction.
 
     What counts is the worst ratio to the fastest lowering over all `batches` and the work's own,
     and where that is the same for two, the time at the work's own. A layer that takes tokens as
     they come is judged at one token and at a prompt instead (`MoESpec.typical_tokens`), or at the
-    tokens of each batch where an input has a fixed number of them. Raises `LoweringError` when no
-    lowering serves the target.
+    tokens of each batch where an input has a fixed number of them. Where a language model
+    `decodes`, in integers, it is judged at one token alone: a text is so many steps of one token.
+    Raises `LoweringError` when no lowering serves the target.
     """
     by_token = bool(batches) and bool(work.spec.typical_tokens)
     if by_token:
@@ -81,7 +88,8 @@ def choose(work: AnyWork, target: Target, batches: Collection[int] = ()) -> Lowe
         works = [replace(work, batch=size) for size in sizes]
     own = sizes.index(work.choosers if by_token else work.batch)
     found = _Predictions.of(works, target)
-    ranked = found.ranked(range(len(sizes)), own)
+    first = decodes and by_token and not work.tokens_fixed and work.precision in DECODE_FIRST
+    ranked = found.ranked([0] if first else range(len(sizes)), 0 if first else own)
     best, others = ranked[0], ranked[1:]
     times, fastest = found.times, found.fastest
     reason = (
@@ -89,7 +97,9 @@ def choose(work: AnyWork, target: Target, batches: Collection[int] = ()) -> Lowe
         f"{_sizes(sizes, by_token=by_token)}"
     )
     ratio = found.worst(best, range(len(sizes)))
-    if len(sizes) > 1 and others:
+    if first and others:
+        reason += ", fastest at one token"
+    elif len(sizes) > 1 and others:
         reason += f", at most {ratio:.3g} times the fastest" if ratio > 1 else ", always fastest"
     if others:
         listed = (f"{each.name} {_milliseconds(times[each])}" for each in others)

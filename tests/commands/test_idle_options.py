@@ -118,6 +118,7 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "trust_engine": ((*RUN, "--trust-engine"),),
         "host_weights": ((*RUN, "--host-weights"),),
     },
+    "generate": {"system": (("generate", "bundle", "text", "--system", "Be brief."),)},
     "bench": {name: ((*BUNDLES, *words),) for name, words in READING.items()}
     | {name: ((*BUNDLES, *MEASURED[name]),) for name in ("lowering", "precision", "target")}
     | {name: ((*BENCH, *MEASURED[name]),) for name in ("pixels", "tokens")}
@@ -159,6 +160,9 @@ ACTING = {
     "build": {"bundle", "target", "graph", "batch", "tokens", "dry_run", *BUILDING},
     "verify": {"bundle", "atol", "rtol", "trust_engine"},
     "run": {"bundle", "input_file", "graph", "batch_size", "engine", "check"},
+    "generate": {"bundle", "prompt", "chat", "max_tokens", "temperature", "top_p", "top_k"}
+    | {"seed", "stop", "threads"},
+    "serve": {"bundle", "host", "port", "name", "max_tokens", "threads"},
     "bench": {
         "models",
         "threads",

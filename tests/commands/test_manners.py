@@ -31,6 +31,8 @@ COMMANDS = [
     "calibrate",
     "verify",
     "run",
+    "generate",
+    "serve",
     "triton",
     "bench",
     "specialise",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import moexport
@@ -10,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from moexport.common.onnx_runtime import ort
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.exporter.token_routed.architectures import (
     ARCHITECTURES,
@@ -19,10 +21,19 @@ from moexport.tests.exporter.token_routed.architectures import (
     save,
 )
 
+CPU = "CPUExecutionProvider"
+
 
 def ops_of(bundle: Bundle) -> Counter[str]:
-    graph = onnx.load(bundle.path / "model.onnx", load_external_data=False).graph
-    return Counter(node.op_type for node in graph.node)
+    """The ops of a graph, and those in its branches."""
+
+    def ops(graph: onnx.GraphProto) -> Iterator[str]:
+        for node in graph.node:
+            yield node.op_type
+            for attribute in node.attribute:
+                yield from ops(attribute.g)
+
+    return Counter(ops(onnx.load(bundle.path / "model.onnx", load_external_data=False).graph))
 
 
 @pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
@@ -39,12 +50,44 @@ def test_attention_and_norms_are_one_op_each_with_the_values_of_the_library(
 ) -> None:
     bundle = Bundle.open(exported / "out")
     ops = ops_of(bundle)
-    assert ops["Attention"] == 2 and ops["RotaryEmbedding"] == 4, ops
+    assert ops["Attention"] == ops["GroupQueryAttention"] == 2, ops
+    assert ops["RotaryEmbedding"] == 4, ops
     of_sums = ops["SkipSimplifiedLayerNormalization"]
     assert of_sums == 4 and not ops["Reciprocal"], ops  # all but the first norm are of a sum
     assert ops["RMSNormalization"] + of_sums >= 5, ops
     assert bundle.manifest.opset == 23
     check_steps(bundle, Library(ARCHITECTURES[bundle.manifest.source.family], exported / "model"))
+
+
+@pytest.mark.parametrize(("rows", "new"), [(1, 1), (2, 1), (1, 3)])
+def test_a_token_is_appended_where_the_cache_is(rows: int, new: int, exported: Path) -> None:
+    """In a buffer with room for more: what the graph is given and what it writes are one."""
+    session = ort.InferenceSession(exported / "out" / "model.onnx", providers=[CPU])
+    bundle = Bundle.open(exported / "out")
+    ids = np.arange(1, 1 + rows * (4 + new)).reshape(rows, -1)
+    mask = np.ones_like(ids)
+    mask[0, 1] = 0  # no padding of one side
+    whole = bundle.session().run({"input_ids": ids, "attention_mask": mask})
+    before = bundle.session().run({"input_ids": ids[:, :4], "attention_mask": mask[:, :4]})
+    binding = session.io_binding()
+    given = {"input_ids": ids[:, 4:], "attention_mask": mask}
+    positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)[:, 4:]
+    for name, array in {**given, "position_ids": positions}.items():
+        binding.bind_cpu_input(name, np.ascontiguousarray(array))
+    buffers = {}
+    for name, array in before.items():
+        if name != "logits":
+            buffer = np.zeros((rows, array.shape[1], 64, array.shape[3]), np.float32)
+            buffer[:, :, :4] = array
+            buffers[name] = ort.OrtValue.ortvalue_from_numpy(buffer)
+            binding.bind_ortvalue_input(name.replace("present", "past_key_values"), buffers[name])
+            binding.bind_ortvalue_output(name, buffers[name])
+    binding.bind_output("logits")
+    session.run_with_iobinding(binding)
+    check_values(binding.get_outputs()[-1].numpy(), whole["logits"][:, 4:])
+    for name, buffer in buffers.items():
+        check_values(buffer.numpy()[:, :, : 4 + new], whole[name])
+        assert not buffer.numpy()[:, :, 4 + new :].any()
 
 
 def test_an_opset_that_was_asked_for_is_the_graphs_opset(exported: Path, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import onnx_ir as ir
 import pytest
 from moexport.graphs.layers.experts import ExpertsSpec
 from moexport.graphs.lowerings import lowerings_of
+from moexport.graphs.lowerings.choice import able, choose
+from moexport.graphs.lowerings.cost import WorkOf, machine_for
 from moexport.graphs.precision.types import (
     EIGHT_BITS,
     EIGHT_BITS_UNSIGNED,
@@ -259,3 +261,19 @@ def test_choices_that_were_dropped_add_nothing(precision: Precision) -> None:
         y = run(made, x, index, weights)
         assert not y[dropped.all(axis=1)].any()
         assert error(y, expected) < bound, (name, target)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_what_decodes_is_chosen_by_one_token_and_says_what_a_prompt_takes(
+    precision: Precision,
+) -> None:
+    spec = ExpertsSpec("experts", experts=32, k=8, dim=1024, hidden=512, out=1024)
+    work = WorkOf(spec, 8, 1, 196, precision)
+    decoding = choose(work, "ort-cpu", (1, 64), decodes=True)
+    machine = machine_for("ort-cpu", precision)
+    token = replace(work, tokens=1)
+    times = {each: each.predict_us(token, machine) for each in able(token, "ort-cpu")}
+    assert decoding.lowering == min(times, key=lambda each: times[each])
+    assert "at 1 and 196 and 512 tokens, fastest at one token (others: " in decoding.reason
+    floats = replace(work, precision="fp32")
+    assert choose(floats, "ort-cpu", (1, 64), decodes=True) == choose(floats, "ort-cpu", (1, 64))
