@@ -294,7 +294,10 @@ def prepared(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Iterator[
     else:
         for each in absent:
             watcher.step(f"not measured: {each.engine}: {each.reason}")
-    threads = _threads(first, data, request, watcher)
+    sizes = request.batches
+    threads = threads_for(
+        [first], data, sizes, asked=asked.threads, work=asked.folder, progress=watcher
+    )
     # The same threads for every engine.
     request = replace(request, threads=threads.count)
     with candidates_of(listed, request, watcher, head.inputs) as candidates:
@@ -302,21 +305,25 @@ def prepared(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Iterator[
         yield Prepared(phased, data, request, selection.absent, threads)
 
 
-def _threads(model: Model, data: Labelled, request: BenchRequest, watcher: Progress) -> Threads:
-    """How many threads every engine gets: as told, as an unfinished run had, or as is fastest."""
-    if request.threads is not None:
-        return Threads(request.threads)
-    begun = unfinished(request.folder, "threads", of=model.source.path)
+def threads_for(
+    models: Sequence[Model],
+    data: Labelled,
+    batches: Sequence[int],
+    *,
+    asked: int | None = None,
+    work: Path | None = None,
+    progress: Progress | None = None,
+) -> Threads:
+    """Returns how many threads every engine gets.
+
+    As many as are asked for, else what an unfinished run in the folder `work` had, else those with
+    which the untouched models are fastest. Raises FeedError where one cannot run the data.
+    """
+    if asked is not None:
+        return Threads(asked)
+    begun = unfinished(work, "threads", of=models[0].source.path)
     if begun is not None:
         return msgspec.convert(begun, Threads, strict=False)
-    found = untouched_threads([model], data, request.batches)
-    if found.call_ms:
-        watcher.step(found.told)
-    return found
-
-
-def untouched_threads(models: Sequence[Model], data: Labelled, batches: Sequence[int]) -> Threads:
-    """Returns how many threads untouched models are fastest with; FeedError if one cannot run."""
     head = data.head(max(batches))
     if not len(head):
         return Threads(torch.get_num_threads())
@@ -326,7 +333,10 @@ def untouched_threads(models: Sequence[Model], data: Labelled, batches: Sequence
         for x in (head.batch(0, size) for size in batches):
             outputs_of(base, x, model.source.path)
             calls.append(base.bound(x))
-    return fastest_threads(*calls)
+    found = fastest_threads(*calls)
+    if found.call_ms and progress is not None:
+        progress.step(found.told)
+    return found
 
 
 def _analyses(

@@ -13,6 +13,7 @@ from ..bench.data import LabelledData
 from ..bench.demo.demo import TrainedNetwork
 from ..bench.engines import ONNXRUNTIME, PYTORCH_EAGER
 from ..bench.journal import FILE
+from ..bench.metrics import wilson
 from ..bench.plan import Candidate
 from ..bench.report.page import write_all
 from ..bench.results import Accuracy, Interval, Perplexity, Results, Row
@@ -169,7 +170,11 @@ def _judged(tuned: Tuned, quality: Quality, *, of_untouched: bool = False) -> di
     if tuned.metric.name == "accuracy":
         return {
             "accuracy": Accuracy(
-                score, kept, quality.inputs, retention_interval=Interval(low, high)
+                score,
+                kept,
+                quality.inputs,
+                top1_interval=wilson(round(score * quality.inputs), quality.inputs),
+                retention_interval=Interval(low, high),
             )
         }
     if tuned.metric.name == "perplexity":

@@ -11,11 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-import msgspec
-
 from ..bench.data import Labelled
-from ..bench.journal import unfinished
-from ..bench.run import untouched_threads
+from ..bench.run import threads_for
 from ..common.console import Progress, Silent
 from ..common.files import sha256
 from ..common.pytorch import Threads, with_threads
@@ -143,17 +140,10 @@ def search_and_export(
 def _threads(
     model: Model, data: Labelled, request: SearchOptions, work: Path | None, progress: Progress
 ) -> Threads:
-    """How many threads everything gets: as told, as an unfinished search had, or as is fastest."""
-    if request.threads is not None:
-        return Threads(request.threads)
-    begun = unfinished(work, "threads", of=model.source.path)
-    if begun is not None:
-        return msgspec.convert(begun, Threads, strict=False)
+    """How many threads everything gets; refuses what needs no data to be refused."""
     base_job(model, request)
-    found = untouched_threads([model], data, (request.batch.opt,))
-    if found.call_ms:
-        progress.step(found.told)
-    return found
+    sizes = (request.batch.opt,)
+    return threads_for([model], data, sizes, asked=request.threads, work=work, progress=progress)
 
 
 @contextmanager

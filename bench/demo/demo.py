@@ -29,7 +29,7 @@ from ..engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 from ..plan import Candidate
 from ..report.text import rows_table
 from ..request import BenchRequest
-from ..run import bench, in_phases, untouched_threads
+from ..run import bench, in_phases, threads_for
 from ..runners.candidates import from_bundle
 from ..runners.other_exporters import with_other_exporters
 from . import digits
@@ -134,7 +134,7 @@ def run_job(
         )
         report = directory / group.report
         loaded = [network.load() for network in group.networks]
-        threads = untouched_threads(loaded, group.data, group.batches)
+        threads = threads_for(loaded, group.data, group.batches)
         asked = replace(asked, threads=threads.count)
         with ExitStack() as stack:
             candidates = []

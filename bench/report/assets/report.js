@@ -837,7 +837,7 @@ function still() {
           element("tr", {}, element("th", { scope: "rowgroup", colSpan: heads.length, textContent: group })),
           ...lines.map(cells => element("tr", {}, ...cells.map((cell, i) => {
             const [text, kind] = Array.isArray(cell) ? cell : [cell, ""], heat = kind.match(/^heat-(\d)$/)?.[1];
-            const made = element("td", { textContent: text, className: `${heat ? "heat" : kind} ${i ? "" : "text"}` });
+            const made = element("td", { textContent: text, className: `${heat ? "heat" : kind} ${i ? "" : "text"} ${text.length > 60 ? "long" : ""}` });
             if (heat) made.style.setProperty("--heat", heat);
             return made;
           })))))))]),
