@@ -566,8 +566,7 @@ def tune(
     from .common.console import Silent
     from .common.writing import check_folder
     from .exporter.bundle.destination import check_destination
-    from .exporter.session import check_provider
-    from .graphs.targets import TARGETS
+    from .exporter.bundle.openvino import check_runs
     from .tune.budget import Clock
     from .tune.findings import write_findings
     from .tune.shards import evaluate_here, evaluating_on_ray
@@ -576,9 +575,8 @@ def tune(
     options, force, progress = request.search(), request.force, request.progress
     clock = Clock(options.seconds, started=started)
     check_destination(Path(destination), force=force)
-    provider = TARGETS[options.target].provider
-    if provider is not None and request.ray is None:  # nodes of a cluster look for their own
-        check_provider(provider)
+    if request.ray is None:  # nodes of a cluster look for their own
+        check_runs(options.target)
     place = None if request.report is None else Path(request.report)
     if place is not None:
         check_folder(place, "--report")

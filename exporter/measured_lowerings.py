@@ -18,7 +18,7 @@ import onnx_ir as ir
 import torch
 
 from ..common.console import Progress, Silent
-from ..common.environment import cpu_model
+from ..common.environment import cpu_model, versions
 from ..common.onnx_runtime import ort
 from ..common.timing import IndexedCall, Latency, Protocol, differs, measure
 from ..common.writing import scratch_folder
@@ -32,10 +32,11 @@ from ..graphs.lowerings.cost import AnyWork, machine_for
 from ..graphs.names import DOMAIN
 from ..graphs.targets import TARGETS, Target
 from .bundle.manifest import TimedLowering, TunedLayers, Tuning
+from .bundle.openvino import check_runs, opened, options_for
 from .bundle.weights import WeightsWriter, layer_bytes, write_layer
 from .job import ExportJob
 from .quantization.precision import PrecisionPlan
-from .session import CPU, Session, SessionOptions, check_provider
+from .session import OPENVINO, Session, SessionOptions
 from .tensorrt.backends import first_gpu
 
 PROTOCOL = Protocol(rounds=5, warmup=2, round_s=0.1, inputs=4)
@@ -116,15 +117,15 @@ def measure_lowerings(
     when the target's provider does not run here.
     """
     measuring = measuring or Measuring()
-    provider, threads = TARGETS[job.options.target].provider, torch.get_num_threads()
-    assert provider is not None, "graphs of this target run as engines (`ExportOptions`)"
-    check_provider(provider)
-    session = SessionOptions(provider=provider, threads=threads, spin_ms=measuring.spin_ms)
-    gpu = first_gpu() if provider != CPU else None
+    target, threads = job.options.target, torch.get_num_threads()
+    check_runs(target)
+    session = options_for(target, threads, measuring.spin_ms)
+    gpu = None if TARGETS[target].on_cpu else first_gpu()
+    name = session.runtime
     return Tuning(
         machine=cpu_model() if gpu is None else gpu.name,
-        provider=provider,
-        runtime=f"onnxruntime {ort.__version__}",
+        provider=session.provider if name != OPENVINO else session.device,
+        runtime=f"{name} {versions((name,)).get(name, ort.__version__)}",
         threads=threads,
         rounds=measuring.protocol.rounds,
         inputs="real tokens" if measuring.inputs else INPUTS,
@@ -330,7 +331,7 @@ def _timed(
     cases: dict[str, IndexedCall] = {}
     for name, path in paths.items():
         try:
-            session = Session(path, options)
+            session = opened(path, options)
         except MoexportError as error:
             left_out[name] = error.message
         else:

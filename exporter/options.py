@@ -22,13 +22,13 @@ from ..graphs.precision.types import (
     EIGHT_BITS,
     EIGHT_BITS_UNSIGNED,
     PRECISIONS,
-    QDQ,
     SEVEN_BITS,
     WeightQuantization,
 )
 from ..graphs.targets import (
     CPU_PROVIDER,
     ENGINES,
+    QDQ,
     TARGETS,
     FloatName,
     Method,

@@ -32,7 +32,7 @@ Engine = Literal["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
 Provider = Literal["cpu", "cuda", "tensorrt"]
 """Where ONNX Runtime runs a graph: the names of `exporter.session.PROVIDERS`."""
 
-ServingBackend = Literal["onnxruntime", "tensorrt", "python"]
+ServingBackend = Literal["onnxruntime", "openvino", "tensorrt", "python"]
 """Who runs a model in Triton: the names of `exporter.triton.repository`."""
 
 Device = Literal["cpu", "gpu"]
@@ -620,9 +620,9 @@ class TritonRequest(Request):
     )
     backend: ServingBackend | None = option(
         None,
-        "The Triton backend: onnxruntime, tensorrt (runs the engine) or python (moexport without "
-        "PyTorch).",
-        unset="tensorrt if the bundle has such an engine, else onnxruntime",
+        "The Triton backend: onnxruntime, openvino, tensorrt (runs the engine) or python (moexport "
+        "without PyTorch).",
+        unset="tensorrt if the bundle has such an engine, python for openvino, else onnxruntime",
         kind=ServingBackend,
     )
     device: Device | None = option(

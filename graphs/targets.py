@@ -34,6 +34,9 @@ DequantizeLinear around a float MatMul, which TensorRT turns into an integer one
 the same, where what meets the weights is an unsigned byte with a zero point, as in the first two,
 which OpenVINO turns into an integer product."""
 
+QDQ: tuple[QuantFormat, ...] = ("qdq", "qdq-unsigned")
+"""Forms that are QuantizeLinear and DequantizeLinear around a product of floats."""
+
 MachineKind = Literal["cpu", "openvino-cpu", "server-gpu", "rtx-gpu"]
 
 ON_CPU: tuple[MachineKind, ...] = ("cpu", "openvino-cpu")
@@ -172,6 +175,7 @@ _RECORDS = (
         device="CPU",
         branches=False,
         refused=_NO_FP8,
+        notes={"fp16": "OpenVINO computes FP16 in FP32 on most CPUs: half the file, no faster"},
     ),
     # TensorRT-RTX compiles no NonZero; TensorRT does, but its size has to come back to the CPU.
     TargetRecord(

@@ -12,7 +12,7 @@ from typing import Any
 from moexport.bench.results import Results, read, write
 from moexport.common.console import Console, Progress
 
-from . import cache, calibration, experts, granite, models, scale, startup, tune
+from . import cache, calibration, experts, granite, models, runtimes, scale, startup, tune
 from .layers import auto, fit, mumoe, soft_moe, tables
 from .measure import keep, kept
 
@@ -111,6 +111,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "auto": Benchmark(RESULTS / "auto-cpu.json", auto.measure, auto.table),
     "models": _rows("models", models.run, models.table),
+    "runtimes": _rows("runtimes", runtimes.run, runtimes.table),
     "mumoe": _rows("mumoe", mumoe.run, mumoe.table),
     "experts": _figures("experts", "experts-cpu.json", experts.measured, experts.table),
     "granite": _figures("granite", "granite-cpu.json", granite.measure, granite.table),

@@ -20,12 +20,12 @@ from ..common.console import Progress
 from ..common.timing import Latency, Protocol, measure
 from ..common.writing import scratch_folder
 from ..exporter.bundle.manifest import MAIN_GRAPH
+from ..exporter.bundle.openvino import opened, options_for
 from ..exporter.bundle.weights import WEIGHTS_FILE
 from ..exporter.job import ExportJob
 from ..exporter.plan import plan
-from ..exporter.session import Session, SessionOptions
+from ..exporter.session import Session
 from ..exporter.write import write_graphs
-from ..graphs.targets import TARGETS
 from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, Clock, protocol_for, spin_for
 from .holdout import batch_size, in_batches, rows_of
 from .quality import Metric, Quality
@@ -205,9 +205,7 @@ class Graphs:
         Where several run in turn, batch by batch, they take several times as long while threads of
         the others spin (`spin_ms`, as in `SessionOptions`).
         """
-        provider = TARGETS[self.base.options.target].provider
-        assert provider is not None, "tune is for graphs (`SearchOptions`)"
-        options = SessionOptions(provider=provider, threads=self.threads, spin_ms=spin_ms)
+        options = options_for(self.base.options.target, self.threads, spin_ms)
         with scratch_folder("tune") as folder:
             sessions = []
             for index, (point, lowerings) in enumerate(listed):
@@ -217,7 +215,7 @@ class Graphs:
                 traced = self.traces.of(job)
                 with self.clock.step(OPEN):
                     write_graphs(plan(job, traced, job.table), place)
-                    sessions.append(Session(place / MAIN_GRAPH, options))
+                    sessions.append(opened(place / MAIN_GRAPH, options))
             yield sessions
 
     def whole(self, batches: Iterable[InputsAndLabels]) -> Iterator[InputsAndLabels]:

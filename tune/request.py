@@ -65,7 +65,7 @@ class TuneRequest(ClusterRequest):
     )
     target: Target = option(
         "ort-cpu",
-        "The runtime of the graph: onnx, ort-cpu or ort-cuda.",
+        "The runtime of the graph: onnx, ort-cpu, ort-cuda or openvino.",
         heading="Search space",
         kind=Target,
     )

@@ -22,6 +22,7 @@ from ..common.cluster import Task, connected, kinds_of
 from ..common.console import Progress
 from ..common.writing import scratch_folder
 from ..exporter.bundle.manifest import MAIN_GRAPH
+from ..exporter.bundle.openvino import opened
 from ..exporter.inputs import Inputs
 from ..exporter.session import Session, SessionOptions
 from .quality import Metric, Tally
@@ -118,5 +119,5 @@ def evaluate_shard(
     with scratch_folder("tune") as folder:
         for name, content in files.items():
             content.tofile(Path(folder) / name)
-        session = Session(Path(folder) / MAIN_GRAPH, options)
+        session = opened(Path(folder) / MAIN_GRAPH, options)
         return [batch.tally(session) for batch in batches]

@@ -17,7 +17,7 @@ from ...common.environment import cpu_instructions, versions
 from ...errors import EngineError, MissingExtraError, UsageError, install
 from ...graphs.targets import TARGETS, Precision, Target, runtime_of
 from ..inputs import Inputs
-from ..session import OPENVINO, Session, SessionOptions, described
+from ..session import OPENVINO, Session, SessionOptions, check_provider, described
 from .manifest import GraphFacts, Manifest
 
 if TYPE_CHECKING:
@@ -150,6 +150,40 @@ def opened(path: Path | str, options: SessionOptions | None = None) -> Session:
     """Returns a graph, opened in the runtime that the options name."""
     kind = Session if options is None or options.runtime == "onnxruntime" else OpenVinoSession
     return kind(path, options)
+
+
+def options_for(
+    target: Target, threads: int | None = None, spin_ms: float | None = None
+) -> SessionOptions:
+    """Returns how a target's graphs run on this machine: in its own runtime."""
+    record = TARGETS[target]
+    if record.device is not None:
+        return SessionOptions(runtime=OPENVINO, threads=threads)
+    assert record.provider is not None, "graphs of this target run as engines"
+    return SessionOptions(provider=record.provider, threads=threads, spin_ms=spin_ms)
+
+
+def check_runs(target: Target) -> None:
+    """Raises `MissingExtraError`, `UsageError` or `EngineError` where its graphs do not run here.
+
+    Of engines another check tells.
+    """
+    record = TARGETS[target]
+    if record.device is not None:
+        check_device("cpu")
+    elif record.provider is not None:
+        check_provider(record.provider)
+
+
+def advice(target: str) -> str | None:
+    """Returns a line where OpenVINO is installed and predicted to be faster than a target."""
+    beside = target in ("onnx", "ort-cpu") and "avx512f" in cpu_instructions()
+    if not beside or importlib.util.find_spec("openvino") is None:
+        return None
+    return (
+        "OpenVINO is installed: on a CPU with AVX-512 it was measured 1.1 times as fast as ONNX "
+        "Runtime at batch 1 and 1.3 times at batch 16, in BF16 1.4 and 2.2 times: --target openvino"
+    )
 
 
 def check_graphs(manifest: Manifest, where: Path) -> None:

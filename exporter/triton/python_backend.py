@@ -17,7 +17,6 @@ from typing import Any
 import moexport
 import numpy as np
 from moexport.errors import FeedError, MoexportError
-from moexport.exporter.session import PROVIDERS, SessionOptions
 
 triton: Any = importlib.import_module("triton_python_backend_utils")  # Triton's own
 
@@ -30,9 +29,10 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         parameters = {key: each["string_value"] for key, each in config["parameters"].items()}
         threads = int(parameters["threads"]) if "threads" in parameters else None
-        options = SessionOptions(PROVIDERS[parameters["provider"]], threads=threads)
         place = Path(args["model_repository"]) / args["model_version"] / "bundle"
-        self._session = moexport.Bundle.open(place).session(options=options)
+        self._session = moexport.Bundle.open(place).session(
+            runtime=parameters["runtime"], provider=parameters["provider"], threads=threads
+        )
         self._k = int(parameters["k"]) if "k" in parameters else None
         self._inputs = [each["name"] for each in config["input"] if each["name"] != "k"]
         self._outputs = [each["name"] for each in config["output"]]

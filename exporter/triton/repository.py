@@ -26,12 +26,14 @@ from ...common.writing import (
 )
 from ...errors import EngineError, OutputError, UsageError
 from ...graphs.names import K_INPUT, SELECTED
-from ...graphs.targets import TARGETS, Target
+from ...graphs.targets import QDQ, TARGETS, Target, runtime_of
 from ..bundle.bundle import Bundle
 from ..bundle.manifest import MAIN_GRAPH, MANIFEST_FILE, TensorSpec, external_files
+from ..bundle.openvino import check_graphs
 from ..inputs import DEFAULT_BATCH, AxisRange, parse_range
 from ..parity import PARITY_FILE, Reference
 from ..requests import Device, ServingBackend, TritonRequest
+from ..session import OPENVINO
 from ..tensorrt.records import EngineRecord, engines_of
 from ..tensorrt.trust import find_plan
 from . import config
@@ -82,13 +84,15 @@ class _BackendForm:
     """A bundle as one backend takes it.
 
     `optional` says that inputs with a default may be left out, and `k` what the input k is beside
-    its type. `instance` is said of the instances, `parameters` to the backend.
+    its type. `file` is the model's, where that is not the backend's usual name. `instance` is said
+    of the instances, `parameters` to the backend.
     """
 
     max_batch: int
     files: Mapping[str, Path | bytes]
     outputs: Sequence[TensorSpec]
     k: Mapping[str, Any] = field(default_factory=dict)
+    file: str | None = None
     optional: bool = False
     parameters: Mapping[str, str] = field(default_factory=dict)
     instance: Mapping[str, Any] = field(default_factory=dict)
@@ -206,6 +210,7 @@ def _served(bundle: Bundle, name: str, options: TritonRequest) -> ServedModel:
             "name": name,
             "backend": backend,
             "max_batch_size": form.max_batch,
+            **({} if form.file is None else {"default_model_filename": form.file}),
             "input": inputs,
             "output": [config.port(each, batched=batched) for each in form.outputs],
         },
@@ -217,8 +222,12 @@ def _served(bundle: Bundle, name: str, options: TritonRequest) -> ServedModel:
 
 
 def _backend(bundle: Bundle, options: TritonRequest) -> ServingBackend:
-    has_engine = any(each.flavour == "tensorrt" for each in engines_of(bundle.manifest))
-    return options.backend or ("tensorrt" if has_engine else "onnxruntime")
+    if options.backend is not None:
+        return options.backend
+    if any(each.flavour == "tensorrt" for each in engines_of(bundle.manifest)):
+        return "tensorrt"
+    # Triton's OpenVINO backend cannot be told to keep FP32, in which experts are chosen.
+    return "python" if runtime_of(bundle.manifest.target) == OPENVINO else "onnxruntime"
 
 
 def _device(bundle: Bundle, options: TritonRequest) -> Device:
@@ -245,6 +254,8 @@ def _form(bundle: Bundle, options: TritonRequest) -> _BackendForm:
             return _tensorrt(bundle, options)
         case "python":
             return _python(bundle, options)
+        case "openvino":
+            return _openvino(bundle, options)
         case _:
             return _onnxruntime(bundle, options)
 
@@ -276,10 +287,10 @@ def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _BackendForm:
 
     manifest, takes_k = bundle.manifest, bundle.manifest.k == "input"
     target = TARGETS[cast(Target, manifest.target)]
-    if target.integers == "qdq" and manifest.precision in ("int8", "fp8"):
+    if target.integers in QDQ and manifest.precision in ("int8", "fp8"):
         raise UsageError(
-            f"--backend onnxruntime: {bundle.path} is quantized for TensorRT, and ONNX Runtime "
-            "fuses that to wrong products",
+            f"--backend onnxruntime: {bundle.path} is quantized for {manifest.target}, and ONNX "
+            "Runtime fuses that to wrong products",
             hint="export with --target ort-cpu, or use --backend python, which runs it unfused",
         )
     if manifest.precision == "bf16" and _device(bundle, options) == "cpu":
@@ -314,6 +325,35 @@ def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _BackendForm:
         k={"optional": True},
         parameters={} if threads is None else {"intra_op_thread_count": str(threads)},
         notes=tuple(notes),
+    )
+
+
+def _openvino(bundle: Bundle, options: TritonRequest) -> _BackendForm:
+    import onnx
+
+    check_graphs(bundle.manifest, bundle.path)
+    if bundle.manifest.k == "input":
+        raise UsageError(
+            f"--backend openvino: k is an input of {bundle.path}, and that backend knows no inputs "
+            "without a batch axis",
+            hint="use --backend python, or export with a fixed --k",
+        )
+    file = bundle.graph_file()
+    weights = external_files(onnx.load(file, load_external_data=False))
+    threads = options.threads
+    parameters = {"PERFORMANCE_HINT": "LATENCY"}
+    return _BackendForm(
+        max_batch=_most(bundle),
+        files={MAIN_GRAPH: file, **{name: bundle.path / name for name in sorted(weights)}},
+        outputs=bundle.manifest.outputs,
+        file=MAIN_GRAPH,
+        parameters=parameters
+        if threads is None
+        else parameters | {"INFERENCE_NUM_THREADS": str(threads)},
+        notes=(
+            f"{bundle.path.name}: Triton's OpenVINO backend computes FP32 in BF16 on CPUs with "
+            "instructions for it, the choice of experts too; --backend python keeps FP32",
+        ),
     )
 
 
@@ -369,6 +409,7 @@ def _python(bundle: Bundle, options: TritonRequest) -> _BackendForm:
         file = bundle.graph_file(graph.file)
         names |= {graph.file, *external_files(onnx.load(file, load_external_data=False))}
     parameters = {"provider": "cuda" if _device(bundle, options) == "gpu" else "cpu"}
+    parameters |= {"runtime": runtime_of(manifest.target)}
     parameters |= {} if options.threads is None else {"threads": str(options.threads)}
     parameters |= {"k": str(_k(bundle, options))} if manifest.k == "input" else {}
     return _BackendForm(

@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 import onnx_ir as ir
 
-from ..targets import FloatName, Precision, QuantFormat
+from ..targets import QDQ, FloatName, Precision, QuantFormat
 
 UINT8_LEVELS = 255
 """The largest number of an unsigned byte: the steps of an affine scale."""
@@ -106,10 +106,6 @@ EIGHT_BITS = WeightQuantization(127, 0)
 
 EIGHT_BIT_FLOATS = WeightQuantization(448, 0, floats=True)
 """E4M3, four bits of exponent and three of mantissa, whose largest number is 448."""
-
-
-QDQ: tuple[QuantFormat, ...] = ("qdq", "qdq-unsigned")
-"""Forms that are QuantizeLinear and DequantizeLinear around a product of floats."""
 
 
 @dataclass(frozen=True, slots=True)

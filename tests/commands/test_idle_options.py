@@ -115,6 +115,8 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "k": ((*RUN, "--k", "2"),),
         "threads": ((*RUN, "--engine", "tensorrt-rtx", "--threads", "2"),),
         "provider": ((*RUN, "--engine", "tensorrt-rtx", "--provider", "cuda"),),
+        "device": ((*RUN, "--engine", "onnxruntime", "--device", "gpu"),),
+        "cache": ((*RUN, "--runtime", "onnxruntime", "--cache", "cache"),),
         "trust_engine": ((*RUN, "--trust-engine"),),
         "host_weights": ((*RUN, "--host-weights"),),
     },
@@ -236,7 +238,7 @@ def test_an_option_that_would_do_nothing_is_refused(
     assert outcome.out == ""
     said = {"sets": "--set", "profiles": "--profile", "memory": "--no-memory"}
     said |= {"compute_capabilities": "--compute-capability"}
-    said |= {"engine": "engines?", "cache": "engines", "k": "k"}
+    said |= {"engine": "engines?", "cache": "(engines|--cache)", "k": "k"}
     wanted = said.get(name, f"--{name.replace('_', '-')}")
     assert re.search(rf"{wanted}(?![\w-])", outcome.error)
     assert outcome.hint

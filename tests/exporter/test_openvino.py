@@ -6,8 +6,10 @@ Each is exported with its parity check, which runs in OpenVINO, and opened there
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import moexport
 import numpy as np
@@ -18,7 +20,8 @@ from moexport.errors import LoweringError, MissingExtraError, UsageError
 from moexport.exporter.bundle import openvino
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.openvino import OpenVinoSession
-from moexport.graphs.targets import TARGETS, Precision
+from moexport.graphs.targets import Precision
+from moexport.tests.command import run
 from moexport.tests.exporter.test_routed_precisions import exported as routed
 from moexport.tests.recorded import read_case
 
@@ -36,8 +39,8 @@ def computes(precision: str) -> bool:
 def exported(name: str, place: Path, **options: object) -> Bundle:
     case = read_case(name)
     model = moexport.load(case.weights, family=case.family, config=case.config)
-    options = {"k": "n/4", **options}
-    return moexport.export(model, place, target="openvino", data=case.x, **options)  # type: ignore[arg-type]
+    options = {"k": "n/4", "data": case.x, **options}
+    return moexport.export(model, place, target="openvino", **options)  # type: ignore[arg-type]
 
 
 def opened(bundle: Bundle, lowering: str | None = None) -> OpenVinoSession:
@@ -194,8 +197,101 @@ def test_a_device_that_is_not_there_is_told(device: str, tmp_path: Path) -> None
 
 def test_a_bundle_for_another_runtime_is_refused(tmp_path: Path) -> None:
     case = read_case("soft_moe_vit")
+    np.savez(tmp_path / "x.npz", input=case.x)
     model = moexport.load(case.weights, config=case.config)
     bundle = moexport.export(model, tmp_path / "out", k=2, target="ort-cpu", verify=False)
     with pytest.raises(UsageError, match="was exported for ort-cpu, whose graphs are not OpenVINO"):
         bundle.session(runtime="openvino")
-    assert replace(TARGETS["openvino"]).runtime == "openvino"
+    with pytest.raises(UsageError, match="exported for ort-cpu"):
+        moexport.run(tmp_path / "out", tmp_path / "x.npz", tmp_path / "y.npz", engine="openvino")
+    assert not (tmp_path / "y.npz").exists()
+
+
+def test_run_takes_a_runtime_and_keeps_what_it_compiled(tmp_path: Path) -> None:
+    bundle = exported("soft_moe_vit", tmp_path / "out")
+    x = read_case("soft_moe_vit").x
+    np.savez(tmp_path / "x.npz", input=x)
+    files = ("run", tmp_path / "out", "-i", tmp_path / "x.npz", "-o")
+    cache = tmp_path / "cache"
+    for place, options in {
+        "own": ("--cache", cache),
+        "again": ("--cache", cache, "--threads", "1"),
+        "named": ("--runtime", "openvino"),
+        "other": ("--runtime", "onnxruntime"),
+    }.items():
+        outcome = run(*map(str, (*files, tmp_path / f"{place}.npz", *options)))
+        assert outcome.code == 0, outcome.err
+    assert any(cache.iterdir())
+    wanted = bundle.session(threads=1)(x)
+    for place in ("own", "again", "named", "other"):
+        with np.load(tmp_path / f"{place}.npz") as found:
+            np.testing.assert_allclose(found["output"], wanted, atol=2e-6)
+
+
+def test_calls_from_several_threads_run_side_by_side(tmp_path: Path) -> None:
+    bundle = exported("soft_moe_vit", tmp_path / "out")
+    x = read_case("soft_moe_vit").x
+    session = bundle.session(threads=2, streams=2)
+    wanted = session(x)
+    with ThreadPoolExecutor(4) as threads:
+        for y in threads.map(session, [x] * 16):
+            np.testing.assert_array_equal(y, wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"runtime": "openvino", "streams": 0}, "streams=0: not a number of calls"),
+        ({"runtime": "onnxruntime", "streams": 2}, "streams=2: it is OpenVINO's"),
+        ({"runtime": "tvm"}, "runtime='tvm': unknown runtime"),
+    ],
+)
+def test_what_a_session_cannot_be_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    bundle = exported("mumoe_tr_block_ln", tmp_path / "out", verify=False, data=None)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        bundle.session(**options)
+
+
+def test_the_bundles_page_has_the_lines_that_run_it(tmp_path: Path) -> None:
+    bundle = exported("soft_moe_vit", tmp_path / "out", precision="int8")
+    page = (bundle.path / "README.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(program.replace('"model.onnx"', repr(str(bundle.path / "model.onnx"))), names)
+    x = np.zeros((1, *read_case("soft_moe_vit").x.shape[1:]), np.float32)
+    session = bundle.session(bundle.graph().file, threads=1)
+    np.testing.assert_allclose(names["y"], session(x), atol=1e-6)
+    assert "OpenVINO computed its matrix products in f32, u8 here" in page
+
+
+def test_doctor_says_what_the_instructions_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = (e for e in moexport.doctor().abilities if e.name == "run in OpenVINO")
+    assert openvino.instructions() in line.detail
+    for flags, said in {
+        frozenset({"avx512_bf16", "avx512_vnni"}): "AVX-512 BF16: bf16 is faster than fp32; "
+        "AVX-512 VNNI: int8 is fastest",
+        frozenset({"amx_bf16", "amx_int8"}): "AMX: bf16 is faster than fp32; AMX: int8 is fastest",
+        frozenset({"avx2"}): "no BF16 instructions: bf16 is no faster; no VNNI: int8 gains little",
+    }.items():
+        monkeypatch.setattr(openvino, "cpu_instructions", lambda flags=flags: flags)
+        assert openvino.instructions() == said
+
+
+def test_an_export_for_another_runtime_says_that_openvino_is_faster_where_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openvino, "cpu_instructions", lambda: frozenset({"avx512f"}))
+    assert "--target openvino" in str(openvino.advice("onnx"))
+    assert openvino.advice("openvino") is None and openvino.advice("tensorrt") is None
+    monkeypatch.setattr(openvino, "cpu_instructions", lambda: frozenset({"avx2"}))
+    assert openvino.advice("onnx") is None
+
+
+def test_tune_measures_lowerings_in_openvino(tmp_path: Path) -> None:
+    bundle = exported("soft_moe_vit", tmp_path / "out", lowering="tune")
+    assert bundle.manifest.tuning is not None
+    assert bundle.manifest.tuning.runtime.startswith("openvino 20")
+    measured = bundle.manifest.tuning.measured[0]
+    assert {each.lowering for each in measured.candidates} == {"dense", "gather", "grouped"}

@@ -12,10 +12,13 @@ import numpy as np
 import onnx
 import pytest
 from google.protobuf import text_format
+from moexport.bench.engines import KINDS
 from moexport.common.files import sha256
 from moexport.common.onnx_runtime import ort
 from moexport.errors import EngineError, OutputError, UsageError
 from moexport.exporter.bundle.manifest import digest
+from moexport.exporter.bundle.openvino import OpenVinoSession
+from moexport.exporter.session import SessionOptions
 from moexport.tests.command import run
 from moexport.tests.exporter.tensorrt.engines import export, with_plan
 from moexport.tests.recorded import read_case
@@ -212,7 +215,7 @@ def test_a_graph_in_tensorrts_integers_is_not_given_to_onnx_runtime(tmp_path: Pa
     bundle = export("soft_moe_fkodom", tmp_path, *options)
     refused = run("triton", bundle, "-o", tmp_path / "models")
     assert refused.code == 2
-    assert "is quantized for TensorRT" in refused.error
+    assert "is quantized for tensorrt" in refused.error
     assert "--backend python" in refused.hint
 
 
@@ -262,3 +265,28 @@ def test_an_engine_without_its_weights_is_refused(
     with_plan(bundle, profiles=[{"input": SIZES}], **more)
     with pytest.raises(EngineError, match=f"built with {option}"):
         moexport.triton(bundle, tmp_path / "models")
+
+
+@pytest.mark.skipif(
+    KINDS["openvino"].missing() is not None, reason=str(KINDS["openvino"].missing())
+)
+def test_a_bundle_for_openvino_is_served_by_moexport_or_by_tritons_openvino(
+    client: Any, tmp_path: Path
+) -> None:
+    case = read_case("soft_moe_vit")
+    model = moexport.load(case.weights, config=case.config)
+    bundle = moexport.export(model, tmp_path / "out", k=2, target="openvino", lowering="dense")
+    (usual,) = moexport.triton(bundle, tmp_path / "models", name="usual")
+    told = configuration(client, tmp_path / "models" / "usual")
+    assert (told.backend, told.parameters["runtime"].string_value) == ("python", "openvino")
+    (own,) = moexport.triton(bundle, tmp_path / "models", name="own", backend="openvino", threads=3)
+    told = configuration(client, tmp_path / "models" / "own")
+    assert (told.backend, told.default_model_filename) == ("openvino", "model.onnx")
+    assert told.parameters["INFERENCE_NUM_THREADS"].string_value == "3"
+    assert "the choice of experts too" in own.notes[0] and not usual.notes
+    served = tmp_path / "models" / "own" / "1" / "model.onnx"
+    y = OpenVinoSession(served, SessionOptions(runtime="openvino", threads=1))(case.x)
+    np.testing.assert_allclose(y, bundle.session(threads=1)(case.x), atol=1e-6)
+    every = moexport.export(model, tmp_path / "every", k="input", target="openvino", verify=False)
+    with pytest.raises(UsageError, match="no inputs without a batch axis"):
+        moexport.triton(every, tmp_path / "models", name="k", backend="openvino")
