@@ -1,0 +1,1 @@
+"""Checkpoints of training codes in JAX: of google-research/vmoe, and of Orbax."""
