@@ -18,9 +18,9 @@ def taking(seconds: Callable[[int], float]) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("seconds", "count"),
     [
-        (lambda threads: 2e-3 * threads, 1),
-        (lambda threads: 2e-3 if threads == 2 else 6e-3, 2),
-        (lambda threads: 24e-3 / threads, 6),
+        (lambda threads: 20e-3 * threads, 1),
+        (lambda threads: 10e-3 if threads == 2 else 60e-3, 2),
+        (lambda threads: 20e-3 if threads == 6 else 60e-3, 6),
     ],
     ids=["small", "medium", "large"],
 )
@@ -35,8 +35,8 @@ def test_the_number_is_that_with_which_calls_are_fastest(
 
 
 def test_of_several_sizes_each_counts_as_much() -> None:
-    small = taking(lambda threads: 1e-3 * threads**2)
-    large = taking(lambda threads: 20e-3 / threads)
+    small = taking(lambda threads: 5e-3 * threads**2)
+    large = taking(lambda threads: 100e-3 / threads)
     with with_threads(4):
         assert fastest_threads(large).count == 4
         assert fastest_threads(small, large).count == 1
