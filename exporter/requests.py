@@ -490,7 +490,7 @@ class RunRequest(Request):
     device: OpenVinoDevice = option("cpu", "OpenVINO's device.", kind=OpenVinoDevice)
     cache: AnyPath | None = option(
         None,
-        "A folder in which OpenVINO keeps what it compiled: the next start is faster.",
+        "A folder in which OpenVINO keeps what it compiled, for the next start.",
         unset="none",
         kind=Path,
         metavar="FOLDER",

@@ -66,7 +66,7 @@ class SessionOptions:
 
     `runtime` says who runs it. OpenVINO runs it on `device`, computes in the types of the graph,
     and takes `threads`, `observe`, `streams` (how many calls at a time share the threads) and
-    `cache`, a folder for what it compiled, which makes a second start faster.
+    `cache`, a folder for what it compiled, from which it starts again.
     """
 
     provider: str = CPU

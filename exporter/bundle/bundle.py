@@ -80,8 +80,8 @@ class Bundle:
             device: OpenVINO's device, `cpu`, `gpu` or `npu`. Default: cpu.
             threads: The number of threads. Default: the runtime's choice.
             streams: How many calls, from as many threads, OpenVINO runs side by side. Default: 1.
-            cache: A folder in which OpenVINO keeps what it compiled: the next start is faster.
-                Default: none.
+            cache: A folder in which OpenVINO keeps what it compiled, for the next start. Default:
+                none.
             spin_ms: How long threads spin after a call, waiting for the next one. Default: the
                 runtime's choice, some 35 ms; with 0 they rest, and leave the cores to others.
             prepack: Keep a re-ordered copy of each weight: faster, in as much memory again.

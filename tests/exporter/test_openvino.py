@@ -15,6 +15,7 @@ import moexport
 import numpy as np
 import onnx
 import pytest
+import torch
 from moexport.bench.engines import KINDS
 from moexport.errors import LoweringError, MissingExtraError, UsageError
 from moexport.exporter.bundle import openvino
@@ -295,3 +296,18 @@ def test_tune_measures_lowerings_in_openvino(tmp_path: Path) -> None:
     assert bundle.manifest.tuning.runtime.startswith("openvino 20")
     measured = bundle.manifest.tuning.measured[0]
     assert {each.lowering for each in measured.candidates} == {"dense", "gather", "grouped"}
+
+
+def test_what_was_compiled_of_other_weights_is_not_taken(tmp_path: Path) -> None:
+    case = read_case("soft_moe_vit")
+    state = torch.load(case.weights)
+    torch.save({n: t * 1.5 if "experts" in n else t for n, t in state.items()}, tmp_path / "w.pt")
+    found = []
+    for weights in (case.weights, tmp_path / "w.pt"):
+        model = moexport.load(weights, family=case.family, config=case.config)
+        place = tmp_path / "out"
+        bundle = moexport.export(model, place, target="openvino", verify=False, force=True)
+        y = bundle.session(threads=1, cache=tmp_path / "cache")(case.x)
+        np.testing.assert_allclose(y, bundle.session(threads=1)(case.x), atol=1e-6)
+        found.append(y)
+    assert np.abs(found[0] - found[1]).max() > 1e-3
