@@ -30,7 +30,7 @@ from ...common.documents import read_document
 from ...common.files import Watched, allowed_bytes
 from ...common.locations import beside, local, url_of
 from ...errors import CheckpointError, FeedError
-from .jax import orbax_files, vmoe_files
+from .from_jax import orbax_files, vmoe_files
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*PICKLED, ".safetensors", ".npz")
