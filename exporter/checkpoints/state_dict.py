@@ -34,9 +34,9 @@ WRAPPERS = ("model", "state_dict", "module", "model_ema", "state_dict_ema")
 
 AVERAGES = ("model_ema", "state_dict_ema")
 
-PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
-"""What DataParallel and torch.compile put before every key, and the attributes in which a
-LightningModule keeps its network."""
+PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "params.", "opt.target.")
+"""What DataParallel and torch.compile put before every key, the attributes in which a
+LightningModule keeps its network, and where training codes in JAX keep the parameters."""
 
 TRAINING = re.compile(
     r"(criterion|loss(_\w+)?|\w+_loss|(\w+_)?metrics?|(\w+_)?acc(uracy)?|(train|val|valid|test)_\w+)\."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +141,46 @@ def test_the_index_alone_says_what_a_checkpoint_is(tmp_path: Path) -> None:
     assert list(model.layers) == ["blocks.1.mlp", "blocks.2.mlp", "blocks.3.mlp"]
     with pytest.raises(CheckpointError, match=r"2 of 2 shards are missing: ckpt_3.data-00000-of"):
         read_checkpoint(Path(index))
+
+
+@pytest.mark.parametrize("prefix", ["", "params/", "opt/target/"])
+def test_a_flat_dict_of_the_same_arrays_is_the_same_model(tmp_path: Path, prefix: str) -> None:
+    found = read(index_of(SOFT.name))
+    arrays = {prefix + key.replace(".", "/"): each for key, each in found.items()}
+    np.savez(tmp_path / "flat.npz", allow_pickle=False, **arrays)
+    config = json.loads((SOFT / "meta.json").read_text())["config"]
+    flat = load(tmp_path / "flat.npz", config=config)
+    whole = load(index_of(SOFT.name), config=config)
+    assert flat.family == whole.family == "soft-moe-vmoe-vit"
+    for key, tensor in whole.module.state_dict().items():
+        np.testing.assert_array_equal(flat.module.state_dict()[key].numpy(), tensor.numpy())
+
+
+LARGE = """
+import re, sys
+from pathlib import Path
+from moexport.exporter.checkpoints.state_dict import read_checkpoint
+
+def allocated():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+read_checkpoint(Path(sys.argv[1]))  # what libraries allocate once
+before = allocated()
+found = read_checkpoint(Path(sys.argv[2]))
+print(allocated() - before, len(found.mapped) - len(found.files))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
+def test_reading_two_hundred_megabytes_in_shards_allocates_a_few(tmp_path: Path) -> None:
+    large = {"a/kernel": np.ones((50, 1000, 1000), np.float32), "b": np.ones(7, np.float32)}
+    places = write(tmp_path / "small", ARRAYS), write(tmp_path / "large", large, shards=4, cut=rows)
+    command = [sys.executable, "-c", LARGE, *map(str, places)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    grown, temporary = map(int, done.stdout.split())
+    assert grown < 20 << 20
+    assert temporary == 1
 
 
 # --- what is refused ---------------------------------------------------------------------------
