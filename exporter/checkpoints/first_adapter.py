@@ -20,7 +20,7 @@ from .calls import LayerCall
 from .comparison import CLOSE, difference, numbers_of, result_of_code, surroundings
 from .descriptions import Description, SoftMoEDescription
 from .examples import INPUT_SHAPE
-from .expert_modules import is_map, is_norm, parts_of
+from .expert_forms import is_map, is_norm, parts_of
 from .own_forward import result_of
 
 INPUTS, TOKENS = 3, 7
