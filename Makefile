@@ -100,7 +100,7 @@ compat: $(VENV)/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check 'uv>=0.9'
 	failed=0; \
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m moexport.tests.compat $(COMPAT) || failed=1; \
-	$(BIN)/python docs/refresh.py performance; \
+	$(BIN)/python docs/refresh.py compat; \
 	exit $$failed
 
 # On a machine with an NVIDIA GPU: engines built, compared and timed, and the tests that need one, in

@@ -221,3 +221,8 @@ def graph_of(exported: Any) -> Any:
     with 5.23 as the oldest.
     """
     return exported.program if hasattr(exported, "program") else exported.model
+
+
+CACHES = ("past_key_values", "cache")
+"""What models of transformers call the cache that they return: `cache` from 5.24 on. The first can
+go with that as the oldest."""

@@ -1,8 +1,8 @@
 """Writes into the documents what was measured or exported: run from a checkout.
 
 python docs/refresh.py performance  every table and chart of perf/results: docs/performance.md,
-                                    token-routed.md, mumoe.md, calibration.md, tune.md and the
-                                    versions in install.md
+                                    token-routed.md, mumoe.md, calibration.md and tune.md
+python docs/refresh.py compat       the versions in docs/install.md, from `make compat`
 python docs/refresh.py demo DIR     the README's table and figure and the site's report, from
                                     `moexport demo -o DIR`
 python docs/refresh.py mumoe DIR    the table of docs/mumoe.md, from `moexport demo --family mumoe`
@@ -231,11 +231,16 @@ def refresh_pictures() -> None:
             top.save(picture, optimize=True)
 
 
+def refresh_tables(page: str) -> None:
+    """Puts the tables of kept results into a page."""
+    for name, content in MEASURED[page]().items():
+        replace_marked(ROOT / "docs" / page, name, content)
+
+
 def refresh_performance() -> None:
     """Puts what was measured into the pages, and draws the charts of docs/performance.md."""
-    for page, tables in MEASURED.items():
-        for name, content in tables().items():
-            replace_marked(ROOT / "docs" / page, name, content)
+    for page in MEASURED:
+        refresh_tables(page)
     performance_page.draw(RESULTS, ROOT / "docs" / "images")
 
 
@@ -353,6 +358,8 @@ if __name__ == "__main__":
             refresh_schema()
         case ["pictures"]:
             refresh_pictures()
+        case ["compat"]:
+            refresh_tables("install.md")
         case ["performance"]:
             refresh_performance()
         case _:

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ...common.pytorch import graph_of
+from ...common.pytorch import CACHES, graph_of
 from ...errors import MissingExtraError, TraceError, install
 from ...graphs.names import PAST, PRESENT
 from ..model import TensorSpec
@@ -198,9 +198,12 @@ def _of_cache(name: str, given: Mapping[str, Any]) -> str:
     if not name.startswith(f"{PRESENT}."):
         return name
     _, layer, part = name.split(".")
-    place = f"layers.{layer}.{part}s"
-    alone = f"{PAST}.{place}"
-    return alone if alone in given else f"{PAST}.self_attention_cache.{place}"
+    paths = [
+        f"{cache}{of}.layers.{layer}.{part}s"
+        for cache in CACHES
+        for of in ("", ".self_attention_cache")
+    ]
+    return next(path for path in paths if path in given)
 
 
 def _name_axes(graph: ir.Model, names: Mapping[str, str]) -> None:

@@ -177,6 +177,8 @@ def main() -> None:
     )
     parser.add_argument("--place", type=Path, help="the folder in which the environments stay")
     asked = parser.parse_args()
+    if "PIP_FIND_LINKS" in os.environ:  # where a machine has wheels of its own: a CPU's PyTorch
+        os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
     rows = [row for row in ROWS if row.key in (asked.rows or [row.key])]
     rows = [row for row in rows if row.pinned or not asked.small]
     results = {}

@@ -1,0 +1,104 @@
+"""Versions that were not run are said, not refused; what was run is what the kept rows hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import metadata
+from typing import Any
+
+import pytest
+from moexport.common.pytorch import CACHES, RUN, graph_of, older, outside_of_what_was_run
+from moexport.exporter.token_routed.trace import _of_cache
+from moexport.tests.command import run
+from moexport.tests.docs.documents import ROOT
+
+NEWER = "torch 2.99 is newer than what was run: 2.15"
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
+    """Puts versions in the place of those installed; None where a package is not installed."""
+    actual = metadata.version
+
+    def version(name: str) -> str:
+        if name not in versions:
+            return actual(name)
+        found = versions[name]
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("2.99.0+cu130", [NEWER]),
+        ("2.8.1", ["torch 2.8 is older than what was run: 2.9"]),
+        ("3.0.0a0", ["torch 3.0 is newer than what was run: 2.15"]),
+        ("2.9.1", []),
+        ("2.15.7", []),
+        (None, []),
+    ],
+)
+def test_a_version_that_was_not_run_is_said_in_a_line(
+    version: str | None, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, **(dict.fromkeys(RUN) | {"torch": version}))
+    assert outside_of_what_was_run() == said
+
+
+def test_doctor_and_every_other_command_say_it_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, torch="2.99.0")
+    assert NEWER in run("doctor").out.splitlines()
+    assert NEWER in json.loads(run("doctor", "--json").out)["outside"]
+    assert run("doctor").err == ""
+    weights = ROOT / "tests" / "data" / "mumoe_cp" / "weights.pt"
+    assert f"note: {NEWER}\n" in run("inspect", weights).err
+    assert NEWER not in run("inspect", weights, "--quiet").err
+    assert NEWER not in run("inspect", "--help").err
+
+
+def test_a_package_that_is_not_installed_is_not_older(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, onnxruntime=None, torch="2.9.1")
+    assert not older("onnxruntime", (1, 31))
+    assert older("torch", (2, 13)) and not older("torch", (2, 9))
+
+
+def test_the_ends_are_those_of_the_rows_that_were_run() -> None:
+    rows = json.loads((ROOT / "perf" / "results" / "compat.json").read_text(encoding="utf-8"))
+    run_with = [row["versions"] for row in rows if row["why"] is None]
+    for name, ends in RUN.items():
+        found = sorted(tuple(map(int, re.findall(r"\d+", v[name])[:2])) for v in run_with)
+        assert (found[0], found[-1]) == ends, name
+    assert not any(row["failed"] for row in rows)
+
+
+class Wrapped:
+    """What transformers 5.23 gives."""
+
+    def __init__(self, program: Any) -> None:
+        self.program = program
+
+
+class Plain:
+    """What 5.20 gives: PyTorch's own."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+
+def test_the_graph_is_found_in_what_either_exporter_gives() -> None:
+    graph = object()
+    assert graph_of(Wrapped(graph)) is graph
+    assert graph_of(Plain(graph)) is graph
+
+
+@pytest.mark.parametrize("of", ["", ".self_attention_cache"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_is_found_by_what_either_library_calls_it(cache: str, of: str) -> None:
+    path = f"{cache}{of}.layers.3.keys"
+    given = {path: None, f"{cache}.cross_attention_cache.layers.3.keys": None, "logits": None}
+    assert _of_cache("present.3.key", given) == path
+    assert _of_cache("logits", given) == "logits"
