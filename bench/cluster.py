@@ -26,7 +26,7 @@ from ..common.cluster import Cluster, NodeKind, Task, connected, kinds_of
 from ..common.console import Silent
 from ..common.environment import PACKAGES, versions
 from ..common.locations import state_of
-from ..common.pytorch import with_threads
+from ..common.threads import with_threads
 from ..common.timing import in_one_line
 from ..common.user_code import names_code
 from ..common.writing import held

@@ -18,6 +18,8 @@ SCHEMA = 1
 MOST_LOSING = 10
 DISTURBED = 0.1  # from this share of waiting for a core on, times are those of a shared machine
 
+COUNT_BITS = 1024  # of the number of subsets of experts, which a float holds
+
 TOKEN_ROUTED = "experts"
 """The kind of layers whose tokens are routed, as `ModelInfo` has it."""
 
@@ -322,9 +324,21 @@ def write(results: Results, path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Cpu:
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Environment:
     packages: dict[str, str | None] | None = None
     threads: int | None = None
+    cpu: _Cpu | None = None
+    gpu: tuple[_Gpu, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +374,7 @@ class _Header:
 def read(path: Path) -> Results:
     """Returns the results in a file. Raises ResultsError, naming the file and the field."""
     try:
-        body = read_document(path, "json", ResultsError)
+        body = read_document(path, "json", ResultsError, bits=COUNT_BITS)
     except OSError as error:
         raise ResultsError(f"{path}: cannot be read ({error.strerror})") from error
     return _results(body, str(path))
@@ -368,7 +382,7 @@ def read(path: Path) -> Results:
 
 def from_json(text: str, *, name: str = "results.json") -> Results:
     """Returns the results in a text; ResultsError names the field that is missing or wrong."""
-    return _results(document(text, "json", name, ResultsError), name)
+    return _results(document(text, "json", name, ResultsError, COUNT_BITS), name)
 
 
 def _results(body: Any, name: str) -> Results:

@@ -26,7 +26,7 @@ from ..common import timing
 from ..common.console import Progress, Silent
 from ..common.environment import environment, memory_bytes
 from ..common.files import sha256
-from ..common.pytorch import Threads, fastest_threads, with_threads
+from ..common.threads import Threads, fastest_threads, with_threads
 from ..common.writing import check_folder, held
 from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle

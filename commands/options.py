@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -86,6 +85,8 @@ def typed_command() -> str:
 
 def json_text(content: Any) -> str:
     """Plain data as indented JSON, as `--json` prints it."""
+    import json
+
     return json.dumps(content, indent=2, ensure_ascii=False)
 
 
@@ -272,7 +273,7 @@ def _say_version(asked: bool) -> None:
 def _say_outside() -> None:
     """Says which packages are older or newer than what was run: they may work all the same."""
     from ..common.console import Console
-    from ..common.pytorch import outside_of_what_was_run
+    from ..common.versions import outside_of_what_was_run
 
     for line in outside_of_what_was_run():
         Console().note(line)

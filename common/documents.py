@@ -37,7 +37,11 @@ _FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, RecursionError
 
 
 def read_document(
-    file: Path, kind: str, error: Callable[[str], MoexportError], most: int | None = None
+    file: Path,
+    kind: str,
+    error: Callable[[str], MoexportError],
+    most: int | None = None,
+    bits: int = 64,
 ) -> Any:
     """Returns what a file holds, as `document` does; OSError where it cannot be read.
 
@@ -52,13 +56,16 @@ def read_document(
         text = data.decode("utf-8")
     except UnicodeDecodeError as cause:
         raise error(f"{file}: cannot be read: not text in UTF-8 ({cause})") from cause
-    return document(text, kind, file, error)
+    return document(text, kind, file, error, bits)
 
 
-def document(text: str, kind: str, name: object, error: Callable[[str], MoexportError]) -> Any:
+def document(
+    text: str, kind: str, name: object, error: Callable[[str], MoexportError], bits: int = 64
+) -> Any:
     """Returns what a text holds as plain data; `kind` is `json`, `toml` or `yaml`.
 
-    Raises `error` with a sentence that names the document and what is wrong with it.
+    Whole numbers have at most `bits`. Raises `error` with a sentence that names the document and
+    what is wrong with it.
     """
     try:
         match kind:
@@ -70,7 +77,7 @@ def document(text: str, kind: str, name: object, error: Callable[[str], Moexport
                 content = _toml(text)
             case _:
                 content = _yaml(text)
-        _check(content)
+        _check(content, bits)
     except _FAILURES as cause:
         said = " ".join(str(cause).split()) or type(cause).__name__
         raise error(f"{name}: not valid {kind.upper()}: {said[:300]}") from cause
@@ -120,7 +127,7 @@ def _check_levels(levels: int) -> None:
         raise ValueError(f"lists and mappings nest deeper than {MOST_LEVELS} levels")
 
 
-def _check(content: Any) -> None:
+def _check(content: Any, bits: int) -> None:
     """Raises ValueError for what nests too deep, or a whole number that nothing here can hold."""
     left = [(content, 0)]
     while left:
@@ -129,5 +136,5 @@ def _check(content: Any) -> None:
             _check_levels(levels + 1)
             inner = each.values() if isinstance(each, dict) else each
             left += [(value, levels + 1) for value in inner]
-        elif isinstance(each, int) and not -(2**63) <= each < 2**63:
-            raise ValueError("a whole number of more than 64 bits")
+        elif isinstance(each, int) and each.bit_length() >= bits:
+            raise ValueError(f"a whole number of more than {bits} bits")

@@ -63,7 +63,7 @@ class Diagnosis:
 def diagnose(required: Iterable[Requirement]) -> Diagnosis:
     """Returns what works here; looks at the installed packages and the hardware, builds nothing."""
     from ..common.environment import environment
-    from ..common.pytorch import outside_of_what_was_run
+    from ..common.versions import outside_of_what_was_run
     from .tensorrt.backends import first_gpu
 
     gpu = first_gpu()

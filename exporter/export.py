@@ -18,7 +18,7 @@ import onnx_ir as ir
 from ..calibration.shards import Fields
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
-from ..common.pytorch import Threads, fastest_threads, with_threads
+from ..common.threads import Threads, fastest_threads, with_threads
 from ..errors import EngineError, LoweringError, ParityError
 from ..graphs.layers.experts import ExpertsSpec
 from ..graphs.lower import Lowered

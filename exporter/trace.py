@@ -24,7 +24,7 @@ from onnxscript import opset20 as op
 from onnxscript.function_libs.torch_lib.ops import nn as torchlib
 from torch import Tensor, nn
 
-from ..common.pytorch import least_size, older_tracer
+from ..common.versions import least_size, older_tracer
 from ..errors import TraceError, tells_of_memory
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers
 from ..graphs.lower import simplify

@@ -15,7 +15,7 @@ from ..bench.data import Labelled
 from ..bench.run import threads_for
 from ..common.console import Progress, Silent
 from ..common.files import sha256
-from ..common.pytorch import Threads, with_threads
+from ..common.threads import Threads, with_threads
 from ..common.timing import Latency, Protocol
 from ..common.writing import (
     check_folder,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ...common.console import Progress
-from ...common.pytorch import with_threads
 from ...common.text import table
+from ...common.threads import with_threads
 from ...common.writing import check_folder, whole_file, write_text
 from ...errors import BundleError, MoexportError
 from ...exporter.bundle.bundle import Bundle

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common.console import Progress
-from ...common.pytorch import with_threads
+from ...common.threads import with_threads
 from ...common.writing import replace_folder, temporary_folder, write_text
 from ...exporter.token_routed.load import transformers_library
 from ..data import LabelledData

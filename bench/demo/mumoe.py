@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from ...calibration.feeds import Array
 from ...common.console import Progress
-from ...common.pytorch import with_threads
 from ...common.text import table
+from ...common.threads import with_threads
 from ...common.writing import whole_file
 from ...exporter.families.mumoe_gpt2 import GPT2, GPT2Block, GPT2Spec
 from ...exporter.families.mumoe_mixer import MixerSpec, MlpMixer, PreNormResidual

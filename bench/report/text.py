@@ -7,8 +7,8 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...common.pytorch import Threads
 from ...common.text import csv_cell, markdown, markdown_text, printable, table
+from ...common.threads import Threads
 from ...common.timing import Latency
 from ..analyses.findings import studies_in
 from ..analyses.report import text as studies_text

@@ -19,8 +19,8 @@ from moexport.bench.report.figures import COLOURS, drawn, log2_axis
 from moexport.bench.results import Results, write
 from moexport.common.console import Progress
 from moexport.common.environment import environment
-from moexport.common.pytorch import with_threads
 from moexport.common.text import table
+from moexport.common.threads import with_threads
 from moexport.common.writing import make_folder, whole_file
 from torch import Tensor, nn
 

@@ -27,8 +27,8 @@ from moexport.bench.runners.candidates import exported
 from moexport.bench.runners.pytorch import untouched, with_algorithm_1
 from moexport.common.console import Progress
 from moexport.common.environment import environment, memory_bytes
-from moexport.common.pytorch import with_threads
 from moexport.common.text import count, table
+from moexport.common.threads import with_threads
 from moexport.common.timing import MIN_ROUNDS, summarise
 from moexport.examples.studies.random_layers import (
     one_by_one,

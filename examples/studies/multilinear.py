@@ -28,8 +28,8 @@ from moexport.bench.runners.pytorch import PyTorch
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.environment import environment
-from moexport.common.pytorch import with_threads
 from moexport.common.text import count, table
+from moexport.common.threads import with_threads
 from moexport.examples.studies.random_layers import layer_model, random_mumoe, random_tokens
 from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec, activate
 from torch import Tensor, nn

@@ -277,6 +277,7 @@ class Manifest:
             for key in OPTIONAL:
                 if key in record and not record[key]:
                     del record[key]
+        _without_empty_counts(content)
         ordered = {"schema": content.pop("schema"), **content}
         ordered[DIGEST] = digest(ordered)
         return json.dumps(ordered, indent=2, ensure_ascii=False) + "\n"
@@ -360,6 +361,18 @@ def _content(directory: Path) -> Any:
         return read_document(path, "json", BundleError)
     except OSError as error:
         raise BundleError(f"{path}: cannot be read ({error})") from error
+
+
+def _without_empty_counts(content: Any) -> None:
+    """Removes the empty histograms of latencies: a bundle that was written before has none."""
+    if isinstance(content, dict):
+        if content.get("counts") == ():
+            del content["counts"]
+        for value in content.values():
+            _without_empty_counts(value)
+    elif isinstance(content, list | tuple):
+        for value in content:
+            _without_empty_counts(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ...common.pytorch import CACHES, graph_of
+from ...common.versions import CACHES, graph_of
 from ...errors import MissingExtraError, TraceError, install
 from ...graphs.names import PAST, PRESENT
 from ..model import TensorSpec

@@ -24,7 +24,7 @@ from ...common.writing import (
     replace_folder,
     temporary_folder,
 )
-from ...errors import EngineError, OutputError, UsageError
+from ...errors import BundleError, EngineError, OutputError, UsageError
 from ...graphs.names import K_INPUT, SELECTED
 from ...graphs.targets import QDQ, TARGETS, Target, runtime_of
 from ..bundle.bundle import Bundle
@@ -395,6 +395,8 @@ def _engine_outputs(bundle: Bundle, record: EngineRecord) -> Iterator[TensorSpec
     """The engine's outputs: those of its graph, and those that `--expose-routing` added."""
     known = {port.name: port for port in bundle.manifest.outputs}
     for name in record.settings.get("outputs", [*known]):
+        if not isinstance(name, str):
+            raise BundleError(f"{record.file}: the manifest's outputs of the engine are not names")
         sets = name.endswith(f"/{SELECTED}")
         shape = ("batch", "k") if sets else ("batch", "tokens", "experts")
         yield known.get(name) or TensorSpec(name, "int64" if sets else "float32", shape)

@@ -95,7 +95,12 @@ def test_each_engine_has_a_row_for_each_k_phase_and_batch_it_can_run(found: Resu
             ("pytorch-eager", "fp32", 2),  # untouched: grouped_mm is the library's own choice
             ("pytorch-grouped-mm", "fp32", 1),
             *(("pytorch-experts-eager", "fp32", k) for k in (2, 1)),
-            *(("onnxruntime", precision, k) for precision in ("fp32", "int8") for k in (2, 1)),
+            *(
+                (engine, precision, k)
+                for engine in ("onnxruntime", "openvino")
+                for precision in ("fp32", "int8")
+                for k in (2, 1)
+            ),
             ("transformers-onnx", "fp32", 2),
         }
         assert [row.k for row in here if row.is_reference] == [2]
@@ -141,13 +146,13 @@ def test_perplexity_is_that_of_the_library_with_the_same_k(folder: Path, found: 
 
 
 def test_graphs_choose_pytorchs_experts_for_each_token(found: Results) -> None:
-    exported = rows(found, engine="onnxruntime")
+    exported = [row for row in found.rows if row.engine in ("onnxruntime", "openvino")]
     for row in exported:
         assert row.routing is not None and row.routing.choices is not None
         assert row.routing.choices == 1.0 if row.precision == "fp32" else row.routing.choices > 0.9
         assert row.routing.ties is not None and row.routing.ties < 0.01
         assert row.parity is not None and row.parity.cosine > 0.99
-    assert {row.routing for row in found.rows if row.engine != "onnxruntime"} == {None}
+    assert {row.routing for row in found.rows if row not in exported} == {None}
 
 
 def test_the_report_shows_every_row_and_the_command_that_exports_it(found: Results) -> None:

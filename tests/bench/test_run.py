@@ -23,7 +23,7 @@ from moexport.bench.runners.candidates import with_distinct_names
 from moexport.bench.runners.pytorch import with_algorithm_1
 from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
-from moexport.common.pytorch import with_threads
+from moexport.common.threads import with_threads
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model

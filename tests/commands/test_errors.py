@@ -180,7 +180,7 @@ def test_a_value_that_shapes_cannot_tell_is_asked_for_by_name(tmp_path: Path) ->
 def test_a_bundle_that_is_not_there(command: str, tmp_path: Path) -> None:
     files = ("-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz") if command == "run" else ()
     outcome = run(command, tmp_path / "none", *files)
-    assert_refused(outcome, "none: not a bundle", "moexport export -o", code=1)
+    assert_refused(outcome, "none: there is no such folder", "moexport export", code=1)
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from moexport.tests.terminal import Screen
 
 COMMANDS = [
     "inspect",
+    "adapt",
     "export",
     "build",
     "calibrate",

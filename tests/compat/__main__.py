@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
-from moexport.common.pytorch import RUN
+from moexport.common.versions import RUN
 from moexport.common.writing import write_text
 
 ROOT = Path(__file__).parents[2]

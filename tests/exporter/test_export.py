@@ -9,7 +9,7 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.common.pytorch import with_threads
+from moexport.common.threads import with_threads
 from moexport.exporter.export import way_out
 from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.exporter.parity import Parity

@@ -56,7 +56,7 @@ def medians(group: Mapping[str, Any]) -> dict[str, float]:
 
 def test_the_fastest_measured_is_taken_and_the_figures_are_kept_and_shown(tmp_path: Path) -> None:
     case = read_case("soft_moe_vit")
-    outcome = export(case, tmp_path, "--k", "2", "--batch", "1:3:8")
+    outcome = export(case, tmp_path, "--k", "2", "--batch", "1:3:8", "-v")
     assert outcome.code == 0, outcome.err
     bundle = Bundle.open(tmp_path / "out")
     (group,) = tuned(bundle)  # the two layers are alike

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from moexport.common.pytorch import outside_of_what_was_run
+from moexport.common.versions import outside_of_what_was_run
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.inputs import TRACED_BATCH
 from moexport.exporter.session import Session, SessionOptions

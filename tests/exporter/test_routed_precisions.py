@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from moexport.common.pytorch import ROUTED_WEIGHTS, older
+from moexport.common.versions import ROUTED_WEIGHTS, older
 from moexport.errors import MoexportError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.export import export

@@ -17,7 +17,7 @@ from moexport.bench.demo.digits import Digits, Training, load_digits, save, trai
 from moexport.common import timing
 from moexport.common.console import Progress, Silent
 from moexport.common.files import sha256
-from moexport.common.pytorch import with_threads
+from moexport.common.threads import with_threads
 from moexport.common.writing import held, held_place
 from moexport.errors import MoexportError, ParityError, UsageError
 from moexport.exporter.bundle.bundle import Bundle

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ....common.pytorch import ROUTED_WEIGHTS, older
+from ....common.versions import ROUTED_WEIGHTS, older
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
 from ...names import MICROSOFT

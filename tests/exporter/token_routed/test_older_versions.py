@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from moexport.common.pytorch import ROUTED_WEIGHTS, TRACES, older
+from moexport.common.versions import ROUTED_WEIGHTS, TRACES, older
 from moexport.tests.command import run
 from moexport.tests.exporter.families.test_cache import checkpoint
 from moexport.tests.exporter.token_routed.architectures import ARCHITECTURES, save

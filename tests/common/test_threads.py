@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from moexport.common.pytorch import Threads, fastest_threads, with_threads
+from moexport.common.threads import Threads, fastest_threads, with_threads
 
 
 def taking(seconds: Callable[[int], float]) -> Callable[[], None]:
