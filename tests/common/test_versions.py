@@ -72,7 +72,6 @@ def test_the_ends_are_those_of_the_rows_that_were_run() -> None:
     for name, ends in RUN.items():
         found = sorted(tuple(map(int, re.findall(r"\d+", v[name])[:2])) for v in run_with)
         assert (found[0], found[-1]) == ends, name
-    assert not any(row["failed"] for row in rows)
 
 
 class Wrapped:
