@@ -42,7 +42,7 @@ def machine_of(results: Results) -> str:
     """Returns the CPU, or the GPUs, that results were measured on, with the threads."""
     facts = results.environment
     gpus = [each["name"] for each in facts.get("gpu") or ()]
-    cpu = (facts.get("cpu") or {}).get("model", "a machine that is not told")
+    cpu = (facts.get("cpu") or {}).get("model") or "a machine that is not told"
     threads = facts.get("threads")
     counted = [] if threads is None else [f"{threads} thread{'' if threads == 1 else 's'}"]
     return ", ".join([*dict.fromkeys(gpus), cpu, *counted])

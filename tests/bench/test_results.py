@@ -74,6 +74,12 @@ Break = Callable[[dict[str, Any]], object]
             lambda b: b["rows"][1]["latency_ms"].update(rounds=[1, "x"]),
             r"latency_ms\.rounds\[1\] should be a number, not text",
         ),
+        (lambda b: b["environment"].update(gpu=True), r"environment\.gpu should be a list"),
+        (
+            lambda b: b["environment"].update(gpu=["x"]),
+            r"environment\.gpu\[0\] should be an object",
+        ),
+        (lambda b: b["environment"].update(cpu=3), r"environment\.cpu should be an object"),
         (lambda b: b.update(schema=2), "schema 2"),
     ],
 )
