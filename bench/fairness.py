@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..calibration.feeds import Array, Labels
-from ..common.json_data import from_data
+from ..common.documents import from_data
 from ..errors import FeedError, UsageError
 from .metrics import wilson
 

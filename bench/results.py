@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..common.documents import document, read_document
-from ..common.json_data import from_data
+from ..common.documents import document, from_data, read_document
 from ..common.timing import Latency
 from ..common.writing import write_text
 from ..errors import ResultsError

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from ..common.documents import read_document
-from ..common.json_data import from_data, object_in
+from ..common.documents import from_data, object_in, read_document
 from ..common.writing import write_text
 from ..errors import CalibrationError
 from ..graphs.precision.types import Range

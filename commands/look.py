@@ -82,6 +82,7 @@ def adapt(
     ],
     request: AdaptRequest,
     output: Annotated[Path | None, output_option("FILE.py", "The file of the adapter.")] = None,
+    verbosity: Verbosity,
 ) -> None:
     """Write a first adapter for a layer of your own, compared with what the layer gives."""
     from ..common.writing import write_text

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError, OutputError
-from .json_data import object_in
+from .documents import object_in
 from .writing import write_text
 
 STEP_BYTES = 256 << 20

@@ -19,7 +19,7 @@ import onnx
 
 from ..calibration.feeds import npz_arrays
 from ..calibration.shards import Fields
-from ..common.json_data import from_data
+from ..common.documents import from_data
 from ..errors import BundleError, FeedError, ParityError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...common.json_data import from_data
+from ...common.documents import from_data
 from ..results import Interval
 
 EXPERTS = "experts"

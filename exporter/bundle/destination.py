@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...common.json_data import object_in
+from ...common.documents import object_in
 from ...common.writing import (
     HINTS,
     hint,

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta
 
-from ...common.documents import read_document
+from ...common.documents import from_data, read_document, read_json
 from ...common.files import sha256
-from ...common.json_data import from_data, read_json
 from ...common.locations import AnyPlace, holds, local_files
 from ...common.timing import Latency
 from ...errors import BundleError

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...common.documents import read_document
+from ...common.documents import from_data, read_document
 from ...common.files import sha256
-from ...common.json_data import from_data
 from ...errors import UsageError
 from ...graphs.targets import Precision, Scope, Target
 from ..edits import Edits, KeptExperts, MergedExperts

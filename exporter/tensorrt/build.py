@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.console import Progress
+from ...common.documents import from_data
 from ...common.environment import memory_bytes
-from ...common.json_data import from_data
 from ...common.text import size
 from ...errors import EngineError
 from . import cuda

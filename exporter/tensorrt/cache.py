@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...common.documents import from_data, object_in
 from ...common.files import cache_folder, sha256, why_not_private
-from ...common.json_data import from_data, object_in
 from ...common.writing import locked, whole_file, write_text
 from ...errors import OutputError, ResultsError
 from .worker import Compiled

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common.documents import read_document
-from ...common.json_data import from_data
+from ...common.documents import from_data, read_document
 from ...common.option import parse_size
 from ...errors import (
     BundleError,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...common.json_data import from_data
+from ...common.documents import from_data
 from ...common.writing import locked, temporary_folder, to_disk, write_text
 from ...errors import BundleError
 from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest, is_plain_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...common.json_data import object_in
+from ...common.documents import object_in
 
 GENAI_FILE = "genai_config.json"
 GENERATION_FILE = "generation_config.json"

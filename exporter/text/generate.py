@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
-from ...common.json_data import object_in
+from ...common.documents import object_in
 from ...errors import BundleError, EngineError, MissingExtraError, UsageError, install
 from ..bundle.bundle import Bundle
 from ..requests import GenerateRequest

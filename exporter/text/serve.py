@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ...common.json_data import read_json
+from ...common.documents import read_json
 from ...errors import MissingExtraError, MoexportError, UsageError, install
 from ..bundle.bundle import Bundle
 from ..requests import GenerateRequest, ServeRequest

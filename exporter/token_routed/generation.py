@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ...common.json_data import object_in
+from ...common.documents import object_in
 from ...graphs.fusion import appends_in_place
 from ...graphs.names import PAST, PRESENT
 from ...graphs.targets import TARGETS

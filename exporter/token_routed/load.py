@@ -14,9 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...common.documents import read_document
+from ...common.documents import object_in, read_document
 from ...common.files import Reading, Watched, release
-from ...common.json_data import object_in
 from ...errors import CheckpointError, FamilyError, MissingExtraError, UsageError, install
 from ...graphs.layers.base import sharing_weights
 from ...graphs.names import PAST

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
-from moexport.common.json_data import from_data, read_json
+from moexport.common.documents import from_data, read_json
 from moexport.errors import BundleError, ResultsError
 
 
