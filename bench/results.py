@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..common.documents import document, from_data, read_document
+from ..common.documents import LARGE_BITS, document, from_data, read_document
 from ..common.timing import Latency
 from ..common.writing import write_text
 from ..errors import ResultsError
@@ -16,8 +16,6 @@ from .engines import PYTORCH_EAGER
 SCHEMA = 1
 MOST_LOSING = 10
 DISTURBED = 0.1  # from this share of waiting for a core on, times are those of a shared machine
-
-COUNT_BITS = 1024  # of the number of subsets of experts, which a float holds
 
 TOKEN_ROUTED = "experts"
 """The kind of layers whose tokens are routed, as `ModelInfo` has it."""
@@ -373,7 +371,7 @@ class _Header:
 def read(path: Path) -> Results:
     """Returns the results in a file. Raises ResultsError, naming the file and the field."""
     try:
-        body = read_document(path, "json", ResultsError, bits=COUNT_BITS)
+        body = read_document(path, "json", ResultsError, bits=LARGE_BITS)
     except OSError as error:
         raise ResultsError(f"{path}: cannot be read ({error.strerror})") from error
     return _results(body, str(path))
@@ -381,7 +379,7 @@ def read(path: Path) -> Results:
 
 def from_json(text: str, *, name: str = "results.json") -> Results:
     """Returns the results in a text; ResultsError names the field that is missing or wrong."""
-    return _results(document(text, "json", name, ResultsError, COUNT_BITS), name)
+    return _results(document(text, "json", name, ResultsError, LARGE_BITS), name)
 
 
 def _results(body: Any, name: str) -> Results:

@@ -170,10 +170,17 @@ def read_json(
     return from_data(kind, document(text, "json", file, error), file, error=error)
 
 
-def object_in(file: Path) -> dict[str, Any]:
-    """Returns the object that a JSON file holds, an empty one where none can be read."""
+LARGE_BITS = 1024
+"""Of the whole numbers of settings that programs write as 10³⁰ for no limit, and of counts."""
+
+
+def object_in(file: Path, most: int | None = None) -> dict[str, Any]:
+    """Returns the object that a JSON file holds, an empty one where none can be read.
+
+    `most` are its bytes at most, where a file of its kind may have more than usual.
+    """
     try:
-        content = read_document(file, "json", MoexportError)
+        content = read_document(file, "json", MoexportError, most, LARGE_BITS)
     except (OSError, MoexportError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -11,6 +11,9 @@ GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
+TOKENIZER_BYTES = 128 << 20
+"""Of a tokenizer at most: those of 200,000 words have 30 MB."""
+
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     "tokenizer_config.json",
@@ -33,7 +36,7 @@ def tokenizer_problem(folder: Path, vocabulary: int) -> str | None:
     file = folder / TOKENIZER_FILE
     if not file.is_file():
         return f"{folder}: holds no {TOKENIZER_FILE}"
-    content = object_in(file)
+    content = object_in(file, TOKENIZER_BYTES)
     model, added = content.get("model"), content.get("added_tokens")
     words = model.get("vocab") if isinstance(model, dict) else None
     ids = [each.get("id") for each in added or () if isinstance(each, dict)]

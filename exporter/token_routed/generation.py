@@ -14,7 +14,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ...common.documents import object_in
+from ...common.documents import LARGE_BITS, object_in, read_document
+from ...errors import CheckpointError
 from ...graphs.fusion import appends_in_place
 from ...graphs.names import PAST, PRESENT
 from ...graphs.targets import TARGETS
@@ -22,6 +23,7 @@ from ..job import ExportJob
 from ..text.files import (
     GENAI_FILE,
     GENERATION_FILE,
+    TOKENIZER_BYTES,
     TOKENIZER_FILES,
     tokenizer_problem,
 )
@@ -153,9 +155,11 @@ def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy(source: Path, place: Path) -> None:
-    """Copies a file as it is, but for a name of code in it."""
-    content = object_in(source) if source.suffix == ".json" else {}
-    if CODE in content:
+    """Copies a file as it is, but for a name of code in it; `CheckpointError` for broken JSON."""
+    content = None
+    if source.suffix == ".json":
+        content = read_document(source, "json", CheckpointError, TOKENIZER_BYTES, LARGE_BITS)
+    if isinstance(content, dict) and CODE in content:
         _write(_without_code(content), place)
     else:
         shutil.copyfile(source, place)
