@@ -31,8 +31,8 @@ class Console:
     """Says what is going on, as much as the user asked for (a `Progress`).
 
     Steps are one line with a bar on a terminal, and a plain line each elsewhere: of those that
-    differ only after a colon (`searching: 3 graphs`) one now and then. It is a context manager:
-    leaving it ends the bar.
+    differ only after a colon (`searching: 3 graphs`) one now and then, unless `verbose`. It is a
+    context manager: leaving it ends the bar.
     """
 
     _live: ClassVar[rich.progress.Progress | None] = None  # a terminal has one, whoever has made it
@@ -73,7 +73,7 @@ class Console:
     def _plain_step(self, text: str, total: int | None, unit: str | None) -> None:
         self._end_rate()
         what, colon, _ = text.partition(": ")
-        again = bool(colon) and total is None and what == self._last
+        again = bool(colon) and total is None and what == self._last and not self.verbose
         if not again or time.monotonic() - self._said > SEARCHING_S:
             print(f"{_NAME}{text}", file=sys.stderr, flush=True)
             self._last, self._said = what, time.monotonic()

@@ -614,7 +614,7 @@ class Host(nn.Module):
             y, _ = self.layer(rows, self.router(rows).unflatten(-1, (EXPERTS, SLOTS)))
             y = y.view_as(x)
         elif self.kind is Convolved:
-            y = self.layer(x.mT.reshape(len(x), DIM, 3, 4)).flatten(2).mT
+            y = self.layer(x.mT.reshape(x.shape[0], DIM, 3, 4)).flatten(2).mT
         else:
             y = self.layer(x)
         if isinstance(y, dict):

@@ -128,7 +128,7 @@ def test_a_family_for_a_vit_with_other_key_names(copy: Copy, tmp_path: Path) -> 
     assert "no known family" in copy.python("-m", "moexport", "inspect", checkpoint).stderr
 
     copy.write("exporter/families/renamed.py", FAMILY)
-    copy.insert("exporter/families/__init__.py", "vit, vmoe\n", "renamed, ")
+    copy.insert("exporter/families/__init__.py", "    vit,\n", "    renamed,\n")
     copy.insert(
         "exporter/families/__init__.py", "        mnist.FAMILY,\n", "        renamed.FAMILY,\n"
     )
