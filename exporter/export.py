@@ -91,6 +91,8 @@ def _exported(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bu
         inputs = chain([first], batches)
         traced = _traced(job, progress, traced)  # tells of a network that cannot be run
         if threads is None:
+            if job.model.source.watched is not None:  # running what was cut ends the process
+                job.model.source.watched.check_states()
             threads = fastest_threads(partial(run_untouched, job.model, first))
             if threads.call_ms:
                 progress.step(threads.told)

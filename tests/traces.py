@@ -25,7 +25,8 @@ def traced_once() -> Iterator[None]:
         if not model.source.files or model.family == "factory":  # code, which no hash tells
             return trace(model, opset=opset, fixed=fixed)
         sources = hash_files(model.source.files)
-        key = json.dumps([model.family, sources, model.config, opset, fixed], sort_keys=True)
+        what = [model.family, sources, model.config, [*model.layers], opset, fixed]
+        key = json.dumps(what, sort_keys=True)
         if key not in traces:
             traces[key] = trace(model, opset=opset, fixed=fixed)
         return traces[key].clone()
