@@ -55,13 +55,13 @@ if TYPE_CHECKING:
         verify,
     )
     from .exporter.bundle.bundle import Bundle
-    from .exporter.checkpoints.adapters import adapts
-    from .exporter.checkpoints.descriptions import ExpertsDescription as Experts
-    from .exporter.checkpoints.descriptions import MuMoEDescription as MuMoE
-    from .exporter.checkpoints.descriptions import SoftMoEDescription as SoftMoE
     from .exporter.model import Model
     from .exporter.session import Session
     from .exporter.tensorrt.options import EngineOptions
+    from .exporter.user_network.adapters import adapts
+    from .exporter.user_network.descriptions import ExpertsDescription as Experts
+    from .exporter.user_network.descriptions import MuMoEDescription as MuMoE
+    from .exporter.user_network.descriptions import SoftMoEDescription as SoftMoE
 
 __all__ = [
     "Bundle",
@@ -114,14 +114,14 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "adapts": ".exporter.checkpoints.adapters",
+    "adapts": ".exporter.user_network.adapters",
     "Bundle": ".exporter.bundle.bundle",
     "EngineOptions": ".exporter.tensorrt.options",
-    "Experts": ".exporter.checkpoints.descriptions:ExpertsDescription",
+    "Experts": ".exporter.user_network.descriptions:ExpertsDescription",
     "Model": ".exporter.model",
-    "MuMoE": ".exporter.checkpoints.descriptions:MuMoEDescription",
+    "MuMoE": ".exporter.user_network.descriptions:MuMoEDescription",
     "Session": ".exporter.session",
-    "SoftMoE": ".exporter.checkpoints.descriptions:SoftMoEDescription",
+    "SoftMoE": ".exporter.user_network.descriptions:SoftMoEDescription",
 }
 
 

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from .exporter.bundle.bundle import Bundle
     from .exporter.bundle.manifest import Check, Manifest
     from .exporter.bundle.run import Outputs
-    from .exporter.checkpoints.first_adapter import FirstAdapter
     from .exporter.doctor import Diagnosis
     from .exporter.inspect import ModelReport
     from .exporter.model import Model
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from .exporter.tensorrt.records import Made
     from .exporter.text.generate import GeneratedText, Message, TextModel
     from .exporter.triton.repository import ServedModel
+    from .exporter.user_network.first_adapter import FirstAdapter
     from .tune.tune import SearchPlan, Tuned
 
     AnyModel = Model | Callable[[], Model]
@@ -111,8 +111,8 @@ def adapt(source: str, request: AdaptRequest) -> FirstAdapter:
     It is found by trying and compared with the layer; what was not recognised is `missing`.
     """
     check_pytorch("trying a layer")
-    from .exporter.checkpoints.first_adapter import first_adapter
     from .exporter.checkpoints.load import read_config
+    from .exporter.user_network.first_adapter import first_adapter
 
     return first_adapter(source, read_config(None, request.sets))
 

@@ -28,7 +28,6 @@ from ..graphs.targets import TARGETS, Target
 from .bundle.destination import check_destination
 from .bundle.openvino import check_computes, check_device
 from .bundle.recipe import Recipe
-from .checkpoints.own_forward import with_router_k
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from .model import (
     Model,
@@ -44,6 +43,7 @@ from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions
 from .token_routed.routers import with_k
+from .user_network.own_forward import with_router_k
 
 ROUNDED = 1e-3
 """Of max|y|: what values on the boundary of a rounding to BF16 may change."""

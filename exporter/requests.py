@@ -17,9 +17,9 @@ from ..graphs.targets import FloatName, Method, Precision, Scope, Target
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed
     from ..calibration.table import CalibrationTable
-    from .checkpoints.adapters import Adapter
-    from .checkpoints.examples import Example
     from .tensorrt.options import EngineOptions
+    from .user_network.adapters import Adapter
+    from .user_network.examples import Example
 
 AnyPath = str | Path
 

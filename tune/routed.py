@@ -13,11 +13,11 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import UsageError
-from ..exporter.checkpoints.own_forward import with_router_k
 from ..exporter.job import ExportJob
 from ..exporter.model import Model
 from ..exporter.token_routed.routers import with_k
 from ..exporter.trace import trace
+from ..exporter.user_network.own_forward import with_router_k
 
 
 def routed_layers(model: Model) -> frozenset[str]:

@@ -21,10 +21,10 @@ from ..families.base import FamilyModel
 from ..model import Model, Source
 from ..requests import LoadRequest
 from ..token_routed.load import architecture_of, load_transformers
-from .examples import Example
+from ..user_network.examples import Example
+from ..user_network.network import load_factory
 from .files import local_checkpoint
 from .state_dict import Checkpoint, read_checkpoint
-from .user_network import load_factory
 
 
 def read_config(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, FamilyError
 from ...graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
-from ..checkpoints.own_forward import Code, OwnForward
+from ..user_network.own_forward import Code, OwnForward
 from .base import (
     Config,
     Constructor,

@@ -21,7 +21,7 @@ from moexport.exporter.parity import PARITY_FILE, Reference
 from moexport.exporter.trace import trace
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.targets import Precision, Target
-from moexport.tests.exporter.checkpoints import test_adapters, test_own_routers
+from moexport.tests.exporter.user_network import test_adapters, test_own_routers
 from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
 
 FORMS: tuple[tuple[Precision, Target], ...] = (

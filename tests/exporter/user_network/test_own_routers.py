@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import ParityError, UsageError
-from moexport.exporter.checkpoints.descriptions import ExpertsDescription as Experts
-from moexport.exporter.checkpoints.own_forward import Code, OwnForward, with_router_k
 from moexport.exporter.job import export_job
 from moexport.exporter.model import fingerprint
 from moexport.exporter.options import ExportOptions
+from moexport.exporter.user_network.descriptions import ExpertsDescription as Experts
+from moexport.exporter.user_network.own_forward import Code, OwnForward, with_router_k
 from moexport.graphs.layers.base import MoELayer
 from moexport.tests.command import run
 

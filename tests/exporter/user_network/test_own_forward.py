@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import FamilyError, MoexportError, ParityError, TraceError, UsageError
-from moexport.exporter.checkpoints.own_forward import like, result_of
 from moexport.exporter.model import Model
+from moexport.exporter.user_network.own_forward import like, result_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...common.user_code import callable_named
 from ...errors import CheckpointError, FamilyError, MoexportError, UsageError
 from ...graphs.layers.base import MoELayer, sharing_weights
+from ..checkpoints.state_dict import Checkpoint, read_checkpoint
 from ..model import Model, Source, TensorSpec
 from .adapters import EXAMPLE, Adapter, adapter_name, adapters_for, describe
 from .calls import ForwardPass, LayerCall, forward_pass
@@ -31,7 +32,6 @@ from .descriptions import ExpertsDescription
 from .examples import INPUT_SHAPE, Example, differ, example_of, made_up
 from .layers import LayerPlace, find_in_module
 from .own_forward import OwnForward
-from .state_dict import Checkpoint, read_checkpoint
 
 COMPILED = "_orig_mod"
 """What a module that `torch.compile` made calls the module that it is of."""

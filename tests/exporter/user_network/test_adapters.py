@@ -15,8 +15,8 @@ import torch
 from moexport.bench.plan import Candidate
 from moexport.bench.runners.models import loaders
 from moexport.errors import FamilyError, FeedError, ParityError, UsageError
-from moexport.exporter.checkpoints.adapters import adapts
 from moexport.exporter.checkpoints.load import load
+from moexport.exporter.user_network.adapters import adapts
 from moexport.tests.command import Outcome, run
 from torch import nn
 

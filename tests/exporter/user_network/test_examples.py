@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import ParityError, UsageError
-from moexport.exporter.checkpoints.examples import differ, made_up
 from moexport.exporter.checkpoints.load import load
+from moexport.exporter.user_network.examples import differ, made_up
 from torch import Tensor
 
 CODE = '''
