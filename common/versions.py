@@ -13,6 +13,7 @@ RUN: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = MappingProxyType(
         "transformers": ((5, 20), (5, 24)),
         "onnx": ((1, 20), (1, 23)),
         "onnxruntime": ((1, 24), (1, 32)),
+        "openvino": ((2026, 0), (2026, 4)),
         "onnxscript": ((0, 7), (0, 7)),
         "numpy": ((2, 0), (2, 4)),
     }

@@ -30,6 +30,7 @@ from moexport.bench.report.figures import figures
 from moexport.bench.report.page import write_report
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
+from moexport.common.versions import RUN
 from moexport.docs import performance_page, results_schema, site_hooks
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.targets import Target
@@ -290,7 +291,7 @@ def tune_tables() -> dict[str, str]:
 
 def compat_tables() -> dict[str, str]:
     """Returns the table of docs/install.md: the versions that `make compat` was run with."""
-    packages = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript", "numpy")
+    packages = tuple(RUN)
     header = ("versions", "Python", *packages, "tests", "date")
     rows = []
     for row in kept(RESULTS / "compat.json"):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import openvino
 
-OLDEST = (2026, 4)
+OLDEST = (2026, 0)
 """The first version that was run."""
 
 DEVICES = {"cpu": "CPU", "gpu": "GPU", "npu": "NPU"}

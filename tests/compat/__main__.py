@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results" / "compat.json"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
-EXTRAS = ("cpu", "transformers")
+EXTRAS = ("cpu", "openvino", "transformers")
 TOOLS = ("pip>=25", "pytest>=9", "einops>=0.8", "setuptools>=77")
 
 SUITE = (
@@ -37,6 +37,7 @@ SUITE = (
     "test_recorded_exports.py::test_the_program_itself_runs_verifies_and_inspects",
     "quantization/test_precision.py",
     "test_routed_precisions.py",
+    "test_openvino.py",
     "../tune/test_routed.py",
     "../test_without_pytorch.py",
     "token_routed/test_older_versions.py",
