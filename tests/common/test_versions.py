@@ -70,7 +70,8 @@ def test_the_ends_are_those_of_the_rows_that_were_run() -> None:
     rows = json.loads((ROOT / "perf" / "results" / "compat.json").read_text(encoding="utf-8"))
     run_with = [row["versions"] for row in rows if row["why"] is None]
     for name, ends in RUN.items():
-        found = sorted(tuple(map(int, re.findall(r"\d+", v[name])[:2])) for v in run_with if name in v)
+        texts = [versions[name] for versions in run_with if name in versions]
+        found = sorted(tuple(map(int, re.findall(r"\d+", text)[:2])) for text in texts)
         assert (found[0], found[-1]) == ends, name
 
 
