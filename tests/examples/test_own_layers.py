@@ -126,13 +126,15 @@ def test_an_expert_with_a_third_map_is_refused(example: ModuleType) -> None:
     assert "one linear map, two, or" in str(refused.value.hint)
 
 
-def test_the_page_shows_every_adapter_of_the_example() -> None:
+def test_the_page_names_every_layer_of_the_example_and_shows_adapters_as_they_are() -> None:
     source = (ROOT / "examples" / "own_layers.py").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     shown = [block.text for block in blocks(PAGE) if block.language == "py"]
     adapters = [part.split("\n\n\n")[0] for part in source.split("@moexport.adapts(")[1:]]
+    assert shown
     for text in shown:
         assert text.strip() in source
-    assert len(shown) == len(adapters)
     for adapter in adapters:
+        assert f"`{adapter.partition(')')[0]}`" in page
         lines = [line for line in adapter.splitlines()[1:] if line.strip()]
         assert len(lines) <= 12, adapter
