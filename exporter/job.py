@@ -282,7 +282,9 @@ def _check_routing(
     options: ExportOptions, k: Mapping[str, int | None], specs: Mapping[str, MoESpec]
 ) -> None:
     """Raises `UsageError` for --expose-routing where no layer chooses."""
-    if options.expose_routing and all(k[name] == spec.experts for name, spec in specs.items()):
+    if options.expose_routing and all(
+        k[name] == spec.experts and not spec.drops for name, spec in specs.items()
+    ):
         raise UsageError(
             "--expose-routing: every layer computes all of its experts, so there is no routing "
             "to expose",

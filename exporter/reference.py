@@ -29,6 +29,7 @@ from .job import ExportJob
 from .model import Model
 from .parity import TOLERANCES, Reference, Rounded, Tolerance, chunks, compare, describe
 from .session import SessionOptions
+from .user_network.own_forward import GroupRouter, OwnForward
 
 
 def torch_reference(job: ExportJob, x: Inputs) -> Reference:
@@ -281,7 +282,7 @@ class _Network:
         self.keys = {
             key: key
             for name, k in self._kept.items()
-            if k < layers[name].spec.experts
+            if k < layers[name].spec.experts or layers[name].spec.drops
             for key in (choice_key(name, choice) for choice in layers[name].spec.choices())
         }
 
@@ -350,20 +351,37 @@ def routed_margins(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
     The router is code of the network around the layer. What it ranks is seen as it calls PyTorch's
     `topk` or `max`: the margin of a token is the least gap between the last score that was taken
-    and the next, relative to the largest, over all rankings since the layer before.
+    and the next, relative to the largest, over all rankings since the layer before. A router whose
+    choices depend on other tokens tells it itself (`GroupRouter`).
     """
     margins: dict[str, torch.Tensor] = {}
     layers = {n: m for n, m in moe_layers(module).items() if isinstance(m, Experts)}
     if not layers:
         yield margins
         return
+    by_group = {
+        each.spec.name: each.host
+        for each in module.modules()
+        if isinstance(each, OwnForward) and isinstance(each.host, GroupRouter)
+    }
     with _Rankings() as rankings, ExitStack() as hooks:
 
         def record(_: nn.Module, args: tuple[Any, ...], name: str) -> None:
-            margins[name] = rankings.margin(args[1])
+            found = rankings.margin(args[1])
+            if name not in by_group:
+                margins[name] = found
+
+        def told(
+            router: nn.Module, args: tuple[Any, ...], named: dict[str, Any], _: Any, name: str
+        ) -> None:
+            assert isinstance(router, GroupRouter)
+            margins[name] = router.margin(*args, **named).flatten()
 
         for name, layer in layers.items():
             hooks.enter_context(layer.register_forward_pre_hook(partial(record, name=name)))
+        for name, router in by_group.items():
+            hook = partial(told, name=name)
+            hooks.enter_context(router.register_forward_hook(hook, with_kwargs=True))
         yield margins
 
 

@@ -81,9 +81,13 @@ class PyTorch(Runner):
         with recorded_choices(self.module) as choices, routed_margins(self.module) as margins:
             output = self.infer(x)
         layers = moe_layers(self.module)
-        sizes = {n: layer.spec.experts for n, layer in layers.items() if chooses(layer)}
-        chosen = {name: choices[name].chosen.numpy() for name in sizes if name in choices}
-        chosen = {name: s for name, s in chosen.items() if s.shape[1] < sizes[name]}
+        specs = {n: layer.spec for n, layer in layers.items() if chooses(layer)}
+        chosen = {name: choices[name].chosen.numpy() for name in specs if name in choices}
+        chosen = {
+            name: s
+            for name, s in chosen.items()
+            if s.shape[1] < specs[name].experts or specs[name].drops
+        }
         return Expected(output, chosen, {n: m.numpy() for n, m in margins.items()})
 
 

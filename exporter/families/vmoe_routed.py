@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, FamilyError
 from ...graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
-from ..user_network.own_forward import Code, OwnForward
+from ..user_network.own_forward import Code, GroupRouter, OwnForward
 from .base import (
     Config,
     Constructor,
@@ -64,7 +64,7 @@ TOKENS_CHOOSE, EXPERTS_CHOOSE = "TopExpertsPerItem", "TopItemsPerExpert"
 # --- the routers -------------------------------------------------------------------------------
 
 
-class TokensChoose(nn.Module):
+class TokensChoose(GroupRouter):
     """Each token's k experts, as far as their capacities go: x [b, m, d] to index and weights.
 
     Of M members, b is M rows for each image. Groups are `group` tokens in the order of (image,
@@ -80,51 +80,100 @@ class TokensChoose(nn.Module):
 
     def forward(self, x: Tensor, k: int | None = None) -> tuple[Tensor, Tensor]:
         """Returns index and weights [b, m, k]; a dropped choice is expert + n, and weighs 0."""
-        members, _, own = self.kernel.shape
         k = self.k if k is None else k
-        by_member = x.reshape(-1, members, *x.shape[1:]) if members > 1 else x
-        gates = (by_member @ (self.kernel if members > 1 else self.kernel[0])).softmax(dim=-1)
-        # The lower of two equal experts comes first, as in JAX.
-        ranked, order = gates.sort(dim=-1, descending=True, stable=True)
+        ranked, order = self._ranked(x)
         weights, index = ranked[..., :k], order[..., :k]
-        if members > 1:
-            index = index + own * torch.arange(members)[:, None, None]
         if self.capacities:
-            dropped = self._dropped(index, weights[..., 0], self.capacities[k - 1])
-            index = torch.where(dropped, index + members * own, index)
+            place = self._in_rows(self._places(self._by_group(index), self._by_group(ranked)), x)
+            dropped = place > self.capacities[k - 1]
+            index = torch.where(dropped, index + self._experts, index)
             weights = torch.where(dropped, torch.zeros_like(weights), weights)
-        shape = (-1, x.shape[1], k)
-        return index.reshape(shape), weights.reshape(shape)
+        return index, weights
 
-    def _dropped(self, index: Tensor, first: Tensor, capacity: int) -> Tensor:
-        """Which choices [..., m, k] are beyond the capacity of their experts.
+    def margin(self, x: Tensor, k: int | None = None) -> Tensor:
+        """Returns the margin of each token's choices and drops, [b, m].
 
-        The first choices of all tokens of a group come before all second ones; among them the
-        tokens as they come, or those first whose weight `first` is larger.
+        A choice is dropped by its place in a queue, and a token that changes its mind moves that by
+        one. Where c tokens have to, the margin is the c-th smallest of theirs.
+        """
+        k = self.k if k is None else k
+        ranked, order = self._ranked(x)
+        padded = torch.cat((ranked, torch.full_like(ranked[..., :1], -torch.inf)), dim=-1)
+        gaps = (padded[..., :k] - padded[..., 1 : k + 1]) / ranked[..., :1]
+        if not self.capacities:
+            return gaps[..., -1]
+        index, ranked = self._by_group(order[..., :k]), self._by_group(ranked)
+        own = self._by_group(gaps).amin(dim=-1)  # [G, S]
+        beyond = self._places(index, ranked) - self.capacities[k - 1]
+        moves = torch.where(beyond > 0, beyond, 1 - beyond)  # [G, S, k], from 1
+        never = torch.full_like(own, torch.inf)[..., None]
+        margin = own
+        for choice in range(k):
+            minds = own[:, None, :].expand(-1, self.group, -1)
+            if self.priority:  # or one that comes before or after it
+                first, expert = ranked[..., 0], index[..., choice]
+                apart = (first[:, :, None] - first[:, None, :]).abs() / first[:, :, None]
+                apart = apart.masked_fill(expert[:, :, None] != expert[:, None, :], torch.inf)
+                apart.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+                minds = torch.minimum(minds, apart)
+            least = torch.cat((minds.sort(dim=-1).values, never), dim=-1)
+            move = moves[..., choice, None].clamp(max=self.group + 1) - 1
+            margin = torch.minimum(margin, least.gather(-1, move)[..., 0])
+        return self._in_rows(margin[..., None], x)[..., 0]
+
+    @property
+    def _experts(self) -> int:
+        """Those of all members, n."""
+        return self.kernel.shape[0] * self.kernel.shape[2]
+
+    def _ranked(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's weights, descending, and their experts, [b, m, n / M].
+
+        The lower of two equal experts comes first, as in JAX.
         """
         members, _, own = self.kernel.shape
-        k, tokens = index.shape[-1], index.shape[-2]
+        if members == 1:
+            gates = (x @ self.kernel[0]).softmax(dim=-1)
+            return gates.sort(dim=-1, descending=True, stable=True)
+        by_member = x.reshape(-1, members, *x.shape[1:])
+        gates = (by_member @ self.kernel).softmax(dim=-1)
+        ranked, order = gates.sort(dim=-1, descending=True, stable=True)
+        order = order + own * torch.arange(members)[:, None, None]
+        return ranked.flatten(0, 1), order.flatten(0, 1)
+
+    def _by_group(self, rows: Tensor) -> Tensor:
+        """What is [b, m, j], as groups [G, S, j]."""
+        members = self.kernel.shape[0]
         if members > 1:
-            index, first = index.transpose(1, 2), first.transpose(1, 2)  # (b, m, M)
-        queue = index.reshape(-1, self.group, k)
-        order = None
+            rows = rows.reshape(-1, members, *rows.shape[1:]).transpose(1, 2)  # [images, m, M, j]
+        return rows.reshape(-1, self.group, rows.shape[-1])
+
+    def _in_rows(self, groups: Tensor, x: Tensor) -> Tensor:
+        """What is [G, S, j], as [b, m, j], the rows of x."""
+        members, tokens = self.kernel.shape[0], x.shape[1]
+        if members > 1:
+            groups = groups.reshape(-1, tokens, members, groups.shape[-1]).transpose(1, 2)
+        return groups.reshape(-1, tokens, groups.shape[-1])
+
+    def _places(self, index: Tensor, ranked: Tensor) -> Tensor:
+        """The place of each choice [G, S, k] in its expert's queue, from 1.
+
+        The first choices of all tokens of a group come before all second ones; among them the
+        tokens as they come, or those first whose largest weight is larger.
+        """
+        k, order = index.shape[-1], None
         if self.priority:
-            order = first.reshape(-1, self.group).sort(dim=1, descending=True, stable=True).indices
+            order = ranked[..., 0].sort(dim=1, descending=True, stable=True).indices
             order = order[..., None].expand(-1, -1, k)
-            queue = queue.gather(1, order)
-        queue = queue.transpose(1, 2).reshape(-1, k * self.group, 1)
-        one_hot = (queue == torch.arange(members * own)).to(torch.int64)  # [G, k·S, n]
-        place = (one_hot.cumsum(dim=1) * one_hot).sum(dim=-1)  # from 1
+            index = index.gather(1, order)
+        queue = index.transpose(1, 2).reshape(-1, k * self.group, 1)
+        one_hot = (queue == torch.arange(self._experts)).to(torch.int64)  # [G, k·S, n]
+        place = (one_hot.cumsum(dim=1) * one_hot).sum(dim=-1)
         place = place.reshape(-1, k, self.group).transpose(1, 2)
-        if order is not None:
-            place = torch.zeros_like(place).scatter(1, order, place)
-        dropped = place > capacity
-        if members > 1:
-            return dropped.reshape(-1, tokens, members, k).transpose(1, 2)
-        return dropped.reshape(-1, tokens, k)
+        return place if order is None else torch.zeros_like(place).scatter(1, order, place)
 
 
-class ExpertsChoose(nn.Module):
+class ExpertsChoose(GroupRouter):
     """Each expert's `capacity` best tokens of a group: x [b, m, d] to index and weights."""
 
     def __init__(self, kernel: Tensor, group: int, capacity: int) -> None:
@@ -136,14 +185,29 @@ class ExpertsChoose(nn.Module):
         """Returns [b, m, n]: expert e, or e + n, and a weight of 0, where it did not choose."""
         n = self.kernel.shape[1]
         gates = (x @ self.kernel).softmax(dim=-1)
-        by_group = gates.reshape(-1, self.group, n)
-        order = by_group.sort(dim=1, descending=True, stable=True).indices
-        rank = torch.arange(self.group)[None, :, None].expand_as(order)
-        place = torch.zeros_like(order).scatter(1, order, rank)
-        chosen = (place < self.capacity).reshape(-1, x.shape[1], n)
+        chosen = self._chosen(gates).reshape(-1, x.shape[1], n)
         experts = torch.arange(n)
         index = torch.where(chosen, experts, experts + n)
         return index, torch.where(chosen, gates, torch.zeros_like(gates))
+
+    def margin(self, x: Tensor, k: int | None = None) -> Tensor:
+        """Returns how near a token is to one that an expert takes instead of it, or before it."""
+        del k
+        gates = (x @ self.kernel).softmax(dim=-1)
+        if self.capacity == self.group:
+            return torch.full(gates.shape[:-1], torch.inf)
+        by_group = gates.reshape(-1, self.group, gates.shape[-1])
+        best = by_group.topk(self.capacity + 1, dim=1).values
+        last, next_ = best[:, -2:-1], best[:, -1:]
+        gap = torch.where(self._chosen(gates), by_group - next_, last - by_group) / last
+        return gap.amin(dim=-1).reshape(gates.shape[:-1])
+
+    def _chosen(self, gates: Tensor) -> Tensor:
+        """Which tokens of a group each expert takes, [G, S, n]."""
+        by_group = gates.reshape(-1, self.group, gates.shape[-1])
+        order = by_group.sort(dim=1, descending=True, stable=True).indices
+        rank = torch.arange(self.group)[None, :, None].expand_as(order)
+        return torch.zeros_like(order).scatter(1, order, rank) < self.capacity
 
 
 # --- the layer ---------------------------------------------------------------------------------

@@ -140,6 +140,17 @@ class OwnForward(nn.Module):
         return _through_rows(self.experts, given)
 
 
+class GroupRouter(nn.Module):
+    """A router whose choices depend on other tokens, so that it alone knows how clear they are."""
+
+    def margin(self, x: Tensor, k: int | None = None) -> Tensor:
+        """Returns by how much the experts of the tokens x [..., d] were chosen, [...].
+
+        Relative to a score: where no score is off by more, none of a token's choices changes.
+        """
+        raise NotImplementedError
+
+
 class Code:
     """A user's function around a bank of experts, or a router, which is one in short.
 

@@ -95,8 +95,9 @@ class MoESpec(Protocol):
 
     `renormalizable`: the weights of the kept experts can be divided by their sum. `chooses_sets`:
     each input chooses a set of k experts, which eager PyTorch can loop over. `routes_tokens`: each
-    token has a choice of its own; else all tokens of an input share one. `flat`: the layer takes
-    the tokens of a whole batch as rows. `typical_tokens` are numbers of tokens at once that a
+    token has a choice of its own; else all tokens of an input share one. `drops`: a capacity
+    may leave a token out, whatever k is. `flat`: the layer takes the tokens of a whole batch as
+    rows. `typical_tokens` are numbers of tokens at once that a
     lowering is to be good for, whatever the batch; empty where a batch says it. `dynamic_int8`:
     INT8 products find the scales of their rows while a graph runs; else, and in Q/DQ form always, a
     calibration does. `rewritable`: coefficients mix the experts, by which outputs can be re-written
@@ -129,6 +130,8 @@ class MoESpec(Protocol):
     def chooses_sets(self) -> bool: ...
     @property
     def routes_tokens(self) -> bool: ...
+    @property
+    def drops(self) -> bool: ...
     @property
     def flat(self) -> bool: ...
     @property

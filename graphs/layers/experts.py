@@ -84,6 +84,11 @@ class ExpertsSpec:
         return self.hidden == 0
 
     @property
+    def drops(self) -> bool:
+        """Whether experts have a capacity."""
+        return bool(self.capacities)
+
+    @property
     def trained_k(self) -> int:
         """What the router chose in training."""
         return self.k

@@ -139,6 +139,7 @@ class MuMoESpec:
     renormalizable: ClassVar[bool] = False
     chooses_sets: ClassVar[bool] = False
     routes_tokens: ClassVar[bool] = True
+    drops: ClassVar[bool] = False
     dynamic_int8: ClassVar[bool] = False
     typical_tokens: ClassVar[tuple[int, ...]] = ()
     flat: ClassVar[bool] = False

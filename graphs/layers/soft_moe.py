@@ -58,6 +58,7 @@ class SoftMoESpec:
     op_type: ClassVar[str] = "SoftMoE"
     chooses_sets: ClassVar[bool] = True
     routes_tokens: ClassVar[bool] = False
+    drops: ClassVar[bool] = False
     dynamic_int8: ClassVar[bool] = False
     typical_tokens: ClassVar[tuple[int, ...]] = ()
     rewritable: ClassVar[bool] = False

@@ -65,8 +65,8 @@ class LayerOf(Generic[S]):
 
     @property
     def selects(self) -> bool:
-        """Whether any expert is left out: False where k = n was asked for."""
-        return not (isinstance(self.k, int) and self.k == self.spec.experts)
+        """Whether any expert may be left out: False where k = n and nothing is dropped."""
+        return self.spec.drops or not (isinstance(self.k, int) and self.k == self.spec.experts)
 
     def k_value(self, b: Builder) -> ir.Value:
         """K as a value of the graph, int64 [1]: a constant or the graph input."""
