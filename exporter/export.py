@@ -20,7 +20,6 @@ from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
 from ..common.threads import Threads, fastest_threads, with_threads
 from ..errors import EngineError, LoweringError, ParityError
-from ..graphs.layers.experts import ExpertsSpec
 from ..graphs.lower import Lowered
 from ..graphs.lowerings import lowerings_of
 from .bundle.bundle import Bundle
@@ -263,7 +262,7 @@ def _parities(
             ) from error
         if kept is None:
             kept = expected
-        elif job.fixed_batch is None:
+        elif job.whole_batch is None:
             kept = kept.with_unreached(expected, MOST_KEPT)
         for choice, found in expected.reached().items():
             reached[choice] = reached.get(choice, frozenset()) | found
@@ -303,14 +302,24 @@ def _parities(
 
 
 def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
-    """A sentence on the choices that experts with a capacity dropped of the inputs of the check."""
-    shares = {
-        name: float((kept.selected[name] >= layer.spec.experts).mean())
+    """A sentence on what experts with a capacity left out of the inputs of the check."""
+    left_out = {
+        name: kept.selected[name] >= layer.spec.experts
         for name, layer in model.layers.items()
-        if name in kept.selected and isinstance(layer.spec, ExpertsSpec) and layer.spec.capacities
+        if name in kept.selected and layer.spec.drops
     }
-    listed = ", ".join(f"{share:.1%} in {name}" for name, share in shares.items())
-    return (f"of the choices of the check's inputs were dropped: {listed}",) if shares else ()
+    if not left_out:
+        return ()
+
+    def listed(shares: Mapping[str, float]) -> str:
+        return ", ".join(f"{share:.1%} in {name}" for name, share in shares.items())
+
+    alone = listed({name: float(each.all(axis=-1).mean()) for name, each in left_out.items()})
+    said = f"of the tokens of the check's inputs no expert computes {alone}"
+    if any(model.layers[name].spec.trained_k < model.layers[name].spec.experts for name in left_out):
+        dropped = listed({name: float(each.mean()) for name, each in left_out.items()})
+        said = f"of the choices of the check's inputs were dropped: {dropped}; {said}"
+    return (said,)
 
 
 def _allowed(tolerance: Tolerance) -> str:

@@ -32,6 +32,11 @@ PARITY_BATCHES = (1, TRACED_BATCH, TRACED_BATCH + 1)
 """A graph of any batch is compared at these: a size that was frozen in the trace shows in two."""
 
 
+def parity_sizes(groups_of: int | None) -> tuple[int, ...]:
+    """Returns `PARITY_BATCHES`, as multiples of the inputs that are computed together."""
+    return tuple(size * (groups_of or 1) for size in PARITY_BATCHES)
+
+
 @dataclass(frozen=True, slots=True)
 class AxisRange:
     """Sizes of a dynamic axis: smallest, the one to be fast at, largest. Fixed where all agree."""
@@ -214,12 +219,13 @@ def parity_batches(
     that begins the same every time; `fixed` is `ExportJob.fixed`. What comes first is read by the
     call, which raises `FeedError` when it does not fit.
     """
-    batch = fixed.get("batch")
+    batch = fixed.get("batch", model.batch_of)
     if data is not None:
         return _feed_batches(model, data, count, fixed)
-    if model.example is not None and batch is None:
+    if model.example is not None and "batch" not in fixed:
         return iter([{model.input.name: model.example.astype(model.input.dtype)}])
-    arrays = random_arrays(model, batch or SAMPLES, {**SIZES, **fixed})
+    rows = fixed.get("batch", -(-SAMPLES // batch) * batch)
+    arrays = random_arrays(model, rows, {**SIZES, **fixed})
     return iter([_with_tiny(arrays, model) if tiny else arrays])
 
 
@@ -247,7 +253,7 @@ def _feed_batches(
     model: Model, data: Feed, count: int, fixed: Mapping[str, int]
 ) -> Iterator[Fields]:
     """The batches of a feed; of a fixed batch only whole ones, since a graph takes no others."""
-    batch = fixed.get("batch", 1)
+    batch = fixed.get("batch", model.batch_of)
     size = batch * max(1, SAMPLES // batch)
     names = [spec.name for spec in model.inputs]
     taken = limited(named_batches(data, names), max(count, batch))
@@ -258,6 +264,10 @@ def _feed_batches(
             "the feed holds no inputs", hint=f"give at least one array for '{model.input.name}'"
         )
     first = fitted_arrays(first, model, fixed)
+    if row_count(first) < batch:
+        raise FeedError(
+            f"--data: the model computes {batch} inputs together, the feed gives {row_count(first)}"
+        )
 
     def rest() -> Iterator[Fields]:
         yield rows_between(first, 0, row_count(first) // batch * batch)
@@ -412,6 +422,11 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
                 f"{what}: {size} {axis}, but the model takes at most {most}",
                 hint=f"cut the inputs to {most} {axis}",
             )
+    if port.groups_of is not None and not feed and len(x) % port.groups_of:
+        raise FeedError(
+            f"{what}: {len(x)} inputs, but {port.groups_of} are computed together",
+            hint=f"give a multiple of {port.groups_of} inputs",
+        )
     if port.below is not None and whole and x.size:
         low, high = int(x.min()), int(x.max())
         if low < 0 or high >= port.below:

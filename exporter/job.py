@@ -82,6 +82,16 @@ class ExportJob:
         return self.options.batch.opt if self.options.batch.fixed else None
 
     @property
+    def groups_of(self) -> int | None:
+        """The inputs of which a batch is a multiple, where its size may vary."""
+        return self.model.input.groups_of if self.fixed_batch is None else None
+
+    @property
+    def whole_batch(self) -> int | None:
+        """The size of batches that the graph takes whatever it is; None where any will do."""
+        return self.fixed_batch or self.groups_of
+
+    @property
     def decodes(self) -> bool:
         """Whether the model writes texts, a token at a time, with a cache of the earlier ones."""
         return getattr(self.model.module, "cached", False) and "tokens" not in self.fixed
@@ -197,20 +207,21 @@ def export_job(
 
 
 def _in_groups(model: Model, options: ExportOptions) -> ExportOptions:
-    """The options with a batch that a model computes together, where nobody asked for another.
+    """The options with batches of the inputs that a model computes together.
 
-    Raises UsageError for a batch that is no multiple of it, or may vary.
+    Raises UsageError for a batch that is no multiple of them.
     """
     images, asked = model.batch_of, options.batch
     if images == 1:
         return options
     if asked == DEFAULT_BATCH:
-        return replace(options, batch=AxisRange(images, images, images))
-    if not asked.fixed or asked.opt % images:
+        most = -(-asked.max // images) * images
+        return replace(options, batch=AxisRange(images, images, most))
+    if any(size % images for size in (asked.min, asked.opt, asked.max)):
         raise UsageError(
             f"--batch {asked}: the model routes the tokens of {images} inputs together",
-            hint=f"--batch {images} or a multiple of it, and the graph takes that many; one input "
-            "is routed by itself with a smaller group_size, or without a capacity_factor",
+            hint=f"--batch {images}:{images}:{4 * images}, or other multiples of {images}; one "
+            "input is routed by itself with a smaller group_size, or without a capacity_factor",
         )
     return options
 

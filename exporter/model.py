@@ -101,7 +101,7 @@ class Model:
     where the model came from a factory, and the model before its `edits`. `as_trained` is our
     network before its edits and with the k of its training, where that is not `module`. `order`
     names the MoE layers as they are executed, where that is not the order in which the module holds
-    them. `batch_of` inputs are computed together, so that a batch is a multiple of them.
+    them.
     `rounded`: it rounds to BF16 on the way, so that a difference of float32 may become one of BF16.
     `config` holds the family's constructor arguments, JSON-able and complete. `notes` are sentences
     about defaults that were taken and keys that were skipped.
@@ -118,7 +118,6 @@ class Model:
     as_trained: nn.Module | None = None
     example: np.ndarray | None = field(default=None, compare=False)
     order: tuple[str, ...] = ()
-    batch_of: int = 1
     rounded: bool = False
     edits: Edits = NO_EDITS
 
@@ -131,6 +130,11 @@ class Model:
     def output(self) -> TensorSpec:
         """The output that accuracy is measured by."""
         return self.outputs[0]
+
+    @property
+    def batch_of(self) -> int:
+        """How many inputs are computed together: a batch is a multiple of them."""
+        return self.input.groups_of or 1
 
     @property
     def untouched(self) -> nn.Module:

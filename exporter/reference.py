@@ -24,7 +24,7 @@ from ..graphs.layers.experts import Experts
 from ..graphs.lower import LayerValues
 from ..graphs.targets import runtime_of
 from .bundle.openvino import opened
-from .inputs import PARITY_BATCHES, SAMPLES, Inputs, completed
+from .inputs import SAMPLES, Inputs, completed, parity_sizes
 from .job import ExportJob
 from .model import Model
 from .parity import TOLERANCES, Reference, Rounded, Tolerance, chunks, compare, describe
@@ -67,7 +67,7 @@ def exact(job: ExportJob, expected: Reference) -> Rounded | None:
     network = _InFloat64(model, model.module, expected.kept, renormalize=job.options.renormalize)
     with _pages_given_back(model):
         try:
-            for part in chunks(expected.feeds(model.input.name), job.fixed_batch or SAMPLES):
+            for part in chunks(expected.feeds(model.input.name), job.whole_batch or SAMPLES):
                 computed = network.computed(part)
                 y.append(computed.outputs[0])
                 for name, sets in expected.selected.items():
@@ -172,7 +172,7 @@ def check_network(job: ExportJob, expected: Reference) -> None:
 
     On the inputs of the reference our layers, as they were trained, must give what the untouched
     network gives; and where the batch is no constant of the graph, what PyTorch gives for an input
-    must not depend on the others of its batch, at any size of `PARITY_BATCHES`.
+    must not depend on the others of its batch, but for those that it is computed together with.
     """
     model, options = job.model, job.options
     bounds = TOLERANCES["fp32"]
@@ -182,19 +182,22 @@ def check_network(job: ExportJob, expected: Reference) -> None:
     with _pages_given_back(model):
         ours = model.module if model.as_trained is None else model.as_trained
         trained = replace(model, module=ours, as_trained=None)
-        x = _several(expected.feeds(model.input.name), job.fixed_batch or max(PARITY_BATCHES))
+        most = max(parity_sizes(model.batch_of))
+        x = _several(expected.feeds(model.input.name), job.fixed_batch or most)
         batch = job.fixed_batch or len(first_input(model, x))
         whole = reference(trained, x, _trained(trained), renormalize=False, batch=batch)
         if model.untouched is not ours:
             _check_stand_ins(trained, whole, batch, bounds)
         if job.fixed_batch is not None:
             return
-        _check_batches(_Network(trained, trained.untouched, _trained(trained)), whole, bounds)
+        sizes = parity_sizes(model.batch_of)
+        network = _Network(trained, trained.untouched, _trained(trained))
+        _check_batches(network, whole, bounds, sizes)
         kept, renormalize = expected.kept, options.renormalize
         if ours is not model.module or kept != whole.kept or renormalize:
             changed = reference(model, x, kept, renormalize=renormalize, batch=batch)
             network = _Network(model, model.module, kept, renormalize=renormalize)
-            _check_batches(network, changed, bounds)
+            _check_batches(network, changed, bounds, sizes)
 
 
 def _several(arrays: Fields, count: int) -> Fields:
@@ -231,10 +234,12 @@ def _check_stand_ins(model: Model, expected: Reference, batch: int, bounds: Tole
     )
 
 
-def _check_batches(network: _Network, expected: Reference, bounds: Tolerance) -> None:
+def _check_batches(
+    network: _Network, expected: Reference, bounds: Tolerance, sizes: Sequence[int]
+) -> None:
     """Raises `ParityError` where an input's output depends on the others in its batch."""
     count = len(expected.x)
-    for size in PARITY_BATCHES:
+    for size in sizes:
         rows = expected.rows(np.arange(size) % count)
         parity = compare(network, rows, network.keys, batch=size, tolerance=bounds)
         if parity.passed or parity.tied == parity.choices:

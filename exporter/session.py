@@ -153,9 +153,11 @@ class Session:
         """Takes what a graph says of its inputs and outputs; `BundleError` for one not as ours."""
         inputs = {name: (dtype, shape) for name, dtype, shape in given}
         self.takes_k = inputs.pop(K_INPUT, None) is not None
-        layers = () if facts is None else facts.layers.values()
-        self._experts = min((layer.n for layer in layers), default=None) if self.takes_k else None
-        defaults, limits = ({}, {}) if facts is None else (facts.defaults, facts.limits)
+        ours = facts is not None
+        facts = GraphFacts({}) if facts is None else facts
+        experts = min((layer.n for layer in facts.layers.values()), default=None)
+        self._experts = experts if self.takes_k else None
+        defaults, limits = facts.defaults, facts.limits
         self._ports = [
             TensorSpec(
                 name,
@@ -163,13 +165,14 @@ class Session:
                 tuple(shape),
                 default=defaults.get(name),
                 limits={} if name in defaults else limits,
+                groups_of=facts.groups_of,
             )
             for name, (dtype, shape) in inputs.items()
             if dtype in _NUMPY_TYPES
         ]
         given_ports = [port for port in self._ports if port.default is None]
         # Without a record of ours several inputs say nothing of which is the first.
-        unclear = not given_ports or (facts is None and len(given_ports) > 1)
+        unclear = not given_ports or (not ours and len(given_ports) > 1)
         if len(self._ports) != len(inputs) or unclear:
             taken = ", ".join(f"{name} ({dtype})" for name, (dtype, _) in inputs.items())
             raise BundleError(

@@ -11,9 +11,10 @@ import contextlib
 import io
 import logging
 import math
+import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter, signature
 from typing import Any
@@ -101,6 +102,7 @@ def _module(node: ir.Node) -> str:
     return str(modules[-1]) if modules else ""
 
 
+BATCH = "batch"
 TRACED_SIZES = {
     "tokens": 7,
     "past": 5,
@@ -175,7 +177,8 @@ def traced_sizes(model: Model, fixed: Mapping[str, int]) -> dict[str, int]:
     axes = dict.fromkeys(
         axis for spec in model.inputs for size in spec.dynamic_axes for axis in size.split(" + ")
     )
-    sizes = {axis: fixed.get(axis, TRACED_SIZES.get(axis, TRACED_BATCH)) for axis in axes}
+    traced = {**TRACED_SIZES, BATCH: TRACED_BATCH * model.batch_of}
+    sizes = {axis: fixed.get(axis, traced.get(axis, TRACED_BATCH)) for axis in axes}
     return {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
 
 
@@ -197,6 +200,8 @@ def _program(
         axis: torch.export.Dim(axis, min=least_size(size), max=limits.get(axis))
         for axis, size in sizes.items()
     }
+    if model.batch_of > 1 and BATCH not in fixed:
+        axes[BATCH] = model.batch_of * torch.export.Dim(GROUPS, min=1)
     dynamic = tuple(
         {
             index: axes[axis]
@@ -222,7 +227,33 @@ def _program(
         verbose=False,
     )
     assert program is not None
+    if model.batch_of > 1:
+        _name_batch(program.model, model.batch_of)
     return program.model
+
+
+GROUPS = "groups"
+
+
+def _name_batch(traced: ir.Model, images: int) -> None:
+    """Writes sizes that are so many times the groups as what they are of a batch."""
+    for value in (each for node in (*traced.graph, traced.graph) for each in _values(node)):
+        if value.shape is None:
+            continue
+        sizes: list[int | str | None] = []
+        for size in value.shape:
+            text = str(size.value) if isinstance(size, ir.SymbolicDim) else ""
+            of_groups = re.fullmatch(rf"(\d+)\*{GROUPS}|{GROUPS}\*(\d+)", text)
+            times = int(of_groups[1] or of_groups[2]) if of_groups else 0
+            if times and times % images == 0:
+                sizes.append(BATCH if times == images else f"{times // images}*{BATCH}")
+            else:
+                sizes.append(size.value if isinstance(size, ir.SymbolicDim) else size)
+        value.shape = ir.Shape(sizes)
+
+
+def _values(of: ir.Node | ir.Graph) -> Sequence[ir.Value]:
+    return (*of.inputs, *of.outputs) if isinstance(of, ir.Graph) else of.outputs
 
 
 def _check_calls(graph: ir.Model) -> None:

@@ -109,6 +109,8 @@ def _lower(
     }
     if limits:
         facts["limits"] = limits
+    if job.groups_of is not None:
+        facts["groups_of"] = job.groups_of
     model.metadata_props[METADATA] = json.dumps(facts)
     # The same for people: a viewer shows it beside the graph.
     about = f"{job.model.family} for {options.target} in {precision.name}"
@@ -190,6 +192,7 @@ def opened_comparison(
         graph,
         expected,
         fixed_batch=job.fixed_batch,
+        groups_of=job.groups_of,
         k_input=job.options.k == "input",
         tolerance=job.options.tolerance,
         runtime=runtime_of(job.options.target),
@@ -298,7 +301,14 @@ def _port(spec: TensorSpec, job: ExportJob) -> TensorSpec:
         dtype = str(FLOAT_TYPES[job.options.precision.io].numpy())
     implied = None if spec.implied in job.fixed else spec.implied
     limits = {str(axis_within(axis, job.fixed)): n for axis, n in spec.limits.items()}
-    return replace(spec, dtype=dtype, shape=spec.within(job.fixed), implied=implied, limits=limits)
+    return replace(
+        spec,
+        dtype=dtype,
+        shape=spec.within(job.fixed),
+        implied=implied,
+        limits=limits,
+        groups_of=job.groups_of and spec.groups_of,
+    )
 
 
 def _added_port(value: ir.Value) -> TensorSpec:

@@ -85,7 +85,7 @@ class Graphs:
         self.trials: dict[str, Trial] = {}
         self.batch = batch_size(outputs)
         self.evaluate = evaluate
-        size = base.fixed_batch
+        size = base.whole_batch
         # A shorter batch than the one size of a graph is left out.
         self.tallies = evaluate(
             [
@@ -220,7 +220,7 @@ class Graphs:
 
     def whole(self, batches: Iterable[InputsAndLabels]) -> Iterator[InputsAndLabels]:
         """Yields batches that graphs take: of the one size, where it is a constant of the graph."""
-        size = self.base.fixed_batch
+        size = self.base.whole_batch
         if size is not None:
             arrays = ((first_of(x), labels) for x, labels in batches)
             yield from ((x, y) for x, y in rebatched_pairs(arrays, size) if len(x) == size)

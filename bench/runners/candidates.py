@@ -408,9 +408,13 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
 
 
 def only_batch(bundle: Bundle) -> int | None:
-    """Returns the batch size that is a constant of a bundle's graphs; None where it is none."""
-    size = bundle.manifest.inputs[0].shape[0]
-    return size if isinstance(size, int) else None
+    """Returns the one batch size that a bundle is measured with; None where any will do.
+
+    It is a constant of its graphs, or of the inputs that they compute together.
+    """
+    port = bundle.manifest.inputs[0]
+    size = port.shape[0]
+    return size if isinstance(size, int) else port.groups_of
 
 
 def batch_sizes(listed: Sequence[Model | Bundle], request: BenchRequest) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ METADATA = "moexport"
 DIGEST = "sha256"
 """The key of the manifest's own hash."""
 
-OPTIONAL = ("levels", "limits", "implied", "below", "default", "batches")
+OPTIONAL = ("levels", "limits", "implied", "below", "default", "batches", "groups_of")
 """Keys of layers, graphs and ports that are left out where there is nothing to say."""
 
 
@@ -112,7 +112,8 @@ class TensorSpec:
 
     `limits` are the largest sizes that named axes may have; arrays may leave out the axis
     `implied`, which is of size 1 then. Values of an integer input lie in 0 … `below` − 1. `default`
-    says what an input is that callers leave out; without one it must be given.
+    says what an input is that callers leave out; without one it must be given. So many inputs as
+    `groups_of` says are computed together, and a batch is a multiple of them.
     """
 
     name: str
@@ -122,6 +123,7 @@ class TensorSpec:
     implied: str | None = None
     below: Count | None = None
     default: Default | None = None
+    groups_of: Count | None = None
 
     @property
     def dynamic_axes(self) -> tuple[str, ...]:
@@ -387,14 +389,15 @@ class LayerFacts:
 class GraphFacts:
     """What a graph says of itself in its metadata.
 
-    Its layers, the type of its floats, what its inputs are that are left out, and how large axes
-    may be together (`past + tokens`).
+    Its layers, the type of its floats, what its inputs are that are left out, how large axes may be
+    together (`past + tokens`), and how many inputs are computed together.
     """
 
     layers: dict[str, LayerFacts]
     floats: str = "fp32"
     defaults: dict[str, Default] = field(default_factory=dict)
     limits: dict[str, int] = field(default_factory=dict)
+    groups_of: Count | None = None
 
     @staticmethod
     def read(text: str, file: str) -> GraphFacts:

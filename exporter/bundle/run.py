@@ -56,6 +56,7 @@ def run_file(
         raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
     port = record.inputs[0]
     total = count(str(input_file), port.name)
+    _check_groups(options.batch_size, total, port, input_file)
     feed = in_batches(_stacking(input_file, port), _sizes(record, options, total))
     first = next(feed, None)
     if first is None:
@@ -115,6 +116,19 @@ def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -
         trust=options.trust_engine,
         host_weights=options.host_weights,
     )
+
+
+def _check_groups(size: int | None, total: int | None, port: TensorSpec, source: Path) -> None:
+    """Raises where inputs that are computed together would be without the others."""
+    together = port.groups_of or 1
+    said = f"the bundle computes {together} inputs together"
+    if size is not None and size % together:
+        raise UsageError(f"--batch-size {size}: {said}", hint=f"choose a multiple of {together}")
+    if total is not None and total % together:
+        raise FeedError(
+            f"{source}: holds {total} inputs, and {said}",
+            hint=f"give a multiple of {together} inputs: what is added changes other outputs",
+        )
 
 
 def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRange:

@@ -20,7 +20,7 @@ from ...errors import (
     UsageError,
 )
 from ...graphs.targets import Runtime, runtime_of
-from ..inputs import PARITY_BATCHES
+from ..inputs import parity_sizes
 from ..parity import (
     PARITY_FILE,
     TOLERANCES,
@@ -134,6 +134,7 @@ def graph_comparison(
     expected: Reference,
     *,
     fixed_batch: int | None,
+    groups_of: int | None = None,
     k_input: bool,
     tolerance: Tolerance,
     runtime: Runtime = "onnxruntime",
@@ -141,13 +142,14 @@ def graph_comparison(
 ) -> Comparison:
     """Opens a graph of a bundle, or of one being written, for references like this one."""
     observe = expected.observed(graph.selected)
+    sizes = parity_sizes(groups_of)
     return Comparison(
         checking_session(directory, graph, observe=observe, runtime=runtime, threads=threads),
         graph.selected,
-        batch=fixed_batch or max(PARITY_BATCHES),
+        batch=fixed_batch or max(sizes),
         tolerance=tolerance,
         k=next(iter(expected.kept.values())) if k_input else None,
-        probed=() if fixed_batch else PARITY_BATCHES,
+        probed=() if fixed_batch else sizes,
     )
 
 
@@ -322,13 +324,15 @@ def _parity_check(
     bounds: Tolerance,
 ) -> Check:
     name = f"parity of {graph.file}"
-    size = manifest.inputs[0].shape[0]
+    port = manifest.inputs[0]
+    size = port.shape[0]
     try:
         comparison = graph_comparison(
             directory,
             graph,
             expected,
             fixed_batch=size if isinstance(size, int) else None,
+            groups_of=port.groups_of,
             k_input=manifest.k == "input",
             tolerance=bounds,
             runtime=runtime_of(manifest.target),

@@ -174,7 +174,6 @@ def _load_checkpoint(
         outputs=model.outputs,
         notes=(*checkpoint.notes, *notes, *model.notes),
         example=example if isinstance(example, np.ndarray) else None,
-        batch_of=model.batch_of,
         rounded=model.rounded,
     )
 

@@ -45,7 +45,6 @@ class FamilyModel:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
-    batch_of: int = 1
     rounded: bool = False
 
 

@@ -429,11 +429,12 @@ class GroupRouting:
         if not self.capacities:
             return "the capacity of the experts is lifted: no choice of a token is dropped"
         of = "one image" if self.images == 1 else f"{self.images} images"
-        taken = f"an expert takes {self.capacities[self.k - 1]} of {self.group} tokens, of {of}"
+        taken = f"an expert takes {self.capacities[self.k - 1]} of {self.group} tokens, of {of}, and "
+        taken += "chooses them" if self.experts_choose else "drops what more chose it"
         if self.images == 1:
-            return f"{taken}, and drops what more chose it"
+            return taken
         return (
-            f"{taken}, and drops what more chose it: an output depends on the other images of its "
+            f"{taken}: an output depends on the other images of its "
             f"group and on its place among them, and a batch is a multiple of {self.images}"
         )
 
@@ -465,10 +466,9 @@ def _build(tensors: Tensors, given: Config) -> FamilyModel:
     return FamilyModel(
         module=module,
         config=config,
-        inputs=(input_,),
+        inputs=(replace(input_, groups_of=routing.images if routing.images > 1 else None),),
         outputs=(output,),
         notes=(IMAGES, routing.note, rounding_note(rounded=rounded)),
-        batch_of=routing.images,
         rounded=rounded,
     )
 

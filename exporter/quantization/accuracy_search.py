@@ -296,7 +296,8 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
     """
     model, data, fixed = job.model, job.options.data, dict(job.fixed)
     assert data is not None
-    size = fixed.pop("batch", None)
+    fixed.pop("batch", None)
+    size = job.whole_batch
     total = count(data, model.input.name)
     progress.step("running FP32", total=SAMPLES if total is None else min(total, SAMPLES))
     classes = _gives_classes(model)

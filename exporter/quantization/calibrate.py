@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from ...calibration.feeds import Feed, FeedHash, count, limited, rebatched, row_count
+from ...calibration.feeds import Feed, FeedHash, count, limited, rebatched, row_count, rows_between
 from ...calibration.methods import DEFAULT_PERCENTILE, choose
 from ...calibration.observers import Observations, ObservingGraph, observe, observing_graph
 from ...calibration.shards import Fields
@@ -153,8 +153,15 @@ def observe_share(
         with output_errors(folder.parent):  # of a full disk, which the system tells without a name
             graph = _write(job, traced.clone(), path)
         progress.step("observing", total=total, unit="inputs")
-        batches = rebatched(job.inputs(feed_hash), job.options.batch)
-        seen = observe(path, graph, islice(_numbered(batches, progress), share[0], None, share[1]))
+        together = job.model.batch_of
+        size = -(-job.options.batch // together) * together
+        # What is computed together with others is seen with as many alone.
+        whole = (
+            rows_between(each, 0, row_count(each) // together * together)
+            for each in rebatched(job.inputs(feed_hash), size)
+            if row_count(each) >= together
+        )
+        seen = observe(path, graph, islice(_numbered(whole, progress), share[0], None, share[1]))
         if total is None:  # nobody knew before, and shards may be fewer than they should be
             progress.step(f"the feed gave {feed_hash.samples} inputs")
     return Observed(seen=seen, origin=job.origin(feed_hash))

@@ -277,9 +277,12 @@ def _batches(bundle: Bundle) -> AxisRange:
 
 
 def _most(bundle: Bundle) -> int:
-    """The largest batch, 0 where its size is a constant of the graph: Triton cannot batch then."""
-    batches = _batches(bundle)
-    return 0 if isinstance(bundle.manifest.inputs[0].shape[0], int) else batches.max
+    """The largest batch, 0 where Triton cannot make one.
+
+    Its size is a constant of the graph, or inputs are computed together, which Triton would mix.
+    """
+    batches, port = _batches(bundle), bundle.manifest.inputs[0]
+    return 0 if isinstance(port.shape[0], int) or port.groups_of else batches.max
 
 
 def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _BackendForm:
@@ -431,7 +434,7 @@ def _samples(bundle: Bundle, options: TritonRequest, *, batched: bool) -> dict[s
         return {}
     feeds = Reference.load(bundle.path / PARITY_FILE).feeds(manifest.inputs[0].name)
     count = manifest.inputs[0].shape[0]
-    count = count if isinstance(count, int) else 1
+    count = count if isinstance(count, int) else manifest.inputs[0].groups_of or 1
     arrays = {
         port.name: np.ascontiguousarray(feeds[port.name][:count], dtype=port.dtype)
         for port in manifest.inputs
