@@ -148,7 +148,7 @@ def _groups(job: ExportJob, traced: ir.Model, precision: PrecisionPlan) -> list[
         layer = precision.layers[name]
         key = (
             *(replace(work.spec, name=""), job.k[name], work.tokens, str(x.shape), x.dtype),
-            *(layer.precision, layer.compute.inner),
+            *(layer.precision, layer.inner),
         )
         alike.setdefault(key, []).append(name)
     return [
@@ -210,7 +210,7 @@ def _write(
     What copies too much for one batch is put into `left_out`.
     """
     name, work = group.names[0], group.work
-    layer, compute = job.model.layers[name], precision.layers[name].compute
+    layer, compute = job.model.layers[name], precision.layers[name]
     needed, free = layer_bytes(layer, compute), shutil.disk_usage(folder).free
     if free < needed:
         raise UsageError(

@@ -91,7 +91,7 @@ class Plan:
             if (tensor := value.const_value) is not None and tensor.nbytes >= INLINE_BYTES
         )
         return backbone + sum(
-            layer_bytes(layer, self.precision.layers[name].compute)
+            layer_bytes(layer, self.precision.layers[name])
             for name, layer in self.job.model.layers.items()
         )
 

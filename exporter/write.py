@@ -20,7 +20,7 @@ from ..graphs.builder import Builder
 from ..graphs.layers.stored import LayerOf
 from ..graphs.lower import Lowered, LoweringRequest, lower
 from ..graphs.names import K_INPUT, SELECTED, STEER_INPUT
-from ..graphs.precision.types import FLOAT_TYPES
+from ..graphs.precision.types import FLOAT_TYPES, ComputeTypes
 from ..graphs.targets import runtime_of
 from .bundle.manifest import (
     METADATA,
@@ -38,7 +38,7 @@ from .job import ExportJob
 from .model import Model
 from .parity import Comparison, Parity, Reference, not_compared
 from .plan import GraphPlan, LayerPlan, Plan
-from .quantization.precision import LayerPrecision, precision_record
+from .quantization.precision import precision_record
 
 
 def write_graphs(
@@ -49,7 +49,7 @@ def write_graphs(
     with WeightsWriter(directory, progress, model.source.reading()) as writer:
         write_backbone(writer, traced)
         stored = {
-            name: write_layer(writer, name, layer, plan.precision.layers[name].compute)
+            name: write_layer(writer, name, layer, plan.precision.layers[name])
             for name, layer in model.layers.items()
         }
     lowered = {}
@@ -71,7 +71,7 @@ def _lower(
                 tensors=stored[layer.name],
                 k=layer.k,
                 renormalize=options.renormalize,
-                compute=plan.precision.layers[layer.name].compute,
+                compute=plan.precision.layers[layer.name],
                 target=options.target,
                 batch=layer.work.batch,
             ),
@@ -275,7 +275,7 @@ def manifest_of(
     )
 
 
-def _layer_record(layer: LayerPlan, found: LayerPrecision, lowered: Lowered) -> LayerRecord:
+def _layer_record(layer: LayerPlan, compute: ComputeTypes, lowered: Lowered) -> LayerRecord:
     spec = layer.work.spec
     return LayerRecord(
         name=layer.name,
@@ -289,8 +289,8 @@ def _layer_record(layer: LayerPlan, found: LayerPrecision, lowered: Lowered) -> 
         lowering=layer.choice.lowering.name,
         reason=layer.choice.reason,
         selected=lowered.values[layer.name].selected,
-        precision=found.precision,
-        precision_reason=found.reason,
+        precision=compute.precision,
+        precision_reason=compute.reason,
     )
 
 

@@ -7,7 +7,7 @@ are too large or too small, and values that were observed to come close to that.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import onnx_ir as ir
@@ -26,7 +26,6 @@ from ...graphs.precision.fp16 import Fp32Node, beyond, misfit, to_fp16
 from ...graphs.precision.types import (
     DYNAMIC_ROW,
     FLOAT_TYPES,
-    FP32,
     HALF_TYPES,
     INT4_BLOCK,
     INT8_LEVELS,
@@ -37,7 +36,7 @@ from ...graphs.precision.types import (
     int4_block,
 )
 from ...graphs.precision.weights import CONVERTED, activation_scale, not_in_blocks
-from ...graphs.targets import ENGINES, FloatName, Precision, QuantFormat
+from ...graphs.targets import ENGINES, FloatName, QuantFormat
 from ..bundle.manifest import Fp32NodeRecord, Numbers
 from ..job import ExportJob
 from ..options import ExportOptions
@@ -116,20 +115,11 @@ class Retention:
         return frozenset(part.name for part in self.kept)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPrecision:
-    """In what a layer computes, and why so."""
-
-    precision: Precision
-    reason: str
-    compute: ComputeTypes
-
-
 @dataclass(frozen=True)
 class PrecisionPlan:
     """In what every part of a model computes; `retention` is what `--min-retention` found."""
 
-    layers: Mapping[str, LayerPrecision]
+    layers: Mapping[str, ComputeTypes]
     fp32_nodes: tuple[Fp32Node, ...] = ()
     linears: tuple[QuantizedLinear, ...] = ()
     retention: Retention | None = None
@@ -195,28 +185,20 @@ def _layer(
     options: ExportOptions,
     table: CalibrationTable | None,
     left_out: str | None,
-) -> LayerPrecision:
-    """The precision of a layer; `left_out` is why it stays in floats where INT8 is asked for."""
+) -> ComputeTypes:
+    """The numbers of a layer; `left_out` is why it stays in floats where INT8 is asked for."""
     precision, target = options.precision, options.target
-    float_name = precision.float_name(target)
-    inner = FLOAT_TYPES[float_name]
+    inner = FLOAT_TYPES[precision.float_name(target)]
     problem = _overflow(name, layer, inner, table)
     if problem is not None:
-        inner, float_name = ir.DataType.FLOAT, "fp32"
+        inner = ir.DataType.FLOAT
     if precision.name == "int4":
         return _in_blocks(layer, options, left_out)
     if not precision.ranged:
-        reason = f"{problem}: kept in FP32" if problem else "asked for"
-        return LayerPrecision(
-            precision=float_name,
-            reason=reason,
-            compute=ComputeTypes(inner) if inner != FP32.inner else FP32,
-        )
+        return ComputeTypes(inner, reason=f"{problem}: kept in FP32" if problem else "asked for")
     around = f"; {problem}, so FP32" if problem else ""
     if left_out is not None:
-        return LayerPrecision(
-            precision=float_name, reason=f"{left_out}{around}", compute=ComputeTypes(inner)
-        )
+        return ComputeTypes(inner, reason=f"{left_out}{around}")
     form = precision.quant_format(target)
     dynamic = layer.spec.dynamic_int8 and form != "qdq"
 
@@ -237,33 +219,26 @@ def _layer(
     }
     quantised = QuantizedProducts(format=form, weights=weights, inputs=scales, dynamic=dynamic)
     around = f"{around} around it" if around else ""
-    return LayerPrecision(
-        precision=precision.name,
-        reason=f"asked for{around}",
-        compute=ComputeTypes(inner=inner, quantized=quantised),
-    )
+    return ComputeTypes(inner, quantized=quantised, reason=f"asked for{around}")
 
 
-def _in_blocks(layer: MoELayer, options: ExportOptions, left_out: str | None) -> LayerPrecision:
+def _in_blocks(layer: MoELayer, options: ExportOptions, left_out: str | None) -> ComputeTypes:
     """A layer's experts with weights of four bits, unless their rows are not whole blocks."""
     target = options.target
     # An engine computes in its usual float; ONNX Runtime's CPU kernels in FP32.
     floats = options.precision.float_name(target) if target in ENGINES else "fp32"
-    compute = ComputeTypes(FLOAT_TYPES[floats])
+    inner = FLOAT_TYPES[floats]
     if left_out is not None:
-        return LayerPrecision(precision=floats, reason=left_out, compute=compute)
+        return ComputeTypes(inner, reason=left_out)
     form = options.precision.quant_format(target)
     problem = not_in_blocks(layer.stored(), form)
     if problem is not None:
-        reason = f"{problem}: kept in {floats.upper()}"
-        return LayerPrecision(precision=floats, reason=reason, compute=compute)
+        return ComputeTypes(inner, reason=f"{problem}: kept in {floats.upper()}")
     shapes = {p.name: p.shape for p in layer.stored() if operand_of(p.name) is not None}
     block = int4_block(form, (shape[-2] for shape in shapes.values()))
     assert block is not None  # each of them is whole blocks of the smallest size
     blocked = BlockedWeights(format=form, weights=frozenset(shapes), block=block)
-    return LayerPrecision(
-        precision="int4", reason="asked for", compute=replace(compute, blocked=blocked)
-    )
+    return ComputeTypes(inner, blocked=blocked, reason="asked for")
 
 
 def _overflow(
@@ -303,7 +278,7 @@ def _activations(plan: PrecisionPlan, form: QuantFormat) -> str:
     """How what meets integer weights is written, in words."""
     if form == "qdq":
         return "int8, per tensor, symmetric"
-    quantised = [layer.compute.quantized for layer in plan.layers.values()]
+    quantised = [layer.quantized for layer in plan.layers.values()]
     ways = {each.dynamic for each in quantised if each is not None} or {False}
     words = {False: "uint8, per tensor", True: "uint8, per row, found while the graph runs"}
     return "; ".join(words[way] for way in sorted(ways))
@@ -339,7 +314,7 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> Numbers:
         "usual_fp32_nodes": usual,
     }
     if precision.name == "int4":
-        blocked = (layer.compute.blocked for layer in plan.layers.values())
+        blocked = (layer.blocked for layer in plan.layers.values())
         sizes = " or ".join(str(size) for size in sorted({b.block for b in blocked if b}))
         record |= {
             "form": precision.quant_format(target),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import get_args
 
@@ -160,7 +160,7 @@ class BlockedWeights:
 
 @dataclass(frozen=True, slots=True)
 class ComputeTypes:
-    """In what numbers one layer computes, whatever type its tokens come in.
+    """In what numbers one layer computes, whatever type its tokens come in, and the reason.
 
     `inner` is the float type of the experts' (or factors') products; router and gate are FP32
     always. `quantized` tells which products take integers, `blocked` which take weights of four
@@ -170,6 +170,16 @@ class ComputeTypes:
     inner: ir.DataType = ir.DataType.FLOAT
     quantized: QuantizedProducts | None = None
     blocked: BlockedWeights | None = None
+    reason: str = field(default="", compare=False)
+
+    @property
+    def precision(self) -> Precision:
+        """The precision of the layer, by the narrowest of its numbers."""
+        if self.blocked is not None:
+            return "int4"
+        if self.quantized is not None:
+            return "fp8" if self.quantized.weights.floats else "int8"
+        return next(name for name, dtype in FLOAT_TYPES.items() if dtype == self.inner)
 
 
 FP32 = ComputeTypes()
