@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..bench.analyses.findings import TUNING, FrontPoint, TunedLayer, TuningRecord
+from ..bench.analyses.findings import TUNING, FrontPoint, TuningRecord
 from ..bench.data import LabelledData
 from ..bench.demo.demo import TrainedNetwork
 from ..bench.engines import ONNXRUNTIME, PYTORCH_EAGER
@@ -204,18 +205,6 @@ def _point(
 ) -> FrontPoint:
     key, quality = trial.point.key, trial.quality
     held = confirmed.get(key)
-    layers = tuple(
-        TunedLayer(
-            layer=name,
-            k=choice.k,
-            of=tuned.experts[name],
-            precision=choice.precision,
-            lowering=trial.lowerings[name],
-            experts=choice.experts,
-            merged=choice.merged,
-        )
-        for name, choice in trial.point.layers
-    )
     return FrontPoint(
         ms=trial.ms,
         predicted_ms=trial.predicted_ms,
@@ -223,7 +212,10 @@ def _point(
         kept=quality.kept,
         searched=Interval(quality.low, quality.high),
         text=trial.point.text(tuned.experts),
-        layers=layers,
+        layers={
+            name: replace(choice, lowering=trial.lowerings[name])
+            for name, choice in trial.point.layers
+        },
         around=trial.point.around,
         front=front,
         chosen=key == chosen,

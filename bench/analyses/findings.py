@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common.documents import from_data
+from ...exporter.bundle.recipe import LayerRecipe
 from ..results import Interval
 
 EXPERTS = "experts"
@@ -128,27 +129,11 @@ TUNING = "tuning"
 
 
 @dataclass(frozen=True, slots=True)
-class TunedLayer:
-    """What one layer is at a point: `experts` are those that stay, empty where all do.
-
-    Where `merged`, one takes the place of all.
-    """
-
-    layer: str
-    k: int
-    of: int
-    precision: str
-    lowering: str
-    experts: tuple[int, ...] = ()
-    merged: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class FrontPoint:
     """One point that was found: its time for a batch, its size, and what it keeps.
 
     `searched` is on the half that the search saw, `confirmed` on the other: None where it was not
-    looked at there.
+    looked at there. `text` has the layers in words; files of before hold a list of them.
     """
 
     ms: float
@@ -157,7 +142,7 @@ class FrontPoint:
     kept: float
     searched: Interval
     text: str
-    layers: tuple[TunedLayer, ...]
+    layers: dict[str, LayerRecipe] | list[Any]
     around: str = "fp32"
     front: bool = False
     chosen: bool = False

@@ -312,8 +312,4 @@ def _told(point: FrontPoint) -> list[str]:
         lines.append(
             f"confirmed: {percent(point.confirmed_kept)}, {interval_text(point.confirmed)}"
         )
-    for layer in point.layers:
-        of = f"{len(layer.experts)} of {layer.of}" if layer.experts else str(layer.of)
-        chosen = "all experts merged into one" if layer.merged else f"k = {layer.k}, experts {of}"
-        lines.append(f"{layer.layer}: {chosen}, {layer.precision}")
-    return lines
+    return [*lines, *point.text.split("; ")]
