@@ -42,13 +42,12 @@ from moexport.exporter.session import SessionOptions
 from moexport.graphs.targets import Precision
 from moexport.tune.budget import Clock, spin_for
 from moexport.tune.confirm import SearchResult, front_of, with_ms
-from moexport.tune.graphs import Trial
 from moexport.tune.prepare import SearchJob, prepare
 from moexport.tune.quality import Quality, Tally
 from moexport.tune.request import SearchOptions
 from moexport.tune.schedule import AROUND
 from moexport.tune.search import search
-from moexport.tune.space import RANGED, Point
+from moexport.tune.space import RANGED, Point, Trial
 from moexport.tune.tune import export_best
 from torch import nn
 from torch.nn import functional as F

@@ -20,11 +20,12 @@ from ..errors import CheckError, FeedError, MoexportError
 from ..exporter.bundle.recipe import LayerRecipe
 from ..exporter.model import Model
 from .budget import protocol_for
-from .graphs import Graphs, Trial, times_as_long
+from .graphs import Graphs, times_as_long
 from .holdout import Holdout
 from .prepare import SearchJob
 from .quality import Quality
 from .shards import Batch
+from .space import Trial
 from .substitutes.substitutes import FOLDER
 
 MOST = 8

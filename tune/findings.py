@@ -26,9 +26,10 @@ from ..common.text import size, table
 from ..common.writing import remove_folder
 from ..exporter.bundle.recipe import RECIPE_FILE
 from .confirm import Confirmed
-from .graphs import UNTOUCHED, Trial
+from .graphs import UNTOUCHED
 from .quality import Quality
 from .request import SearchOptions
+from .space import Trial
 from .substitutes.substitutes import FOLDER
 from .tune import Tuned, search_and_export
 

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 
-from ..bench.data import InputsAndLabels, LabelledData
-from ..bench.journal import Journal
+from ..bench.data import InputsAndLabels
 from ..bench.runners.base import first_of
 from ..bench.runners.pytorch import untouched
-from ..calibration.feeds import Array, rebatched_pairs
+from ..calibration.feeds import rebatched_pairs
 from ..common.console import Progress
 from ..common.timing import Latency, Protocol, measure
 from ..common.writing import scratch_folder
 from ..exporter.bundle.manifest import MAIN_GRAPH
 from ..exporter.bundle.openvino import opened, options_for
 from ..exporter.bundle.weights import WEIGHTS_FILE
-from ..exporter.job import ExportJob
 from ..exporter.plan import plan
 from ..exporter.session import Session
 from ..exporter.write import write_graphs
-from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, Clock, protocol_for, spin_for
+from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, protocol_for, spin_for
 from .holdout import batch_size, in_batches, rows_of
-from .quality import Metric, Quality
+from .prepare import SearchJob
 from .routed import Traces
 from .shards import Batch, Evaluate, evaluate_here
-from .space import Point, job_of
+from .space import Point, Trial, job_of
 from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
 
@@ -42,61 +41,36 @@ TOLD_APART = 0.97
 """A lowering takes at most so much of another's time to be taken in its place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What was found of one point as a whole graph.
-
-    `ms` is the median time of a batch of OPT, corrected for how fast the machine was just then, by
-    the graph of the model as trained, which takes turns. `bytes` are those of the graph and its
-    weights. `substitutes` is the SHA-256 of what takes the places of experts.
-    """
-
-    point: Point
-    lowerings: dict[str, str]
-    quality: Quality
-    ms: float
-    predicted_ms: float
-    bytes: int
-    substitutes: str = ""
-
-
 class Graphs:
     """Looks at points as whole graphs, each once: a journal keeps what was found."""
 
     def __init__(
         self,
-        base: ExportJob,
-        traces: Traces,
+        job: SearchJob,
         times: LayerTimes,
-        data: LabelledData,
-        outputs: Array,
-        metric: Metric,
-        journal: Journal,
-        progress: Progress,
-        threads: int,
-        clock: Clock,
         substitutes: Substitutes,
+        progress: Progress,
         evaluate: Evaluate = evaluate_here,
     ) -> None:
-        self.base, self.traces, self.times = base, traces, times
-        self.data, self.outputs, self.metric = data, outputs, metric
-        self.journal, self.progress, self.threads = journal, progress, threads
-        self.clock, self.substitutes = clock, substitutes
+        self.base, self.metric, self.data = job.base, job.metric, job.holdout.search
+        self.journal, self.clock = job.journal, job.clock
+        self.times, self.substitutes = times, substitutes
+        self.progress, self.evaluate = progress, evaluate
+        self.traces = Traces(job.base, job.traced)
         self.trials: dict[str, Trial] = {}
-        self.batch = batch_size(outputs)
-        self.evaluate = evaluate
-        size = base.whole_batch
+        self.batch = batch_size(job.outputs)
+        size = self.base.whole_batch
         # A shorter batch than the one size of a graph is left out.
         self.tallies = evaluate(
             [
-                Batch(inputs=x, labels=labels, outputs=outputs[rows], metric=metric)
-                for rows, x, labels in in_batches(data, size or self.batch)
+                Batch(inputs=x, labels=labels, outputs=job.outputs[rows], metric=job.metric)
+                for rows, x, labels in in_batches(self.data, size or self.batch)
                 if size in (None, rows.stop - rows.start)
             ]
         )
         self._beside: tuple[Trial, Session] | None = None
-        for each in journal.found("trial"):
-            trial = msgspec.convert(each["trial"], Trial)
+        for piece in self.journal.found("trial"):
+            trial = msgspec.convert(piece["trial"], Trial)
             if trial.substitutes == substitutes.digest(trial.point):
                 self.trials[trial.point.key] = trial
 
@@ -205,7 +179,7 @@ class Graphs:
         Where several run in turn, batch by batch, they take several times as long while threads of
         the others spin (`spin_ms`, as in `SessionOptions`).
         """
-        options = options_for(self.base.options.target, self.threads, spin_ms)
+        options = options_for(self.base.options.target, torch.get_num_threads(), spin_ms)
         with scratch_folder("tune") as folder:
             sessions = []
             for index, (point, lowerings) in enumerate(listed):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -34,15 +34,13 @@ from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.targets import Precision
 from .budget import RANGES_SHARE, TRACE, Clock, End
-from .graphs import Trial
 from .holdout import Holdout, untouched_outputs
 from .quality import Metric, check_enough, metric_for
 from .request import SearchOptions
 from .routed import may_choose, routed_layers
 from .schedule import AROUND
-from .space import FEW, INTEGERS, RANGED, Point, ks_of, unlowered
+from .space import FEW, INTEGERS, RANGED, Point, Trial, ks_of, unlowered
 from .substitutes.substitutes import FOLDER
-from .times import served
 
 CALIBRATED, CALIBRATED_FEW = 256, 32
 """Inputs of the search's half that INT8 takes its ranges from; the second where time is short."""
@@ -300,7 +298,7 @@ def _space(base: ExportJob, traced: ir.Model, wanted: Sequence[Precision]) -> Sp
         if precision not in INTEGERS:
             continue
         try:
-            layers = served(base, traced, choices, precision, first)
+            layers = _served(base, traced, choices, precision, first)
         except MoexportError:  # this model's layers do not take it
             continue
         around = [AROUND] if layers and _has_integers_around(base, traced, precision) else []
@@ -308,6 +306,19 @@ def _space(base: ExportJob, traced: ir.Model, wanted: Sequence[Precision]) -> Sp
             integers[precision] = (*layers, *around)
     floats: tuple[Precision, ...] = tuple(name for name in wanted if name not in INTEGERS)
     return Space(choices=choices, integers=integers, floats=floats)
+
+
+def _served(
+    base: ExportJob,
+    traced: ir.Model,
+    layers: Iterable[str],
+    precision: Precision,
+    k: Mapping[str, int],
+) -> list[str]:
+    """The layers that really compute in a precision: others keep floats, with a reason."""
+    point = Point(tuple((name, LayerRecipe(k[name], precision)) for name in layers))
+    plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
+    return [name for name, layer in plan.layers.items() if layer.precision == precision]
 
 
 def _has_integers_around(base: ExportJob, traced: ir.Model, precision: Precision) -> bool:

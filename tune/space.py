@@ -19,6 +19,7 @@ from ..graphs.layers.base import MoELayer
 from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.precision.types import FP32
 from ..graphs.targets import Precision, Scope
+from .quality import Quality
 from .routed import asked_for
 
 INTEGERS: tuple[Precision, ...] = ("int8", "int4")
@@ -92,6 +93,24 @@ class Point:
         """Returns the point with everything in one type of floats."""
         layers = tuple((name, replace(choice, precision=precision)) for name, choice in self.layers)
         return Point(layers, around=precision)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What was found of one point as a whole graph.
+
+    `ms` is the median time of a batch of OPT, corrected for how fast the machine was just then, by
+    the graph of the model as trained, which takes turns. `bytes` are those of the graph and its
+    weights. `substitutes` is the SHA-256 of what takes the places of experts.
+    """
+
+    point: Point
+    lowerings: dict[str, str]
+    quality: Quality
+    ms: float
+    predicted_ms: float
+    bytes: int
+    substitutes: str = ""
 
 
 FEW = 8

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 
 import msgspec
 import numpy as np
-import onnx_ir as ir
 
-from ..bench.journal import Journal
 from ..common.console import Progress
 from ..common.timing import Protocol
 from ..exporter.bundle.manifest import TunedLayers
 from ..exporter.bundle.recipe import LayerRecipe
-from ..exporter.job import ExportJob
 from ..exporter.measured_lowerings import Measuring, Tokens, measure_lowerings
 from ..exporter.quantization.precision import apply_precision
 from ..graphs.targets import Precision
-from .budget import SPIN_MS, Clock
+from .budget import SPIN_MS, TIMES_SHARE
+from .prepare import SearchJob
 from .space import Point, covering_models, unlowered
 from .substitutes.substitutes import Substitutes
 
@@ -185,41 +183,37 @@ class LayerTimes:
 
     def measure(
         self,
-        base: ExportJob,
-        traced: ir.Model,
+        job: SearchJob,
         choices: Mapping[str, Sequence[LayerRecipe]],
         inputs: Tokens,
-        journal: Journal,
         progress: Progress,
-        clock: Clock,
-        share: float,
     ) -> None:
         """Measures every choice of every layer, all of one precision; what is known is left out.
 
-        The largest and the smallest come first; after a `share` of the time the rest is left out.
-        Those of the model as trained are measured anyhow.
+        The largest and the smallest come first; when the time for it has ended the rest is left
+        out. Those of the model as trained are measured anyhow.
         """
-        for each in journal.found("form"):
-            name, form = each["layer"], (each["k"], each["n"], each["precision"])
-            self.forms[name, form] = msgspec.convert(each["time"], FormTime)
+        for piece in job.journal.found("form"):
+            name, form = piece["layer"], (piece["k"], piece["n"], piece["precision"])
+            self.forms[name, form] = msgspec.convert(piece["time"], FormTime)
         first, *others = covering_models(choices)
         for index, combination in enumerate((first, *others[-1:], *others[:-1])):
             if all(self.of(name, choice) is not None for name, choice in combination.items()):
                 continue
             point = Point(tuple(combination.items()))
-            if (index or point.precision != "fp32") and clock.over(share, FORMS):
+            if (index or point.precision != "fp32") and job.clock.over(TIMES_SHARE, FORMS):
                 return
-            with clock.step(FORMS):
+            with job.clock.step(FORMS):
                 fitted = self._substitutes.fitted_to(point) if self._substitutes else None
-                job, copy = unlowered(base, point, fitted), traced.clone()
-                numbers = apply_precision(job, copy, job.table)
+                export, traced = unlowered(job.base, point, fitted), job.traced.clone()
+                numbers = apply_precision(export, traced, export.table)
                 measuring = Measuring(BRIEF, inputs, alone=True, within=LIKELY, spin_ms=SPIN_MS)
-                found = measure_lowerings(job, copy, numbers, progress, measuring)
+                tuning = measure_lowerings(export, traced, numbers, progress, measuring)
             for name, choice in combination.items():
                 k, n, precision = choice.form
-                self.forms[name, choice.form] = time = _time(found.of(name))
-                told = msgspec.to_builtins(time)
-                journal.add("form", layer=name, k=k, n=n, precision=precision, time=told)
+                self.forms[name, choice.form] = time = _time(tuning.of(name))
+                plain = msgspec.to_builtins(time)
+                job.journal.add("form", layer=name, k=k, n=n, precision=precision, time=plain)
 
 
 def _nearest(near: Sequence[tuple[LayerForm, FormTime]], k: int) -> FormTime:
@@ -250,16 +244,3 @@ def _time(measured: TunedLayers) -> FormTime:
         lowering=best.lowering,
         others={other.lowering: other.latency_ms.median for other in others},
     )
-
-
-def served(
-    base: ExportJob,
-    traced: ir.Model,
-    layers: Iterable[str],
-    precision: Precision,
-    k: Mapping[str, int],
-) -> list[str]:
-    """Returns the layers that really compute in a precision: others keep floats, with a reason."""
-    point = Point(tuple((name, LayerRecipe(k[name], precision)) for name in layers))
-    plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
-    return [name for name, layer in plan.layers.items() if layer.precision == precision]

@@ -38,14 +38,13 @@ from ..exporter.options import ExportOptions, recipe_options
 from . import layers
 from .budget import TRAINING_S, VERIFIED, Clock
 from .confirm import Confirmed, SearchResult, check_same, contract, contract_record, reasons
-from .graphs import Trial
 from .prepare import CALIBRATED, SearchJob, base_job, prepare
 from .quality import Metric
 from .request import SearchOptions
 from .routed import routed_layers
 from .search import EACH_SIDE, TRIALS, search
 from .shards import Evaluate, evaluate_here
-from .space import RANGED, recipe_of
+from .space import RANGED, Trial, recipe_of
 from .substitutes.distill import longest_s
 
 FINISH_S, REPORT_S = 1.5, 3.0

@@ -18,9 +18,8 @@ from moexport.tune.confirm import (
     sequences_of,
     worth_confirming,
 )
-from moexport.tune.graphs import Trial
 from moexport.tune.quality import Quality
-from moexport.tune.space import Point
+from moexport.tune.space import Point, Trial
 
 KEEP, RIGHT = 0.99, 430
 """What is asked, and how many inputs at least one of two models has right."""
