@@ -116,6 +116,12 @@ class ClusterError(MoexportError):
     HINT = "docs/scale-out.md says what a cluster needs"
 
 
+class QueueFullError(MoexportError):
+    """A request found the queue full: it was refused at once, and nothing computes it."""
+
+    HINT = "send fewer requests a second, or try again"
+
+
 class OutputError(MoexportError):
     """A file or folder cannot be written."""
 

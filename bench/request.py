@@ -31,7 +31,7 @@ Trained = Literal["soft-moe", "mumoe", "experts"]
 ALL = "all"
 """Every engine, in a list of them."""
 
-PLACES = ("command", "out", "ray", "on")
+PLACES = ("command", "out", "ray", "on", "price_per_hour")
 """Options of a benchmark on which no number depends."""
 
 
@@ -147,6 +147,46 @@ class BenchRequest(LoadRequest):
         unset="none",
         kind=str,
         metavar="ARRAY",
+    )
+    scenario: str | Sequence[str] = option(
+        "",
+        "MLPerf scenarios, a list: single-stream,multi-stream,server,offline.",
+        unset="none",
+        heading="In service",
+    )
+    latency_bound: str | float | None = option(
+        None,
+        "The longest that 99% of the requests of server may take: 50ms.",
+        unset="none; server needs one",
+        kind=str,
+        metavar="TIME",
+    )
+    offered_rate: float | None = option(
+        None,
+        "Offer server so many requests a second.",
+        unset="the most that keeps the bound is searched for",
+        kind=float,
+        metavar="RATE",
+    )
+    max_delay: str | float | None = option(
+        None,
+        "The longest that the queue waits to fill a batch: 2ms.",
+        unset="it does not wait",
+        kind=str,
+        metavar="TIME",
+    )
+    duration: str | float = option(
+        "10s", "The least time of each run of LoadGen.", kind=str, metavar="TIME"
+    )
+    library: int | None = option(
+        None, "Inputs that LoadGen draws from.", unset="all, 1024 at most", kind=int, min=1
+    )
+    price_per_hour: float | None = option(
+        None,
+        "What an hour of this machine costs, for the cost of a million requests.",
+        unset="not known",
+        kind=float,
+        metavar="PRICE",
     )
     ray: str | None = option(
         None,

@@ -19,6 +19,7 @@ PACKAGES = (
     "onnxruntime",
     "onnxruntime-gpu",
     "openvino",
+    "mlcommons-loadgen",
     "tensorrt",
     "tensorrt-rtx-cu13",
     "numpy",

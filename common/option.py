@@ -8,6 +8,7 @@ them options of the command line; and the job is handed the record itself.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -131,6 +132,24 @@ def parse_size(text: str | int, option: str) -> int:
             hint=f"for example {option} 20MB (decimal) or 2GiB (binary)",
         )
     return size
+
+
+_DURATION = r"([0-9]*\.?[0-9]+)\s*(us|µs|ms|s|min|h)?"
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_seconds(text: str | float, option: str, unit: str) -> float:
+    """Returns seconds from `5ms`, `90s` or `10min`; a number alone is in `unit`.
+
+    `UsageError` names the option.
+    """
+    found = re.fullmatch(_DURATION, str(text).strip())
+    seconds = float(found[1]) * _SECONDS[found[2] or unit] if found else math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(
+            f"{option} {text}: not a time", hint=f"for example {option} 5ms, 90s or 10min"
+        )
+    return seconds
 
 
 P = ParamSpec("P")

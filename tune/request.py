@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.option import option, parse_size
+from ..common.option import option, parse_seconds, parse_size
 from ..errors import UsageError
 from ..exporter.requests import SIZES, AnyPath, ClusterRequest
 from ..graphs.targets import ENGINES, TARGETS, Precision, Target
@@ -220,24 +218,6 @@ def parse_share(text: str | float, option: str) -> float:
         raise UsageError(
             f"{option} {text}: not a share", hint=f"for example {option} 99%, or {option} 0.99"
         ) from None
-
-
-_DURATION = r"([0-9]*\.?[0-9]+)\s*(us|µs|ms|s|min|h)?"
-_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-
-
-def parse_seconds(text: str | float, option: str, unit: str) -> float:
-    """Returns seconds from `5ms`, `90s` or `10min`; a number alone is in `unit`.
-
-    `UsageError` names the option.
-    """
-    found = re.fullmatch(_DURATION, str(text).strip())
-    seconds = float(found[1]) * _SECONDS[found[2] or unit] if found else math.nan
-    if not 0 < seconds < math.inf:
-        raise UsageError(
-            f"{option} {text}: not a time", hint=f"for example {option} 5ms, 90s or 10min"
-        )
-    return seconds
 
 
 def parse_tried(text: str) -> tuple[Precision, ...]:

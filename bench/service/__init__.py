@@ -1,0 +1,1 @@
+"""Requests a second at a bound of latency: batching, MLPerf's LoadGen, and what it finds."""

@@ -1,0 +1,122 @@
+"""Batching as inference servers do it: requests wait in a bounded queue that instances empty."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Generic, NamedTuple, TypeVar
+
+from ...errors import MoexportError, QueueFullError
+
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
+class _Waiting(NamedTuple, Generic[X, Y]):
+    """A request, when it came, and what gets its answer."""
+
+    since: float
+    request: X
+    answer: Future[Y]
+
+
+class Queue(Generic[X, Y]):
+    """Batches requests for instances of a model, each of which has a thread of its own.
+
+    An instance maps the requests of a batch to their answers. One that is free takes up to
+    `max_batch` requests, the oldest first; fewer once the oldest has waited for `max_delay_s`: with
+    0, which never waits, batches grow with the load. More than `capacity` that wait are refused.
+    Closed by leaving its context: what was accepted is answered, what comes later is refused.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Callable[[Sequence[X]], Sequence[Y]]],
+        *,
+        max_batch: int,
+        capacity: int,
+        max_delay_s: float = 0.0,
+    ) -> None:
+        self.max_batch, self.capacity, self.max_delay_s = max_batch, capacity, max_delay_s
+        self._waiting: deque[_Waiting[X, Y]] = deque()
+        self._closed = False
+        lock = threading.Lock()
+        self._arrived, self._left = threading.Condition(lock), threading.Condition(lock)
+        self._threads = [
+            threading.Thread(target=self._serve, args=(each,), name=f"instance {index}")
+            for index, each in enumerate(instances)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, request: X, *, wait: bool = False) -> Future[Y]:
+        """Returns what will hold the answer, or the error of the batch that the request was in.
+
+        Raises `QueueFullError` at once where the queue is full, unless it is to `wait` for room.
+        """
+        answer: Future[Y] = Future()
+        with self._arrived:
+            while wait and len(self._waiting) >= self.capacity and not self._closed:
+                self._left.wait()
+            if self._closed:
+                raise MoexportError("the queue is closed: it takes no more requests")
+            if len(self._waiting) >= self.capacity:
+                raise QueueFullError(f"the queue is full: {self.capacity} requests wait")
+            self._waiting.append(_Waiting(time.monotonic(), request, answer))
+            self._arrived.notify()
+        return answer
+
+    def close(self) -> None:
+        """Answers what was accepted, and ends the threads."""
+        with self._arrived:
+            self._closed = True
+            self._arrived.notify_all()
+            self._left.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> Queue[X, Y]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _serve(self, instance: Callable[[Sequence[X]], Sequence[Y]]) -> None:
+        """Computes batches until the queue is closed and empty."""
+        while taken := self._batch():
+            batch = [each for each in taken if each.answer.set_running_or_notify_cancel()]
+            if not batch:
+                continue
+            try:
+                found = instance([each.request for each in batch])
+                answered = list(zip(batch, found, strict=True))
+            except BaseException as error:  # noqa: BLE001  whoever waits for an answer gets it
+                for each in batch:
+                    each.answer.set_exception(error)
+            else:
+                for each, y in answered:
+                    each.answer.set_result(y)
+
+    def _batch(self) -> list[_Waiting[X, Y]]:
+        """Waits for the next batch; empty when there will be no more."""
+        with self._arrived:
+            while True:
+                full = len(self._waiting) >= self.max_batch
+                if not self._waiting:
+                    if self._closed:
+                        return []
+                    self._arrived.wait()
+                    continue
+                delay = self._waiting[0].since + self.max_delay_s - time.monotonic()
+                if not full and delay > 0 and not self._closed:
+                    self._arrived.wait(delay)
+                    continue
+                count = min(self.max_batch, len(self._waiting))
+                batch = [self._waiting.popleft() for _ in range(count)]
+                if self._waiting:  # for another instance
+                    self._arrived.notify()
+                self._left.notify_all()
+                return batch
