@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
@@ -26,7 +26,7 @@ from .tensorrt.cuda import DRIVERS
 from .tensorrt.profiles import check_given
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import ModelProto, NodeProto
 
     from ..common.onnx_runtime import ort
 
@@ -520,6 +520,21 @@ def _errors() -> tuple[type[Exception], ...]:
     )
 
 
+def _check_nodes(nodes: Iterable[NodeProto], name: str) -> None:
+    """Raises `BundleError` for a node that ends the process where ONNX Runtime 1.32 runs it.
+
+    It takes a negative `batch_dims` of GatherND, which the standard has not, as it is.
+    """
+    for node in nodes:
+        for attribute in node.attribute:
+            _check_nodes(attribute.g.node, name)
+            if attribute.name == "batch_dims" and attribute.i < 0:
+                raise BundleError(
+                    f"{name}: {node.name} of {node.op_type} has {attribute.i} batch dimensions",
+                    hint="the graph is damaged: export again",
+                )
+
+
 def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
     """The graph with inner values as outputs, or in FP32 with its own rounding; None as it is.
 
@@ -531,6 +546,7 @@ def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
     import onnx
 
     model = onnx.load(path, load_external_data=False)
+    _check_nodes(model.graph.node, path.name)
     facts = GraphFacts.of(model, path.name)
     emulated = ("bf16", "fp16") if options.rounded else ("bf16",)
     twin = options.provider == CPU and facts is not None and facts.floats in emulated

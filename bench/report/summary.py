@@ -444,7 +444,7 @@ def _kept(kept: float, low: float | None, metric: str) -> str:
 
 def section_of(row: Row) -> tuple[str, int, str | None]:
     """Returns what tells a row's section from the others: its model, batch size and phase."""
-    return row.model, row.batch, row.phase
+    return row.model, row.batch, row.phase or None
 
 
 def by_row(shown: Sequence[Section]) -> dict[tuple[str, int, str | None], Section]:

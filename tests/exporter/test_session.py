@@ -236,6 +236,17 @@ def test_a_run_that_fails_is_an_error_without_the_runtimes_sources(tmp_path: Pat
     assert "verify" in (found.value.hint or "")
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_node_that_would_end_the_process_is_refused(inside: bool, tmp_path: Path) -> None:
+    node = helper.make_node("GatherND", ["x", "x"], ["y"], name="selected", batch_dims=-1)
+    if inside:  # the branch of an If
+        value = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+        branch = helper.make_graph([node], "branch", [], [value])
+        node = helper.make_node("If", ["x"], ["y"], then_branch=branch, else_branch=branch)
+    with pytest.raises(BundleError, match=r"selected of GatherND has -1 batch dimensions"):
+        Session(written(tmp_path, [("x", 1)], [node]))
+
+
 def test_an_array_with_a_mask_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, [("x", 1)], [helper.make_node("Identity", ["x"], ["y"])])
     x = np.ma.masked_array(np.ones((2, 4), np.float32), mask=True)

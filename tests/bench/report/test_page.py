@@ -315,6 +315,11 @@ def test_a_results_file_without_rows_still_makes_a_page(results: Results, tmp_pa
     assert figures(empty, tmp_path) == ()
 
 
+def test_rows_of_an_unnamed_phase_are_those_of_no_phase(results: Results) -> None:
+    rows = tuple(replace(row, phase="") for row in results.rows)
+    assert html(replace(results, rows=rows))
+
+
 def test_a_token_models_figure_shows_its_perplexity(
     results: Results, row: RowMaker, tmp_path: Path
 ) -> None:
