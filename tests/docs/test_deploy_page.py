@@ -36,6 +36,8 @@ def test_the_page_runs_and_its_triton_configuration_is_that_of_the_graph(
     monkeypatch.chdir(tmp_path)
     configuration = openvino = ""
     for block in blocks(PAGE):
+        if "openvino" in block.text and KINDS["openvino"].missing() is not None:
+            continue
         if block.language == "bash":
             done = outcomes(block)
             assert [outcome.code for outcome in done] == [0] * len(done), f"{block}: {done}"
@@ -52,7 +54,7 @@ def test_the_page_runs_and_its_triton_configuration_is_that_of_the_graph(
     served = onnxruntime.InferenceSession("models/vit/1/model.onnx/model.onnx")
     np.testing.assert_allclose(served.run(None, {"input": x})[0], any_k, rtol=1e-4, atol=1e-5)
     assert (tmp_path / "models" / "vit" / "config.pbtxt").read_text().startswith(configuration)
-    if KINDS["openvino"].missing() is None:
+    if openvino:
         code = f"import numpy as np\n{openvino}\nnp.save('openvino.npy', scores)\n"
         subprocess.run([sys.executable, "-c", code], check=True)
         np.testing.assert_allclose(np.load("openvino.npy"), any_k, rtol=1e-4, atol=1e-5)
