@@ -316,7 +316,8 @@ def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
 
     alone = listed({name: float(each.all(axis=-1).mean()) for name, each in left_out.items()})
     said = f"of the tokens of the check's inputs no expert computes {alone}"
-    if any(model.layers[name].spec.trained_k < model.layers[name].spec.experts for name in left_out):
+    specs = [model.layers[name].spec for name in left_out]
+    if any(spec.trained_k < spec.experts for spec in specs):  # tokens choose
         dropped = listed({name: float(each.mean()) for name, each in left_out.items()})
         said = f"of the choices of the check's inputs were dropped: {dropped}; {said}"
     return (said,)

@@ -93,8 +93,8 @@ class TokensChoose(GroupRouter):
     def margin(self, x: Tensor, k: int | None = None) -> Tensor:
         """Returns the margin of each token's choices and drops, [b, m].
 
-        A choice is dropped by its place in a queue, and a token that changes its mind moves that by
-        one. Where c tokens have to, the margin is the c-th smallest of theirs.
+        A choice is dropped by its place in a queue, which a token that enters or leaves that queue
+        moves by one. Where c tokens have to, the margin is the c-th smallest of theirs.
         """
         k = self.k if k is None else k
         ranked, order = self._ranked(x)
@@ -102,24 +102,34 @@ class TokensChoose(GroupRouter):
         gaps = (padded[..., :k] - padded[..., 1 : k + 1]) / ranked[..., :1]
         if not self.capacities:
             return gaps[..., -1]
-        index, ranked = self._by_group(order[..., :k]), self._by_group(ranked)
-        own = self._by_group(gaps).amin(dim=-1)  # [G, S]
+        ranked, order, gaps = (self._by_group(each) for each in (ranked, order, gaps))
+        index, margin = order[..., :k], gaps.amin(dim=-1)  # [G, S, k] and [G, S]
         beyond = self._places(index, ranked) - self.capacities[k - 1]
-        moves = torch.where(beyond > 0, beyond, 1 - beyond)  # [G, S, k], from 1
-        never = torch.full_like(own, torch.inf)[..., None]
-        margin = own
+        moves = torch.where(beyond > 0, beyond, 1 - beyond).clamp(max=self.group + 1)
+        minds = self._minds(order, gaps)
         for choice in range(k):
-            minds = own[:, None, :].expand(-1, self.group, -1)
-            if self.priority:  # or one that comes before or after it
-                first, expert = ranked[..., 0], index[..., choice]
+            expert = index[..., choice, None]
+            others = minds.transpose(1, 2).gather(1, expert.expand(-1, -1, self.group))
+            if self.priority:  # or one of the same choice that comes before or after it
+                first = ranked[..., 0]
                 apart = (first[:, :, None] - first[:, None, :]).abs() / first[:, :, None]
-                apart = apart.masked_fill(expert[:, :, None] != expert[:, None, :], torch.inf)
+                apart = apart.masked_fill(expert != expert.transpose(1, 2), torch.inf)
                 apart.diagonal(dim1=1, dim2=2).fill_(torch.inf)
-                minds = torch.minimum(minds, apart)
-            least = torch.cat((minds.sort(dim=-1).values, never), dim=-1)
-            move = moves[..., choice, None].clamp(max=self.group + 1) - 1
-            margin = torch.minimum(margin, least.gather(-1, move)[..., 0])
+                others = torch.minimum(others, apart)
+            least = nn.functional.pad(others.sort(dim=-1).values, (0, 1), value=torch.inf)
+            moved = least.gather(-1, moves[..., choice, None] - 1)[..., 0]
+            margin = torch.minimum(margin, moved)
         return self._in_rows(margin[..., None], x)[..., 0]
+
+    def _minds(self, order: Tensor, gaps: Tensor) -> Tensor:
+        """The least gap by which a token could enter or leave the queue of an expert, [G, S, n]."""
+        minds = torch.full((*order.shape[:2], self._experts), torch.inf, dtype=gaps.dtype)
+        last = order.shape[-1] - 1
+        for choice, gap in enumerate(gaps.split(1, dim=-1)):
+            for place in (choice, min(choice + 1, last)):
+                expert = order[..., place, None]
+                minds = minds.scatter_reduce(2, expert, gap, "amin")
+        return minds
 
     @property
     def _experts(self) -> int:
@@ -429,8 +439,9 @@ class GroupRouting:
         if not self.capacities:
             return "the capacity of the experts is lifted: no choice of a token is dropped"
         of = "one image" if self.images == 1 else f"{self.images} images"
-        taken = f"an expert takes {self.capacities[self.k - 1]} of {self.group} tokens, of {of}, and "
-        taken += "chooses them" if self.experts_choose else "drops what more chose it"
+        rest = "chooses them" if self.experts_choose else "drops what more chose it"
+        capacity = self.capacities[self.k - 1]
+        taken = f"an expert takes {capacity} of {self.group} tokens, of {of}, and {rest}"
         if self.images == 1:
             return taken
         return (

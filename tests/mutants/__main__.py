@@ -29,7 +29,6 @@ def main() -> int:
     parser.add_argument("--bench", action="store_true", help="judge the rows of benchmarks, too")
     parser.add_argument("--json", type=Path, help="where every verdict goes")
     options = parser.parse_args()
-    forms = [form for form in FORMS if options.precision in ("", form[0])]
     verdicts: list[Verdict] = []
     stopped: Counter[str] = Counter()
     begun, graphs = time.monotonic(), 0
@@ -38,7 +37,9 @@ def main() -> int:
         for title, load in subjects(folder / "models").items():
             if options.only not in title:
                 continue
-            for base in bases(load(), folder / "bundles", forms):
+            subject = load()
+            forms = [form for form in subject.forms if options.precision in ("", form[0])]
+            for base in bases(subject, folder / "bundles", forms):
                 if not isinstance(base, Base):
                     print(f"not exported: {base}", flush=True)
                     continue

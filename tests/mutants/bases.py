@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from moexport.exporter.parity import PARITY_FILE, Reference
 from moexport.exporter.trace import trace
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.targets import Precision, Target
-from moexport.tests.exporter.user_network import test_adapters, test_own_routers
+from moexport.tests.exporter.families.test_vmoe_vit import read_case as read_jax_case
+from moexport.tests.exporter.user_network import test_adapters, test_own_forward, test_own_routers
 from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
 
 FORMS: tuple[tuple[Precision, Target], ...] = (
@@ -37,10 +38,20 @@ FORMS: tuple[tuple[Precision, Target], ...] = (
 """What ONNX Runtime's CPU provider runs or `verify` emulates there. A lowering in a precision is
 damaged for the first target that it serves."""
 
+OPENVINO: tuple[tuple[Precision, Target], ...] = (("fp32", "openvino"), ("int8", "openvino"))
+"""What OpenVINO runs here, of the models whose name says so."""
+
 IN_BENCH: tuple[tuple[Precision, Target], ...] = (("fp32", "onnx"), ("int8", "ort-cpu"))
 """What a benchmark's row is judged of, too: what ONNX Runtime's CPU provider runs by itself."""
 
 BLOCKED_OPSET = 21
+
+VMOE: dict[str, dict[str, Any]] = {
+    "vmoe": {},
+    "vmoe priority": {"batch_priority": True},
+    "vmoe experts choose": {"router": "NoisyTopItemsPerExpertRouter", "group_size": 17},
+}
+"""Settings beside those of a recorded run of V-MoE, by the name of the model."""
 
 ROUTED = ("mixtral", "olmoe", "qwen2_moe")
 
@@ -58,6 +69,7 @@ class Subject:
     data: dict[str, np.ndarray] | None
     renormalize: bool = False
     tiny: bool = False
+    forms: tuple[tuple[Precision, Target], ...] = FORMS
 
 
 @dataclass(frozen=True)
@@ -107,8 +119,16 @@ def subjects(folder: Path) -> dict[str, Any]:
         found[f"adapter MuMoE {form}"] = lambda form=form: _own(folder, "mumoe", form=form)
     found["adapter SoftMoE"] = lambda: _own(folder, "soft")
     found["adapter Experts"] = lambda: _own_router(folder)
+    for title, settings in VMOE.items():
+        found[title] = lambda title=title, settings=settings: _vmoe(title, settings)
+    found["adapter own forward"] = _own_forward
     for name in ROUTED:
         found[name] = lambda name=name: _routed(name, folder)
+    for name in ("soft_moe_vit", "mumoe_tr", "vmoe"):
+        made = found[name]
+        found[f"openvino {name}"] = lambda name=name, made=made: replace(
+            made(), name=f"openvino {name}", forms=OPENVINO
+        )
     return found
 
 
@@ -119,6 +139,19 @@ def _recorded(name: str, *, renormalize: bool = False) -> Subject:
     title = f"{name} renormalised" if renormalize else name
     data = {model.input.name: x}
     return Subject(title, model, case.ks[0], data, renormalize, name in SOFT_MOE)
+
+
+def _vmoe(title: str, settings: dict[str, Any]) -> Subject:
+    case = read_jax_case("jax_vmoe_last2_k2")
+    sets = [f"{key}={value}" for key, value in settings.items()]
+    model = moexport.load(case.index, config=case.config, sets=sets)
+    return Subject(title, model, "n", {model.input.name: case.x(16)})
+
+
+def _own_forward() -> Subject:
+    model = test_own_forward.loaded(test_own_forward.bank(test_own_forward.right))
+    x = np.random.default_rng(1).standard_normal((12, 6, test_own_forward.DIM))
+    return Subject("adapter own forward", model, 2, {model.input.name: x.astype(np.float32)})
 
 
 def _own(folder: Path, factory: str, **given: Any) -> Subject:
@@ -156,18 +189,19 @@ def _routed(name: str, folder: Path) -> Subject:
 def bases(
     subject: Subject,
     folder: Path,
-    forms: Sequence[tuple[Precision, Target]] = FORMS,
+    forms: Sequence[tuple[Precision, Target]] | None = None,
     lowerings: Sequence[str] | None = None,
 ) -> Iterator[Base | str]:
     """Yields a bundle for each lowering, precision and target that serve a subject's layers.
 
+    Of all its forms, where none are given.
     Of what an export refuses it yields the reason, but not where a lowering is not for the layers.
     """
     model = subject.model
     kind = next(iter(model.layers.values())).spec.kind
     traced = trace(model, opset=BLOCKED_OPSET)
     done: set[tuple[str, Precision]] = set()
-    for precision, target in forms:
+    for precision, target in subject.forms if forms is None else forms:
         for lowering in lowerings or lowerings_of(kind):
             if (lowering, precision) in done:
                 continue

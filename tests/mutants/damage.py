@@ -308,6 +308,22 @@ def _smallest(graph: Graph) -> Places:
             yield node.name, change
 
 
+def _capacity(graph: Graph) -> Places:
+    """An expert takes one token fewer of a group: places in its queue below, or above, C."""
+    for number, node in enumerate(graph.nodes):
+        limit = graph.weights.get(node.input[1]) if len(node.input) > 1 else None
+        inside = any(".experts/" in name for name in node.output)
+        if node.op_type not in ("Less", "Greater") or inside or limit is None:
+            continue
+        if limit.data_type == onnx.TensorProto.INT64 and not limit.dims:
+            less = graph.array(limit.name) - 1
+
+            def change(g: Graph, number: int = number, less: np.ndarray = less) -> None:
+                g.own(number, 1, less)
+
+            yield node.name, change
+
+
 COMBINE = re.compile(r".*/(combine/C|combine/C_by_slot|coefficients(_\d+)?)")
 
 
@@ -578,6 +594,7 @@ DAMAGES: tuple[Damage, ...] = (
     Damage("k + 1", "one expert more", partial(_k, by=1)),
     Damage("k - 1", "one expert fewer", partial(_k, by=-1)),
     Damage("repeated choice", "the first chosen expert instead of the last", _dropped_choice),
+    Damage("capacity - 1", "a capacity of one token fewer", _capacity),
     Damage("smallest", "the smallest scores instead of the largest", _smallest),
     Damage("renormalised", "weights divided by their sum that were not", _renormalised),
     Damage("not renormalised", "weights no longer divided by their sum", _not_renormalised),

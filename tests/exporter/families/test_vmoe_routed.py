@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moexport.errors import FamilyError, MoexportError, UsageError
+from moexport.errors import FamilyError, FeedError, MoexportError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.export import export
@@ -16,6 +16,7 @@ from moexport.exporter.families.vmoe_routed import ExpertsChoose, TokensChoose, 
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model
 from moexport.exporter.options import ExportOptions
+from moexport.exporter.parity import PARITY_FILE, Reference
 from moexport.exporter.session import Session
 from moexport.graphs.layers.base import recorded_choices
 from moexport.tests.exporter.families.test_vmoe_vit import (
@@ -97,10 +98,16 @@ def test_a_graph_of_whole_groups_is_the_authors(name: str, lowering: str, tmp_pa
     case = read_case(name)
     options = ExportOptions(destination=tmp_path / "out", lowerings=(lowering,))
     bundle = export(export_job(loaded(case), options))
-    assert bundle.manifest.inputs[0].shape[0] == case.meta["images_per_group"] == 4
+    (port,) = bundle.manifest.inputs
+    assert (port.shape[0], port.groups_of) == ("batch", case.meta["images_per_group"])
     assert {layer.lowering for layer in bundle.manifest.layers} == {lowering}
-    y = bundle.session()(case.x(4))
-    assert apart(as_rows(case, y), case.io["y_nobf16_b4"]) < CLOSE
+    session = bundle.session()
+    for batch in (4, 16):
+        y = session(case.x(batch))
+        assert apart(as_rows(case, y), case.io[f"y_nobf16_b{batch}"]) < CLOSE
+    with pytest.raises(FeedError, match="5 inputs, but 4 are computed together"):
+        session(case.x(5))
+    assert all(check.passed for check in bundle.verify())
 
 
 @pytest.mark.parametrize("lowering", ["slots", "grouped"])
@@ -233,6 +240,82 @@ def test_experts_choose_their_best_tokens() -> None:
     assert not weights[index >= 5].any()
 
 
+def changed(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Which tokens have other experts, or lost one."""
+    return (np.sort(before, axis=-1) != np.sort(after, axis=-1)).any(axis=-1).reshape(-1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("off", [1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("router", ["queue", "priority", "ensemble", "experts choose"])
+def test_a_choice_or_drop_with_a_larger_margin_survives_rounding(router: str, off: float) -> None:
+    """Where scores are off by less than a token's margin, it chooses and is dropped as before."""
+    random, moved = torch.Generator().manual_seed(0), 0
+    for _ in range(12):
+        members = 2 if router == "ensemble" else 1
+        kernel = torch.randn(members, 8, 16 // members, generator=random)
+        x = torch.randn(12, 16, 8, generator=random)
+        made: TokensChoose | ExpertsChoose
+        if router == "experts choose":
+            made = ExpertsChoose(kernel[0], 32, 5)
+        else:
+            made = TokensChoose(kernel, 2, 32, (2, 4, *[9] * 14), priority=router != "queue")
+        before, _ = made(x)
+        margin = made.margin(x).numpy().reshape(-1)
+        noise = off * (2 * torch.rand(kernel.shape, generator=random) - 1) / 8
+        made.kernel.data += noise if router != "experts choose" else noise[0]
+        shift = (x.reshape(-1, 8) @ noise.transpose(0, 1).reshape(8, -1)).abs().max()
+        after, _ = made(x)
+        differs = changed(before.numpy(), after.numpy())
+        # A softmax's values are off by e^(2·shift), and a gap by twice that of each.
+        assert not differs[margin > 2.1 * float((2 * shift).expm1())].any()
+        assert np.median(margin) > 1e-3
+        moved += int(differs.sum())
+    assert moved or off < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("settings", "damage"),
+    [
+        ({"router": "NoisyTopItemsPerExpertRouter"}, "capacity - 1"),
+        ({"router": "NoisyTopItemsPerExpertRouter"}, "smallest"),
+        ({"batch_priority": True}, "capacity - 1"),
+        ({"batch_priority": True}, "smallest"),
+        ({}, "capacity - 1"),
+    ],
+)
+def test_other_tokens_are_refused_though_outputs_are_nearly_the_same(
+    settings: dict[str, Any], damage: str, tmp_path: Path
+) -> None:
+    from moexport.tests.mutants.bases import Base
+    from moexport.tests.mutants.damage import DAMAGES
+    from moexport.tests.mutants.judging import by_export, by_verify, damaged_bundle, distance
+    from moexport.tests.mutants.judging import whole_graph as graph_of
+
+    model = loaded(read_case(CASES[0]), **settings)
+    for layer in model.layers.values():  # what they return hardly counts
+        for weight in (layer.w2, layer.b2):
+            weight.data *= 1e-7
+    job = export_job(model, ExportOptions(destination=tmp_path / "out", lowerings=("slots",)))
+    bundle = export(job)
+    expected = Reference.load(bundle.path / PARITY_FILE)
+    base = Base("vmoe", "slots", "fp32", "onnx", model, job, bundle, expected)
+    graph = graph_of(base)
+    (places,) = (each.places(graph) for each in DAMAGES if each.name == damage)
+    tried = 0
+    for _, change in places:
+        copy = graph.copy()
+        change(copy)
+        damaged = damaged_bundle(base, copy, tmp_path / "damaged")
+        given, refused = by_export(base, damaged)
+        assert given is not None
+        assert distance(given.y, expected.y)[0] < 1e-5
+        assert refused is not None and "first difference in layer blocks." in refused
+        at_verify = by_verify(damaged)
+        assert at_verify is not None and "first difference in layer blocks." in at_verify
+        tried += 1
+    assert tried >= 2
+
+
 ROUNDED = {"capacity_multiple_of": None, "capacity_ceil_or_round": "round"}
 
 
@@ -259,12 +342,15 @@ def test_a_capacity_is_what_the_code_computes(
     assert capacity_of(share, experts, {**config, **settings}) == capacity
 
 
-def test_experts_that_choose_are_exported(tmp_path: Path) -> None:
+def test_experts_that_choose_are_exported_and_their_choices_compared(tmp_path: Path) -> None:
     case = read_case(CASES[0])
     model = loaded(case, router="NoisyTopItemsPerExpertRouter", group_size=17)
     for lowering in ("slots", "grouped"):
         place = tmp_path / lowering
         bundle = export(export_job(model, ExportOptions(destination=place, lowerings=(lowering,))))
+        reference = Reference.load(bundle.path / PARITY_FILE)
+        assert reference.selected.keys() == reference.margin.keys() == model.layers.keys()
+        assert all(np.isfinite(each).all() for each in reference.margin.values())
         y = bundle.session()(case.x(5))
         assert apart(y, computed(model, case.x(5))) < CLOSE
 
@@ -326,7 +412,7 @@ def test_a_configuration_is_held_against_the_shapes() -> None:
         load(case.index, config={**case.config, "encoder": {**case.config["encoder"], "moe": moe}})
 
 
-@pytest.mark.parametrize("batch", ["1", "6", "1:4:32"])
+@pytest.mark.parametrize("batch", ["1", "6", "1:4:32", "4:6:8"])
 def test_a_batch_is_a_multiple_of_the_images_of_a_group(batch: str) -> None:
     from moexport.exporter.inputs import parse_range
 
@@ -334,7 +420,34 @@ def test_a_batch_is_a_multiple_of_the_images_of_a_group(batch: str) -> None:
     with pytest.raises(UsageError, match="routes the tokens of 4 inputs together"):
         export_job(model, ExportOptions(batch=parse_range(batch, "--batch")))
     assert export_job(model, ExportOptions(batch=parse_range("8", "--batch"))).fixed_batch == 8
-    assert export_job(model).fixed_batch == 4
+    assert export_job(model, ExportOptions(batch=parse_range("4:8:16", "--batch"))).groups_of == 4
+    default = export_job(model)
+    assert (str(default.options.batch), default.fixed_batch, default.groups_of) == (
+        "4:4:32",
+        None,
+        4,
+    )
+
+
+def test_run_refuses_images_that_are_no_whole_groups(tmp_path: Path) -> None:
+    from moexport.tests.command import run
+
+    case = read_case(CASES[0])
+    export(export_job(loaded(case), ExportOptions(destination=tmp_path / "out")))
+    for count in (6, 8):
+        np.savez(tmp_path / f"{count}.npz", input=case.x(count))
+    answers = tmp_path / "y.npz"
+    outcome = run("run", tmp_path / "out", "-i", tmp_path / "6.npz", "-o", answers)
+    assert outcome.code != 0 and not answers.exists()
+    assert "holds 6 inputs, and the bundle computes 4 inputs together" in outcome.err
+    given = ("run", tmp_path / "out", "-i", tmp_path / "8.npz", "-o", answers)
+    outcome = run(*given, "--batch-size", "6")
+    assert "--batch-size 6: the bundle computes 4 inputs together" in outcome.err
+    outcome = run(*given, "--batch-size", "4")
+    assert outcome.code == 0, outcome.err
+    with np.load(answers) as found:
+        y = found["output"]
+    assert apart(y, case.io["y_nobf16_b16"][:8]) < CLOSE * 10
 
 
 @pytest.mark.parametrize("name", [CASES[0], CASES[1], E3])
