@@ -271,17 +271,12 @@ def _short_sum(layer: Layer) -> int | None:
 
 
 def _layer_norm(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
-    gain = (
-        layer.stacked(b, "gain")
-        if layer.tensors.has("gain")
-        else b.constant(np.ones(layer.spec.dim, dtype=np.float32))
-    )
-    shift = layer.stacked(b, "shift") if layer.tensors.has("shift") else None
+    gain = layer.optional(b, "gain")
     return b.op(
         "LayerNormalization",
         x,
-        gain,
-        shift,
+        b.constant(np.ones(layer.spec.dim, dtype=np.float32)) if gain is None else gain,
+        layer.optional(b, "shift"),
         axis=-1,
         epsilon=layer.spec.norm_eps,
         name="router/layer_norm",

@@ -56,15 +56,6 @@ class PixelBackbone(TokenBackbone):
         return y.reshape(y.shape[0], y.shape[1], x.shape[2], x.shape[3])
 
 
-class VectorBackbone(TokenBackbone):
-    """A layer whose user calls it on vectors (b, d), without a token axis: returns (b, o)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output for one token each."""
-        y: Tensor = self.layer(x.unsqueeze(1))
-        return y.squeeze(1)
-
-
 def choose_layer(
     layer: PublishedLayer[Any], tensors: Tensors, wanted: str | None
 ) -> tuple[str, tuple[str, ...]]:

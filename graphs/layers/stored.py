@@ -79,6 +79,10 @@ class LayerOf(Generic[S]):
         """The whole weight as an initializer of the graph; `batched` as a batch of one, [1, …]."""
         return b.weight(self.tensors.stacked(name, batched=batched), f"{self.spec.name}/{name}")
 
+    def optional(self, b: Builder, name: str) -> ir.Value | None:
+        """The whole weight as `stacked` gives it; None where the layer has none of that name."""
+        return self.stacked(b, name) if self.tensors.has(name) else None
+
     def expert(self, b: Builder, name: str, index: int) -> ir.Value:
         """One expert's weight as an initializer of the graph."""
         return b.weight(

@@ -206,7 +206,7 @@ def first_product(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Va
     products = product(b, layer.compute, rows, _linear(b, layer, index, "1"), name)
     b.tap(EXPERT_PRODUCTS, products)
     last = not layer.tensors.has("experts.w2")
-    return followed(b, layer, products, _affine(b, layer, index), name, last=last)
+    return followed(b, layer, products, constants_of(b, layer, index), name, last=last)
 
 
 def hidden_rows(b: Builder, layer: Layer, products: ir.Value, name: str) -> ir.Value:
@@ -221,11 +221,11 @@ def second_product(b: Builder, layer: Layer, index: int, hidden: ir.Value) -> ir
     name = f"experts/{index}/outputs"
     outputs = product(b, layer.compute, hidden, _linear(b, layer, index, "2"), name)
     b.tap(EXPERT_OUTPUTS, outputs)
-    return followed(b, layer, outputs, _affine(b, layer, index), name, last=True)
+    return followed(b, layer, outputs, constants_of(b, layer, index), name, last=True)
 
 
-def _affine(b: Builder, layer: LayerOf[Any], index: int) -> Affine:
-    """The weights of one expert by their names."""
+def constants_of(b: Builder, layer: LayerOf[Any], index: int) -> Affine:
+    """Gives the weights of one expert by their names."""
 
     def constant(weight: str) -> ir.Value | None:
         name = f"experts.{weight}"
@@ -236,7 +236,7 @@ def _affine(b: Builder, layer: LayerOf[Any], index: int) -> Affine:
 
 def _linear(b: Builder, layer: Layer, index: int, which: str) -> Linear:
     """An expert's first or second matmul."""
-    constant = _affine(b, layer, index)
+    constant = constants_of(b, layer, index)
     w = f"w{which}"
     weight = layer.expert(b, f"experts.{w}", index)
     return Linear(f"experts.{w}", weight, constant(f"{w}.scale"), constant(f"b{which}"))

@@ -16,11 +16,13 @@ import onnx_ir as ir
 from .. import names
 from ..builder import Builder
 from ..gating import coefficients
-from ..layers.mumoe import FactorisedSpec, MuMoESpec
+from ..layers.mumoe import MuMoESpec
 from ..layers.stored import MuMoELayer
 from ..targets import EVERY_TARGET
 from .base import LoweringOf
 from .multilinear import (
+    Gates,
+    Tensor,
     all_coefficients_us,
     combined,
     factor_product,
@@ -40,17 +42,9 @@ def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
     return through_tensors(b, layer, x, gates, partial(_CONTRACTIONS[layer.spec.form], converted))
 
 
-def _cp(
-    gates: list[ir.Value],
-    b: Builder,
-    layer: MuMoELayer,
-    name: str,
-    spec: FactorisedSpec,
-    z: ir.Value,
-) -> ir.Value:
+def _cp(gates: Gates, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value) -> ir.Value:
     """Adds y = [Π_e(a_e·G_e) ⊙ (z·A + a0)]·Bᵀ (Eq. 2): R numbers per token in between."""
-    del spec
-    product = input_product(b, layer, name, z)
+    name, product = tensor.name, input_product(b, layer, tensor.name, z)
     for level, gate in enumerate(gates):
         experts = layer.stacked(b, f"{name}.expert.{level}")
         weights = b.op("MatMul", gate, experts, name=f"{name}/expert_{level}")
@@ -58,61 +52,44 @@ def _cp(
     return factor_product(b, layer, f"{name}.output", product, f"{name}/output")
 
 
-def _tr(
-    gates: list[ir.Value],
-    b: Builder,
-    layer: MuMoELayer,
-    name: str,
-    spec: FactorisedSpec,
-    z: ir.Value,
-) -> ir.Value:
+def _tr(gates: Gates, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value) -> ir.Value:
     """Adds the ring of cores (Eq. 4): per token a chain of r × r' matrices, then the output core.
 
     The small matrices are multiplied from the left, so that the widest rank comes in last.
     """
-    ring: ir.Value | None = None
+    name, spec, ring = tensor.name, tensor.spec, None
     for level, gate in enumerate(gates):
         core = layer.stacked(b, f"{name}.expert.{level}")
         flat = b.op("MatMul", gate, core, name=f"{name}/expert_{level}")
-        ring = _chained(b, name, spec, level, ring, flat)
-    ring = _chained(b, name, spec, len(gates), ring, input_product(b, layer, name, z))
+        ring = _chained(b, tensor, level, ring, flat)
+    ring = _chained(b, tensor, len(gates), ring, input_product(b, layer, name, z))
     around = spec.ranks[0] * spec.ranks[-1]
     flat = b.op("Reshape", ring, b.ints(0, 0, around), name=f"{name}/ring_flat")
     return factor_product(b, layer, f"{name}.output", flat, f"{name}/output")
 
 
 def _chained(
-    b: Builder,
-    name: str,
-    spec: FactorisedSpec,
-    mode: int,
-    ring: ir.Value | None,
-    flat: ir.Value,
+    b: Builder, tensor: Tensor, mode: int, ring: ir.Value | None, flat: ir.Value
 ) -> ir.Value:
     """Adds the product of the ring so far [b, m, r1, r] with a core's matrix, given flat."""
-    shape = b.ints(0, 0, spec.ranks[mode], spec.ranks[mode + 1])
+    name, ranks = tensor.name, tensor.spec.ranks
+    shape = b.ints(0, 0, ranks[mode], ranks[mode + 1])
     matrix = b.op("Reshape", flat, shape, name=f"{name}/matrix_{mode}")
     if ring is None:
         return matrix
     return b.op("MatMul", ring, matrix, name=f"{name}/ring_{mode}")
 
 
-def _tucker(
-    gates: list[ir.Value],
-    b: Builder,
-    layer: MuMoELayer,
-    name: str,
-    spec: FactorisedSpec,
-    z: ir.Value,
-) -> ir.Value:
+def _tucker(gates: Gates, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value) -> ir.Value:
     """Adds y = Z(a_1·U_1, …, a_E·U_E, z·U_d + u0)·U_oᵀ for the core Z (Eq. 3).
 
     Whatever mode meets the core first costs as many multiply-adds as the core has numbers; what is
     left per token is smallest after the input, whose rank is the largest: ΠR_e·R_o.
     """
+    name, ranks = tensor.name, tensor.spec.ranks
     product = input_product(b, layer, name, z)
     core = factor_product(b, layer, f"{name}.core", product, f"{name}/core")
-    shape = b.ints(0, 0, prod(spec.ranks[:-2]), spec.ranks[-1])
+    shape = b.ints(0, 0, prod(ranks[:-2]), ranks[-1])
     outputs = b.op("Reshape", core, shape, name=f"{name}/core_outputs")
     reduced = [
         b.op("MatMul", gate, layer.stacked(b, f"{name}.expert.{e}"), name=f"{name}/expert_{e}")
@@ -122,17 +99,10 @@ def _tucker(
     return factor_product(b, layer, f"{name}.output", mix, f"{name}/output")
 
 
-def _matrix(
-    gates: list[ir.Value],
-    b: Builder,
-    layer: MuMoELayer,
-    name: str,
-    spec: FactorisedSpec,
-    z: ir.Value,
-) -> ir.Value:
+def _matrix(gates: Gates, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value) -> ir.Value:
     """Adds y = z·W + w: the experts are merged, so that there is nothing to choose."""
-    del gates, spec
-    return input_product(b, layer, name, z)
+    del gates
+    return input_product(b, layer, tensor.name, z)
 
 
 _CONTRACTIONS = {"cp": _cp, "tr": _tr, "tucker": _tucker, "matrix": _matrix}

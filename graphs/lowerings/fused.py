@@ -52,10 +52,7 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
         )
         for name in ("w1", "w2")
     }
-    biases = {
-        name: layer.stacked(b, f"experts.{name}") if layer.tensors.has(f"experts.{name}") else None
-        for name in ("b1", "b2")
-    }
+    biases = {name: layer.optional(b, f"experts.{name}") for name in ("b1", "b2")}
     logits = _router_logits(b, layer, routed.selected, slots.rows)
     outputs = b.op(
         "MoE",

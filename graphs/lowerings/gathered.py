@@ -11,13 +11,13 @@ import onnx_ir as ir
 from .. import names
 from ..builder import Builder
 from ..gating import KeptLevel, kept_levels
-from ..layers.mumoe import FactorisedSpec, MuMoESpec
+from ..layers.mumoe import MuMoESpec
 from ..layers.stored import MuMoELayer
 from ..targets import EVERY_TARGET
 from . import unfactorised
 from .base import LoweringOf
 from .cost import Machine, WorkOf
-from .multilinear import combined, gate_us, mixed, through_tensors
+from .multilinear import Tensor, combined, gate_us, mixed, through_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +70,18 @@ def _chosen(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> _Chosen:
 
 
 def _contract(
-    chosen: _Chosen,
-    b: Builder,
-    layer: MuMoELayer,
-    name: str,
-    spec: FactorisedSpec,
-    z: ir.Value,
+    chosen: _Chosen, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value
 ) -> ir.Value:
     """Adds y = Σ_K a_K·(W_K·z + w_K) over the kept combinations of each token."""
-    del spec
+    name = tensor.name
     b.tap(f"{name}.input", z)
-    matrices = b.op(
-        "Gather",
-        layer.stacked(b, f"{name}.experts"),
-        chosen.numbers,
-        axis=0,
-        name=f"{name}/matrices",
-    )
+    stacked = layer.stacked(b, f"{name}.experts")
+    matrices = b.op("Gather", stacked, chosen.numbers, axis=0, name=f"{name}/matrices")
     column = b.op("Unsqueeze", z, b.ints(2, 4), name=f"{name}/column")  # [b, m, 1, d, 1]
     products = b.op("MatMul", matrices, column, name=f"{name}/products")
     outputs = b.op("Squeeze", products, b.ints(4), name=f"{name}/outputs")
-    if layer.tensors.has(f"{name}.biases"):
-        stored = layer.stacked(b, f"{name}.biases")
+    stored = layer.optional(b, f"{name}.biases")
+    if stored is not None:
         biases = b.op("Gather", stored, chosen.numbers, axis=0, name=f"{name}/biases")
         outputs = b.op("Add", outputs, biases, name=f"{name}/outputs_biased")
     return mixed(b, chosen.weights, outputs, name)

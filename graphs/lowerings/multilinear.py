@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 
 import onnx_ir as ir
@@ -11,15 +12,27 @@ from ..builder import Builder
 from ..layers.mumoe import NORM_EPS, FactorisedSpec
 from ..layers.stored import MuMoELayer
 from ..names import operand_of
-from ..precision.products import Linear, operand, product
+from ..precision.products import Linear, Rows, operand, product
 from .cost import AnyWork, Machine
 
-Contract = Callable[[Builder, MuMoELayer, str, FactorisedSpec, ir.Value], ir.Value]
-"""Adds y = W(a_1, …, a_E, z) [b, m, o] for the tensor of that name and its input z [b, m, d]."""
+Gates = Sequence[ir.Value]
+"""The coefficients [b, m, n] of each level."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One weight tensor of a layer: its name among the layer's weights, and its form."""
+
+    name: str
+    spec: FactorisedSpec
+
+
+Contract = Callable[[Builder, MuMoELayer, Tensor, ir.Value], ir.Value]
+"""Adds y = W(a_1, …, a_E, z) [b, m, o] for a tensor and its input z [b, m, d]."""
 
 
 def through_tensors(
-    b: Builder, layer: MuMoELayer, x: ir.Value, gates: Sequence[ir.Value], contract: Contract
+    b: Builder, layer: MuMoELayer, x: ir.Value, gates: Gates, contract: Contract
 ) -> ir.Value:
     """Adds one or two tensors on tokens x [b, m, d], and the outputs re-written by coefficients.
 
@@ -42,12 +55,12 @@ def through_tensors(
     for index, tensor in enumerate(layer.spec.tensors):
         if index:
             z = b.op("Gelu", z, name="hidden")
-        z = contract(b, layer, f"tensor.{index}", tensor, z)
+        z = contract(b, layer, Tensor(f"tensor.{index}", tensor), z)
     z = b.cast(z, inner, layer.y_type, "outputs")
     return _rewritten(b, layer, gates, z) if layer.tensors.has("rewrite.0") else z
 
 
-def _rewritten(b: Builder, layer: MuMoELayer, gates: Sequence[ir.Value], y: ir.Value) -> ir.Value:
+def _rewritten(b: Builder, layer: MuMoELayer, gates: Gates, y: ir.Value) -> ir.Value:
     """Adds y_o += λ·Π_e(ā_eᵀ·a_e) for all re-written outputs at once (Eq. 5)."""
     added: ir.Value | None = None
     for level, gate in enumerate(gates):
@@ -63,7 +76,7 @@ def _rewritten(b: Builder, layer: MuMoELayer, gates: Sequence[ir.Value], y: ir.V
 
 def input_product(b: Builder, layer: MuMoELayer, name: str, z: ir.Value) -> ir.Value:
     """Adds z·A + a0: the last row of the input factor, which a 1 would meet, is added instead."""
-    bias = layer.stacked(b, f"{name}.bias") if layer.tensors.has(f"{name}.bias") else None
+    bias = layer.optional(b, f"{name}.bias")
     return factor_product(b, layer, f"{name}.input", z, f"{name}/input", bias)
 
 
@@ -82,10 +95,9 @@ def factor_product(
     met = operand_of(key)
     assert met is not None, f"{key} is no large factor"
     b.tap(met, rows)
-    scale = layer.stacked(b, f"{key}.scale") if layer.tensors.has(f"{key}.scale") else None
-    factor = Linear(
-        key, layer.stacked(b, key), scale, bias, "token" if layer.tokens == 1 else "tokens"
-    )
+    rows_of: Rows = "token" if layer.tokens == 1 else "tokens"
+    scale = layer.optional(b, f"{key}.scale")
+    factor = Linear(key, layer.stacked(b, key), scale, bias, rows_of)
     return product(b, layer.compute, operand(b, layer.compute, key, rows, name), factor, name)
 
 

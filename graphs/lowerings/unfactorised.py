@@ -8,11 +8,11 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..gating import coefficients
-from ..layers.mumoe import FactorisedSpec, MuMoESpec
+from ..layers.mumoe import MuMoESpec
 from ..layers.stored import MuMoELayer
 from ..targets import EVERY_TARGET
 from .base import LoweringOf
-from .multilinear import all_coefficients_us, combined, mixed, through_tensors
+from .multilinear import Tensor, all_coefficients_us, combined, mixed, through_tensors
 
 
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
@@ -24,12 +24,7 @@ def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
 
 
 def _contract(
-    weights: ir.Value,
-    b: Builder,
-    layer: MuMoELayer,
-    name: str,
-    spec: FactorisedSpec,
-    z: ir.Value,
+    weights: ir.Value, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value
 ) -> ir.Value:
     """Adds y = Σ_N a_N·(z·W_N + w_N): one product with a constant [d, N·o], then the mix.
 
@@ -38,6 +33,7 @@ def _contract(
     The weights are stored by expert, so that `gathered` can share them; the transposition is of a
     constant, which runtimes do once when they load the graph.
     """
+    name, spec = tensor.name, tensor.spec
     experts, d, o = spec.combinations, spec.dim, spec.out
     b.tap(f"{name}.input", z)
     stored = layer.stacked(b, f"{name}.experts")
@@ -45,8 +41,8 @@ def _contract(
     matrix = b.op("Reshape", by_input, b.ints(d, experts * o), name=f"{name}/matrix")
     product = b.op("MatMul", z, matrix, name=f"{name}/outputs_flat")
     outputs = b.op("Reshape", product, b.ints(0, 0, experts, o), name=f"{name}/outputs")
-    if layer.tensors.has(f"{name}.biases"):
-        biases = layer.stacked(b, f"{name}.biases")
+    biases = layer.optional(b, f"{name}.biases")
+    if biases is not None:
         outputs = b.op("Add", outputs, biases, name=f"{name}/outputs_biased")
     return mixed(b, weights, outputs, name)
 

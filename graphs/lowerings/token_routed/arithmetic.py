@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import onnx_ir as ir
 
@@ -13,7 +14,7 @@ from ...layers.stored import LayerOf
 from ...names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, OUTPUT
 from ...precision.products import Linear, operand, product, scaled_rows
 from ...routing import one_hot_experts
-from ..experts import activation, followed, stacked_linear, stacked_rows
+from ..experts import activation, constants_of, followed, stacked_linear, stacked_rows
 
 ExpertsLayer = LayerOf[ExpertsSpec]
 
@@ -78,12 +79,7 @@ def products(
     b: Builder, layer: ExpertsLayer, expert: int, which: str, rows: ir.Value, name: str
 ) -> ir.Value:
     """Adds one expert's product with `w1` or `w2`, its bias with it where `finished` adds none."""
-
-    def constant(weight: str) -> ir.Value | None:
-        key = f"experts.{weight}"
-        return layer.expert(b, key, expert) if layer.tensors.has(key) else None
-
-    w = f"w{which}"
+    constant, w = constants_of(b, layer, expert), f"w{which}"
     bias = None if _apart(layer) else constant(f"b{which}")
     linear = Linear(
         f"experts.{w}", layer.expert(b, f"experts.{w}", expert), constant(f"{w}.scale"), bias
@@ -178,6 +174,12 @@ def activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ir
         up = b.op("Add", up, b.number(spec.up_offset, inner), name=f"{name}/up_offset")
     activated = activation(b, layer, gate, spec.activation, f"{name}/gate_activated", spec.alpha)
     return b.op("Mul", activated, up, name=f"{name}/hidden")
+
+
+def all_experts(b: Builder, layer: ExpertsLayer, tokens: ir.Value) -> ir.Value:
+    """Adds every expert on all tokens [t, d], or on rows of its own [n, t, d]: [n, t, o], FP32."""
+    rows, multiply = first_rows(b, layer, tokens), partial(stacked_products, b, layer)
+    return normalised(b, layer, both_products(b, layer, rows, multiply, None))
 
 
 def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:

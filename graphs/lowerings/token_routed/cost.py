@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...layers.experts import ExpertsSpec
-from ..cost import Machine, WorkOf, lone_products_us, passes_around
+from ..cost import Machine, WorkOf, expert_macs, lone_products_us, passes_around, stacked_us
 
 ExpertsWork = WorkOf[ExpertsSpec]
 
@@ -24,6 +24,16 @@ def one_by_one_us(work: ExpertsWork, active: float, pairs: float, machine: Machi
     products = active * (1 if work.spec.linear else 2)
     return lone_products_us(work, active, products, pairs, machine) + between_us(
         work, pairs, machine
+    )
+
+
+def all_experts_us(work: ExpertsWork, rows: int, machine: Machine) -> float:
+    """All experts at once, on so many rows each."""
+    n = work.spec.experts
+    return (
+        stacked_us(work, n, rows, machine)
+        + expert_macs(work, n * rows) / machine.macs_per_us
+        + between_us(work, n * rows, machine)
     )
 
 

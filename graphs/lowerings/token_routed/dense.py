@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import onnx_ir as ir
 
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
 from ...targets import EVERY_TARGET, TARGETS
 from ..base import LoweringOf, no_int4
-from ..cost import Machine, expert_macs, stacked_us
-from .arithmetic import (
-    ExpertsLayer,
-    both_products,
-    by_expert,
-    first_rows,
-    normalised,
-    routed,
-    stacked_products,
-    token_rows,
-    weighted_sum,
-)
-from .cost import ExpertsWork, between_us, combine_us
+from ..cost import Machine
+from .arithmetic import ExpertsLayer, all_experts, by_expert, routed, token_rows, weighted_sum
+from .cost import ExpertsWork, all_experts_us, combine_us
 
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
@@ -36,9 +24,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     elif TARGETS[layer.target].device is not None:  # OpenVINO fails where tokens are broadcast
         each = b.ints(layer.spec.experts, 1, 1)
         tokens = b.op("Expand", tokens, each, name="dispatch/tokens")  # [n, t, d]
-    rows = first_rows(b, layer, tokens)
-    multiply = partial(stacked_products, b, layer)  # [n, t, inner], then [n, t, o]
-    outputs = normalised(b, layer, both_products(b, layer, rows, multiply, None))
+    outputs = all_experts(b, layer, tokens)
     by_token = b.op("Transpose", outputs, perm=[1, 0, 2], name="combine/outputs")  # [t, n, o]
     return weighted_sum(b, layer, by_token, shares)
 
@@ -55,12 +41,9 @@ def weighted_tokens(
 
 def predict_us(work: ExpertsWork, machine: Machine) -> float:
     """Every expert is read and computes every token, whatever k is."""
-    n, pairs = work.spec.experts, work.choosers * work.spec.experts
     return (
-        stacked_us(work, n, work.choosers, machine)
-        + expert_macs(work, pairs) / machine.macs_per_us
-        + between_us(work, pairs, machine)
-        + combine_us(work, pairs, machine)
+        all_experts_us(work, work.choosers, machine)
+        + combine_us(work, work.choosers * work.spec.experts, machine)
         + 16 * machine.node_us
     )
 

@@ -7,8 +7,6 @@ engines need it.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import onnx_ir as ir
 
@@ -16,18 +14,9 @@ from ...builder import Builder
 from ...layers.experts import ExpertsSpec
 from ...targets import EVERY_TARGET
 from ..base import LoweringOf, no_int4
-from ..cost import Machine, expert_macs, stacked_us
-from .arithmetic import (
-    ExpertsLayer,
-    both_products,
-    first_rows,
-    normalised,
-    routed,
-    stacked_products,
-    token_rows,
-    weighted_sum,
-)
-from .cost import ExpertsWork, between_us, combine_us
+from ..cost import Machine
+from .arithmetic import ExpertsLayer, all_experts, routed, token_rows, weighted_sum
+from .cost import ExpertsWork, all_experts_us, combine_us
 
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
@@ -44,9 +33,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         "Reshape", token_rows(b, layer, x), b.ints(-1, group, spec.dim), name="slots/groups"
     )
     taken = b.op("GatherND", by_group, token, batch_dims=1, name="slots/tokens")  # [G, n·C, d]
-    rows = first_rows(b, layer, _by_expert(b, taken, n, capacity, spec.dim, "dispatch"))
-    multiply = partial(stacked_products, b, layer)  # [n, G·C, inner], then [n, G·C, o]
-    outputs = normalised(b, layer, both_products(b, layer, rows, multiply, None))
+    outputs = all_experts(b, layer, _by_expert(b, taken, n, capacity, spec.dim, "dispatch"))
     back = b.op("Reshape", outputs, b.ints(n, -1, capacity, spec.out), name="slots/outputs")
     back = b.op("Transpose", back, perm=[1, 0, 2, 3], name="slots/outputs_by_group")
     back = b.op("Reshape", back, b.ints(-1, slots, spec.out), name="slots/outputs_of_group")
@@ -111,9 +98,7 @@ def predict_us(work: ExpertsWork, machine: Machine) -> float:
     _, group, capacity = _sizes(spec, work.k)
     rows = max(1, work.choosers // group) * capacity
     return (
-        stacked_us(work, n, rows, machine)
-        + expert_macs(work, n * rows) / machine.macs_per_us
-        + between_us(work, n * rows, machine)
+        all_experts_us(work, rows, machine)
         + combine_us(work, work.selections, machine)
         + work.selections * n * machine.sort_us
         + n * rows * (spec.dim + spec.out) * machine.number_us
