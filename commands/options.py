@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..common.console import Console
-from ..common.option import DECLARED, declared, refuse_changed
+from ..common.option import DECLARED, declared, kind_of, refuse_changed
 from ..common.pytorch import check_pytorch
 from ..errors import UsageError
 from ..exporter.requests import FEED as FEED_HELP
@@ -186,7 +186,8 @@ def options_of(record: Any) -> list[inspect.Parameter]:
         heading = said.heading or heading
         shell = dict(said.shell)
         default = None if each.default == () else each.default
-        kind = shell.pop("kind", type(default))
+        shell.pop("kind", None)
+        kind = kind_of(record, name)
         flag = shell.pop("flag", f"--{name.replace('_', '-')}" if default is False else None)
         text = said.help if said.unset is None else _with_default(said.help, said.unset)
         # What is no switch may have two names.

@@ -7,13 +7,26 @@ them options of the command line; and the job is handed the record itself.
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    get_origin,
+    overload,
+)
 
 from ..errors import UsageError
 
@@ -58,7 +71,7 @@ def option(
 ) -> T:
     """Returns the declaration of a field of a request: its default and what it means.
 
-    The parser makes a `kind` of what is typed, that of the default unless it is given.
+    The parser makes a `kind` of what is typed: `kind_of` tells it where it is not given.
     """
     declared = Declared(help, unset, heading, shell if in_shell else None)
     made: Any = field(default=default, compare=compare, metadata={DECLARED: declared})
@@ -78,6 +91,24 @@ class Request:
 def declared(request: type[Any]) -> dict[str, tuple[Field[Any], Declared]]:
     """Returns the options of a request by name: their fields, and what is said of them."""
     return {each.name: (each, each.metadata[DECLARED]) for each in fields(request)}
+
+
+def kind_of(request: type[Any], name: str) -> Any:
+    """Returns what a shell makes of an option's text, by its declaration or its annotation.
+
+    `AnyPath` is read as a path. What has no single type (`str | int`) is read as its default is.
+    """
+    field, said = declared(request)[name]
+    if said.shell is not None and "kind" in said.shell:
+        return said.shell["kind"]
+    owner = next(each for each in request.__mro__ if name in inspect.get_annotations(each))
+    text = str(inspect.get_annotations(owner)[name]).removesuffix(" | None")
+    if text == "Sequence[str]":
+        return list[str]
+    kind = vars(sys.modules[owner.__module__]).get(text, vars(builtins).get(text))
+    if kind == str | Path:
+        return Path
+    return kind if isinstance(kind, type) or get_origin(kind) is Literal else type(field.default)
 
 
 def spelled(request: type[Any], name: str) -> str:

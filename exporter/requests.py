@@ -55,7 +55,6 @@ class LoadRequest(Request):
         "Skip detection: soft-moe-vit, mumoe-gpt2, …",
         unset="detected from keys and shapes",
         heading="Reading MODEL",
-        kind=str,
     )
     config: Mapping[str, Any] | AnyPath | None = option(
         None,
@@ -67,12 +66,11 @@ class LoadRequest(Request):
         (),
         "One such setting: --set num_heads=12. Repeat it for several.",
         unset="none",
-        kind=list[str],
         flag="--set",
         metavar="KEY=VALUE",
     )
     weights: AnyPath | None = option(
-        None, "Weights for a package.module:factory.", unset="those of the factory", kind=Path
+        None, "Weights for a package.module:factory.", unset="those of the factory"
     )
     adapter: Adapter | str | Sequence[Adapter | str] = option(
         (),
@@ -115,7 +113,6 @@ class AdaptRequest(Request):
         (),
         "An argument of the layer: --set dim=64. input_shape=12,64 is what it is tried on.",
         unset="none",
-        kind=list[str],
         flag="--set",
         metavar="KEY=VALUE",
     )
@@ -130,14 +127,12 @@ class ClusterRequest(Request):
         "Run on a Ray cluster: its address, auto (this machine's cluster) or local (a new one).",
         unset="no cluster",
         heading="Cluster",
-        kind=str,
         metavar="ADDRESS",
     )
     on: str | None = option(
         None,
         "The Ray resource of the nodes to use: accelerator_type:L4.",
         unset="CPU",
-        kind=str,
         metavar="RESOURCE",
     )
 
@@ -156,17 +151,12 @@ class CalibrateRequest(ClusterRequest):
     arithmetic.
     """
 
-    k: K = option(
-        "n", "Experts to compute, as in export, but not input.", heading="Ranges", kind=str
-    )
-    method: Method = option("percentile", "How to choose the ranges.", kind=Method)
+    k: K = option("n", "Experts to compute, as in export, but not input.", heading="Ranges")
+    method: Method = option("percentile", "How to choose the ranges.")
     percentile: float | None = option(
-        None,
-        "The percentage of values in range, for the method percentile.",
-        unset="99.99",
-        kind=float,
+        None, "The percentage of values in range, for the method percentile.", unset="99.99"
     )
-    samples: int | None = option(None, "How many inputs to use.", unset="all", kind=int)
+    samples: int | None = option(None, "How many inputs to use.", unset="all")
     batch: int = option(16, "How many inputs to run at once.")
     renormalize: bool = option(
         False, "Divide C by its sum over the selected experts; use it if the export does."
@@ -242,12 +232,9 @@ class ExportRequest(Request):
         "number per layer (4,4,8), or input, which makes k an input of the graph. For token-routed "
         "models, n and shares refer to the k that the router was trained with.",
         heading="Graph",
-        kind=str,
     )
     target: Target = option(
-        "onnx",
-        "The runtime of the graph; onnx is any of them, in standard ops.",
-        kind=Target,
+        "onnx", "The runtime of the graph; onnx is any of them, in standard ops."
     )
     lowering: str = option(
         "auto",
@@ -260,9 +247,7 @@ class ExportRequest(Request):
         metavar=SIZES,
     )
     tokens: str | int = option(
-        "1:196:1024",
-        "The same for the number of tokens, if that axis is dynamic.",
-        metavar=SIZES,
+        "1:196:1024", "The same for the number of tokens, if that axis is dynamic.", metavar=SIZES
     )
     renormalize: bool = option(False, "Divide C by its sum over the selected experts.")
     expose_routing: bool = option(
@@ -274,7 +259,6 @@ class ExportRequest(Request):
         None,
         "A recipe.yaml that tune wrote: k, experts, precision and lowering of each layer.",
         unset="none",
-        kind=Path,
         metavar="RECIPE.YAML",
     )
     precision: Precision = option(
@@ -282,13 +266,10 @@ class ExportRequest(Request):
         "The precision of the graph. int8 and fp8 (engines only) need data or a calibration; int4 "
         "quantises the weights only.",
         heading="Precision",
-        kind=Precision,
     )
-    quantize: Scope = option(
-        "experts", "What to quantise: the experts, or all linear layers.", kind=Scope
-    )
+    quantize: Scope = option("experts", "What to quantise: the experts, or all linear layers.")
     method: Method | None = option(
-        None, "How to choose INT8 ranges from the data.", unset="percentile", kind=Method
+        None, "How to choose INT8 ranges from the data.", unset="percentile"
     )
     calibration: CalibrationTable | AnyPath | None = option(
         None,
@@ -305,7 +286,6 @@ class ExportRequest(Request):
         "The share of FP32's accuracy to keep, above 0 and up to 1; sensitive layers then stay in "
         "floating point.",
         unset="all are INT8",
-        kind=float,
         metavar="SHARE",
     )
     data: Feed | None = option(
@@ -317,17 +297,14 @@ class ExportRequest(Request):
         metavar="FEED",
         compare=False,
     )
-    atol: float | None = option(
-        None, "The largest absolute difference from PyTorch.", unset="0", kind=float
-    )
+    atol: float | None = option(None, "The largest absolute difference from PyTorch.", unset="0")
     rtol: float | None = option(
         None,
         "The largest difference from PyTorch relative to max|y|.",
         unset="FP32 1e-4, FP16 0.01, BF16 0.05, INT8 0.1",
-        kind=float,
     )
     verify_samples: int | None = option(
-        None, "The largest number of inputs to compare.", unset="256", kind=int
+        None, "The largest number of inputs to compare.", unset="256"
     )
     verify: bool = option(
         True,
@@ -338,7 +315,6 @@ class ExportRequest(Request):
         None,
         "Threads of PyTorch and ONNX Runtime.",
         unset="those with which the untouched model is fastest",
-        kind=int,
         min=1,
     )
     rest: FloatName | None = option(
@@ -346,22 +322,15 @@ class ExportRequest(Request):
         "The float type of everything that is not quantised.",
         unset="fp32; for TensorRT fp16",
         heading="Numbers",
-        kind=FloatName,
     )
     weight_bits: int | None = option(
         None,
         "Bits of INT8 weights on CPUs: 7, or 8, which is slower without VNNI.",
         unset="7; for TensorRT 8",
-        kind=int,
     )
-    io_precision: FloatName = option(
-        "fp32", "The type of the graph's float inputs and outputs.", kind=FloatName
-    )
+    io_precision: FloatName = option("fp32", "The type of the graph's float inputs and outputs.")
     opset: int | None = option(
-        None,
-        "The ONNX opset, 20 to 23.",
-        unset="20; 23 for language models with --target ort-cpu",
-        kind=int,
+        None, "The ONNX opset, 20 to 23.", unset="20; 23 for language models with --target ort-cpu"
     )
     ablate: str | Sequence[str] = option(
         (),
@@ -402,13 +371,10 @@ class BuildRequest(Request):
     """Which engines of a bundle are compiled."""
 
     target: str | None = option(
-        None, "The runtime, tensorrt or tensorrt-rtx.", unset="the bundle's", kind=str
+        None, "The runtime, tensorrt or tensorrt-rtx.", unset="the bundle's"
     )
     graph: str | None = option(
-        None,
-        "The file or lowering of a graph, if the bundle holds several.",
-        unset="all",
-        kind=str,
+        None, "The file or lowering of a graph, if the bundle holds several.", unset="all"
     )
     batch: str | int | None = option(
         None,
@@ -418,11 +384,7 @@ class BuildRequest(Request):
         metavar=SIZES,
     )
     tokens: str | int | None = option(
-        None,
-        "The same for the number of tokens.",
-        unset="as exported",
-        kind=str,
-        metavar=SIZES,
+        None, "The same for the number of tokens.", unset="as exported", kind=str, metavar=SIZES
     )
     options: EngineOptions | None = option(
         None,
@@ -438,18 +400,10 @@ class VerifyRequest(Request):
     """How far a bundle's outputs may be off, and what may be run to tell."""
 
     atol: float | None = option(
-        None,
-        "The largest absolute difference from PyTorch.",
-        unset="by precision",
-        kind=float,
-        min=0,
+        None, "The largest absolute difference from PyTorch.", unset="by precision", min=0
     )
     rtol: float | None = option(
-        None,
-        "The largest difference from PyTorch relative to max|y|.",
-        unset="by precision",
-        kind=float,
-        min=0,
+        None, "The largest difference from PyTorch relative to max|y|.", unset="by precision", min=0
     )
     trust_engine: bool = option(
         False, "Run unverified engine files, built elsewhere; they may execute code."
@@ -460,42 +414,31 @@ class VerifyRequest(Request):
 class RunRequest(Request):
     """Who runs a graph of a bundle, and how."""
 
-    k: int | None = option(
-        None, "Experts to compute, if k is an input of the graph.", unset="none", kind=int
-    )
+    k: int | None = option(None, "Experts to compute, if k is an input of the graph.", unset="none")
     graph: str | None = option(
-        None,
-        "The file or lowering of a graph, if the bundle holds several.",
-        unset="the main one",
-        kind=str,
+        None, "The file or lowering of a graph, if the bundle holds several.", unset="the main one"
     )
     batch_size: int | None = option(
-        None,
-        "How many inputs to run at once.",
-        unset="the largest batch of the export",
-        kind=int,
-        min=1,
+        None, "How many inputs to run at once.", unset="the largest batch of the export", min=1
     )
     threads: int | None = option(
         None,
         "The number of threads of ONNX Runtime or OpenVINO.",
         unset="its own choice",
         heading="Runtime",
-        kind=int,
         min=1,
     )
     engine: Engine | None = option(
-        None, "The runtime.", unset="that of the graph", kind=Engine, flag="--engine/--runtime"
+        None, "The runtime.", unset="that of the graph", flag="--engine/--runtime"
     )
-    device: OpenVinoDevice = option("cpu", "OpenVINO's device.", kind=OpenVinoDevice)
+    device: OpenVinoDevice = option("cpu", "OpenVINO's device.")
     cache: AnyPath | None = option(
         None,
         "A folder in which OpenVINO keeps what it compiled, for the next start.",
         unset="none",
-        kind=Path,
         metavar="FOLDER",
     )
-    provider: Provider = option("cpu", "ONNX Runtime's execution provider.", kind=Provider)
+    provider: Provider = option("cpu", "ONNX Runtime's execution provider.")
     trust_engine: bool = option(
         False, "Load an unverified engine file, built elsewhere; it may execute code."
     )
@@ -531,7 +474,7 @@ class GenerateRequest(Request):
         "Take the prompt for a user's message, as the model's chat template writes it.",
         heading="Prompt",
     )
-    system: str | None = option(None, "A system message before it.", unset="none", kind=str)
+    system: str | None = option(None, "A system message before it.", unset="none")
     max_tokens: int = option(
         256, "How many tokens to generate at most.", heading="Sampling", metavar="N"
     )
@@ -539,33 +482,26 @@ class GenerateRequest(Request):
         None,
         "What scores are divided by before a token is drawn; 0 takes the likeliest token.",
         unset="the model's own",
-        kind=float,
     )
     top_p: float | None = option(
         None,
         "Draw from the likeliest tokens of so much probability together.",
         unset="the model's own",
-        kind=float,
     )
     top_k: int | None = option(
-        None, "Draw from so many tokens, the likeliest.", unset="the model's own", kind=int
+        None, "Draw from so many tokens, the likeliest.", unset="the model's own"
     )
     seed: int | None = option(
-        None, "The same seed draws the same tokens.", unset="another one each time", kind=int
+        None, "The same seed draws the same tokens.", unset="another one each time"
     )
     stop: Sequence[str] = option(
-        (),
-        "End before this text. Repeat it for several.",
-        unset="none",
-        kind=list[str],
-        metavar="TEXT",
+        (), "End before this text. Repeat it for several.", unset="none", metavar="TEXT"
     )
     threads: int | None = option(
         None,
         "The number of ONNX Runtime threads.",
         unset="its own choice",
         heading="Runtime",
-        kind=int,
         min=1,
     )
 
@@ -596,14 +532,12 @@ class ServeRequest(Request):
 
     host: str = option("127.0.0.1", "The address to listen at; 0.0.0.0 is every one.")
     port: int = option(8080, "The port.", min=1, max=65535)
-    name: str | None = option(
-        None, "What requests call the model.", unset="the bundle's folder", kind=str
-    )
+    name: str | None = option(None, "What requests call the model.", unset="the bundle's folder")
     max_tokens: int = option(
         1024, "How many tokens a text has at most, where a client does not say.", min=1
     )
     threads: int | None = option(
-        None, "The number of ONNX Runtime threads.", unset="its own choice", kind=int, min=1
+        None, "The number of ONNX Runtime threads.", unset="its own choice", min=1
     )
 
 
@@ -616,37 +550,26 @@ class TritonRequest(Request):
         "The name of the model, or of the ensemble.",
         unset="that of the checkpoint",
         heading="Models",
-        kind=str,
     )
     backend: ServingBackend | None = option(
         None,
         "The Triton backend: onnxruntime, openvino, tensorrt (runs the engine) or python (moexport "
         "without PyTorch).",
         unset="tensorrt if the bundle has such an engine, python for openvino, else onnxruntime",
-        kind=ServingBackend,
     )
     device: Device | None = option(
-        None,
-        "The device of the instances: cpu or gpu.",
-        unset="that of the bundle's target",
-        kind=Device,
+        None, "The device of the instances: cpu or gpu.", unset="that of the bundle's target"
     )
     k: int | None = option(
-        None,
-        "The k of requests without one, if k is an input of the graph.",
-        unset="all experts",
-        kind=int,
+        None, "The k of requests without one, if k is an input of the graph.", unset="all experts"
     )
     version: int = option(1, "The version number to write.")
     instances: int = option(1, "The number of instances per model.", heading="Speed")
     threads: int | None = option(
-        None, "The number of ONNX Runtime threads per instance.", unset="its own choice", kind=int
+        None, "The number of ONNX Runtime threads per instance.", unset="its own choice"
     )
     delay_us: int | None = option(
-        None,
-        "How long Triton waits to fill a batch, in microseconds.",
-        unset="100",
-        kind=int,
+        None, "How long Triton waits to fill a batch, in microseconds.", unset="100"
     )
     force: bool = option(False, "Replace an existing model.", heading="Options")
 

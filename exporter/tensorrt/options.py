@@ -72,11 +72,7 @@ class EngineOptions:
         metavar="8.9,12.0",
     )
     timing_cache: Path | None = option(
-        None,
-        "Share TensorRT's kernel timings between builds.",
-        unset="none",
-        kind=Path,
-        metavar="FILE",
+        None, "Share TensorRT's kernel timings between builds.", unset="none", metavar="FILE"
     )
     workspace: int | None = option(
         None,
@@ -87,7 +83,7 @@ class EngineOptions:
         metavar="BYTES",
     )
     optimization_level: int | None = option(
-        None, "How long to search for kernels: 0 to 5.", unset="3", kind=int
+        None, "How long to search for kernels: 0 to 5.", unset="3"
     )
     version_compatible: bool = option(False, "Also run in later versions of TensorRT.")
     hardware_compatible: HardwareLevel | None = option(
@@ -102,7 +98,6 @@ class EngineOptions:
         None,
         "The folder that caches finished engines; off disables it.",
         unset="in a shell the user's cache, in Python none",
-        kind=Path,
         flag="--engine-cache",
         metavar="DIR",
     )
@@ -115,7 +110,6 @@ class EngineOptions:
         None,
         "Keep weights in host memory, and this much on the GPU.",
         unset="off",
-        kind=str,
         metavar="auto|BYTES",
     )
     bind_weights: bool = option(
