@@ -188,19 +188,17 @@ class _Sweep:
         known = self._known()
         analyses = self._analyses()
         timing = [(one, b) for one in self.cells for b in one.asked.batches if one.models in known]
-        found = self._done(
+        timed = self._done(
             "timed",
             {
-                (one.models[0], batch): (
-                    f"batch {batch}",
-                    time_cells,
-                    (one, batch, known[one.models]),
+                (one.models[0], batch): Task(
+                    f"{one.models[0]}, batch {batch}", time_cells, (one, batch, known[one.models])
                 )
                 for one, batch in timing
             },
         )
         keys = ((one.models[0], batch) for one, batch in timing)
-        parts = [msgspec.convert(found[key], tuple[str, Results]) for key in keys if key in found]
+        parts = [msgspec.convert(timed[key], tuple[str, Results]) for key in keys if key in timed]
         if not parts:
             return None
         return replace(merged(parts, self.cells[0].asked.command), analyses=analyses)
@@ -213,11 +211,11 @@ class _Sweep:
         spread = math.ceil(self.kind.nodes / len(self.cells))
         shards = int(begun[0].partition("/")[2]) if begun else spread
         names = [f"{index + 1}/{shards}" for index in range(shards)]
-        found = self._done(
+        sums = self._done(
             "accuracy",
             {
-                (one.models[0], name): (
-                    f"accuracy, shard {name}",
+                (one.models[0], name): Task(
+                    f"{one.models[0]}, accuracy, shard {name}",
                     evaluate_cells,
                     (one, (index, shards)),
                 )
@@ -228,8 +226,8 @@ class _Sweep:
         known = {}
         for one in self.cells:
             keys = [(one.models[0], name) for name in names]
-            if all(key in found for key in keys):
-                parts = [msgspec.convert(found[key], BatchStates, strict=False) for key in keys]
+            if all(key in sums for key in keys):
+                parts = [msgspec.convert(sums[key], BatchStates, strict=False) for key in keys]
                 known[one.models] = _joined(parts)
         return known
 
@@ -238,35 +236,31 @@ class _Sweep:
         asked = self.cells[0].asked
         if not asked.analysis and asked.group_by is None:
             return {}
-        found = self._done(
-            "analyses",
-            {(one.models[0], None): ("analyses", analyse_cells, (one,)) for one in self.cells},
-        )
-        joined: dict[str, Any] = {}
+        tasks = {
+            (one.models[0], None): Task(f"{one.models[0]}, analyses", analyse_cells, (one,))
+            for one in self.cells
+        }
+        analyses, joined = self._done("analyses", tasks), dict[str, Any]()
         for one in self.cells:
-            for name, listed in found.get((one.models[0], None), {}).items():
+            for name, listed in analyses.get((one.models[0], None), {}).items():
                 joined[name] = [*joined.get(name, ()), *listed]
         return joined
 
     def _done(
         self,
         name: str,
-        wanted: Mapping[tuple[str, Any], tuple[str, Callable[..., Any], tuple[Any, ...]]],
+        tasks: Mapping[tuple[str, Any], Task],
     ) -> dict[tuple[str, Any], Any]:
         """What tasks found, by model and part, as plain data; lost ones are left out."""
-        found = {
-            key: self.pieces[name, *key]["found"] for key in wanted if (name, *key) in self.pieces
+        done = {
+            key: self.pieces[name, *key]["found"] for key in tasks if (name, *key) in self.pieces
         }
-        open_ = [key for key in wanted if key not in found]
-        tasks = [
-            Task(f"{model}, {wanted[model, part][0]}", *wanted[model, part][1:])
-            for model, part in open_
-        ]
-        for number, result in self.cluster.finished(self.kind, tasks):
-            model, part = open_[number]
-            found[model, part] = result
+        left = [key for key in tasks if key not in done]
+        for number, result in self.cluster.finished(self.kind, [tasks[key] for key in left]):
+            model, part = left[number]
+            done[model, part] = result
             self.journal.add(name, on=self.kind.name, model=model, part=part, found=result)
-        return found
+        return done
 
 
 def _joined(shards: Sequence[BatchStates]) -> dict[str, EvaluationState]:
@@ -286,9 +280,10 @@ def _joined(shards: Sequence[BatchStates]) -> dict[str, EvaluationState]:
 
 def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
     """Returns the sums of a share of the batches, each by its number, for every candidate."""
-    found: BatchStates = {}
-    with prepared(_opened(cells), _plain(cells.asked)) as (candidates, data, request, *_):
-        for candidate in candidates:
+    sums: BatchStates = {}
+    with prepared(_opened(cells), _plain(cells.asked)) as plan:
+        request = plan.request
+        for candidate in plan.candidates:
             opening = loaders(candidate, request.batches)
             on_gpu = any(case.provider == CUDA for case in opening)
             runners: dict[Case, Runner] = {}
@@ -303,17 +298,20 @@ def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
                     except Exception as error:  # noqa: BLE001  the row says what failed
                         failures[case.label] = in_one_line(error)
                 states = evaluate_share(
-                    *(runners, candidate, data, request.evaluation_batch),
+                    runners,
+                    candidate,
+                    plan.data,
+                    request.evaluation_batch,
                     limit=request.samples,
                     share=share,
                 )
-            found[candidate.name] = {
+            sums[candidate.name] = {
                 number: replace(state, failures=failures | state.failures)
                 for number, state in states.items()
             }
     return {
         name: {number: asdict(state) for number, state in states.items()}
-        for name, states in found.items()
+        for name, states in sums.items()
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,9 +15,19 @@ from ..exporter.model import Model
 from ..exporter.parity import Tolerance
 from ..exporter.token_routed.network import TransformersNetwork
 from ..graphs.layers.base import MoESpec, moe_layers
-from .engines import KINDS, ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER, ModelEngine
+from .engines import (
+    KINDS,
+    ONNXRUNTIME,
+    PYTORCH_ALGORITHM_2,
+    PYTORCH_EAGER,
+    PYTORCH_EAGER_CUDA,
+    EngineKind,
+    ModelEngine,
+    Serves,
+)
 from .request import BenchRequest
-from .runners.base import Loader, Runner
+from .results import Absent
+from .runners.base import Loader
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +78,6 @@ class GraphSource:
     integers: tuple[IntegerLinear, ...] = ()
     batches: frozenset[int] | None = None
     bounds: Tolerance | None = None
-
-    def open(self) -> Runner:
-        """Opens the graph."""
-        return self.loader()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,43 +130,97 @@ class Candidate:
         itself, nor for layers that choose no sets. Raises UsageError for two graphs that no row
         could tell apart.
         """
-        n = self.experts
-        found: dict[Case, GraphSource | None] = {}
+        cases: dict[Case, GraphSource | None] = {}
         for kind in KINDS.values():
             if isinstance(kind, ModelEngine) and kind.name in (PYTORCH_EAGER, *self.engines):
-                for k, of in self._run_by(kind):
-                    found[Case(self.name, kind.engine, k, of, kind.provider)] = None
+                for case in self._run_by(kind):
+                    cases[case] = None
         for graph in self.graphs:
             case = Case(
-                *(self.name, graph.engine, graph.k, n, graph.provider, graph.precision),
-                *(graph.lowering or None, graph.scope),
+                model=self.name,
+                engine=graph.engine,
+                k=graph.k,
+                experts=self.experts,
+                provider=graph.provider,
+                precision=graph.precision,
+                lowering=graph.lowering or None,
+                scope=graph.scope,
             )
-            if case in found:
+            if case in cases:
                 raise UsageError(
                     f"two graphs are the same case: {case.label}",
                     hint="give each graph once, or give the two models different names",
                 )
-            found[case] = graph
-        return found
+            cases[case] = graph
+        return cases
 
     def k_by_layer(self, k: int) -> dict[str, int]:
         """Each layer's k, of which this is the largest; empty where it is that of all layers."""
         if k in self.routed:
             return whole_k(self.routed[k])
-        return next((dict(each.k_by_layer) for each in self.graphs if each.k == k), {})
+        return next((dict(graph.k_by_layer) for graph in self.graphs if graph.k == k), {})
 
-    def _run_by(self, kind: ModelEngine) -> Iterator[tuple[int, int]]:
-        """Yields each k that an engine of PyTorch runs, and of how many experts."""
-        n = self.experts
+    def _run_by(self, kind: ModelEngine) -> list[Case]:
+        """What an engine of PyTorch runs of the model."""
+        n, ks = self.experts, self.ks
         if kind.algorithm_2:
             loops = any(layer.spec.chooses_sets for layer in self.model.layers.values())
-            yield from ((k, n) for k in self.ks if loops and k < n)
+            ks = tuple(k for k in ks if loops and k < n)
         elif kind.experts_form is not None:
             form = experts_form(self.model)
             own = form == kind.experts_form
-            yield from ((k, n) for k in self.routed if form and not (own and k == self.trained_k))
+            ks = tuple(k for k in self.routed if form and not (own and k == self.trained_k))
         else:
-            yield self.trained_k, max(spec.experts for spec in self._as_trained)
+            n, ks = max(spec.experts for spec in self._as_trained), (self.trained_k,)
+        return [Case(self.name, kind.engine, k=k, experts=n, provider=kind.provider) for k in ks]
+
+
+NOT_SERVED: dict[Serves, str] = {
+    "one-input": "it runs models with one input, and these have several",
+    "transformers": "it runs models of transformers",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The engines to measure, and those that were asked for or known and are not there."""
+
+    present: tuple[EngineKind, ...]
+    absent: tuple[Absent, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The engines to measure, as `--engine` names them."""
+        return tuple(kind.name for kind in self.present)
+
+
+def select(
+    names: Iterable[str], models: Sequence[Serves] = ("one-input", "transformers")
+) -> Selection:
+    """Returns which of the named engines can run here, and why each other known one is left out.
+
+    `models` are what the models are that will be measured; an engine for others that was not named
+    is not mentioned. The untouched model takes part wherever another engine runs: always on the
+    CPU, on the GPU with the first engine there.
+    """
+    wanted = set(names) | {PYTORCH_EAGER}
+    if any(KINDS[name].provider != "cpu" and KINDS[name].missing() is None for name in wanted):
+        wanted.add(PYTORCH_EAGER_CUDA)
+    everything = wanted >= KINDS.keys()
+    present, absent = [], []
+    for kind in KINDS.values():
+        if kind.serves != "all" and kind.serves not in models:
+            if kind.name in wanted and not everything:
+                absent.append(Absent(kind.name, NOT_SERVED[kind.serves]))
+            continue
+        reason = kind.missing()
+        if reason is None and kind.name not in wanted:
+            reason = f"not asked for: --engine {kind.name}"
+        if reason is None:
+            present.append(kind)
+        else:
+            absent.append(Absent(kind.name, reason))
+    return Selection(tuple(present), tuple(absent))
 
 
 def whole_k(job: ExportJob) -> dict[str, int]:
@@ -261,19 +321,21 @@ def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[Timing
                     hint=f"use 1 ≤ k ≤ {candidate.experts}",
                 )
     return tuple(
-        TimingGroup(tuple(_timed(candidate, batch)), batch, request.protocol, phase)
+        TimingGroup(
+            cases=tuple(
+                case
+                for case, graph in candidate.cases.items()
+                if graph is None or graph.batches is None or batch in graph.batches
+            ),
+            batch=batch,
+            protocol=request.protocol,
+            phase=phase,
+        )
         for candidate in candidates
         for phase in candidate.phases or (None,)
         for batch in request.batches
         if candidate.only_batch in (None, batch)
     )
-
-
-def _timed(candidate: Candidate, batch: int) -> Iterator[Case]:
-    """The cases that are timed at a batch size."""
-    for case, graph in candidate.cases.items():
-        if graph is None or graph.batches is None or batch in graph.batches:
-            yield case
 
 
 def describe(groups: Sequence[TimingGroup], takes: str = "") -> str:

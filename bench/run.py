@@ -45,12 +45,11 @@ from .language import is_language_model, phase_inputs, phases_of, prompt_of, tok
 from .measure.latency import Scheduled, group_batches, measure_group, parts_of
 from .measure.memory import PeakMemory, measure_memories, worker_count
 from .measure.roofline import Limit, Limits, Rates, not_held
-from .plan import Candidate, Case, TimingGroup, describe, plan
+from .plan import Candidate, Case, TimingGroup, describe, plan, select
 from .report.compare import compare
 from .report.page import write_all
 from .request import ALL, BenchRequest
 from .results import Absent, ModelInfo, PartTime, Results, Row
-from .runners.available import select
 from .runners.base import Loader, Runner
 from .runners.candidates import batch_sizes, candidates_of, check_exported, with_sources
 from .runners.models import loaders

@@ -49,7 +49,7 @@ class Opened(Loader):
 
 def opened(*graphs: GraphSource) -> tuple[GraphSource, ...]:
     """Returns graphs that are opened once for all batch sizes."""
-    return tuple(replace(graph, loader=Opened(graph.open())) for graph in graphs)
+    return tuple(replace(graph, loader=Opened(graph.loader())) for graph in graphs)
 
 
 def in_pytorch(model: Model, engine: str, name: str, batches: Sequence[int] = ()) -> GraphSource:

@@ -64,7 +64,9 @@ def run_experts_demo(directory: Path, progress: Progress, *, force: bool = False
     """
     transformers_library()
     return run_job(
-        *(directory, progress, trained),
+        directory,
+        progress,
+        trained,
         force=force,
         command="moexport demo --family experts",
         remarks=(CAVEAT,),

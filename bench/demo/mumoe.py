@@ -47,7 +47,9 @@ def run_mumoe_demo(directory: Path, progress: Progress, *, force: bool = False) 
     Raises `BundleError` when `directory` exists, unless it is an earlier demo and `force` is given.
     """
     return run_job(
-        *(directory, progress, _trained),
+        directory,
+        progress,
+        _trained,
         force=force,
         command="moexport demo --family mumoe",
         ks=KEPT,

@@ -89,7 +89,14 @@ def exported(
                     place = folder / f"{runtime.name}-{precision}-{index}"
                     place.mkdir()
                     graphs += _sources(
-                        *(model, request, inputs, together, runtime, precision, place, traces)
+                        model,
+                        request,
+                        inputs,
+                        jobs=together,
+                        runtime=runtime,
+                        precision=precision,
+                        folder=place,
+                        traces=traces,
                     )
             except (LoweringError, UsageError, CalibrationError) as error:
                 if precision == "fp32" and runtime.backend is None:
@@ -151,6 +158,7 @@ def _sources(
     model: Model,
     request: BenchRequest,
     inputs: Array | None,
+    *,
     jobs: Sequence[ExportJob],
     runtime: GraphEngine,
     precision: Precision,
@@ -206,7 +214,12 @@ def _sources(
     linears = {each.node: each.reason for each in planned.precision.linears}
     return refused + [
         _source(
-            *(runtime, request.threads, model, folder / graph.file, k, _joined(names)),
+            runtime,
+            request.threads,
+            model,
+            folder / graph.file,
+            k,
+            names,
             selected=selected_values(lowered[graph.file].values),
             integers=integer_linears(folder / graph.file, _integers(linears)),
             engine=engine,
@@ -224,7 +237,7 @@ def _source(
     model: Model,
     file: Path,
     k: int,
-    lowering: str,
+    lowerings: Iterable[str],
     *,
     selected: Mapping[str, str],
     precision: str,
@@ -252,7 +265,7 @@ def _source(
         threads=threads,
         options=engine,
     )
-    loader = runtime.loader(opened)
+    loader, lowering = runtime.loader(opened), "+".join(sorted(set(lowerings)))
     if missed is not None:
         loader = Refused(ParityError(f"{file}: it is not PyTorch's any more: {missed}"))
     return GraphSource(
@@ -336,10 +349,6 @@ def _told_apart(sources: Sequence[GraphSource]) -> tuple[GraphSource, ...]:
     return tuple(found)
 
 
-def _joined(lowerings: Iterable[str]) -> str:
-    return "+".join(sorted(set(lowerings)))
-
-
 def _largest(ks: Mapping[str, int]) -> int:
     return max(ks.values())
 
@@ -380,7 +389,12 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
         missed = missed_parity(bundle.path, record, graph)
         graphs += [
             _source(
-                *(runtime, request.threads, model, file, k, _joined(graph.lowerings.values())),
+                runtime,
+                request.threads,
+                model,
+                file,
+                k,
+                graph.lowerings.values(),
                 selected=graph.selected,
                 given_k=k if takes_k else None,
                 precision=record.precision,

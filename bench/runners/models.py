@@ -91,7 +91,7 @@ def loaded_as(source: str, *, family: str | None, config: Mapping[str, Any], **m
 
 def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, Loader]:
     """Returns what is measured for a candidate, each case with what opens it."""
-    model, renormalize = candidate.model, candidate.renormalize
+    model = candidate.model
     places: dict[str, Callable[[], Model]] = {
         "cpu": lambda: model,
         # One copy on the GPU, made when it is first needed, for all who run it there.
@@ -101,7 +101,11 @@ def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, L
         case: graph.loader
         if graph is not None
         else TorchLoader(
-            *(case, tuple(batches), renormalize, places[case.provider], model),
+            case=case,
+            batches=tuple(batches),
+            renormalize=candidate.renormalize,
+            place=places[case.provider],
+            model=model,
             k=candidate.k_by_layer(case.k),
         )
         for case, graph in candidate.cases.items()

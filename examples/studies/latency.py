@@ -249,7 +249,7 @@ def run_whole(
         for weight in model.module.parameters():
             weight.data = torch.empty(0)  # make room: the graphs have a file of their own
         for graph in candidate.graphs:
-            runner = graph.open()
+            runner = graph.loader()
             for batch, x in data.items():
                 progress.step(f"{graph.engine}, k = {graph.k}, batch {batch}")
                 row = Row(graph.engine, graph.k, shape.experts, batch, lowering=graph.lowering)

@@ -268,7 +268,7 @@ def measured(layer: Layer, target: CpuTarget, precision: Precision, count: int) 
     )
     seen = layer.inputs(CALIBRATION_INPUTS).inputs if precision == "int8" else None
     with exported(layer.models()[0], asked, inputs=seen) as candidate:
-        graphs = {(str(each.lowering), each.k): each.open().infer for each in candidate.graphs}
+        graphs = {(str(each.lowering), each.k): each.loader().infer for each in candidate.graphs}
         for batch in BATCHES:
             x = layer.inputs(batch).inputs
             calls = {

@@ -195,7 +195,7 @@ def test_a_bundle_alone_is_measured_at_its_k(folder: Path, tmp_path: Path) -> No
     base = untouched(candidate.model)
     given = phase_inputs(Phase("decode", 1, PROMPT), windows, base)
     wanted = type(base)(job.model.module, job.model.inputs).infer(given)
-    with candidate.graphs[0].open() as runner:
+    with candidate.graphs[0].loader() as runner:
         returned: Any = runner.bound(given)()
         np.testing.assert_allclose(returned[0], wanted, rtol=1e-4, atol=1e-5)
         assert len(returned) == 3  # the logits, and the keys and values of a layer

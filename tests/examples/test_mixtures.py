@@ -189,7 +189,7 @@ def test_bench_measures_each_k_of_a_router_in_a_sweep_and_in_a_bundle(
         for candidate, graph in [*graphs, (beside, beside.graphs[0])]:
             network = mixtures.build("noisy-top-k").eval()
             network.mixture.trained_k = graph.k
-            with torch.no_grad(), graph.open() as runner:
+            with torch.no_grad(), graph.loader() as runner:
                 wanted = network(ids)
                 assert torch.allclose(candidate.routed[graph.k].model.module(ids), wanted)
                 off = np.abs(runner.infer(ids.numpy()) - wanted.numpy()).max()

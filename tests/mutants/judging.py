@@ -199,7 +199,7 @@ def by_bench(base: Base, bundle: Bundle) -> str | None:
     candidate = from_bundle(bundle, request, model=base.model)
     ((case, graph),) = ((c, g) for c, g in candidate.cases.items() if g is not None)
     try:
-        opened = graph.open()
+        opened = graph.loader()
     except ParityError as error:
         return error.message
     if base.model.input.dtype == "int64":  # text: what is refused is refused when it is opened

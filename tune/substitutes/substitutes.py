@@ -149,7 +149,9 @@ class Substitutes:
         with algorithm_1(changed.module, point.k):
             trained = _parameters(changed, edits)
             found = distil(
-                *(model, trained, seen.samples),
+                model,
+                trained,
+                seen.samples,
                 scores=seen.scores,
                 seconds=seconds,
                 other=start | before if before else None,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from moexport.bench.engines import KINDS
+from moexport.bench.plan import select
 from moexport.bench.request import BenchRequest
-from moexport.bench.runners.available import select
 from moexport.bench.runners.pytorch import CompiledPyTorch, PyTorch
 from moexport.errors import UsageError
 

@@ -48,7 +48,7 @@ def test_a_lowering_without_a_kernel_does_not_take_the_others_with_it(model: Mod
         }
         (refused,) = (s for s in candidate.graphs if isinstance(s.loader, Refused))
         with pytest.raises(LoweringError, match=r"com\.microsoft\.MoE has no FP16 kernel"):
-            refused.open()
+            refused.loader()
 
 
 def test_where_nothing_can_be_exported_that_is_said_at_once(model: Model) -> None:

@@ -20,14 +20,13 @@ import torch
 from moexport.bench.demo.digits import Digits
 from moexport.bench.engines import KINDS
 from moexport.bench.journal import FILE
-from moexport.bench.plan import Candidate, Case, GraphSource
+from moexport.bench.plan import Candidate, Case, GraphSource, select
 from moexport.bench.report.page import html, payload
 from moexport.bench.report.summary import headline, sections, summary
 from moexport.bench.report.text import method_lines, rows_table, to_csv, to_markdown
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, Row, read, to_json, write
 from moexport.bench.run import bench
-from moexport.bench.runners.available import select
 from moexport.bench.runners.base import Runner
 from moexport.bench.runners.models import loaders
 from moexport.bench.runners.pytorch import (

@@ -71,7 +71,7 @@ def test_a_bundle_runs_in_openvino_with_every_k_given_as_an_input(tmp_path: Path
     graphs = {graph.k: graph for graph in from_bundle(bundle, sweep, model=model).graphs}
     assert set(graphs) == set(ks)
     for k, graph in graphs.items():
-        with graph.open() as runner:
+        with graph.loader() as runner:
             np.testing.assert_allclose(runner.infer(X), bundle.session()(X, k), atol=1e-6)
             experts = runner.selected(X)
         assert experts is not None

@@ -12,9 +12,8 @@ import moexport
 import numpy as np
 import pytest
 from moexport.bench.engines import KINDS, requirements
-from moexport.bench.plan import Candidate
+from moexport.bench.plan import Candidate, select
 from moexport.bench.request import BenchRequest
-from moexport.bench.runners.available import select
 from moexport.bench.runners.base import in_batches
 from moexport.bench.runners.candidates import exported, from_bundle
 from moexport.bench.runners.models import loaders
