@@ -54,16 +54,20 @@ class EngineKind:
 
     name: str
     title: str
-    engine: str
     provider: str = "cpu"
     requires: tuple[Requirement, ...]
     extra: str | None = None
     serves: Serves = "all"
 
+    @property
+    def engine(self) -> str:
+        """Its name without the provider."""
+        return self.name.removesuffix(f"-{self.provider}")
+
     def missing(self) -> str | None:
         """Returns why it cannot run here, None where it can."""
         abilities = map(_ability, self.requires)
-        return next((each.detail for each in abilities if not each.available), None)
+        return next((ability.detail for ability in abilities if not ability.available), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,26 +141,25 @@ def _experts(form: str, run: ModelRun) -> Runner:
 def _onnxruntime(provider: str, graph: GraphFile) -> Loader:
     from .runners.onnxruntime import OnnxLoader
 
-    return OnnxLoader(*graph.opening, provider=provider)
+    return OnnxLoader(graph, provider=provider)
 
 
 def _openvino(graph: GraphFile) -> Loader:
     from .runners.openvino import OpenVinoLoader
 
-    return OpenVinoLoader(*graph.opening)
+    return OpenVinoLoader(graph)
 
 
 def _tensorrt(backend: str, graph: GraphFile) -> Loader:
     from .runners.tensorrt import EngineLoader
 
-    path = graph.path
-    return EngineLoader(path.parent, backend, path.name, k=graph.k, options=graph.options)
+    return EngineLoader(graph, backend)
 
 
 def _other_exporter(graph: GraphFile) -> Loader:
     from .runners.onnxruntime import OtherExporterLoader
 
-    return OtherExporterLoader(*graph.opening)
+    return OtherExporterLoader(graph)
 
 
 # --- what they need ------------------------------------------------------------------------------
@@ -194,12 +197,12 @@ def _has_compiler(gpu: Gpu | None) -> str:
     _has_torch(gpu)
     if sys.platform == "win32":
         return "torch.compile finds the compiler itself"
-    found = next((name for name in COMPILERS if shutil.which(name)), None)
-    if found is None:
+    compiler = next((name for name in COMPILERS if shutil.which(name)), None)
+    if compiler is None:
         raise MissingExtraError(
             f"no C++ compiler ({', '.join(COMPILERS)})", hint="install one, for example g++"
         )
-    return f"compiles with {found}"
+    return f"compiles with {compiler}"
 
 
 def _has_triton(gpu: Gpu | None) -> str:
@@ -231,14 +234,12 @@ _KINDS: tuple[EngineKind, ...] = (
     ModelEngine(
         name=PYTORCH_EAGER,
         title="PyTorch",
-        engine=PYTORCH_EAGER,
         requires=(IN_TORCH,),
         loader=_eager,
     ),
     ModelEngine(
         name=PYTORCH_COMPILE,
         title="PyTorch, compiled",
-        engine=PYTORCH_COMPILE,
         requires=(Requirement("run in torch.compile", _has_compiler),),
         serves="one-input",
         loader=_compiled,
@@ -246,7 +247,6 @@ _KINDS: tuple[EngineKind, ...] = (
     ModelEngine(
         name=PYTORCH_ALGORITHM_2,
         title="PyTorch, loop over experts",
-        engine=PYTORCH_ALGORITHM_2,
         requires=(IN_TORCH,),
         serves="one-input",
         loader=_algorithm_2,
@@ -255,7 +255,6 @@ _KINDS: tuple[EngineKind, ...] = (
     ModelEngine(
         name=PYTORCH_GROUPED_MM,
         title="PyTorch, grouped_mm",
-        engine=PYTORCH_GROUPED_MM,
         requires=(IN_TORCH, IN_TRANSFORMERS),
         extra="transformers",
         serves="transformers",
@@ -265,7 +264,6 @@ _KINDS: tuple[EngineKind, ...] = (
     ModelEngine(
         name=PYTORCH_EXPERTS_EAGER,
         title="PyTorch, eager experts",
-        engine=PYTORCH_EXPERTS_EAGER,
         requires=(IN_TORCH, IN_TRANSFORMERS),
         extra="transformers",
         serves="transformers",
@@ -275,7 +273,6 @@ _KINDS: tuple[EngineKind, ...] = (
     ModelEngine(
         name=PYTORCH_EAGER_CUDA,
         title="PyTorch",
-        engine=PYTORCH_EAGER,
         provider="cuda",
         requires=(IN_TORCH_CUDA,),
         loader=_eager,
@@ -283,7 +280,6 @@ _KINDS: tuple[EngineKind, ...] = (
     ModelEngine(
         name=f"{PYTORCH_COMPILE}-cuda",
         title="PyTorch, compiled",
-        engine=PYTORCH_COMPILE,
         provider="cuda",
         requires=(Requirement("run in torch.compile on CUDA", _has_triton),),
         serves="one-input",
@@ -292,7 +288,6 @@ _KINDS: tuple[EngineKind, ...] = (
     ModelEngine(
         name=f"{PYTORCH_ALGORITHM_2}-cuda",
         title="PyTorch, loop over experts",
-        engine=PYTORCH_ALGORITHM_2,
         provider="cuda",
         requires=(IN_TORCH_CUDA,),
         serves="one-input",
@@ -302,7 +297,6 @@ _KINDS: tuple[EngineKind, ...] = (
     GraphEngine(
         name=ONNXRUNTIME,
         title="ONNX Runtime",
-        engine=ONNXRUNTIME,
         requires=(ON_CPU,),
         loader=partial(_onnxruntime, CPU_PROVIDER),
         target="ort-cpu",
@@ -310,7 +304,6 @@ _KINDS: tuple[EngineKind, ...] = (
     GraphEngine(
         name=f"{ONNXRUNTIME}-cuda",
         title="ONNX Runtime",
-        engine=ONNXRUNTIME,
         provider="cuda",
         requires=(in_onnx_runtime("run on CUDA", CUDA_PROVIDER),),
         extra="gpu",
@@ -320,7 +313,6 @@ _KINDS: tuple[EngineKind, ...] = (
     GraphEngine(
         name=f"{ONNXRUNTIME}-tensorrt",
         title="ONNX Runtime",
-        engine=ONNXRUNTIME,
         provider="tensorrt",
         requires=(in_onnx_runtime("run on ONNX Runtime's TensorRT", TENSORRT_PROVIDER),),
         extra="gpu",
@@ -331,7 +323,6 @@ _KINDS: tuple[EngineKind, ...] = (
     GraphEngine(
         name=OPENVINO,
         title="OpenVINO",
-        engine=OPENVINO,
         requires=(Requirement("run in OpenVINO", _has_openvino),),
         extra="openvino",
         loader=_openvino,
@@ -340,7 +331,6 @@ _KINDS: tuple[EngineKind, ...] = (
     GraphEngine(
         name=TENSORRT,
         title="TensorRT",
-        engine=TENSORRT,
         provider=TENSORRT,
         requires=(builds(TENSORRT, "TensorRT"), runs(TENSORRT, "TensorRT")),
         extra="tensorrt",
@@ -351,7 +341,6 @@ _KINDS: tuple[EngineKind, ...] = (
     GraphEngine(
         name=TENSORRT_RTX,
         title="TensorRT-RTX",
-        engine=TENSORRT_RTX,
         provider=TENSORRT_RTX,
         requires=(builds(TENSORRT_RTX, "TensorRT-RTX"), runs(TENSORRT_RTX, "TensorRT-RTX")),
         extra="rtx",
@@ -362,7 +351,6 @@ _KINDS: tuple[EngineKind, ...] = (
     GraphEngine(
         name=TRANSFORMERS_ONNX,
         title="OnnxExporter of transformers",
-        engine=TRANSFORMERS_ONNX,
         requires=(ON_CPU, IN_TRANSFORMERS),
         extra="transformers",
         serves="transformers",
@@ -391,4 +379,4 @@ def engine_of(engine: str, provider: str | None) -> EngineKind | None:
 
 def requirements() -> tuple[Requirement, ...]:
     """Returns what the engines need: lines of `moexport doctor`."""
-    return tuple(each for kind in _KINDS for each in kind.requires)
+    return tuple(requirement for kind in _KINDS for requirement in kind.requires)

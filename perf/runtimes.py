@@ -24,7 +24,7 @@ from moexport.bench.measure.roofline import Microbenchmarks, Rates
 from moexport.bench.plan import GraphSource
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.runners.base import Loader, Refused, Runner, first_of
+from moexport.bench.runners.base import GraphFile, Loader, Refused, Runner, first_of
 from moexport.bench.runners.candidates import exported
 from moexport.bench.runners.openvino import OpenVinoLoader
 from moexport.common import timing
@@ -92,7 +92,7 @@ def measure(
         seen = _images(CALIBRATION_IMAGES)
         plain = stack.enter_context(plain_onnx(model, _images(2), count))
         assert plain.loader.file is not None
-        in_openvino = OpenVinoLoader(plain.loader.file, threads=count)
+        in_openvino = OpenVinoLoader(GraphFile(path=plain.loader.file, threads=count))
         peers = [plain, replace(plain, loader=in_openvino, engine=OPENVINO)]
         peers += converted(model, seen, count)
         asked = BenchRequest(

@@ -245,7 +245,7 @@ class ZerosLoader(GraphLoader[Zeros]):
 LOADER = """def _zeros(graph: GraphFile) -> Loader:
     from .runners.zeros import ZerosLoader
 
-    return ZerosLoader(*graph.opening)
+    return ZerosLoader(graph)
 
 
 """
@@ -253,7 +253,6 @@ LOADER = """def _zeros(graph: GraphFile) -> Loader:
 RECORD = """    GraphEngine(
         name="zeros",
         title="Zeros",
-        engine="zeros",
         requires=(installed("run in zeros", "numpy", "NumPy", "cpu"),),
         serves="one-input",
         loader=_zeros,

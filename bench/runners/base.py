@@ -107,10 +107,11 @@ class Loader(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFile:
-    """A graph to open, as an engine's loader gets it.
+    """A graph to open; a plain value, so that another process can open it too.
 
-    `selected`, `experts` and `k` are as in `GraphLoader`. With `options` an engine is compiled from
-    it, in the bundle that holds it, unless that is there.
+    `selected` names the values that hold the chosen experts [b, k] of the layers that choose, and
+    `experts` n of every layer that could. `k` is given where it is a graph input. With `options` an
+    engine is compiled from it, in the bundle that holds it, unless that is there.
     """
 
     path: Path
@@ -119,13 +120,6 @@ class GraphFile:
     k: int | None = None
     threads: int | None = None
     options: EngineOptions | None = None
-
-    @property
-    def opening(
-        self,
-    ) -> tuple[Path, Mapping[str, str], Mapping[str, int], int | None, int | None]:
-        """What a `GraphLoader` is made from."""
-        return self.path, self.selected, self.experts, self.k, self.threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,25 +140,16 @@ class ModelRun:
 
 @dataclass(frozen=True)
 class GraphLoader(Loader, Generic[R]):
-    """Opens a graph file; a plain value, so that another process can do it too.
+    """Opens a graph file."""
 
-    `selected` names the values that hold the chosen experts [b, k] of the layers that choose, and
-    `experts` n of every layer that could. `k` is given where it is a graph input.
-    """
-
-    path: Path
-    selected: Mapping[str, str] = field(default_factory=dict)
-    experts: Mapping[str, int] = field(default_factory=dict)
-    k: int | None = None
-    threads: int | None = None
+    graph: GraphFile
 
     def __call__(self) -> R:
-        """Opens the graph, with the chosen experts as further outputs."""
-        sets = {layer: value for layer, value in self.selected.items() if layer in self.experts}
-        return self.opened(sets, self.experts)
+        selected, experts = self.graph.selected, self.graph.experts
+        sets = {layer: value for layer, value in selected.items() if layer in experts}
+        return self.opened(sets, experts)
 
     def deployed(self) -> R:
-        """Opens the graph as it is deployed: with nothing to observe."""
         return self.opened({}, {})
 
     @abstractmethod
@@ -173,8 +158,7 @@ class GraphLoader(Loader, Generic[R]):
 
     @property
     def file(self) -> Path:
-        """The graph's file."""
-        return self.path
+        return self.graph.path
 
 
 @dataclass(frozen=True)
@@ -184,7 +168,6 @@ class Refused(Loader):
     reason: MoexportError
 
     def __call__(self) -> Runner:
-        """Raises the reason."""
         raise self.reason
 
 
@@ -194,15 +177,15 @@ def first_of(x: Inputs) -> Array:
 
 
 def chosen_experts(
-    found: Mapping[str, Array], experts: Mapping[str, int], rows: int
+    selected: Mapping[str, Array], experts: Mapping[str, int], rows: int
 ) -> dict[str, Array]:
-    """Returns the experts [rows, k] of each layer, ascending: all n of a layer that found none.
+    """Returns the experts [rows, k] of each layer, ascending: all n of a layer that chose none.
 
     Those of tokens are [b, m, k] where a graph exposes them: each token is a row.
     """
     every = {layer: np.tile(np.arange(n), (rows, 1)) for layer, n in experts.items()}
-    chosen = {layer: found[layer] for layer in experts if layer in found}
-    flat = {layer: array.reshape(-1, array.shape[-1]) for layer, array in chosen.items()}
+    chosen = ((layer, selected[layer]) for layer in experts if layer in selected)
+    flat = {layer: array.reshape(-1, array.shape[-1]) for layer, array in chosen}
     return every | {layer: np.sort(array, axis=1) for layer, array in flat.items()}
 
 

@@ -33,11 +33,9 @@ class OnnxRunner(Runner):
 
     @property
     def computed_in(self) -> str | None:
-        """What the runtime says that it computes matrix products in."""
         return self.session.computed_in
 
     def infer(self, x: Inputs) -> Array:
-        """Maps inputs [b, …] to outputs [b, …]."""
         return self.session(x, self.k)
 
     def bound(self, x: Inputs) -> Callable[[], list[Any]]:
@@ -60,8 +58,8 @@ class OnnxRunner(Runner):
             return None
         wanted = list(self.selected_values.values())
         values = self.session.run(x, self.k, wanted) if wanted else {}
-        found = {layer: values[name] for layer, name in self.selected_values.items()}
-        return chosen_experts(found, self.experts, len(first_of(x)))
+        selected = {layer: values[name] for layer, name in self.selected_values.items()}
+        return chosen_experts(selected, self.experts, len(first_of(x)))
 
 
 @dataclass(frozen=True)
@@ -75,22 +73,22 @@ class OnnxLoader(GraphLoader[OnnxRunner]):
     def opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> OnnxRunner:
         """Opens a session whose outputs hold the chosen experts too."""
         observe = dict.fromkeys(observed.values(), INT64)
-        session = opened(self.path, replace(self._options, observe=observe))
-        return OnnxRunner(session, observed, experts, self.k)
+        session = opened(self.graph.path, replace(self._options, observe=observe))
+        return OnnxRunner(session, observed, experts, self.graph.k)
 
     def profile(self, batches: Sequence[Inputs], calls: int) -> list[dict[str, Any]]:
         """Returns the runtime's timing of every node over `calls` calls, batches in turn."""
         with scratch_folder("profile") as folder:
             options = replace(self._options, profile=folder / "profile")
-            session = Session(self.path, options)
+            session = Session(self.graph.path, options)
             for index in range(calls):
-                session(batches[index % len(batches)], self.k)
+                session(batches[index % len(batches)], self.graph.k)
             events: list[dict[str, Any]] = json.loads(session.end_profile().read_text("utf-8"))
         return events
 
     @property
     def _options(self) -> SessionOptions:
-        return SessionOptions(provider=self.provider, threads=self.threads)
+        return SessionOptions(provider=self.provider, threads=self.graph.threads)
 
 
 @dataclass(frozen=True)

@@ -17,4 +17,4 @@ class OpenVinoLoader(OnnxLoader):
 
     @property
     def _options(self) -> SessionOptions:
-        return SessionOptions(runtime=OPENVINO, threads=self.threads)
+        return SessionOptions(runtime=OPENVINO, threads=self.graph.threads)

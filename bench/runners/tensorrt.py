@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from ...exporter.tensorrt.profiles import check_k
 from ...exporter.tensorrt.records import engines_of
 from ...exporter.tensorrt.session import EngineSession
 from ...graphs.names import SELECTED
-from .base import Loader, Runner, first_of, in_batches
+from .base import GraphFile, Loader, Runner, first_of, in_batches
 
 
 @dataclass(frozen=True)
@@ -45,21 +44,21 @@ class EngineRunner(Runner):
             return part
 
         self._in_batches(looked_at, first_of(x))
-        return {layer: np.concatenate(found) for layer, found in parts.items()}
+        return {layer: np.concatenate(chosen) for layer, chosen in parts.items()}
 
     def device_ms(self, x: Inputs) -> float:
         """Returns the GPU's time for inputs [b, …], in the same batches; copies are not in it."""
-        found: list[float] = []
+        times: list[float] = []
 
         def timed(part: Array) -> Array:
-            found.append(self.session.gpu_ms(part, self.k))
+            times.append(self.session.gpu_ms(part, self.k))
             return part
 
         self._in_batches(timed, first_of(x))
-        return sum(found)
+        return sum(times)
 
     def _in_batches(self, run: Callable[[Array], Array], x: Array) -> Array:
-        sizes = [(each.min[0], each.max[0]) for each in self.session.profiles]
+        sizes = [(profile.min[0], profile.max[0]) for profile in self.session.profiles]
         return in_batches(
             run,
             x,
@@ -70,41 +69,40 @@ class EngineRunner(Runner):
 
 @dataclass(frozen=True)
 class EngineLoader(Loader):
-    """Opens the engine of a bundle's graph; `k` is given where it is a graph input.
+    """Opens the engine of a bundle's graph.
 
-    With `options` an engine that is not there is compiled: the precision that was built is checked
-    as `moexport build` does it, and the engine is kept for the next time where those are.
+    With its `options` an engine that is not there is compiled: the precision that was built is
+    checked as `moexport build` does it, and the engine is kept for the next time.
     """
 
-    bundle: Path
+    graph: GraphFile
     backend: str
-    graph: str
-    k: int | None = None
-    options: EngineOptions | None = None
 
     def __call__(self) -> EngineRunner:
         """Opens the engine or raises EngineError; a k outside its profiles is a UsageError."""
-        if self.options is not None:
-            self.build(self.options)
-        opened = Bundle.open(self.bundle)
-        check_k(opened.engine_record(self.backend, self.graph).ranges, self.k)
-        session = opened.engine(self.backend, self.graph, eager=True)
-        named = opened.graph(self.graph).selected
+        if self.graph.options is not None:
+            self.build(self.graph.options)
+        file, k = self.graph.path.name, self.graph.k
+        opened = Bundle.open(self.graph.path.parent)
+        check_k(opened.engine_record(self.backend, file).ranges, k)
+        session = opened.engine(self.backend, file, eager=True)
+        named = opened.graph(file).selected
         shown = {
             layer: value
             for layer, value in named.items()
             if value in session.output_names and value.endswith(f"/{SELECTED}")
         }
-        return EngineRunner(session, self.k, shown)
+        return EngineRunner(session, k, shown)
 
     def build(self, options: EngineOptions) -> None:
         """Puts the engine into the bundle, unless it is there."""
-        manifest = Bundle.open(self.bundle).manifest
-        there = {(each.flavour, each.graph) for each in engines_of(manifest)}
-        if (self.backend, self.graph) not in there:
-            graph = next(each for each in manifest.graphs if each.file == self.graph)
+        file, bundle = self.graph.path.name, self.graph.path.parent
+        manifest = Bundle.open(bundle).manifest
+        there = {(engine.flavour, engine.graph) for engine in engines_of(manifest)}
+        if (self.backend, file) not in there:
+            graph = next(graph for graph in manifest.graphs if graph.file == file)
             # Coefficients of every token, as muMoE layers have them, would slow down what is timed.
             sets = any(value.endswith(f"/{SELECTED}") for value in graph.selected.values())
-            asked = replace(options, expose_routing=sets)
-            plans = plan_engines(manifest, self.backend, asked, graph=self.graph)
-            add_engines(self.bundle, manifest, plans)
+            options = replace(options, expose_routing=sets)
+            plans = plan_engines(manifest, self.backend, options, graph=file)
+            add_engines(bundle, manifest, plans)

@@ -23,6 +23,7 @@ from moexport.bench.measure.roofline import Microbenchmarks, Rates
 from moexport.bench.plan import GraphSource
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
+from moexport.bench.runners.base import GraphFile
 from moexport.bench.runners.candidates import exported
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.common import timing
@@ -230,4 +231,4 @@ def plain_onnx(model: Model, x: np.ndarray, count: int) -> Iterator[GraphSource]
             )
             assert program is not None
             program.save(path, external_data=True)
-        yield GraphSource(n, PLAIN, OnnxLoader(path, threads=count))
+        yield GraphSource(n, PLAIN, OnnxLoader(GraphFile(path=path, threads=count)))

@@ -44,15 +44,15 @@ def engine_of(candidate: Candidate) -> EngineLoader:
     """The only engine of a candidate, to be compiled for a card by name: there may be none here."""
     (source,) = candidate.graphs
     assert isinstance(source.loader, EngineLoader)
-    assert source.loader.options is not None
-    options = replace(source.loader.options, compute_capabilities=("8.9",))
-    return replace(source.loader, options=options)
+    assert source.loader.graph.options is not None
+    options = replace(source.loader.graph.options, compute_capabilities=("8.9",))
+    return replace(source.loader, graph=replace(source.loader.graph, options=options))
 
 
 def built(loader: EngineLoader) -> EngineRecord:
-    assert loader.options is not None
-    loader.build(loader.options)
-    (record,) = engines_of(Manifest.read(loader.bundle))
+    assert loader.graph.options is not None
+    loader.build(loader.graph.options)
+    (record,) = engines_of(Manifest.read(loader.graph.path.parent))
     return record
 
 
@@ -90,7 +90,7 @@ def test_the_second_sweep_takes_its_engine_from_the_cache(
 def test_an_engine_of_another_precision_than_was_asked_for_is_refused(model: Model) -> None:
     with exported(model, replace(ASKED, precision="fp16")) as candidate:
         loader = engine_of(candidate)
-        path = loader.bundle / "manifest.json"
+        path = loader.graph.path.parent / "manifest.json"
         manifest = path.read_text()
         assert '"precision": "fp16"' in manifest
         path.write_text(manifest.replace('"precision": "fp16"', '"precision": "int8"'))
@@ -109,13 +109,13 @@ def test_onnx_runtimes_tensorrt_and_tensorrt_itself_do_not_meet(model: Model) ->
             if source.engine == "tensorrt":
                 assert isinstance(source.loader, EngineLoader)
                 assert source.loader.backend == "tensorrt"
-                assert Bundle.open(source.loader.bundle).manifest.target == "tensorrt"
-                folder = source.loader.bundle
+                assert Bundle.open(source.loader.graph.path.parent).manifest.target == "tensorrt"
+                folder = source.loader.graph.path.parent
             else:
                 assert isinstance(source.loader, OnnxLoader)
                 assert source.loader.provider == "TensorrtExecutionProvider"
-                assert source.loader.path.is_file()
-                folder = source.loader.path.parent
+                assert source.loader.graph.path.is_file()
+                folder = source.loader.graph.path.parent
             folders[source.engine, source.precision] = folder
         assert len(folders) == len(set(folders.values())) == 4
         labels = [each.label for each in loaders(candidate)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moexport.bench.runners.base import GraphFile
 from moexport.bench.runners.tensorrt import EngineLoader
 from moexport.errors import UsageError
 from moexport.exporter.tensorrt.backends import first_gpu
@@ -96,7 +97,7 @@ def test_a_k_for_an_engine_that_has_its_own_is_refused(tmp_path: Path) -> None:
 
 def test_a_benchmark_does_not_load_an_engine_for_a_k_outside_its_profiles(built: Path) -> None:
     with pytest.raises(UsageError, match="k = 5: outside the engine's profile"):
-        EngineLoader(built, "tensorrt-rtx", "model.onnx", 5)()
+        EngineLoader(GraphFile(path=built / "model.onnx", k=5), "tensorrt-rtx")()
 
 
 @pytest.mark.parametrize(
