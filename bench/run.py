@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import onnx
@@ -27,7 +26,7 @@ from ..common.console import Progress, Silent
 from ..common.environment import environment, memory_bytes
 from ..common.files import sha256
 from ..common.threads import Threads, fastest_threads, with_threads
-from ..common.writing import check_folder, held
+from ..common.writing import held
 from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.bundle.manifest import external_files, is_bundle
@@ -66,22 +65,6 @@ PHASE_INPUTS = 4  # distinct prompts of a language model
 PROCESS_S = 4.0  # what starting a process and loading a runtime takes
 
 
-def _alone(measured: Callable[..., Results]) -> Callable[..., Results]:
-    """A benchmark that holds its folder, so that a second one there is refused at once."""
-
-    @wraps(measured)
-    def alone(
-        candidates: Sequence[Candidate], data: Labelled, request: BenchRequest, **more: Any
-    ) -> Results:
-        if request.folder is not None:
-            check_folder(request.folder)
-        with held(request.folder):
-            return measured(candidates, data, request, **more)
-
-    return alone
-
-
-@_alone
 def bench(
     candidates: Sequence[Candidate],
     data: Labelled,
@@ -112,8 +95,12 @@ def bench(
         request = replace(request, batch=(only,))
     for candidate in candidates:
         check_array(head.inputs, candidate.model.input, f"{candidate.name}: ")
-    on_gpu = any(c.provider == CUDA for group in groups for c in group.cases)
-    with with_threads(request.threads), without_tf32() if on_gpu else nullcontext():
+    on_gpu = any(case.provider == CUDA for group in groups for case in group.cases)
+    with ExitStack() as stack:
+        # A second benchmark in the same folder is refused at once.
+        stack.enter_context(held(out))
+        stack.enter_context(with_threads(request.threads))
+        stack.enter_context(without_tf32() if on_gpu else nullcontext())
         facts = environment() | {"threads": torch.get_num_threads()}
         takes = expected_time(candidates, groups, head, data.samples, request)
         progress.step(describe(groups, takes))
@@ -135,23 +122,23 @@ def bench(
             protocol["samples"] = max(protocol["samples"], one.seen)
             for name, found in one.beside.items():
                 protocol[name] = [*protocol.get(name, ()), *found]
-    results = Results(
-        models=models,
-        rows=tuple(rows),
-        environment=facts,
-        protocol=protocol,
-        command=request.command,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        absent=tuple(absent),
-        analyses=dict(analyses or {}),
-    )
-    if results.disturbance:
-        progress.step(results.disturbance)
-    if out is not None:
-        comparison = compare(before, results) if isinstance(before, Results) else None
-        write_all(results, out, comparison)
-        journal.remove()
-    return results
+        results = Results(
+            models=models,
+            rows=tuple(rows),
+            environment=facts,
+            protocol=protocol,
+            command=request.command,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            absent=tuple(absent),
+            analyses=dict(analyses or {}),
+        )
+        if results.disturbance:
+            progress.step(results.disturbance)
+        if out is not None:
+            comparison = compare(before, results) if isinstance(before, Results) else None
+            write_all(results, out, comparison)
+            journal.remove()
+        return results
 
 
 def _same_run(
@@ -217,7 +204,8 @@ def opened(
     return [one(each) for each in sources]
 
 
-class Prepared(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Prepared:
     """Candidates and their data, the benchmark of them, the engines that are not measured."""
 
     candidates: list[Candidate]
@@ -301,7 +289,13 @@ def prepared(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Iterator[
     request = replace(request, threads=threads.count)
     with candidates_of(listed, request, watcher, head.inputs) as candidates:
         phased = [in_phases(candidate, data, asked.tokens) for candidate in candidates]
-        yield Prepared(phased, data, request, selection.absent, threads)
+        yield Prepared(
+            candidates=phased,
+            data=data,
+            request=request,
+            absent=selection.absent,
+            threads=threads,
+        )
 
 
 def threads_for(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.text import table
-from ..report.figures import COLOURS, MARKERS, REFERENCE, drawn, log2_axis
+from ..report.figures import COLOURS, MARKERS, REFERENCE, drawn, in_percent, log2_axis, look
 from .findings import BestSubsets, ExpertStudy
 
 if TYPE_CHECKING:
@@ -173,15 +173,15 @@ def _retention(studies: Sequence[ExpertStudy], path: Path, printed: Printed) -> 
                 and (kept := one.kept(one.experts // fraction)) is not None
             ]
             if ours:
-                right.plot(*zip(*ours, strict=True), label=f"k = n/{fraction}", **_look(place))
+                right.plot(*zip(*ours, strict=True), label=f"k = n/{fraction}", **look(place))
             measured = {n for n, _ in ours}
             paper = [
                 (n, v) for n, v in printed.retention.get(fraction, {}).items() if n in measured
             ]
             if paper:
                 label = f"k = n/{fraction}, the paper on MNIST"
-                look = {"color": COLOURS[place], "linewidth": 1.2, "linestyle": ":"}
-                right.plot(*zip(*paper, strict=True), label=label, **look)
+                dotted = {"color": COLOURS[place], "linewidth": 1.2, "linestyle": ":"}
+                right.plot(*zip(*paper, strict=True), label=label, **dotted)
         _experts_axis(right, studies)
         _percent_axis(right, "")
 
@@ -195,20 +195,14 @@ def _random(studies: Sequence[ExpertStudy], path: Path) -> None:
             found = [(one, each) for one in studies if (each := _random_at(one, fraction))]
             n = [one.experts for one, _ in found]
             chosen = [each.algorithm_1 for _, each in found]
-            axes.plot(n, chosen, label="Algorithm 1", **_look(0))
+            axes.plot(n, chosen, label="Algorithm 1", **look(0))
             means, stds = [each.mean for _, each in found], [each.std for _, each in found]
             label = "random experts, mean and standard deviation of the seeds"
-            axes.errorbar(n, means, yerr=stds, capsize=2.5, elinewidth=1, label=label, **_look(1))
+            axes.errorbar(n, means, yerr=stds, capsize=2.5, elinewidth=1, label=label, **look(1))
             dashed = {"color": REFERENCE, "linestyle": "--", "linewidth": 1.4}
             axes.plot(n, [one.top1 for one, _ in found], label="all experts", **dashed)
             _experts_axis(axes, studies)
             _percent_axis(axes, "top-1 accuracy" if fraction == shares[0] else "")
-
-
-def _look(place: int) -> dict[str, Any]:
-    """How the series of a chart are drawn, in their order."""
-    mark = {"marker": MARKERS[place], "markersize": 5, "linewidth": 1.8}
-    return {"color": COLOURS[place], **mark}
 
 
 def _random_at(one: ExpertStudy, fraction: int) -> Any:
@@ -286,8 +280,6 @@ def _experts_axis(axes: Axes, studies: Sequence[ExpertStudy]) -> None:
 
 
 def _percent_axis(axes: Axes, label: str) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    in_percent(axes.yaxis)
     axes.set_ylim(bottom=0, top=max(1.03, axes.get_ylim()[1] if axes.get_ylim()[1] > 1.05 else 0))
     axes.set_ylabel(label)

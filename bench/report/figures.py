@@ -12,6 +12,7 @@ from .summary import UNTOUCHED, ErrorBar, Section, Series, engine_name, line_nam
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -111,7 +112,7 @@ def _tokens_per_second(axes: Axes, section: Section, lines: Sequence[Series]) ->
         _horizontal(axes, section.reference.tokens_per_s)
     for line in lines:
         bars = {row.k: bar for row in line.rows if (bar := _rate(row)) is not None}
-        _with_bars(axes, list(bars), list(bars.values()), label=line.name, **_look(line.look))
+        _with_bars(axes, list(bars), list(bars.values()), label=line.name, **look(line.look))
     rates = [row.tokens_per_s for row in section.all_rows if row.tokens_per_s is not None]
     if max(rates, default=1.0) > FAR_APART * min(rates, default=1.0):
         _by_factors(axes)
@@ -189,11 +190,11 @@ def _latency(axes: Axes, section: Section, lines: Sequence[Series]) -> None:
     for line in lines:
         measured = [(row.k, row.latency_ms) for row in line.rows if row.latency_ms is not None]
         bars = [section.bar(latency) for _, latency in measured]
-        _with_bars(axes, [k for k, _ in measured], bars, label=line.name, **_look(line.look))
+        _with_bars(axes, [k for k, _ in measured], bars, label=line.name, **look(line.look))
         # A bar that goes on outside ends in an arrow.
-        look = _look(line.look) | {"marker": "^", "clip_on": False}
+        mark = look(line.look) | {"marker": "^", "clip_on": False}
         for k in (k for (k, _), bar in zip(measured, bars, strict=True) if bar.cut):
-            axes.plot(k, 0.985 * section.top_ms, **look)
+            axes.plot(k, 0.985 * section.top_ms, **mark)
     medians = [row.median_ms for row in section.all_rows if row.median_ms is not None]
     if max(medians, default=1.0) > FAR_APART * min(medians, default=1.0):
         _by_factors(axes)
@@ -205,8 +206,6 @@ def _latency(axes: Axes, section: Section, lines: Sequence[Series]) -> None:
 
 def _quality(axes: Axes, section: Section, lines: Sequence[Series]) -> None:
     """What is kept of the accuracy, or the perplexity, beside the untouched model's."""
-    from matplotlib.ticker import PercentFormatter
-
     by_perplexity, reference = section.quality == "perplexity", section.reference
     if by_perplexity:
         axes.set_title(f"{section.model}: perplexity")
@@ -229,7 +228,7 @@ def _quality(axes: Axes, section: Section, lines: Sequence[Series]) -> None:
         ends += [bar.value + bar.above for bar in bars.values()]
         # Precisions mostly agree: beside one another all can be seen.
         ks = [k * ASIDE**index for k in bars]
-        _with_bars(axes, ks, list(bars.values()), **_look(line.look))
+        _with_bars(axes, ks, list(bars.values()), **look(line.look))
     if section.quality is None:
         axes.text(
             0.5, 0.5, "not measured: no labels", transform=axes.transAxes, ha="center", color=INK
@@ -238,8 +237,7 @@ def _quality(axes: Axes, section: Section, lines: Sequence[Series]) -> None:
         span = max(ends) - min(ends)
         room = 0.08 * max(0.02, span)
         axes.set_ylim(min(ends) - room, max(ends) + room)
-        decimals = 0 if span > 0.05 else 1
-        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=decimals))
+        in_percent(axes.yaxis, decimals=0 if span > 0.05 else 1)
     log2_axis(axes, section.ks, f"experts computed, k of {section.experts}")
 
 
@@ -256,23 +254,31 @@ def _different(lines: Sequence[Series]) -> list[Series]:
     return found
 
 
-def _with_bars(axes: Axes, ks: Sequence[float], bars: Sequence[ErrorBar], **look: Any) -> None:
+def _with_bars(axes: Axes, ks: Sequence[float], bars: Sequence[ErrorBar], **drawing: Any) -> None:
     error = [[bar.below for bar in bars], [bar.above for bar in bars]]
     values = [bar.value for bar in bars]
-    axes.errorbar(ks, values, yerr=error, capsize=2.5, elinewidth=1, **look)
+    axes.errorbar(ks, values, yerr=error, capsize=2.5, elinewidth=1, **drawing)
 
 
 def _horizontal(axes: Axes, value: float) -> None:
     axes.axhline(value, color=REFERENCE, linestyle="--", linewidth=1.4, label=UNTOUCHED)
 
 
-def _look(index: int) -> dict[str, Any]:
+def look(index: int) -> dict[str, Any]:
+    """Returns how the line of this number is drawn in every chart."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "marker": MARKERS[index % len(MARKERS)],
         "markersize": 5,
         "linewidth": 1.8,
     }
+
+
+def in_percent(axis: Axis, decimals: int = 0) -> None:
+    """Shares along an axis, as percentages."""
+    from matplotlib.ticker import PercentFormatter
+
+    axis.set_major_formatter(PercentFormatter(xmax=1, decimals=decimals))
 
 
 def log2_axis(

@@ -41,13 +41,22 @@ class SectionContent:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What a report is of: results, what changed since earlier ones, and other runs beside them."""
+
+    results: Results
+    comparison: ResultsComparison | None = None
+    runs: Sequence[NamedRun] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSection:
     """A section of a report; `content` returns None where the results have nothing for it."""
 
     name: str
     title: str
-    content: Callable[[Results, ResultsComparison | None], SectionContent | None]
+    content: Callable[[Reported], SectionContent | None]
 
 
 PARITY_NOTE = (
@@ -75,16 +84,13 @@ LOSING_NOTE = (
 )
 
 
-def _by_k_and_batch(
-    results: Results, comparison: ResultsComparison | None
-) -> SectionContent | None:
+def _by_k_and_batch(report: Reported) -> SectionContent | None:
     """Inputs a second over k and batch size, where there are several of both."""
-    del comparison
     tables = []
-    for model in dict.fromkeys(row.model for row in results.rows):
+    for model in dict.fromkeys(row.model for row in report.results.rows):
         exported = [
             row
-            for row in results.of_model(model)
+            for row in report.results.of_model(model)
             if row.throughput and row.error is None and row.phase is None
             if not row.engine.startswith("pytorch")
         ]
@@ -114,11 +120,10 @@ def _heat(values: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Cell
     }
 
 
-def _losing(results: Results, comparison: ResultsComparison | None) -> SectionContent | None:
+def _losing(report: Reported) -> SectionContent | None:
     """Which classes lose at each k, beside the untouched model."""
-    del comparison
     groups: dict[str, list[Sequence[Cell]]] = {}
-    for row in results.rows:
+    for row in report.results.rows:
         name = f"{row.model}, k = {row.k} of {row.experts}, {row.precision.upper()}"
         if not row.losing or row.engine.startswith("pytorch") or name in groups:
             continue  # what is lost depends on neither engine nor batch size
@@ -137,11 +142,10 @@ def _losing(results: Results, comparison: ResultsComparison | None) -> SectionCo
     return SectionContent(tables=tables, notes=(LOSING_NOTE,)) if groups else None
 
 
-def _parity(results: Results, comparison: ResultsComparison | None) -> SectionContent:
+def _parity(report: Reported) -> SectionContent:
     """Per graph and k, whether PyTorch's experts were chosen and its values computed."""
-    del comparison
     groups: dict[str, list[Sequence[Cell]]] = {}
-    for section in sections(results):
+    for section in sections(report.results):
         # Agreement does not depend on the batch size: it is taken once, and told once.
         if section.model in groups:
             continue
@@ -165,9 +169,9 @@ def _parity(results: Results, comparison: ResultsComparison | None) -> SectionCo
     return SectionContent(tables=(TableContent("", heads, groups),), notes=(note,))
 
 
-def _changes(results: Results, comparison: ResultsComparison | None) -> SectionContent | None:
+def _changes(report: Reported) -> SectionContent | None:
     """What changed since an earlier file."""
-    del results
+    comparison = report.comparison
     if comparison is None:
         return None
     heads = ("Engine", "k", "Before, ms", "Now, ms", "Change", "Kept before", "Kept now")
@@ -194,10 +198,9 @@ def _change(change: Change) -> tuple[Cell, ...]:
     return (line_name(change.now), name, *latencies, moved, *kept)
 
 
-def _search(results: Results, comparison: ResultsComparison | None) -> SectionContent | None:
+def _search(report: Reported) -> SectionContent | None:
     """The points that a search found on its front, and what was confirmed."""
-    del comparison
-    search = tuning_in(results.analyses)
+    search = tuning_in(report.results.analyses)
     if search is None:
         return None
     heads = ("ms", "size", "kept", "95% interval", "confirmed", "95% interval", "what it is")
@@ -235,10 +238,9 @@ def interval_text(interval: Interval) -> str:
     return f"{percent(interval.low)} to {percent(interval.high)}"
 
 
-def _experts(results: Results, comparison: ResultsComparison | None) -> SectionContent | None:
+def _experts(report: Reported) -> SectionContent | None:
     """The tables of the studies of experts."""
-    del comparison
-    studies = studies_in(results.analyses)
+    studies = studies_in(report.results.analyses)
     tables = []
     for title, (header, rows) in titled(studies).items():
         groups: dict[str, list[Sequence[Cell]]] = {}
@@ -249,13 +251,12 @@ def _experts(results: Results, comparison: ResultsComparison | None) -> SectionC
     return SectionContent(tables=tuple(tables), notes=(RANDOM_NOTE,)) if studies else None
 
 
-def _subgroups(results: Results, comparison: ResultsComparison | None) -> SectionContent | None:
+def _subgroups(report: Reported) -> SectionContent | None:
     """How fairly subgroups are treated, by model and class."""
-    del comparison
     groups: dict[str, list[Sequence[Cell]]] = {}
-    for each in compared_in(results.analyses):
-        for output, row in compared_rows(each):
-            groups.setdefault(f"{each.model}, class {output}", []).append(row)
+    for model in compared_in(report.results.analyses):
+        for output, row in compared_rows(model):
+            groups.setdefault(f"{model.model}, class {output}", []).append(row)
     heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS[1:]))
     note = "Each class against all others, in PyTorch; 95% intervals."
     if not groups:
@@ -263,7 +264,16 @@ def _subgroups(results: Results, comparison: ResultsComparison | None) -> Sectio
     return SectionContent(tables=(TableContent("", heads, groups),), notes=(note,))
 
 
+def _runs(report: Reported) -> SectionContent | None:
+    """The answers of several runs."""
+    if not report.runs:
+        return None
+    table = TableContent("", HEADS, answers(report.results, report.runs))
+    return SectionContent(tables=(table,), notes=(NOTE,))
+
+
 SECTIONS = (
+    ReportSection(name="runs", title="Several runs", content=_runs),
     ReportSection(name="comparison", title="What changed", content=_changes),
     ReportSection(name="search", title="What tune found", content=_search),
     ReportSection(name="heat", title="Speed by k and batch", content=_by_k_and_batch),
@@ -279,19 +289,12 @@ def contents(
     results: Results, comparison: ResultsComparison | None, runs: Sequence[NamedRun] = ()
 ) -> Iterator[tuple[ReportSection, SectionContent]]:
     """Yields the sections of these results, each with what it holds: no table without rows."""
-
-    def several(now: Results, comparison: ResultsComparison | None) -> SectionContent | None:
-        del comparison
-        table = TableContent("", HEADS, answers(now, runs))
-        return SectionContent(tables=(table,), notes=(NOTE,)) if runs else None
-
-    first = ReportSection(name="runs", title="Several runs", content=several)
-    for section in (first, *SECTIONS):
-        content = section.content(results, comparison)
+    for section in SECTIONS:
+        content = section.content(Reported(results, comparison, runs))
         if content is None:
             continue
         tables = (
-            replace(each, groups={name: rows for name, rows in each.groups.items() if rows})
-            for each in content.tables
+            replace(table, groups={name: rows for name, rows in table.groups.items() if rows})
+            for table in content.tables
         )
-        yield section, replace(content, tables=tuple(each for each in tables if each.groups))
+        yield section, replace(content, tables=tuple(table for table in tables if table.groups))

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from ...common.text import table
 from ...common.writing import whole_file, write_text
 from ...errors import UsageError
 from ..specialise import BINS, HEAVY, ExpertEffect, Load, Specialisation
 from .fairness import fairness_text, rewriting_text
-from .figures import COLOURS, INK, REFERENCE, drawn, log2_axis
+from .figures import COLOURS, INK, REFERENCE, drawn, in_percent, log2_axis
 
 SCHEMA = 1
 
@@ -202,7 +202,7 @@ def _changes(axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> No
     axes.set_xlabel("class")
     axes.set_ylabel("expert removed")
     bar = axes.figure.colorbar(image, ax=axes, location="bottom", aspect=45, pad=0.02)
-    bar.ax.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    in_percent(bar.ax.xaxis)
     bar.outline.set_visible(False)
 
 
@@ -230,14 +230,14 @@ def draw_load(found: Specialisation, path: Path) -> None:
             left.set_title(f"Tokens with a coefficient of {HEAVY} or more{level}")
             left.bar(range(len(load.shares)), sorted(load.shares, reverse=True), color=COLOURS[0])
             left.set_xlabel(f"experts, the busiest first ({load.heavy} of {len(load.shares)})")
-            left.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+            in_percent(left.yaxis)
             left.xaxis.set_major_locator(MaxNLocator(8, integer=True))
             right.set_title(f"The largest coefficient of a token{level}")
             edges = [(bin + 0.5) / BINS for bin in range(BINS)]
             right.bar(edges, [n / load.tokens for n in load.largest], 0.9 / BINS, color=COLOURS[1])
             right.set_xlim(0, 1)
             right.set_xlabel(f"coefficient ({load.tokens} tokens)")
-            right.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+            in_percent(right.yaxis)
 
 
 def draw_several(several: Sequence[Specialisation], path: Path) -> None:
@@ -254,6 +254,6 @@ def draw_several(several: Sequence[Specialisation], path: Path) -> None:
         right.set_title("Experts whose removal changes a class")
         right.plot(counts, [len(e.ranked) / n for n, e in zip(counts, ordered, strict=True)], "s-")
         right.set_ylim(0, 1.05)
-        right.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+        in_percent(right.yaxis)
         for axes in (left, right):
             log2_axis(axes, sorted(set(counts)), "experts")
