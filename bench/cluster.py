@@ -149,6 +149,8 @@ def _what(cells: Sequence[Cells]) -> dict[str, Any]:
 def _check(cells: Sequence[Cells]) -> None:
     asked = cells[0].asked
     analyses_wanted(asked)
+    if asked.scenario:
+        raise UsageError("--scenario with --ray: services are measured on one machine")
     if asked.data is not None and not isinstance(asked.data, str | Path):
         raise UsageError("data in memory: nodes read data by a path, URL or package.module:name")
     listed = [each for one in cells for each in one.models]

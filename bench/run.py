@@ -53,6 +53,7 @@ from .runners.base import Loader, Runner
 from .runners.candidates import batch_sizes, candidates_of, check_exported, with_sources
 from .runners.models import loaders
 from .runners.pytorch import CUDA, PyTorch, outputs_of, untouched, without_tf32
+from .service.measure import service_of, settings_of
 
 CALIBRATION_INPUTS = 256
 """INT8 takes its ranges from this many of the benchmark's inputs; their labels play no part."""
@@ -89,6 +90,7 @@ def bench(
     """
     progress, out, before = request.progress or Silent(), request.folder, request.before
     groups = plan(candidates, request)
+    service = service_of(request, data)
     head = data.head(max(request.batches) * request.protocol.inputs)
     if only is not None:
         groups = tuple(group for group in groups if group.batch == only)
@@ -119,6 +121,9 @@ def bench(
             one = Measurement(candidate, groups, data, head, request, journal, progress)
             one.known = (known or {}).get(candidate.name)
             rows += one.rows()
+            if service is not None:
+                opening = loaders(candidate, request.batches)
+                service.serve(candidate, opening, one.failures, journal)
             protocol["samples"] = max(protocol["samples"], one.seen)
             for name, found in one.beside.items():
                 protocol[name] = [*protocol.get(name, ()), *found]
@@ -130,7 +135,7 @@ def bench(
             command=request.command,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             absent=tuple(absent),
-            analyses=dict(analyses or {}),
+            analyses=dict(analyses or {}) | (service.analyses if service is not None else {}),
         )
         if results.disturbance:
             progress.step(results.disturbance)
@@ -229,6 +234,7 @@ def sweep(
     """
     watcher = asked.progress or Silent()
     analyses_wanted(asked)
+    settings_of(asked)
     with prepared(listed, asked) as found:
         return bench(
             found.candidates,

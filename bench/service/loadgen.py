@@ -1,0 +1,290 @@
+"""MLPerf's LoadGen, which issues queries and judges the result; a queue is its system under test.
+
+The four scenarios are MLPerf's: `single-stream` (one query at a time), `multi-stream` (one query of
+eight samples at a time), `server` (queries come at random, at a rate, each within a bound of
+latency) and `offline` (all samples at once).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from ...common.timing import NS_PER_MS
+from ...common.writing import make_folder
+from ...errors import MissingExtraError, MoexportError, QueueFullError, install
+from .queue import Queue
+
+Scenario = Literal["single-stream", "multi-stream", "server", "offline"]
+
+NAMES: dict[Scenario, str] = {
+    "single-stream": "SingleStream",
+    "multi-stream": "MultiStream",
+    "server": "Server",
+    "offline": "Offline",
+}
+"""What LoadGen calls the scenarios."""
+
+MIN_QUERIES: dict[Scenario, int] = {
+    "single-stream": 100,
+    "multi-stream": 662,
+    "server": 662,
+    "offline": 1,
+}
+"""So many LoadGen asks for before it trusts a percentile, the 99th but in `single-stream`."""
+
+SEARCH_QUERIES = 100  # of each run of a search, whose result is offered again
+PER_QUERY = 8  # samples of a query of multi-stream
+LONGEST = 3  # times the least duration, at which a run ends whatever it still lacks
+WAIT_S = 0.001
+
+DETAIL = "mlperf_log_detail.txt"
+_PERCENTILE = re.compile(r"result_(\d+\.\d+)_percentile_(per_query_)?latency_ns")
+_PEAK = re.compile(r"Found peak performance field: ([\d.]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What LoadGen is to do: a scenario, at least for how long.
+
+    `rate` is what server offers and offline expects, in samples a second; of the two streams it is
+    what one query after the other would reach. Of server 99% must take `bound_s` at most.
+    """
+
+    scenario: Scenario
+    duration_s: float
+    rate: float
+    bound_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What LoadGen says of a run.
+
+    It is `valid`, or for a `reason` it is not; `kept` is whether the bound of latency was, and
+    `long_enough` whether the run lasted as it must. `rate` is in samples a second, and the
+    percentiles are of the latency of a query. `refused` samples found the queue full: they count as
+    later than the bound. `peak` is the rate that a search found.
+    """
+
+    valid: bool
+    kept: bool
+    long_enough: bool
+    reason: str
+    rate: float
+    queries: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    refused: int = 0
+    peak: float | None = None
+
+
+def loadgen() -> Any:
+    """Returns LoadGen's module; raises `MissingExtraError` where it is not installed."""
+    try:
+        import mlperf_loadgen
+    except ImportError as error:
+        raise MissingExtraError(
+            f"--scenario needs MLPerf's LoadGen, which is not installed ({error})",
+            hint=f"{install('loadgen')}; there are wheels for Linux",
+        ) from error
+    return mlperf_loadgen
+
+
+def judged(
+    queue: Queue[int, Any], library: int, load: Load, logs: Path, *, search: bool = False
+) -> Judgement:
+    """Returns LoadGen's judgement of a queue that maps the numbers of samples to outputs.
+
+    It draws from a `library` of so many samples. Its own logs are left in the folder `logs`. A
+    `search` looks for the highest rate of server that keeps the bound, from that of the load on.
+    Raises what an instance raised, once the run is over.
+    """
+    lg = loadgen()
+    make_folder(logs)
+    system = _System(lg, queue, load)
+    sut = lg.ConstructSUT(system.issue, system.flush)
+    qsl = lg.ConstructQSL(library, library, _nothing, _nothing)
+    log = lg.LogSettings()
+    log.log_output.outdir = str(logs)
+    log.log_output.copy_summary_to_stdout = False
+    log.enable_trace = False
+    settings = _settings(lg, load, search=search)
+
+    def start() -> None:
+        lg.StartTestWithLogSettings(sut, qsl, settings, log, "")
+
+    # An exception that leaves a callback ends the process, and that of Ctrl-C is raised wherever
+    # the main thread is: LoadGen has a thread of its own, which an interrupt ends early.
+    thread = threading.Thread(target=start, name="LoadGen")
+    try:
+        thread.start()
+        thread.join()
+    except BaseException as error:
+        system.error = error
+        thread.join()
+        raise
+    finally:
+        lg.DestroyQSL(qsl)
+        lg.DestroySUT(sut)
+    if system.error is not None:
+        raise system.error
+    return read_log(logs / DETAIL, load, refused=system.refused)
+
+
+def _nothing(samples: Sequence[int]) -> None:
+    """Loads or unloads samples: all are in memory."""
+
+
+def _settings(lg: Any, load: Load, *, search: bool) -> Any:
+    settings = lg.TestSettings()
+    settings.scenario = getattr(lg.TestScenario, NAMES[load.scenario])
+    settings.mode = lg.TestMode.FindPeakPerformance if search else lg.TestMode.PerformanceOnly
+    settings.min_duration_ms = max(1, round(1e3 * load.duration_s))
+    settings.max_duration_ms = LONGEST * settings.min_duration_ms
+    settings.min_query_count = SEARCH_QUERIES if search else MIN_QUERIES[load.scenario]
+    settings.single_stream_expected_latency_ns = 1e9 / load.rate
+    settings.multi_stream_expected_latency_ns = 1e9 * PER_QUERY / load.rate
+    settings.multi_stream_samples_per_query = PER_QUERY
+    settings.offline_expected_qps = load.rate
+    settings.server_target_qps = load.rate
+    if load.bound_s < math.inf:
+        settings.server_target_latency_ns = round(1e9 * load.bound_s)
+    # A search ends between two rates that differ by a percent or so.
+    settings.server_find_peak_qps_decimals_of_precision = max(
+        0, 2 - math.floor(math.log10(load.rate))
+    )
+    return settings
+
+
+class _System:
+    """The system under test: every query is answered, none before its time.
+
+    What the queue refuses, and what fails, is answered later than the bound, so that it counts as a
+    query that did not keep it.
+    """
+
+    def __init__(self, lg: Any, queue: Queue[int, Any], load: Load) -> None:
+        self._lg, self._queue = lg, queue
+        self._serves, self._bound_s = load.scenario == "server", load.bound_s
+        self._late: list[int] = []
+        self._open = 0
+        self._changed = threading.Condition()
+        self.refused = 0
+        self.error: BaseException | None = None
+
+    def issue(self, queries: Sequence[Any]) -> None:
+        """Hands the samples of queries to the queue."""
+        for each in queries:
+            number = each.id
+            if self.error is not None:
+                time.sleep(WAIT_S)  # one after the other, or there would be millions
+                self._not_answered(number)
+                continue
+            try:
+                answer = self._queue.submit(each.index, wait=not self._serves)
+            except QueueFullError:
+                self.refused += 1
+                self._not_answered(number)
+            except MoexportError as error:
+                self.error = error
+                self._not_answered(number)
+            else:
+                with self._changed:
+                    self._open += 1
+                answer.add_done_callback(partial(self._done, number))
+
+    def flush(self) -> None:
+        """Answers what was not, after all others and later than the bound."""
+        with self._changed:
+            while self._open:
+                self._changed.wait()
+        if self._late:
+            time.sleep(self._bound_s + WAIT_S)
+            late, self._late = self._late, []
+            self._complete(late)
+
+    def _done(self, number: int, answer: Future[Any]) -> None:
+        error = answer.exception()
+        if error is None:
+            self._complete([number])
+        else:
+            self.error = self.error or error
+            self._not_answered(number)
+        with self._changed:
+            self._open -= 1
+            if not self._open:
+                self._changed.notify_all()
+
+    def _not_answered(self, number: int) -> None:
+        if self._serves:
+            self._late.append(number)
+        else:
+            self._complete([number])  # the next query waits for it
+
+    def _complete(self, numbers: Sequence[int]) -> None:
+        response = self._lg.QuerySampleResponse
+        self._lg.QuerySamplesComplete([response(number, 0, 0) for number in numbers])
+
+
+def read_log(detail: Path, load: Load, *, refused: int = 0) -> Judgement:
+    """Returns the judgement in the last run of LoadGen's detailed log."""
+    found: dict[str, Any] = {}
+    peak = None
+    for line in detail.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith(":::MLLOG "):
+            entry = json.loads(line.removeprefix(":::MLLOG "))
+            found[entry["key"]] = entry["value"]
+            if entry["key"] == "generic_message" and (match := _PEAK.search(entry["value"])):
+                peak = float(match[1])
+    ms = {
+        (float(match[1]), bool(match[2])): value / NS_PER_MS
+        for key, value in found.items()
+        if (match := _PERCENTILE.fullmatch(key))
+    }
+    of_queries = load.scenario == "multi-stream"
+    p50, p90, p99 = (ms.get((each, of_queries), 0.0) for each in (50.0, 90.0, 99.0))
+    kept = bool(found.get("result_perf_constraints_met", True))
+    lasted = bool(found.get("result_min_duration_met")) and bool(
+        found.get("result_min_queries_met")
+    )
+    valid = found.get("result_validity") == "VALID"
+    reason = ""
+    if not valid and not kept:
+        reason = f"99% took up to {p99:.3g} ms, and the bound is {1e3 * load.bound_s:g} ms"
+    elif not valid:
+        told = str(found.get("early_stopping_result") or found.get("result_invalid_reason") or "")
+        words = " ".join(told.replace("*", "").split())
+        reason = f"too short: {words or 'LoadGen asks for a longer run'}"
+    queries = int(found.get("result_query_count", 0))
+    rates: dict[Scenario, float] = {
+        "single-stream": found.get("result_qps_with_loadgen_overhead", 0.0),
+        "multi-stream": 1e3 * PER_QUERY / found["result_mean_query_latency_ns"] * NS_PER_MS
+        if "result_mean_query_latency_ns" in found
+        else 0.0,
+        "server": found.get("result_completed_samples_per_sec", 0.0),
+        "offline": found.get("result_samples_per_second", 0.0),
+    }
+    return Judgement(
+        valid=valid,
+        kept=kept,
+        long_enough=lasted,
+        reason=reason,
+        rate=float(rates[load.scenario]),
+        queries=queries,
+        p50_ms=p50,
+        p90_ms=p90,
+        p99_ms=p99,
+        refused=refused,
+        peak=peak,
+    )

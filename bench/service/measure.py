@@ -1,0 +1,478 @@
+"""Serves each case of a benchmark in MLPerf's scenarios: a queue, and the fastest instances."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import torch
+
+from ...calibration.feeds import Array
+from ...common.console import Progress, Silent
+from ...common.environment import memory_bytes, usable_cores
+from ...common.option import parse_seconds, refuse_changed
+from ...common.text import listed, near_miss
+from ...common.threads import with_threads
+from ...common.timing import in_one_line
+from ...common.writing import scratch_folder
+from ...errors import UsageError
+from ...exporter.inputs import Inputs
+from ..data import Labelled
+from ..journal import Journal
+from ..plan import Candidate, Case
+from ..request import BenchRequest
+from ..runners.base import GraphLoader, Loader, Runner, first_of
+from .findings import SERVICE, Layout, OfferedRun, Service, ServiceFindings, as_analyses
+from .loadgen import Judgement, Load, Scenario, judged, loadgen
+from .queue import Queue
+
+MOST_IN_LIBRARY = 1024
+PROBE_S = 0.3  # for which full batches are computed, to compare layouts
+SHORT = 5  # times shorter than the last run are those of a search, and those at other rates
+STARTS = (1 / 4, 1 / 16, 1 / 64, 1 / 256)  # of the rate of full batches: where a search may begin
+AGAIN = (1.0, 0.95, 0.9, 0.8, 0.6, 0.3)  # of what a search found: offered until one is kept
+OFFERED = (0.25, 0.5, 0.75, 1.1)  # of the rate that was found, beside it
+FASTER = 1.2  # than expected may be what was measured, or LoadGen has too few queries ready
+RUNS = 4  # of the whole duration, that server takes: a search of ten runs or more, and the others
+ALL_SIZES = 32  # every size of a batch up to this one is run once before the first query
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSettings:
+    """What is asked of services, parsed."""
+
+    scenarios: tuple[Scenario, ...]
+    duration_s: float
+    max_delay_s: float
+    bound_s: float | None
+    rate: float | None
+    library: int | None
+    price_per_hour: float | None
+
+
+def settings_of(request: BenchRequest) -> ServiceSettings | None:
+    """Returns what is asked of services, None where nothing is.
+
+    Raises `UsageError` for what cannot be meant, and `MissingExtraError` without LoadGen.
+    """
+    given = request.scenario
+    names = list(dict.fromkeys(listed(given) if isinstance(given, str) else given))
+    own = ("latency_bound", "offered_rate", "max_delay", "duration", "library", "price_per_hour")
+    if not names:
+        refuse_changed(request, own, ": no scenario is run (--scenario)")
+        return None
+    known = get_args(Scenario)
+    for name in (each for each in names if each not in known):
+        raise UsageError(
+            f"--scenario {name}: there is no such scenario", hint=near_miss(name, known)
+        )
+    if "server" not in names:
+        refuse_changed(request, own[:2], ": is for --scenario server alone")
+    elif request.latency_bound is None:
+        raise UsageError(
+            "--scenario server: there is no bound of latency",
+            hint="for example --latency-bound 50ms",
+        )
+    for option, value in (
+        ("--offered-rate", request.offered_rate),
+        ("--price-per-hour", request.price_per_hour),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{option} {value:g}: must be more than 0")
+    loadgen()
+    bound, delay = request.latency_bound, request.max_delay
+    return ServiceSettings(
+        scenarios=tuple(each for each in known if each in names),
+        duration_s=parse_seconds(request.duration, "--duration", "s"),
+        max_delay_s=0.0 if delay is None else parse_seconds(delay, "--max-delay", "ms"),
+        bound_s=None if bound is None else parse_seconds(bound, "--latency-bound", "ms"),
+        rate=request.offered_rate,
+        library=request.library,
+        price_per_hour=request.price_per_hour,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One instance of what is served: maps the numbers of samples to outputs.
+
+    `runners` has what runs batches up to a size, the smallest first; those of `only` one size are
+    filled up to it.
+    """
+
+    runners: Mapping[int, Runner]
+    samples: Inputs
+    only: int | None
+
+    def __call__(self, numbers: Sequence[int]) -> Array:
+        """Computes a batch."""
+        count = len(numbers)
+        rows = np.array([*numbers, *[numbers[-1]] * ((self.only or count) - count)])
+        x: Inputs = (
+            self.samples[rows]
+            if isinstance(self.samples, np.ndarray)
+            else {name: array[rows] for name, array in self.samples.items()}
+        )
+        sizes = [size for size in self.runners if size >= count]
+        return self.runners[min(sizes) if sizes else max(self.runners)].infer(x)[:count]
+
+
+class Served:
+    """What opens the instances of a case: `by_size` has the loader of batches up to a size.
+
+    PyTorch's modules, compiled ones too, hold nothing of a call: one is shared by all instances.
+    """
+
+    def __init__(
+        self, by_size: Mapping[int, Loader], samples: Inputs, max_batch: int, only: int | None
+    ) -> None:
+        self._by_size, self._samples, self._only = by_size, samples, only
+        self._shared: dict[int, Runner] = {}
+        self.max_batch = max_batch
+
+    @contextmanager
+    def instances(self, layout: Layout) -> Iterator[list[Instance]]:
+        """Yields instances that have run every size of a batch once; closes them."""
+        with ExitStack() as stack, with_threads(layout.threads):
+            found = [
+                Instance(
+                    {size: self._runner(size, layout.threads, stack) for size in self._by_size},
+                    *(self._samples, self._only),
+                )
+                for _ in range(layout.instances)
+            ]
+            most = self.max_batch
+            sizes = range(1, most + 1) if most <= ALL_SIZES else (1, most)
+            with ThreadPoolExecutor(len(found)) as pool:
+                for size in sizes:
+                    list(pool.map(lambda one, size=size: one([0] * size), found))
+            yield found
+
+    def _runner(self, size: int, threads: int, stack: ExitStack) -> Runner:
+        loader = self._by_size[size]
+        if isinstance(loader, GraphLoader):
+            opened: Runner = replace(loader, threads=threads).deployed()
+            return stack.enter_context(opened)
+        if size not in self._shared:
+            self._shared[size] = loader.deployed()
+        return self._shared[size]
+
+    def tried(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
+        """Returns layouts with how many inputs a second they compute in full batches."""
+        found = []
+        for instances, threads in layouts:
+            layout = Layout(instances=instances, threads=threads, per_s=0.0)
+            with self.instances(layout) as opened, ThreadPoolExecutor(instances) as pool:
+                rates = pool.map(lambda one: _per_second(one, self.max_batch), opened)
+                found.append(replace(layout, per_s=sum(rates)))
+        return tuple(found)
+
+    def close(self) -> None:
+        """Closes what is shared."""
+        for each in self._shared.values():
+            each.close()
+
+
+def _per_second(instance: Instance, size: int) -> float:
+    batch, calls, began = [0] * size, 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - began) < PROBE_S or not calls:
+        instance(batch)
+        calls += 1
+    return calls * size / elapsed
+
+
+def layouts_of(cores: int, most: int) -> list[tuple[int, int]]:
+    """Returns how cores may be filled: 1 × all, 2 × half … up to `most` instances."""
+    counts = {1, *(n for n in range(2, cores + 1) if cores % n == 0 and n & (n - 1) == 0), cores}
+    return [(n, cores // n) for n in sorted(counts) if n <= max(1, most)]
+
+
+@dataclass
+class ServiceMeasurement:
+    """Serves the cases of candidates; each scenario is taken from the journal where it is done.
+
+    LoadGen draws from `samples`, and leaves its logs beside the results.
+    """
+
+    request: BenchRequest
+    settings: ServiceSettings
+    samples: Inputs
+    services: list[Service] = field(default_factory=list)
+
+    @property
+    def analyses(self) -> dict[str, Any]:
+        """What was found, as an analysis of the results."""
+        return as_analyses(
+            ServiceFindings(
+                services=tuple(self.services),
+                duration_s=self.settings.duration_s,
+                max_delay_ms=1e3 * self.settings.max_delay_s,
+                library=len(first_of(self.samples)),
+                price_per_hour=self.settings.price_per_hour,
+            )
+        )
+
+    def serve(
+        self,
+        candidate: Candidate,
+        opening: Mapping[Case, Loader],
+        failures: Mapping[Case, str],
+        journal: Journal,
+    ) -> None:
+        """Adds what each case reaches in each scenario, but of those that failed before."""
+        progress = self.request.progress or Silent()
+        one = _OfCandidate(
+            *(candidate, self.request, self.settings, self.samples),
+            *(torch.get_num_threads(), journal, progress),
+        )
+        self.services += one.services(opening, failures)
+
+
+def service_of(request: BenchRequest, data: Labelled) -> ServiceMeasurement | None:
+    """Returns what will measure services, None where no scenario is asked for.
+
+    Raises what `settings_of` raises, and `UsageError` for a library larger than the data.
+    """
+    settings = settings_of(request)
+    if settings is None:
+        return None
+    head = data.head(settings.library or MOST_IN_LIBRARY)
+    if settings.library is not None and len(head) < settings.library:
+        raise UsageError(
+            f"--library {settings.library}: the data have {len(head)} inputs",
+            hint=f"--library {len(head)}, or more data",
+        )
+    return ServiceMeasurement(request, settings, head.batch(0, len(head)))
+
+
+@dataclass(frozen=True, slots=True)
+class _OfCandidate:
+    """The services of one candidate; `threads` are those of its latencies."""
+
+    candidate: Candidate
+    request: BenchRequest
+    settings: ServiceSettings
+    samples: Inputs
+    threads: int
+    journal: Journal
+    progress: Progress
+
+    def services(
+        self, opening: Mapping[Case, Loader], failures: Mapping[Case, str]
+    ) -> Iterator[Service]:
+        """Yields what each case reached in each scenario."""
+        together = self._together(failures)
+        runs = sum(RUNS if each == "server" else 1 for each in self.settings.scenarios)
+        seconds = len(together) * runs * self.settings.duration_s
+        self.progress.step(f"in service: {len(together)} cases, at least {seconds:.0f} s")
+        for case, by_size in together.items():
+            loaders = {size: opening[each] for size, each in by_size.items()}
+            keys = {"model": case.model, "label": f"{case.label} {case.scope}"}
+            done = {
+                each["scenario"]: msgspec.convert(each["found"], Service)
+                for each in self.journal.found(SERVICE, **keys)
+            }
+            if {*self.settings.scenarios} <= done.keys():
+                yield from (done[each] for each in self.settings.scenarios)
+                continue
+            served = Served(loaders, self.samples, self._max_batch, self.candidate.only_batch)
+            self.progress.step(f"in service: {case.label}")
+            try:
+                layouts = served.tried(self._layouts(case, served))
+            except Exception as error:  # noqa: BLE001  the service says what failed
+                for scenario in self.settings.scenarios:
+                    yield self._service(case, scenario, told=in_one_line(error))
+                continue
+            for scenario in self.settings.scenarios:
+                found = done.get(scenario) or self._scenario(case, scenario, served, layouts)
+                if scenario not in done:
+                    self.journal.add(SERVICE, **keys, scenario=scenario, found=asdict(found))
+                yield found
+            served.close()
+
+    @property
+    def _max_batch(self) -> int:
+        return self.candidate.only_batch or max(self.request.batches)
+
+    def _together(self, failures: Mapping[Case, str]) -> dict[Case, dict[int, Case]]:
+        """What is served, by the batches that each case is for: `auto` has one for each size."""
+        sizes = {*self.request.batches}
+        found: dict[Case, dict[int, Case]] = {}
+        split: dict[tuple[Any, ...], dict[int, Case]] = {}
+        for case, graph in self.candidate.cases.items():
+            if case in failures:
+                continue
+            if graph is None or graph.batches is None or sizes <= graph.batches:
+                found[case] = {self._max_batch: case}
+            else:
+                key = (case.engine, case.provider, case.precision, case.k, case.scope)
+                split.setdefault(key, {}).update(dict.fromkeys(graph.batches, case))
+        for by_size in split.values():
+            names = dict.fromkeys(by_size[size].lowering or "" for size in sorted(by_size))
+            found[replace(by_size[max(by_size)], lowering=", ".join(names))] = by_size
+        return found
+
+    def _layouts(self, case: Case, served: Served) -> list[tuple[int, int]]:
+        """What may fill the machine: of a GPU one instance, and no more than half of the memory."""
+        if case.provider != "cpu":
+            return [(1, self.threads)]
+        copies = memory_bytes() / 2 / max(1, 2 * self.candidate.weights_bytes)
+        return layouts_of(usable_cores(), int(copies))
+
+    def _scenario(
+        self, case: Case, scenario: Scenario, served: Served, layouts: tuple[Layout, ...]
+    ) -> Service:
+        """What a case reached in a scenario."""
+        fastest = max(layouts, key=lambda each: each.per_s)
+        # One query after the other runs on one instance, with the threads of the latencies.
+        used = (
+            Layout(instances=1, threads=self.threads, per_s=fastest.per_s)
+            if scenario == "single-stream"
+            else fastest
+        )
+        bound_s = self.settings.bound_s or 0.0 if scenario == "server" else math.inf
+        capacity = 2 * self._max_batch * used.instances
+        if scenario == "server":  # what waits for longer than twice the bound is of no use
+            capacity = max(capacity, math.ceil(2 * bound_s * used.per_s))
+        out = self.request.folder
+        name = f"{case.runs_in} k{case.k} {scenario}".replace(" ", "-")
+        logs = f"{SERVICE}/{_file_name(case.model)}/{_file_name(name)}"
+        place: Any = nullcontext(out) if out else scratch_folder(SERVICE)
+        with place as folder:
+            try:
+                with served.instances(used) as instances, self._queue(instances, capacity) as queue:
+                    run = _Runs(queue, len(first_of(self.samples)), self.settings, folder / logs)
+                    found = run.of(scenario, used.per_s, bound_s)
+            except Exception as error:  # noqa: BLE001  the service says what failed
+                found = {"told": in_one_line(error)}
+        service = self._service(
+            case,
+            scenario,
+            **{"layouts": layouts, "instances": used.instances, "threads": used.threads},
+            logs=logs if out else "",
+            **found,
+        )
+        self.progress.step(f"in service: {case.label}: {service.reached}")
+        return service
+
+    def _queue(self, instances: Sequence[Instance], capacity: int) -> Queue[int, Any]:
+        delay_s = self.settings.max_delay_s
+        return Queue(instances, max_batch=self._max_batch, capacity=capacity, max_delay_s=delay_s)
+
+    def _service(self, case: Case, scenario: Scenario, **found: Any) -> Service:
+        serves = scenario == "server"
+        bound = self.settings.bound_s
+        identity = {
+            name: getattr(case, name)
+            for name in ("model", "engine", "provider", "precision", "lowering", "k", "experts")
+        }
+        facts = {
+            "scenario": scenario,
+            "max_batch": self._max_batch,
+            "instances": 1,
+            "threads": self.threads,
+            "bound_ms": 1e3 * bound if serves and bound is not None else None,
+            "asked": self.settings.rate if serves else None,
+            "tokens": first_of(self.samples).shape[1] if self.candidate.phases else None,
+        }
+        return Service(**(identity | facts | found))
+
+
+class _Runs:
+    """The runs of LoadGen that make up a scenario."""
+
+    def __init__(
+        self, queue: Queue[int, Any], library: int, settings: ServiceSettings, logs: Path
+    ) -> None:
+        self._queue, self._library, self._settings, self._logs = queue, library, settings, logs
+
+    def of(self, scenario: Scenario, per_s: float, bound_s: float) -> dict[str, Any]:
+        """Returns what a service says of a scenario, of instances that compute `per_s` at most."""
+        load = Load(
+            scenario=scenario, duration_s=self._settings.duration_s, rate=per_s, bound_s=bound_s
+        )
+        if scenario != "server":
+            found = self._run(load, self._logs)
+            for _ in range(2):
+                if found.long_enough or found.rate <= load.rate:
+                    break
+                # Faster than expected: there were too few queries to last.
+                load = replace(load, rate=FASTER * found.rate)
+                found = self._run(load, self._logs)
+            return _of_run(found)
+        asked = self._settings.rate
+        if asked is not None:
+            found = self._run(replace(load, rate=asked), self._logs)
+            return _of_run(found) | {"offered": (_offered(asked, found),)}
+        return self._searched(load)
+
+    def _searched(self, load: Load) -> dict[str, Any]:
+        """The highest rate that keeps the bound: LoadGen searches it, and it is offered again."""
+        short = replace(load, duration_s=load.duration_s / SHORT)
+        tried: list[Judgement] = []
+        for share in STARTS:
+            start = replace(short, rate=share * load.rate)
+            tried.append(self._run(start, self._logs / "search", search=True))
+            if tried[-1].kept:
+                break
+        else:
+            return _not_kept(min(each.p99_ms for each in tried), load)
+        peak = tried[-1].peak or tried[-1].rate
+        for share in AGAIN:
+            rate = share * peak
+            found = self._run(replace(load, rate=rate), self._logs)
+            if found.kept:
+                break
+            tried.append(found)
+        else:
+            return _not_kept(min(each.p99_ms for each in tried if not each.kept), load)
+        runs = [_offered(rate, found)]
+        for share in OFFERED:
+            beside = self._run(
+                replace(short, rate=share * rate), self._logs / f"at-{100 * share:.0f}-percent"
+            )
+            runs.append(_offered(share * rate, beside))
+        return _of_run(found) | {"offered": tuple(sorted(runs, key=lambda each: each.offered))}
+
+    def _run(self, load: Load, logs: Path, *, search: bool = False) -> Judgement:
+        return judged(self._queue, self._library, load, logs, search=search)
+
+
+def _of_run(found: Judgement) -> dict[str, Any]:
+    return {
+        "valid": found.valid,
+        "told": found.reason,
+        "rate": found.rate,
+        **{"p50_ms": found.p50_ms, "p90_ms": found.p90_ms, "p99_ms": found.p99_ms},
+    }
+
+
+def _not_kept(nearest_ms: float, load: Load) -> dict[str, Any]:
+    bound = f"{1e3 * load.bound_s:g} ms"
+    return {
+        "told": f"no rate keeps p99 ≤ {bound}: the nearest p99 is {nearest_ms:.3g} ms",
+        "nearest_ms": nearest_ms,
+    }
+
+
+def _offered(rate: float, found: Judgement) -> OfferedRun:
+    return OfferedRun(
+        offered=rate,
+        rate=found.rate,
+        **{"p50_ms": found.p50_ms, "p90_ms": found.p90_ms, "p99_ms": found.p99_ms},
+        refused=found.refused,
+    )
+
+
+def _file_name(text: str) -> str:
+    """A name as a folder may have it."""
+    return re.sub(r"[^\w.=-]+", "-", text)
