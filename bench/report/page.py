@@ -32,6 +32,7 @@ from .compare import ResultsComparison
 from .figures import figures
 from .runs import NamedRun, run_points
 from .sections import contents, interval_text
+from .service import service_figure, service_points
 from .summary import (
     DISAGREE,
     GPU_MS,
@@ -89,7 +90,11 @@ def write_views(
     if not can_draw():
         return (page, markdown, rows)
     with output_errors(page.parent):
-        drawn = (*figures(results, page.parent), *charts(studies_in(results.analyses), page.parent))
+        drawn = (
+            *figures(results, page.parent),
+            *charts(studies_in(results.analyses), page.parent),
+            *service_figure(results, page.parent),
+        )
     return (page, markdown, rows, *drawn)
 
 
@@ -154,6 +159,7 @@ def payload(
         if search is None
         else search_points(search)
         | {"answer": summary(shown[0]) if shown else "", "told": caveat(shown[0]) if shown else ""},
+        "service": service_points(results),
         "gpu": GPU_MS if any(row.device_ms is not None for row in results.rows) else None,
         "disturbed": results.disturbance,
         "tables": [

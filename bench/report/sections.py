@@ -14,9 +14,12 @@ from ..analyses.findings import studies_in, tuning_in
 from ..analyses.report import titled
 from ..fairness import compared_in
 from ..results import Interval, Results, Row
+from ..service.findings import services_in
 from .compare import Change, ResultsComparison
 from .fairness import FAIR_HEADS, compared_rows
 from .runs import HEADS, NOTE, NamedRun, answers
+from .service import answers as served
+from .service import service_notes, service_tables
 from .summary import line_name, milliseconds, percent, sections
 
 Cell = str | tuple[str, str]
@@ -272,10 +275,23 @@ def _runs(report: Reported) -> SectionContent | None:
     return SectionContent(tables=(table,), notes=(NOTE,))
 
 
+def _service(report: Reported) -> SectionContent | None:
+    """What each case serves in MLPerf's scenarios."""
+    found = services_in(report.results.analyses)
+    if found is None:
+        return None
+    return SectionContent(
+        tables=tuple(TableContent(*each) for each in service_tables(report.results)),
+        intro=tuple(served(report.results)),
+        notes=service_notes(found),
+    )
+
+
 SECTIONS = (
     ReportSection(name="runs", title="Several runs", content=_runs),
     ReportSection(name="comparison", title="What changed", content=_changes),
     ReportSection(name="search", title="What tune found", content=_search),
+    ReportSection(name="service", title="In service", content=_service),
     ReportSection(name="heat", title="Speed by k and batch", content=_by_k_and_batch),
     ReportSection(name="losing", title="Which classes lose at a smaller k", content=_losing),
     ReportSection(name="experts", title="Which experts", content=_experts),

@@ -19,6 +19,7 @@ from .compare import ResultsComparison
 from .fairness import subgroups_text
 from .runs import NamedRun
 from .sections import Cell, SectionContent, contents
+from .service import service_text
 from .summary import (
     GPU_MS,
     by_row,
@@ -52,7 +53,8 @@ def rows_table(results: Results) -> str:
         blocks.append(f"{section.model}, {section.sizes}\n{table(header, cells)}\n{told}")
     found = studies_text(studies_in(results.analyses))
     fair = subgroups_text(compared_in(results.analyses))
-    return "\n\n".join(each for each in (*blocks, _failures(results), found, fair) if each)
+    served = service_text(results)
+    return "\n\n".join(each for each in (*blocks, _failures(results), found, fair, served) if each)
 
 
 def _beaten(rows: Sequence[Row]) -> Iterator[str]:

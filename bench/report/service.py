@@ -1,0 +1,277 @@
+"""What k buys in service, in a report: the sentence, tables, and a chart of the rate for each k."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...common.text import table
+from ..engines import PYTORCH_EAGER
+from ..results import Results, Row
+from ..service.findings import Service, ServiceFindings, best, requests, services_in
+from .figures import COLOURS, MARKERS, REFERENCE, drawn, log2_axis
+from .summary import KEPT, UNTOUCHED, line_name, milliseconds, percent
+
+HEADS = ("Engine", "k", "Rate", "p50, ms", "p99, ms", "vs k = n", "vs PyTorch", "By LoadGen")
+OFFERED_HEADS = ("Offered", "Completed", "p50, ms", "p90, ms", "p99, ms", "Refused")
+SCENARIOS = {
+    "server": "Server: requests come at random",
+    "offline": "Offline: all at once",
+    "multi-stream": "Multi-stream: queries of eight, one after the other",
+    "single-stream": "Single-stream: one request after the other",
+}
+
+
+def service_name(service: Service) -> str:
+    """Returns what a reader calls the engine of a service: `ONNX Runtime, grouped, INT8`."""
+    return line_name(
+        Row(
+            *(service.engine, service.k, service.experts, service.max_batch, service.model),
+            *(service.provider, service.precision, service.lowering),
+        )
+    )
+
+
+def answers(results: Results) -> Iterator[str]:
+    """Yields for each model what serves most requests within the bound, and what that is against.
+
+    Of what is exported, it is what keeps 99% of the accuracy, if that is known and anything does.
+    """
+    found = services_in(results.analyses)
+    searched = [] if found is None else [each for each in found.of("server") if each.asked is None]
+    for model in dict.fromkeys(each.model for each in searched):
+        here = [each for each in searched if each.model == model]
+        bound = f"p99 ≤ {here[0].bound_ms:g} ms"
+        kept = {id(each): _kept(results, each) for each in here}
+        exported = [each for each in here if each.exported]
+        keeping = [each for each in exported if (kept[id(each)] or 0.0) >= KEPT]
+        most = best(keeping) or best(exported) or best(here)
+        if most is None:
+            near = min(
+                (each for each in here if each.nearest_ms is not None),
+                key=lambda each: each.nearest_ms or 0.0,
+                default=None,
+            )
+            if near is not None and near.nearest_ms is not None:
+                yield (
+                    f"{model}: no rate keeps {bound}. The nearest is {service_name(near)}, "
+                    f"k = {near.k}: {milliseconds(near.nearest_ms)} ms."
+                )
+            else:
+                yield f"{model}: nothing could be served: {here[0].told}."
+            continue
+        share = kept[id(most)]
+        accuracy = "" if share is None else f" (keeps {percent(share)} of the accuracy)"
+        against = [
+            _against(most, other, what)
+            for other, what in (
+                (_all_experts(most, here), "all experts"),
+                (_pytorch(here), "PyTorch"),
+            )
+            if other is not None and other is not most
+        ]
+        beside = f": {', '.join(against)}" if against else ""
+        doubt = "" if most.valid else f" LoadGen does not call the run valid: {most.told}"
+        yield (
+            f"{model}: k = {most.k} in {most.precision.upper()} on {service_name(most)}{accuracy} "
+            f"serves {requests(most.rate or 0.0)} at {bound}{beside}.{doubt}"
+        )
+
+
+def _against(most: Service, other: Service, what: str) -> str:
+    if other.rate is None:
+        return f"{what} keeps it at no rate"
+    ratio = (most.rate or 0.0) / other.rate
+    return f"{ratio:.0f} times {what}" if ratio >= 20 else f"{ratio:.1f} times {what}"
+
+
+def _all_experts(service: Service, others: Sequence[Service]) -> Service | None:
+    """The same engine in the same precision with the k of the untouched model."""
+    untouched = _pytorch(others)
+    full = service.experts if untouched is None else untouched.k
+    key = (service.engine, service.provider, service.precision, full)
+    of = [s for s in others if (s.engine, s.provider, s.precision, s.k) == key]
+    return best(of) or next(iter(of), None)
+
+
+def _pytorch(others: Sequence[Service]) -> Service | None:
+    return next((s for s in others if s.engine == PYTORCH_EAGER and s.provider == "cpu"), None)
+
+
+def _kept(results: Results, service: Service) -> float | None:
+    """What the row of a service keeps of the accuracy."""
+    key = (service.engine, service.provider, service.precision, service.k)
+    rows = (
+        row
+        for row in results.of_model(service.model)
+        if (row.engine, row.provider or "cpu", row.precision, row.k) == key
+    )
+    return next((row.kept for row in rows if row.kept is not None), None)
+
+
+def service_tables(results: Results) -> list[tuple[str, Sequence[str], dict[str, list[Any]]]]:
+    """Returns the tables of the section: titles, headings, and rows by model."""
+    found = services_in(results.analyses)
+    if found is None:
+        return []
+    tables = []
+    for scenario, title in SCENARIOS.items():
+        of = found.of(scenario)
+        if of:
+            price = ("A million requests",) if found.price_per_hour is not None else ()
+            groups: dict[str, list[Any]] = {}
+            for each in of:
+                groups.setdefault(each.model, []).append(_cells(each, of, found))
+            tables.append((title, (*HEADS, *price), groups))
+    groups = {
+        f"{each.model}: {service_name(each)}, k = {each.k}": [
+            (
+                requests(run.offered),
+                requests(run.rate),
+                *(milliseconds(ms) for ms in (run.p50_ms, run.p90_ms, run.p99_ms)),
+                f"{run.refused:,}",
+            )
+            for run in each.offered
+        ]
+        for each in found.of("server")
+        if each.offered
+    }
+    if groups:
+        tables.append(("Latency over the offered rate", OFFERED_HEADS, groups))
+    return tables
+
+
+def _cells(service: Service, others: Sequence[Service], found: ServiceFindings) -> tuple[Any, ...]:
+    own = [each for each in others if each.model == service.model]
+    percentiles = (service.p50_ms, service.p99_ms)
+    if service.scenario == "offline":
+        percentiles = (None, None)  # every sample waits for those before it
+    ratios = [
+        f"{service.rate / other.rate:.2f}×" if service.rate and other and other.rate else "–"
+        for other in (_all_experts(service, own), _pytorch(own))
+    ]
+    cost = service.cost_of_a_million(found.price_per_hour)
+    layout = f"{service.instances} × {service.threads} threads"
+    return (
+        f"{service_name(service)} ({layout})",
+        f"{service.k}/{service.experts}",
+        "–" if service.rate is None else requests(service.rate),
+        *("–" if ms is None else milliseconds(ms) for ms in percentiles),
+        *ratios,
+        ("valid", "good") if service.valid else (service.told, "bad"),
+        *(() if found.price_per_hour is None else ("–" if cost is None else f"{cost:,.2f}",)),
+    )
+
+
+def service_notes(found: ServiceFindings) -> tuple[str, ...]:
+    """Returns how services were measured."""
+    delay = f"{found.max_delay_ms:g} ms" if found.max_delay_ms else "not at all"
+    return (
+        "MLPerf's LoadGen issued the queries and judged the runs; its own logs lie in the folder "
+        f"service beside the results. A run took {found.duration_s:g} s at least, and drew from "
+        f"{found.library:,} inputs. The server's rate was found by LoadGen's own search, and "
+        f"offered again. The queue waited for more requests {delay}; instances and threads are "
+        "those that computed full batches fastest. LoadGen, queue and engine shared the machine.",
+    )
+
+
+def service_text(results: Results) -> str:
+    """Returns the sentences and the table of the server for the terminal; empty without any."""
+    lines = list(answers(results))
+    for title, heads, groups in service_tables(results):
+        if title in SCENARIOS.values():
+            rows = [
+                [cell if isinstance(cell, str) else cell[0] for cell in row]
+                for rows in groups.values()
+                for row in rows
+            ]
+            lines += [title, table(heads, rows)]
+    return "\n".join(lines)
+
+
+def _lines(results: Results) -> Iterator[tuple[str, str, list[Service]]]:
+    """Yields each line of the chart: its model, its name, and what it serves, by k."""
+    found = services_in(results.analyses)
+    lines: dict[tuple[str, str], list[Service]] = {}
+    for each in () if found is None else found.of("server"):
+        if each.exported and each.rate and each.asked is None:
+            precision = "" if each.precision == "fp32" else f", {each.precision.upper()}"
+            engine = service_name(each).partition(",")[0]
+            lines.setdefault((each.model, f"{engine}{precision}"), []).append(each)
+    for (model, name), services in lines.items():
+        # Of several lowerings with the same k the fastest.
+        by_k: dict[int, Service] = {}
+        for each in sorted(services, key=lambda each: each.rate or 0.0):
+            by_k[each.k] = each
+        yield model, name, [by_k[k] for k in sorted(by_k)]
+
+
+def service_points(results: Results) -> dict[str, Any] | None:
+    """Returns what the page draws: the rate of each line over k, and percentiles over the rate."""
+    found = services_in(results.analyses)
+    server = [] if found is None else [each for each in found.of("server") if each.asked is None]
+    if not any(each.rate for each in server):
+        return None
+    return {
+        "bound": server[0].bound_ms,
+        "lines": [
+            {"name": name, "model": model, "k": [s.k for s in of], "rate": [s.rate for s in of]}
+            for model, name, of in _lines(results)
+        ],
+        "pytorch": [
+            {"model": each.model, "rate": each.rate}
+            for each in server
+            if each.rate and each.engine == PYTORCH_EAGER and each.provider == "cpu"
+        ],
+        "offered": [
+            {
+                "name": f"{service_name(each)}, k = {each.k}",
+                "rate": [run.offered for run in each.offered],
+                "p50": [run.p50_ms for run in each.offered],
+                "p99": [run.p99_ms for run in each.offered],
+            }
+            for each in server
+            if each.offered
+        ],
+    }
+
+
+def service_figure(results: Results, directory: Path) -> tuple[Path, ...]:
+    """Writes the rate over k and the p99 over the offered rate, PNG and SVG; a row per model."""
+    lines = list(_lines(results))
+    models = list(dict.fromkeys(model for model, _, _ in lines))
+    if not models:
+        return ()
+    found = services_in(results.analyses)
+    assert found is not None
+    names = list(dict.fromkeys(name for _, name, _ in lines))
+    paths = tuple(directory / f"service_rate{kind}" for kind in (".png", ".svg"))
+    with drawn(paths, (8, 0.75 + 3.1 * len(models)), rows=len(models)) as grid:
+        for (left, right), model in zip(grid, models, strict=True):
+            own = [(name, services) for of, name, services in lines if of == model]
+            bound = own[0][1][0].bound_ms
+            left.set_title(f"{model}: p99 ≤ {bound:g} ms")
+            left.set_ylabel("requests per second")
+            right.set_title(f"{model}: latency under load")
+            right.set_ylabel("p99, ms")
+            right.set_xlabel("offered requests per second")
+            right.axhline(bound, color=REFERENCE, linestyle=":", linewidth=1.2)
+            pytorch = _pytorch([each for each in found.of("server") if each.model == model])
+            if pytorch is not None and pytorch.rate:
+                left.axhline(pytorch.rate, color=REFERENCE, linestyle="--", label=UNTOUCHED)
+            for name, services in own:
+                index = names.index(name)
+                look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "linewidth": 1.8}
+                look |= {"marker": MARKERS[index % len(MARKERS)], "markersize": 5}
+                left.plot([s.k for s in services], [s.rate for s in services], label=name, **look)
+                for each in services:
+                    offered = [run.offered for run in each.offered]
+                    right.plot(offered, [run.p99_ms for run in each.offered], **look)
+                    if offered:
+                        right.annotate(f"k = {each.k}", (offered[-1], each.offered[-1].p99_ms))
+            left.set_ylim(bottom=0)
+            right.set_yscale("log")
+            ks = sorted({each.k for _, services in own for each in services})
+            log2_axis(left, ks, f"experts computed, k of {own[0][1][0].experts}")
+    return paths
