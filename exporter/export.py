@@ -229,8 +229,7 @@ def _parities(
     choose further experts.
     """
     job = planned.job
-    options, tolerance = job.options, job.options.tolerance
-    held = options.held_to_rounding and not _inexact(planned)
+    held = job.options.held_to_rounding and not _inexact(planned)
     comparisons: dict[str, Comparison] = {}
     rounded: Comparison | None = None
     kept: Reference | None = None
@@ -271,34 +270,39 @@ def _parities(
     # Without a record it has more inputs than the first batch, or there is none.
     again = held and kept.rounded is None
     (replace(kept, rounded=exact(job, kept)) if again else kept).save(directory / PARITY_FILE)
-    parities = {}
-    for graph in planned.graphs:
-        comparison = comparisons[graph.file]
-        parity = comparison.parity()
-        parities[graph.file] = parity
-        if parity.passed:
-            continue
-        if parity.tied > MOST_TIES * (parity.choices or 0):
-            what = "choices of tokens" if parity.chosen_by == "tokens" else "inputs"
-            raise ParityError(
-                f"{graph.file}: routing is tied in {parity.tied} of the {parity.choices} {what}, "
-                "so almost nothing can be compared",
-                hint="give real inputs with --data; an untrained router ties everywhere",
-            )
-        worst = comparison.worst
-        assert worst is not None, "something was compared"
-        check_network(job, worst)
-        where = parity.first_difference or first_different_layer(
-            job, directory / graph.file, lowered[graph.file].values, worst
-        )
-        raise ParityError(
-            f"{graph.file} differs from PyTorch, starting in {where}: {describe(parity)}",
-            hint=f"the limits are {_allowed(tolerance)} and the same experts in at least "
-            f"{tolerance.routing:.0%}: {way_out(parity, options)}; --no-verify exports without "
-            "the check",
-        )
+    parities = {file: comparison.parity() for file, comparison in comparisons.items()}
+    for file, parity in parities.items():
+        if not parity.passed:
+            worst = comparisons[file].worst
+            raise _differs(job, directory / file, lowered[file], parity, worst)
     experts = {name: layer.spec.experts for name, layer in job.model.layers.items()}
     return parities, unreached(reached, experts), _dropped(kept, job.model)
+
+
+def _differs(
+    job: ExportJob, path: Path, lowered: Lowered, parity: Parity, worst: Reference | None
+) -> ParityError:
+    """The error for a graph that misses its bounds, on the `worst` inputs furthest.
+
+    Raises `ParityError` where the model itself is not what a graph can be compared with.
+    """
+    if parity.tied > MOST_TIES * (parity.choices or 0):
+        what = "choices of tokens" if parity.chosen_by == "tokens" else "inputs"
+        return ParityError(
+            f"{path.name}: routing is tied in {parity.tied} of the {parity.choices} {what}, "
+            "so almost nothing can be compared",
+            hint="give real inputs with --data; an untrained router ties everywhere",
+        )
+    assert worst is not None, "something was compared"
+    check_network(job, worst)
+    where = parity.first_difference or first_different_layer(job, path, lowered.values, worst)
+    bounds = job.options.tolerance
+    return ParityError(
+        f"{path.name} differs from PyTorch, starting in {where}: {describe(parity)}",
+        hint=f"the limits are {_allowed(bounds)} and the same experts in at least "
+        f"{bounds.routing:.0%}: {way_out(parity, job.options)}; --no-verify exports without "
+        "the check",
+    )
 
 
 def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:

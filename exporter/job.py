@@ -184,26 +184,36 @@ def export_job(
     _check_blocks(job)
     if table is not None:
         check_table(job, table, where, loaded)
-    elif options.precision.ranged and not _needs_ranges(changed, options):
-        pass  # each row's scale is found while the graph runs
-    elif options.data is None and options.precision.ranged:
-        raise UsageError(
-            f"--precision {options.precision.name}: its ranges need real inputs",
-            hint="give a feed with --data, or a table with --calibration",
-        )
-    elif options.data is not None and len(changed.inputs) > 1 and options.precision.name == "fp16":
-        pass  # what overflows is looked for in models with one input
-    elif options.data is not None and options.precision.name in CALIBRATED:
-        what = "--quantize all" if options.precision.scope == "all" else "--data"
-        check_one_input(changed, what)
-        asked = CalibrateRequest(
-            method=options.method or DEFAULT_METHOD,
-            samples=None if options.precision.ranged else PEAK_SAMPLES,
-            renormalize=options.renormalize,
-        )
-        ranges = CalibrationJob(changed, options.data, _observed(k, _specs(changed)), asked)
-        job = replace(job, calibration=ranges)
-    return job
+        return job
+    return replace(job, calibration=_ranges(job))
+
+
+def _ranges(job: ExportJob) -> CalibrationJob | None:
+    """How the ranges of a job without a table are found; None where it needs none.
+
+    Raises `UsageError` where there are no inputs to find them on.
+    """
+    model, options, precision = job.model, job.options, job.options.precision
+    if precision.ranged and not _needs_ranges(model, options):
+        return None  # each row's scale is found while the graph runs
+    if options.data is None:
+        if precision.ranged:
+            raise UsageError(
+                f"--precision {precision.name}: its ranges need real inputs",
+                hint="give a feed with --data, or a table with --calibration",
+            )
+        return None
+    # In FP16, what overflows is looked for in models with one input.
+    several = len(model.inputs) > 1 and precision.name == "fp16"
+    if several or precision.name not in CALIBRATED:
+        return None
+    check_one_input(model, "--quantize all" if precision.scope == "all" else "--data")
+    request = CalibrateRequest(
+        method=options.method or DEFAULT_METHOD,
+        samples=None if precision.ranged else PEAK_SAMPLES,
+        renormalize=options.renormalize,
+    )
+    return CalibrationJob(model, options.data, _observed(job.k, _specs(model)), request)
 
 
 def _in_groups(model: Model, options: ExportOptions) -> ExportOptions:

@@ -414,16 +414,14 @@ def check_provider(provider: str) -> None:
         )
 
 
-def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
-    from google.protobuf.message import DecodeError
-
+def _settings(options: SessionOptions) -> ort.SessionOptions:
+    """The options as ONNX Runtime has them."""
     from ..common.onnx_runtime import ort
 
-    on_cpu = options.provider == CPU
     settings = ort.SessionOptions()
     # Errors are raised, and warnings about folding are noise; only why a GPU's libraries cannot be
     # loaded is told by the log alone.
-    settings.log_severity_level = 4 if on_cpu else 3
+    settings.log_severity_level = 4 if options.provider == CPU else 3
     # Graphs in Q/DQ form are TensorRT's. ONNX Runtime runs them as written, but what it fuses them
     # to is wrong for stacked weights and saturates in 16 bits on CPUs without VNNI.
     settings.add_session_config_entry("session.disable_quant_qdq", "1")
@@ -440,6 +438,15 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
     if options.profile is not None:
         settings.enable_profiling = True
         settings.profile_file_prefix = str(options.profile)
+    return settings
+
+
+def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
+    from google.protobuf.message import DecodeError
+
+    from ..common.onnx_runtime import ort
+
+    on_cpu, settings = options.provider == CPU, _settings(options)
     check_provider(options.provider)
     if not on_cpu:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find

@@ -214,26 +214,7 @@ def manifest_of(
     """
     job, options, main = plan.job, plan.job.options, plan.graphs[0]
     model = job.model
-    notes = [*model.notes, *plan.notes]
-    if not options.verify:
-        notes.append("exported with --no-verify: nothing was compared with PyTorch")
-    elif options.data is None:
-        notes.append("parity was checked on random inputs: give real ones with --data")
     parity = parities.get(main.file)
-    notes += [
-        f"{file}: most was not compared: of {each.choices:,} choices {each.tied:,} are ties, "
-        "between scores closer than rounding may change; give real inputs with --data"
-        for file, each in parities.items()
-        if each.mostly_ties
-    ]
-    notes += [
-        f"{file}: OpenVINO computed its matrix products in {each.computed_in} here"
-        for file, each in parities.items()
-        if each.computed_in is not None
-    ]
-    if unreached:
-        experts = {name: layer.spec.experts for name, layer in model.layers.items()}
-        notes.append(f"{not_compared(unreached, experts)}; give more inputs with --data")
     k_port = [TensorSpec(K_INPUT, "int64", (1,))] if options.k == "input" else []
     return Manifest(
         moexport=metadata.version("moexport"),
@@ -268,11 +249,38 @@ def manifest_of(
         parity=None if parity is None else parity.as_json(),
         files={path.name: FileRecord.of(path) for path in sorted(directory.iterdir())},
         environment=environment(),
-        notes=notes,
+        notes=_notes(plan, parities, unreached or {}),
         edits=model.edits.records(),
         contract={} if options.recipe is None else options.recipe.contract,
         tuning=plan.tuning,
     )
+
+
+def _notes(
+    plan: Plan, parities: Mapping[str, Parity], unreached: Mapping[str, list[int]]
+) -> list[str]:
+    """What a user should know of the model, the plan, and what was compared."""
+    options, model = plan.job.options, plan.job.model
+    notes = [*model.notes, *plan.notes]
+    if not options.verify:
+        notes.append("exported with --no-verify: nothing was compared with PyTorch")
+    elif options.data is None:
+        notes.append("parity was checked on random inputs: give real ones with --data")
+    notes += [
+        f"{file}: most was not compared: of {parity.choices:,} choices {parity.tied:,} are ties, "
+        "between scores closer than rounding may change; give real inputs with --data"
+        for file, parity in parities.items()
+        if parity.mostly_ties
+    ]
+    notes += [
+        f"{file}: OpenVINO computed its matrix products in {parity.computed_in} here"
+        for file, parity in parities.items()
+        if parity.computed_in is not None
+    ]
+    if unreached:
+        experts = {name: layer.spec.experts for name, layer in model.layers.items()}
+        notes.append(f"{not_compared(unreached, experts)}; give more inputs with --data")
+    return notes
 
 
 def _layer_record(layer: LayerPlan, compute: ComputeTypes, lowered: Lowered) -> LayerRecord:

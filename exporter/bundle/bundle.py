@@ -94,7 +94,8 @@ class Bundle:
             EngineError: the provider cannot run here.
             MissingExtraError: the runtime is not installed.
         """
-        record = self.manifest
+        if options is None and provider is None:
+            runtime = runtime or runtime_of(self.manifest.target)
         keywords: dict[str, Any] = {
             "runtime": runtime,
             "provider": provider and PROVIDERS.get(provider, provider),
@@ -107,9 +108,11 @@ class Bundle:
             "profile": profile and Path(profile),
         }
         stated = {name: value for name, value in keywords.items() if value is not None}
-        if options is None and provider is None:
-            stated = {"runtime": runtime_of(record.target), **stated}
-        options = replace(options or SessionOptions(), **stated)
+        return self._opened(graph, replace(options or SessionOptions(), **stated))
+
+    def _opened(self, graph: str | None, options: SessionOptions) -> Session:
+        """A graph, or without a name all of those for several sizes of the batch."""
+        record = self.manifest
         if options.runtime == OPENVINO:
             check_graphs(record, self.path)
         of_one_graph = options.observe is not None or options.profile is not None
