@@ -25,6 +25,7 @@ from ..graphs.lowerings import lowerings_of
 from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.manifest import MANIFEST_FILE
+from .bundle.parity_record import MOST_KEPT, PARITY_FILE, Reference, unreached
 from .bundle.readme import with_readme
 from .bundle.recipe import RECIPE_FILE
 from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
@@ -32,17 +33,7 @@ from .inputs import parity_batches
 from .job import ExportJob
 from .model import Model
 from .options import ExportOptions
-from .parity import (
-    MOST_KEPT,
-    MOST_TIES,
-    PARITY_FILE,
-    Comparison,
-    Parity,
-    Reference,
-    Tolerance,
-    describe,
-    unreached,
-)
+from .parity import MOST_TIES, Comparison, Parity, Tolerance, describe
 from .plan import GraphPlan, Plan, plan, plan_graph
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate

@@ -1,35 +1,27 @@
 """Compares an exported graph with its PyTorch model: the values, and what its layers chose.
 
-The reference is recorded once, in PyTorch (`reference.py`): the outputs with Algorithm 1, each
-layer's chosen experts with the margin by which they were chosen, and the untouched model's outputs.
-It is kept in the bundle, so that a bundle can be verified where its checkpoint and PyTorch are not.
+What PyTorch computed is recorded once (`bundle.parity_record`); the bounds are those of the
+precision.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import onnx
 
-from ..calibration.feeds import npz_arrays
-from ..calibration.shards import Fields
 from ..common.documents import from_data
-from ..errors import BundleError, FeedError, ParityError
+from ..errors import BundleError, ParityError
+from .bundle.parity_record import FIRST, Reference, Rounded, chunks, holds_coefficients
 
 if TYPE_CHECKING:
     from ..graphs.targets import Precision
     from .session import GraphSession
 
-PARITY_FILE = "parity.npz"
-
-FIRST = ""
-"""Stands for the first input, whatever it is called."""
 
 ChosenBy = Literal["inputs", "tokens"]
 
@@ -102,10 +94,6 @@ GPU_RTOL = 1e-3
 """FP32 on a GPU: products are summed in another order than PyTorch sums them on a CPU."""
 
 
-MOST_KEPT = 32
-"""Inputs that a bundle keeps to be verified with, where fewer do not reach every expert."""
-
-
 def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Tolerance:
     """Returns the bounds of a comparison that runs on a GPU: the one statement of them.
 
@@ -118,216 +106,6 @@ def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Toleranc
     if tf32:
         return replace(bounds, rtol=max(bounds.rtol, half.rtol), routing=half.routing, tie=half.tie)
     return replace(bounds, rtol=max(bounds.rtol, GPU_RTOL))
-
-
-@dataclass(frozen=True, slots=True)
-class Rounded:
-    """Outputs, and what was chosen: what tells how far rounding alone may take a graph.
-
-    Below FP32 what a graph of another lowering gives in the same numbers, and of FP32 graphs what
-    PyTorch gives in float64.
-    """
-
-    y: np.ndarray
-    selected: Mapping[str, np.ndarray]
-
-    @property
-    def exact(self) -> bool:
-        """Whether it is of float64: what is far smaller than FP32's bounds is seen then."""
-        return bool(self.y.dtype == np.float64)
-
-    @property
-    def half(self) -> bool:
-        """Whether its numbers are those of FP16, whose last bit may fall either way."""
-        with np.errstate(over="ignore"):
-            return bool((self.y == self.y.astype(np.float16)).all())
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What PyTorch computes for some inputs.
-
-    `x` are the inputs, `y` the outputs with Algorithm 1, `dense` those of the untouched model with
-    all experts. By choice (`choice_key`), `selected` holds the chosen experts [s, k], ascending,
-    those of each token [s, m, k], or the kept coefficients [s, m, n], and `margin` [s] or [s, m]
-    the gap from the k-th score to the next, relative to the k-th. `kept` is each layer's k.
-    `inputs` and `outputs` are those beside the first, by name. `rounded` is what the precision of
-    the graphs makes of it, None where that is not known.
-    """
-
-    x: np.ndarray
-    y: np.ndarray
-    dense: np.ndarray
-    selected: Mapping[str, np.ndarray]
-    margin: Mapping[str, np.ndarray]
-    kept: Mapping[str, int]
-    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
-    outputs: Mapping[str, np.ndarray] = field(default_factory=dict)
-    rounded: Rounded | None = None
-
-    def feeds(self, first: str, count: int | None = None) -> dict[str, np.ndarray]:
-        """Returns the inputs by name, up to `count` of each; `first` is that of `x`."""
-        return {name: array[:count] for name, array in {first: self.x, **self.inputs}.items()}
-
-    def rows(self, chosen: np.ndarray) -> Reference:
-        """Returns the reference of some of the inputs, by their numbers or a mask."""
-        return replace(
-            self,
-            x=self.x[chosen],
-            y=self.y[chosen],
-            dense=self.dense[chosen],
-            selected={name: sets[chosen] for name, sets in self.selected.items()},
-            margin={name: gaps[chosen] for name, gaps in self.margin.items()},
-            inputs={name: array[chosen] for name, array in self.inputs.items()},
-            outputs={name: array[chosen] for name, array in self.outputs.items()},
-            rounded=None
-            if self.rounded is None
-            else Rounded(
-                self.rounded.y[chosen],
-                {name: sets[chosen] for name, sets in self.rounded.selected.items()},
-            ),
-        )
-
-    def reached(self) -> dict[str, frozenset[int]]:
-        """Returns, by choice, the experts that some input chose: of the others nothing is known."""
-        return {
-            name: frozenset(
-                np.flatnonzero((sets > 0).any(axis=tuple(range(sets.ndim - 1)))).tolist()
-                if _is_mumoe(sets)
-                else np.unique(sets).tolist()
-            )
-            for name, sets in self.selected.items()
-        }
-
-    def with_unreached(self, later: Reference, most: int) -> Reference:
-        """Returns the reference with those inputs of a later one that choose other experts.
-
-        There are `most` at the most, and none where their shapes are others.
-        """
-        mine, theirs = self._arrays(), later._arrays()
-        shapes = [
-            {name: array.shape[1:] for name, array in each.items()} for each in (mine, theirs)
-        ]
-        if shapes[0] != shapes[1]:
-            return self
-        found = self.reached()
-        rows: list[int] = []
-        for row in range(len(later.x)):
-            chosen = later.rows(np.array([row])).reached()
-            fresh = any(chosen[name] - found[name] for name in found)
-            if fresh and len(self.x) + len(rows) < most:
-                rows.append(row)
-                found = {name: found[name] | chosen[name] for name in found}
-        return self if not rows else self._joined(later.rows(np.array(rows)))
-
-    def _joined(self, later: Reference) -> Reference:
-        def both(
-            mine: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]
-        ) -> dict[str, np.ndarray]:
-            return {name: np.concatenate((array, theirs[name])) for name, array in mine.items()}
-
-        rounded = None
-        if self.rounded is not None and later.rounded is not None:
-            rounded = Rounded(
-                y=np.concatenate((self.rounded.y, later.rounded.y)),
-                selected=both(self.rounded.selected, later.rounded.selected),
-            )
-        return Reference(
-            x=np.concatenate((self.x, later.x)),
-            y=np.concatenate((self.y, later.y)),
-            dense=np.concatenate((self.dense, later.dense)),
-            selected=both(self.selected, later.selected),
-            margin=both(self.margin, later.margin),
-            kept=self.kept,
-            inputs=both(self.inputs, later.inputs),
-            outputs=both(self.outputs, later.outputs),
-            rounded=rounded,
-        )
-
-    def save(self, path: Path) -> None:
-        """Writes the reference as an `.npz` file."""
-        kept = {f"kept/{layer}": np.array(k) for layer, k in self.kept.items()}
-        # np.savez takes names as keywords; its own first parameter is positional.
-        np.savez(path, **self._arrays(), **kept)  # type: ignore[arg-type]
-
-    def _arrays(self) -> dict[str, np.ndarray]:
-        """What there is of each input, by name."""
-        arrays = {"x": self.x, "y": self.y, "dense": self.dense}
-        for choice in self.selected:
-            arrays[f"selected/{choice}"] = self.selected[choice]
-            arrays[f"margin/{choice}"] = self.margin[choice]
-        arrays |= {f"x/{name}": array for name, array in self.inputs.items()}
-        arrays |= {f"y/{name}": array for name, array in self.outputs.items()}
-        if self.rounded is not None:
-            arrays["rounded"] = self.rounded.y
-            for choice, sets in self.rounded.selected.items():
-                arrays[f"rounded/{choice}"] = sets
-        return arrays
-
-    @staticmethod
-    def load(path: Path) -> Reference:
-        """Reads a reference; `BundleError` when the file cannot be read."""
-        try:
-            arrays = dict(npz_arrays(path))
-            found = Reference(
-                x=arrays["x"],
-                y=arrays["y"],
-                dense=arrays["dense"],
-                selected=_group(arrays, "selected/"),
-                margin=_group(arrays, "margin/"),
-                kept={layer: int(k) for layer, k in _group(arrays, "kept/").items()},
-                inputs=_group(arrays, "x/"),
-                outputs=_group(arrays, "y/"),
-                rounded=Rounded(arrays["rounded"], _group(arrays, "rounded/"))
-                if "rounded" in arrays
-                else None,
-            )
-        except (FeedError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise BundleError(f"{path}: not a readable parity record ({error})") from error
-        for problem in found._problems():
-            raise BundleError(f"{path}: not a readable parity record: {problem}")
-        return found
-
-    def _problems(self) -> Iterator[str]:
-        """In what it is no record of one model's outputs."""
-        rounded = Rounded(self.y, {}) if self.rounded is None else self.rounded
-        groups = (self.selected, self.margin, self.inputs, self.outputs, rounded.selected)
-        arrays = [("x", self.x), ("y", self.y), ("dense", self.dense)]
-        arrays += [each for group in groups for each in group.items()]
-        if self.x.ndim == 0 or not self.x.size:
-            yield "it holds no inputs"
-        for name, array in arrays:
-            if array.dtype.kind not in "fiu":
-                yield f"'{name}' is {array.dtype.name}, not numbers"
-            elif array.shape[:1] != self.x.shape[:1] or not (array.size or name in self.inputs):
-                yield f"'{name}' is of shape {array.shape}, for inputs {self.x.shape}"
-        if any(array.dtype.kind == "u" for array in self.selected.values()):
-            yield "its choices are neither indices nor weights"
-        for other in (self.dense, rounded.y):
-            if self.y.shape != other.shape:
-                yield f"outputs {self.y.shape} and {other.shape} are of different shapes"
-        for name, sets in rounded.selected.items():
-            if name not in self.selected or sets.shape != self.selected[name].shape:
-                yield f"'rounded/{name}' is of shape {sets.shape}"
-        if self.selected.keys() != self.margin.keys() or not self.kept:
-            yield "its choices are not complete"
-            return
-        for name, sets in self.selected.items():
-            if sets.ndim < 2 or self.margin[name].size != math.prod(sets.shape[:-1]):
-                yield f"'margin/{name}' is of shape {self.margin[name].shape}"
-
-    def observed(self, values: Mapping[str, str]) -> dict[str, int]:
-        """Returns the ONNX element types of the values that hold recorded choices, by name."""
-        types = {"f": onnx.TensorProto.FLOAT, "i": onnx.TensorProto.INT64}
-        return {
-            name: types[self.selected[choice].dtype.kind]
-            for choice, name in values.items()
-            if choice in self.selected
-        }
-
-
-def _group(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,10 +167,6 @@ class Parity:
     def mostly_ties(self) -> bool:
         """Whether more was left out as a tie than was compared."""
         return self.choices is not None and self.tied > self.choices / 2
-
-    def as_json(self) -> dict[str, Any]:
-        """The record as it stands in a manifest."""
-        return asdict(self)
 
 
 class Comparison:
@@ -461,7 +235,7 @@ class Comparison:
         """Returns what the graph gives and chooses: the reference of others in its numbers."""
         values, sets = self._outputs(expected, self._batch)
         sets = {
-            name: chosen if _is_mumoe(chosen) else np.sort(chosen, axis=-1)
+            name: chosen if holds_coefficients(chosen) else np.sort(chosen, axis=-1)
             for name, chosen in sets.items()
         }
         return Rounded(next(iter(values.values())), sets)
@@ -585,52 +359,6 @@ def compare(
     comparison = Comparison(session, selected_values, batch=batch, tolerance=tolerance, k=k)
     comparison.add(expected)
     return comparison.parity()
-
-
-def settled(expected: Reference, tie: float) -> Reference:
-    """Returns the reference without the samples in which some choice is a tie.
-
-    For runtimes that do not show what was chosen: in those samples either choice would be right.
-    Raises `FeedError` where none is left.
-    """
-    clear = np.ones(len(expected.x), dtype=bool)
-    for margin in expected.margin.values():
-        clear &= (margin.reshape(len(clear), -1) > tie).all(axis=1)
-    if not clear.any():
-        raise FeedError(
-            "in every reference input some experts are chosen by less than rounding may change",
-            hint="export again with other or more --data",
-        )
-    return expected.rows(clear)
-
-
-FEW = 8
-"""Experts that are named; of more, how many there are."""
-
-
-def unreached(
-    reached: Mapping[str, frozenset[int]], experts: Mapping[str, int]
-) -> dict[str, list[int]]:
-    """Returns the experts of each layer that were chosen by no input: they were not compared.
-
-    `experts` are the numbers of the layers' experts; `reached` are those of `Reference.reached`.
-    """
-    missing = {
-        layer: sorted(frozenset(range(experts[layer])) - found)
-        for layer, found in reached.items()
-        if layer in experts
-    }
-    return {layer: each for layer, each in missing.items() if each}
-
-
-def not_compared(missing: Mapping[str, list[int]], experts: Mapping[str, int]) -> str:
-    """Returns in words that some experts were not compared; empty where all were."""
-    layers = "; ".join(
-        f"{len(each)} of {experts[layer]} in layer {layer} "
-        f"({', '.join(map(str, each[:FEW]))}{', …' if len(each) > FEW else ''})"
-        for layer, each in missing.items()
-    )
-    return f"experts that no input chose were not compared: {layers}" if layers else ""
 
 
 def describe(parity: Parity) -> str:
@@ -940,14 +668,9 @@ def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.n
     return same
 
 
-def _is_mumoe(chosen: np.ndarray) -> bool:
-    """Whether a choice holds coefficients [s, m, n], not the indices of a set [s, k]."""
-    return chosen.dtype.kind == "f"
-
-
 def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
     """The mean overlap of two choices: of sets of experts [s, k], or of non-zero coefficients."""
-    if _is_mumoe(expected):
+    if holds_coefficients(expected):
         one, other = actual > 0, expected > 0
         shares = (one & other).sum(axis=-1) / np.maximum(1, (one | other).sum(axis=-1))
         return float(shares.mean())
@@ -968,7 +691,7 @@ def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -
     Below FP32 the rounding before a layer moves its coefficients, so that experts count which only
     one of both has kept.
     """
-    if _is_mumoe(expected):
+    if holds_coefficients(expected):
         off = np.abs(actual - expected)
         if tolerance.routing < 1.0:
             off = np.where((actual > 0) == (expected > 0), 0.0, off)
@@ -989,10 +712,3 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
         found = np.where(zero, 1.0, (a * b).sum(axis=1) / np.where(norms == 0, 1.0, norms))
     return np.where(np.isfinite(found), found, 0.0)
-
-
-def chunks(arrays: Fields, size: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the inputs in batches of `size`; the last may be smaller."""
-    count = len(next(iter(arrays.values())))
-    for start in range(0, count, size):
-        yield {name: array[start : start + size] for name, array in arrays.items()}

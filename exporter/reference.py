@@ -24,10 +24,11 @@ from ..graphs.layers.experts import Experts
 from ..graphs.lower import LayerValues
 from ..graphs.targets import runtime_of
 from .bundle.openvino import opened
+from .bundle.parity_record import Reference, Rounded, chunks
 from .inputs import SAMPLES, Inputs, completed, parity_sizes
 from .job import ExportJob
 from .model import Model
-from .parity import TOLERANCES, Reference, Rounded, Tolerance, chunks, compare, describe
+from .parity import TOLERANCES, Tolerance, compare, describe
 from .session import SessionOptions
 from .user_network.own_forward import GroupRouter, OwnForward
 

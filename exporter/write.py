@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -32,11 +32,11 @@ from .bundle.manifest import (
     TensorSpec,
     axis_within,
 )
+from .bundle.parity_record import Reference, not_compared
 from .bundle.verify import graph_comparison, selected_values
 from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_layer
 from .job import ExportJob
-from .model import Model
-from .parity import Comparison, Parity, Reference, not_compared
+from .parity import Comparison, Parity
 from .plan import GraphPlan, LayerPlan, Plan
 from .quantization.precision import precision_record
 
@@ -99,7 +99,8 @@ def _lower(
     }
     if job.model.edits:
         facts["edits"] = job.model.edits.texts()
-    if defaults := _defaults(job.model):
+    defaults = {port.name: port.default for port in job.model.inputs if port.default is not None}
+    if defaults:
         facts["defaults"] = defaults
     limits = {
         str(axis_within(axis, job.fixed)): n
@@ -167,18 +168,13 @@ def _by_input(graph: ir.Graph, layer: str, chosen: ir.Value) -> ir.Value:
     return result
 
 
-def _defaults(model: Model) -> dict[str, str]:
-    """What the inputs of a model are that callers leave out."""
-    return {spec.name: spec.default for spec in model.inputs if spec.default is not None}
-
-
 def graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None = None) -> GraphRecord:
     """Returns what a manifest says of a graph."""
     return GraphRecord(
         file=graph.file,
         lowerings={layer.name: layer.choice.lowering.name for layer in graph.layers},
         selected=selected_values(lowered.values),
-        parity=None if parity is None else parity.as_json(),
+        parity=None if parity is None else asdict(parity),
         batches=list(graph.batches or ()),
     )
 
@@ -246,7 +242,7 @@ def manifest_of(
             *(_port(spec, job) for spec in model.outputs),
             *map(_added_port, lowered[main.file].model.graph.outputs[len(model.outputs) :]),
         ],
-        parity=None if parity is None else parity.as_json(),
+        parity=None if parity is None else asdict(parity),
         files={path.name: FileRecord.of(path) for path in sorted(directory.iterdir())},
         environment=environment(),
         notes=_notes(plan, parities, unreached or {}),

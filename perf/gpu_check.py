@@ -37,18 +37,10 @@ import numpy as np
 from moexport.common.environment import environment
 from moexport.common.writing import write_text
 from moexport.errors import MissingExtraError, MoexportError
+from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference, settled
 from moexport.exporter.bundle.verify import engine_parity
 from moexport.exporter.options import BLOCKED_OPSET
-from moexport.exporter.parity import (
-    PARITY_FILE,
-    TOLERANCES,
-    Parity,
-    Reference,
-    compare,
-    on_gpu,
-    recorded,
-    settled,
-)
+from moexport.exporter.parity import TOLERANCES, Parity, compare, on_gpu, recorded
 from moexport.exporter.session import PROVIDERS, Session, SessionOptions
 from moexport.exporter.tensorrt import cache, cuda
 from moexport.exporter.tensorrt.backends import BACKENDS, TENSORRT, Backend, Gpu, first_gpu

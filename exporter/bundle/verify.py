@@ -22,20 +22,15 @@ from ...errors import (
 from ...graphs.targets import Runtime, runtime_of
 from ..inputs import parity_sizes
 from ..parity import (
-    PARITY_FILE,
     TOLERANCES,
     Comparison,
     Parity,
-    Reference,
     Tolerance,
     compare,
     describe,
     differences,
-    not_compared,
     on_gpu,
     recorded,
-    settled,
-    unreached,
 )
 from ..session import Session, SessionOptions
 from ..tensorrt.backends import backend_named, first_gpu
@@ -52,6 +47,7 @@ from .manifest import (
     is_as_written,
 )
 from .openvino import opened
+from .parity_record import PARITY_FILE, Reference, not_compared, settled, unreached
 
 if TYPE_CHECKING:
     from ...graphs.lower import LayerValues

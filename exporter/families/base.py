@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ...common.text import near_miss
 from ...errors import CheckpointError, FamilyError, MissingSettingsError
-from ...graphs.layers.base import MoELayer
+from ...graphs.layers.base import Matrices, MoELayer
 from ...graphs.layers.expert import Activation
-from ...graphs.layers.soft_moe import Matrices, SoftMoE
+from ...graphs.layers.soft_moe import SoftMoE
 from ..model import TensorSpec
 
 Tensors = Mapping[str, Tensor]

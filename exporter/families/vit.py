@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import CheckpointError, FamilyError
-from ...graphs.layers.expert import Activation
+from ...graphs.layers.expert import activated
 from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from ..model import TensorSpec
 from .base import (
@@ -429,13 +429,6 @@ def _check_pool(spec: ViT) -> None:
 # --- the network -------------------------------------------------------------------------------
 
 
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu-tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
-
-
 class PatchEmbed(nn.Module):
     """Images (b, c, H, W) to one token per patch (b, patches, d)."""
 
@@ -492,7 +485,7 @@ class Mlp(nn.Module):
 
     def __init__(self, spec: ViT) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation_of(NAME, spec.act_layer)]
+        self.activation = partial(activated, activation=activation_of(NAME, spec.act_layer))
         self.fc1 = nn.Linear(spec.embed_dim, spec.hidden)
         self.fc2 = nn.Linear(spec.hidden, spec.embed_dim)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +39,6 @@ class BoundWeight:
     offset: int
     nbytes: int
     shape: list[int]
-
-    def as_json(self) -> dict[str, Any]:
-        """The weight as it stands in an engine's record."""
-        return asdict(self)
 
 
 def rewritten(
@@ -123,15 +119,14 @@ def _dequantize_last(graph: onnx.GraphProto, names: set[str]) -> None:
         graph.node.insert(list(graph.node).index(gather) + 1, node)
 
 
-def _place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    return entries["location"], int(entries.get("offset", 0)), int(entries.get("length", 0))
-
-
 def _bound(tensor: onnx.TensorProto) -> BoundWeight:
-    file, offset, nbytes = _place(tensor)
+    place = {entry.key: entry.value for entry in tensor.external_data}
     return BoundWeight(
-        name=tensor.name, file=file, offset=offset, nbytes=nbytes, shape=list(tensor.dims)
+        name=tensor.name,
+        file=place["location"],
+        offset=int(place.get("offset", 0)),
+        nbytes=int(place.get("length", 0)),
+        shape=list(tensor.dims),
     )
 
 

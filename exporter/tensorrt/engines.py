@@ -364,7 +364,7 @@ def _make(
         peak_memory_bytes=compiled.peak_memory_bytes,
         signature=own_signature(digest),
         kernels=kernels,
-        bound=[each.as_json() for each in bound],
+        bound=[asdict(weight) for weight in bound],
     )
     return Made(record=record, files=files, reused=reused)
 

@@ -65,12 +65,9 @@ class Profile:
         )
 
     def __str__(self) -> str:
-        sizes = "×".join(_range(*each) for each in zip(self.min, self.opt, self.max, strict=True))
+        axes = zip(self.min, self.opt, self.max, strict=True)
+        sizes = "×".join(str(AxisRange(*axis)) for axis in axes)
         return f"{self.input} {sizes}" + ("" if self.k is None else f", k {self.k}")
-
-
-def _range(low: int, opt: int, high: int) -> str:
-    return str(AxisRange(low, opt, high))
 
 
 def parse_profile(text: str) -> dict[str, AxisRange]:

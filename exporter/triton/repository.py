@@ -30,8 +30,8 @@ from ...graphs.targets import QDQ, TARGETS, Target, runtime_of
 from ..bundle.bundle import Bundle
 from ..bundle.manifest import MAIN_GRAPH, MANIFEST_FILE, TensorSpec, external_files
 from ..bundle.openvino import check_graphs
+from ..bundle.parity_record import PARITY_FILE, Reference
 from ..inputs import DEFAULT_BATCH, AxisRange, parse_range
-from ..parity import PARITY_FILE, Reference
 from ..requests import Device, ServingBackend, TritonRequest
 from ..session import OPENVINO
 from ..tensorrt.records import EngineRecord, engines_of

@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from ...errors import UsageError
+from ...graphs.layers.base import Matrices
 from ...graphs.layers.expert import Activation, ExpertNorm, NormWeights
 from ...graphs.layers.experts import Gate
-from ...graphs.layers.soft_moe import Matrices
 
 LinearMap = nn.Module | Tensor | tuple[Tensor, Tensor | None]
 """A linear map: an `nn.Linear` (or a 1×1 convolution), a weight [out, in], or weight and bias."""

@@ -253,9 +253,28 @@ def to_bfloat16(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).to(x.dtype)
 
 
+Matrices = Tensor | tuple[Tensor, ...]
+"""n matrices of one shape: stacked in one tensor [n, in, out], or one tensor [in, out] each.
+
+They may be transposed views of what a checkpoint holds; nothing is copied to change the layout.
+"""
+
+
 def frozen(tensor: Tensor) -> nn.Parameter:
     """Returns a tensor as a parameter that is not trained."""
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def frozen_if_any(tensor: Tensor | None) -> nn.Parameter | None:
+    """Returns the same for a weight that a layer may lack."""
+    return None if tensor is None else frozen(tensor)
+
+
+def frozen_matrices(matrices: Matrices) -> nn.Parameter | nn.ParameterList:
+    """Returns matrices as parameters that are not trained."""
+    if isinstance(matrices, Tensor):
+        return frozen(matrices)
+    return nn.ParameterList([frozen(matrix) for matrix in matrices])
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:

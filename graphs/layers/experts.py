@@ -18,9 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..names import SELECTED
-from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen, to_bfloat16
+from .base import (
+    Kind,
+    Matrices,
+    MoELayer,
+    RoutingDecision,
+    StoredPart,
+    frozen_if_any,
+    frozen_matrices,
+    to_bfloat16,
+)
 from .expert import NORM_WEIGHTS, Activation, ExpertNorm, NormWeights, activated, normalised
-from .soft_moe import Matrices
 
 Gate = Literal["none", "concatenated", "interleaved"]
 """`none`: act(x·w1 + b1); else act(gate)·up, with the columns of x·w1 + b1 as [gate, up], or in
@@ -164,14 +172,13 @@ class Experts(MoELayer):
     def __init__(self, spec: ExpertsSpec, weights: ExpertsWeights) -> None:
         super().__init__()
         self.spec = spec
-        self.w1 = _matrices(weights.w1)
-        self.w2 = None if weights.w2 is None else _matrices(weights.w2)
-        self.b1 = None if weights.b1 is None else frozen(weights.b1)
-        self.b2 = None if weights.b2 is None else frozen(weights.b2)
-        self.scale = None if weights.scale is None else frozen(weights.scale)
+        self.w1 = frozen_matrices(weights.w1)
+        self.w2 = None if weights.w2 is None else frozen_matrices(weights.w2)
+        self.b1 = frozen_if_any(weights.b1)
+        self.b2 = frozen_if_any(weights.b2)
+        self.scale = frozen_if_any(weights.scale)
         for name in NORM_WEIGHTS:
-            weight = getattr(weights.norms, name)
-            setattr(self, name, None if weight is None else frozen(weight))
+            setattr(self, name, frozen_if_any(getattr(weights.norms, name)))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Maps tokens x [t, d] to [t, o]."""
@@ -270,9 +277,3 @@ class Experts(MoELayer):
             if last and expert in self.edits.ablated_in(0):
                 matrix = torch.zeros_like(matrix)
             yield matrix.numpy()
-
-
-def _matrices(matrices: Matrices) -> nn.Parameter | nn.ParameterList:
-    if isinstance(matrices, Tensor):
-        return frozen(matrices)
-    return nn.ParameterList([frozen(matrix) for matrix in matrices])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import names
-from .base import Kind, LayerEdits, MoELayer, RoutingDecision, StoredPart, frozen
+from .base import Kind, LayerEdits, MoELayer, RoutingDecision, StoredPart, frozen, frozen_if_any
 
 Form = Literal["cp", "tr", "tucker", "full", "matrix"]
 """`cp`: factors [n, R] …, [d, R], [o, R]; `tr`: cores [r1, n, r2] …, [r, d, r'], [r', o, r1];
@@ -264,8 +264,8 @@ class MuMoE(MoELayer):
         self.spec = spec
         self.projections = nn.ParameterList([frozen(p) for p in weights.projections])
         self.tensors = nn.ModuleList([_Factors(factors) for factors in weights.tensors])
-        self.gain = None if weights.gain is None else frozen(weights.gain)
-        self.shift = None if weights.shift is None else frozen(weights.shift)
+        self.gain = frozen_if_any(weights.gain)
+        self.shift = frozen_if_any(weights.shift)
         for level, (mean, variance) in enumerate(
             zip(weights.means, weights.variances, strict=True)
         ):

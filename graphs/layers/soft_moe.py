@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..names import CONSTANTS, SELECTED
-from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen, to_bfloat16
+from .base import (
+    Kind,
+    Matrices,
+    MoELayer,
+    RoutingDecision,
+    StoredPart,
+    frozen_if_any,
+    frozen_matrices,
+    to_bfloat16,
+)
 from .expert import NORM_WEIGHTS, Activation, ExpertNorm, NormWeights, activated, normalised
 
 ExpertKind = Literal["mlp", "gated", "linear"]
@@ -148,12 +157,6 @@ class SoftMoESpec:
         return {"": SELECTED}
 
 
-Matrices = Tensor | tuple[Tensor, ...]
-"""n matrices of one shape: stacked in one tensor [n, in, out], or one tensor [in, out] each.
-
-They may be transposed views of what a checkpoint holds; nothing is copied to change the layout.
-"""
-
 Chooser = Callable[[Tensor, int], Tensor]
 """Which k experts an input gets: scores s [b, n] and k to indices [b, k], ascending."""
 
@@ -222,17 +225,17 @@ class SoftMoE(MoELayer):
     def __init__(self, spec: SoftMoESpec, weights: SoftMoEWeights) -> None:
         super().__init__()
         self.spec = spec
-        self.phi = _frozen(weights.phi)
-        self.bias = _frozen(weights.bias)
-        self.b1 = _frozen(weights.b1)
-        self.b2 = _frozen(weights.b2)
-        self.gain = _frozen(weights.gain)
-        self.shift = _frozen(weights.shift)
-        self.constants = _frozen(weights.constants)
-        self.w1 = _frozen_matrices(weights.w1)
-        self.w2 = None if weights.w2 is None else _frozen_matrices(weights.w2)
+        self.phi = frozen_if_any(weights.phi)
+        self.bias = frozen_if_any(weights.bias)
+        self.b1 = frozen_if_any(weights.b1)
+        self.b2 = frozen_if_any(weights.b2)
+        self.gain = frozen_if_any(weights.gain)
+        self.shift = frozen_if_any(weights.shift)
+        self.constants = frozen_if_any(weights.constants)
+        self.w1 = frozen_matrices(weights.w1)
+        self.w2 = None if weights.w2 is None else frozen_matrices(weights.w2)
         for name in NORM_WEIGHTS:
-            setattr(self, name, _frozen(getattr(weights.norms, name)))
+            setattr(self, name, frozen_if_any(getattr(weights.norms, name)))
 
     def normalise(self, x: Tensor) -> Tensor:
         """Returns x̂ [b, m, d]: the tokens as they meet phi."""
@@ -362,7 +365,7 @@ class SoftMoE(MoELayer):
             shift=self.shift,
             constants=None if constants is None else torch.from_numpy(constants),
             bias=None if self.bias is None else self.bias[[*kept, *others]],
-            norms=NormWeights(**{name: weight[kept] for name, weight in self._norms()}),
+            norms=NormWeights(**{name: weight[kept] for name, weight in self._norms().named()}),
         )
         spec = replace(
             self.spec,
@@ -372,12 +375,9 @@ class SoftMoE(MoELayer):
         )
         return SoftMoE(spec, weights).eval()
 
-    def _norms(self) -> Iterator[tuple[str, Tensor]]:
-        """The gains and shifts of the experts' normalisations that there are."""
-        for name in NORM_WEIGHTS:
-            weight: Tensor | None = getattr(self, name)
-            if weight is not None:
-                yield name, weight
+    def _norms(self) -> NormWeights:
+        """The gains and shifts of the experts' normalisations."""
+        return NormWeights(**{name: getattr(self, name) for name in NORM_WEIGHTS})
 
     def computed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what every expert gives for tokens x, [b, n, p, o], and C, [b, m, n, p]."""
@@ -480,16 +480,6 @@ class SoftMoE(MoELayer):
 def _over_slots(logits: Tensor) -> Tensor:
     """Each token's softmax of L [b, m, n, p] over all slots of all experts."""
     return logits.flatten(2).softmax(dim=2).view_as(logits)
-
-
-def _frozen(tensor: Tensor | None) -> nn.Parameter | None:
-    return None if tensor is None else frozen(tensor)
-
-
-def _frozen_matrices(matrices: Matrices) -> nn.Parameter | nn.ParameterList:
-    if isinstance(matrices, Tensor):
-        return frozen(matrices)
-    return nn.ParameterList([frozen(m) for m in matrices])
 
 
 def _expert_arrays(

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.parity import PARITY_FILE, Reference
+from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference
 from moexport.tests.command import run
 from moexport.tests.exporter.token_routed.architectures import ARCHITECTURES, save
 from moexport.tests.recorded import DATA, VIT_SETS, read_case

@@ -13,11 +13,11 @@ import moexport
 import numpy as np
 from moexport.errors import LoweringError, MoexportError
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference
 from moexport.exporter.export import export
 from moexport.exporter.job import ExportJob, export_job
 from moexport.exporter.model import Model
 from moexport.exporter.options import ExportOptions, PrecisionOptions
-from moexport.exporter.parity import PARITY_FILE, Reference
 from moexport.exporter.trace import trace
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.targets import Precision, Target

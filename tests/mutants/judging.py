@@ -17,7 +17,8 @@ from moexport.common.files import sha256
 from moexport.errors import BundleError, EngineError, ParityError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import MANIFEST_FILE, FileRecord
-from moexport.exporter.parity import PARITY_FILE, TOLERANCES, Comparison, Rounded, describe
+from moexport.exporter.bundle.parity_record import PARITY_FILE, Rounded
+from moexport.exporter.parity import TOLERANCES, Comparison, describe
 from moexport.exporter.write import opened_comparison
 from moexport.graphs.targets import Precision
 

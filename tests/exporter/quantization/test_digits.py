@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 from moexport.bench.demo.digits import Training, load_digits, save, train
+from moexport.exporter.bundle.parity_record import Reference
 from moexport.exporter.model import Model
-from moexport.exporter.parity import Reference
 from moexport.exporter.reference import reference
 from moexport.exporter.session import SessionOptions
 
