@@ -414,7 +414,7 @@ def triton(
     from .exporter.triton.repository import write_repository
 
     listed = [bundles] if isinstance(bundles, Bundle | str | Path) else bundles
-    opened = [Bundle.open(_folder(each)) for each in listed]
+    opened = [Bundle.open(_folder(name)) for name in listed]
     return write_repository(opened, Path(out), request)
 
 
@@ -478,7 +478,7 @@ def bench_on_ray(models: AnyPath | Sequence[AnyPath], request: BenchRequest) -> 
             write_all(results, folder, None if old is None else compare(old, results))
 
     found = sweep_on_ray(
-        [str(everywhere(each)) for each in listed],
+        [str(everywhere(name)) for name in listed],
         replace(
             request,
             data=everywhere(request.data),

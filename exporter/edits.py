@@ -158,23 +158,23 @@ class Edits:
 
         For a layer's dropped experts an array [dropped, p, o], for its merged ones [d + 1, o] each.
         """
-        kept = ((each.layer, each.constants) for each in self.kept)
+        kept = ((kept_experts.layer, kept_experts.constants) for kept_experts in self.kept)
         merged = (
-            (each.key(index), matrix)
-            for each in self.merged
-            for index, matrix in enumerate(each.matrices or ())
+            (merge.key(index), matrix)
+            for merge in self.merged
+            for index, matrix in enumerate(merge.matrices or ())
         )
         return {name: array for name, array in (*kept, *merged) if array is not None}
 
     def with_substitutes(self, substitutes: Mapping[str, np.ndarray]) -> Edits:
         """Returns the edits with what takes the places of experts (`substitutes`)."""
         kept = (
-            replace(each, constant=True, constants=substitutes[each.layer])
-            if each.layer in substitutes
-            else each
-            for each in self.kept
+            replace(kept_experts, constant=True, constants=substitutes[kept_experts.layer])
+            if kept_experts.layer in substitutes
+            else kept_experts
+            for kept_experts in self.kept
         )
-        merged = (replace(each, matrices=each.of(substitutes)) for each in self.merged)
+        merged = (replace(merge, matrices=merge.of(substitutes)) for merge in self.merged)
         found = replace(self, kept=tuple(kept), merged=tuple(merged))
         for name in substitutes.keys() - found.substitutes.keys():
             raise UsageError(
@@ -186,16 +186,16 @@ class Edits:
     @property
     def at_run_time(self) -> tuple[Steer, ...]:
         """The steerings whose strengths are given per run, in the order of the input `steer`."""
-        return tuple(each for each in self.steers if each.strength is None)
+        return tuple(steer for steer in self.steers if steer.strength is None)
 
     def texts(self) -> list[str]:
         """A short line for each edit."""
         return [
-            *(f"{ABLATE} {each.text}" for each in self.ablations),
-            *(f"{REWRITE} {each.text}" for each in self.rewrites),
-            *(each.text for each in self.kept),
-            *(each.text for each in self.merged),
-            *(f"{STEER} {each.text}" for each in self.steers),
+            *(f"{ABLATE} {ablation.text}" for ablation in self.ablations),
+            *(f"{REWRITE} {rewrite.text}" for rewrite in self.rewrites),
+            *(kept_experts.text for kept_experts in self.kept),
+            *(merge.text for merge in self.merged),
+            *(f"{STEER} {steer.text}" for steer in self.steers),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -217,11 +217,11 @@ class Edits:
                 for r in self.rewrites
             ),
             *(
-                {"edit": KEEP, "layer": each.layer, "experts": list(each.experts)}
-                | ({"constant": True} if each.constant else {})
-                for each in self.kept
+                {"edit": KEEP, "layer": kept_experts.layer, "experts": list(kept_experts.experts)}
+                | ({"constant": True} if kept_experts.constant else {})
+                for kept_experts in self.kept
             ),
-            *({"edit": MERGE, "layer": each.layer} for each in self.merged),
+            *({"edit": MERGE, "layer": merge.layer} for merge in self.merged),
             *(
                 {"edit": STEER, "layer": s.layer, "expert": s.expert}
                 | ({} if s.level is None else {"level": s.level})
@@ -305,7 +305,7 @@ def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
             )
         given = None if told else _strength(part, strength or "1")
         steers.append(Steer(layer, int(expert), None if level is None else int(level), given))
-        if [each.name for each in steers].count(steers[-1].name) > 1:
+        if [steer.name for steer in steers].count(steers[-1].name) > 1:
             raise UsageError(
                 f"--steer {part}: this expert is named twice", hint="give the sum of its strengths"
             )

@@ -275,8 +275,8 @@ def _check_used(model: Model, options: ExportOptions) -> None:
             "--data: nothing is calibrated and --no-verify compares nothing",
             hint="leave --data or --no-verify out",
         )
-    inside = {id(each) for layer in model.layers.values() for each in layer.parameters()}
-    beside = any(id(each) not in inside for each in model.module.parameters())
+    inside = {id(parameter) for layer in model.layers.values() for parameter in layer.parameters()}
+    beside = any(id(parameter) not in inside for parameter in model.module.parameters())
     if options.precision.scope == "all" and not beside:
         raise UsageError(
             "--quantize all: the model has no linear layers outside its MoE layers",

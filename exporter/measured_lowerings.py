@@ -168,7 +168,7 @@ def _measured(
     work, name = group.work, group.names[0]
     candidates = able(work, job.options.target)
     machine = machine_for(job.options.target, work.precision)
-    predicted = [each.predict_us(work, machine) for each in candidates]
+    predicted = [candidate.predict_us(work, machine) for candidate in candidates]
     most = measuring.within * min(predicted)
     candidates = [each for each, us in zip(candidates, predicted, strict=True) if us <= most]
     latencies: dict[str, Latency] = {}
@@ -222,13 +222,13 @@ def _write(
         tensors = write_layer(writer, name, layer, compute)
     traced = _alone(group.node, job.options.opset, work)
     paths = {}
-    for each in candidates:
-        copied = each.copied_bytes(work)
+    for candidate in candidates:
+        copied = candidate.copied_bytes(work)
         if copied > COPY_LIMIT_BYTES:
-            left_out[each.name] = f"it would copy {copied / 1e9:.1f} GB of weights for a batch"
+            left_out[candidate.name] = f"it would copy {copied / 1e9:.1f} GB of weights for a batch"
             continue
         request = LoweringRequest(
-            lowering=each,
+            lowering=candidate,
             layer=LayerOf(
                 spec=work.spec,
                 tensors=tensors,
@@ -239,8 +239,8 @@ def _write(
                 batch=work.batch,
             ),
         )
-        paths[each.name] = folder / f"{each.name}.onnx"
-        ir.save(lower(traced, {name: request}).model, paths[each.name])
+        paths[candidate.name] = folder / f"{candidate.name}.onnx"
+        ir.save(lower(traced, {name: request}).model, paths[candidate.name])
     return paths
 
 

@@ -192,25 +192,27 @@ def edited(model: Model, edits: Edits) -> Model:
     at_run_time = edits.at_run_time
     changes: list[Ablation | LayerRewrite | Steer]
     changes = [*edits.ablations, *edits.rewrites, *edits.steers]
-    for each in changes:
-        if each.layer not in specs:
-            option = "--rewrite" if isinstance(each, LayerRewrite) else _option(each)
+    for change in changes:
+        if change.layer not in specs:
+            option = "--rewrite" if isinstance(change, LayerRewrite) else _option(change)
             raise UsageError(
-                f"{option}: the model has no MoE layer {each.layer}",
+                f"{option}: the model has no MoE layer {change.layer}",
                 hint=f"its MoE layers: {', '.join(specs)}",
             )
-        spec, before = specs[each.layer], by_layer.get(each.layer, LayerEdits())
-        if isinstance(each, Ablation):
-            after = replace(before, ablated=before.ablated | {_place(each, spec)})
-        elif isinstance(each, Steer):
-            _check_steered(each, spec)
-            place = at_run_time.index(each) if each.strength is None else None
-            steering = Steering(*_place(each, spec), each.strength or 0.0, place, len(at_run_time))
+        spec, before = specs[change.layer], by_layer.get(change.layer, LayerEdits())
+        if isinstance(change, Ablation):
+            after = replace(before, ablated=before.ablated | {_place(change, spec)})
+        elif isinstance(change, Steer):
+            _check_steered(change, spec)
+            place = at_run_time.index(change) if change.strength is None else None
+            steering = Steering(
+                *_place(change, spec), change.strength or 0.0, place, len(at_run_time)
+            )
             after = replace(before, steerings=(*before.steerings, steering))
         else:
-            _check_rewrite(each, spec)
-            after = replace(before, rewrites=(*before.rewrites, each.rewrite))
-        by_layer[each.layer] = after
+            _check_rewrite(change, spec)
+            after = replace(before, rewrites=(*before.rewrites, change.rewrite))
+        by_layer[change.layer] = after
     module = sharing_weights(model.module)
     layers = moe_layers(module)
     for name, layer_edits in by_layer.items():
@@ -283,7 +285,7 @@ def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
         raise UsageError(
             f"{edit.text}: {len(matrices)} matrices, and it has {len(tensors)} tensors", hint=BESIDE
         )
-    _check_substitutes(edit.text, matrices, [(each.dim + 1, each.out) for each in tensors])
+    _check_substitutes(edit.text, matrices, [(tensor.dim + 1, tensor.out) for tensor in tensors])
     return layer.merged([torch.from_numpy(matrix) for matrix in edit.matrices or ()])
 
 

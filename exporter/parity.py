@@ -199,7 +199,7 @@ class Comparison:
     def add(self, expected: Reference) -> None:
         """Runs the graph on the reference's inputs."""
         found = self._compared(expected, self._batch)
-        furthest = max((each.everything.max_abs for each in self._found), default=-1.0)
+        furthest = max((part.everything.max_abs for part in self._found), default=-1.0)
         if self._first is None or not found.everything.max_abs <= furthest:
             self._worst = expected
         self._found.append(found)
@@ -449,11 +449,11 @@ class _Distance:
     def of(parts: Sequence[_Distance]) -> _Distance:
         """Returns the distance over all of them; a difference that is no number stays one."""
         return _Distance(
-            float(np.max([each.max_abs for each in parts])),
-            max(each.largest for each in parts),
-            min(each.cosine for each in parts),
-            all(each.finite for each in parts),
-            sum(each.inputs for each in parts),
+            float(np.max([part.max_abs for part in parts])),
+            max(part.largest for part in parts),
+            min(part.cosine for part in parts),
+            all(part.finite for part in parts),
+            sum(part.inputs for part in parts),
         )
 
 

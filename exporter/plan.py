@@ -246,7 +246,7 @@ def copies_by_k(graph: GraphPlan) -> bool:
 
 def _for_large_k(graph: GraphPlan) -> GraphPlan:
     reason = "copies no weights, so it is for a k near n"
-    layers = [replace(each, choice=replace(each.choice, reason=reason)) for each in graph.layers]
+    layers = [replace(layer, choice=replace(layer.choice, reason=reason)) for layer in graph.layers]
     return replace(graph, layers=tuple(layers))
 
 

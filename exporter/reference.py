@@ -61,7 +61,7 @@ def exact(job: ExportJob, expected: Reference) -> Rounded | None:
     """
     model = job.model
     weights = dict((*model.module.named_parameters(), *model.module.named_buffers()))
-    if sum(each.nbytes for each in weights.values()) > EXACT_BYTES:
+    if sum(weight.nbytes for weight in weights.values()) > EXACT_BYTES:
         return None
     y: list[np.ndarray] = []
     selected: dict[str, list[np.ndarray]] = {}
@@ -345,8 +345,8 @@ class _InFloat64(_Network):
             name: each.double() if each.is_floating_point() else each
             for name, each in (*module.named_parameters(), *module.named_buffers())
         }
-        tensors = [torch.from_numpy(np.ascontiguousarray(each)) for each in arrays.values()]
-        tensors = [each.double() if each.is_floating_point() else each for each in tensors]
+        tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays.values()]
+        tensors = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
         values = all_outputs(functional_call(module, weights, tuple(tensors)))
         return [value.numpy() for value in values[: len(self._model.outputs)]]
 

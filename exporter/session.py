@@ -382,7 +382,7 @@ def described(model: ModelProto) -> list[Described]:
         (
             value.name,
             names.get(tensor.elem_type, f"type {tensor.elem_type}"),
-            [each.dim_param or each.dim_value or None for each in tensor.shape.dim],
+            [size.dim_param or size.dim_value or None for size in tensor.shape.dim],
         )
         for value in model.graph.input
         if value.name not in stored

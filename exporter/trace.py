@@ -210,7 +210,7 @@ def _program(
         }
         for spec in model.inputs
     )
-    kinds = [each.kind for each in signature(backbone.forward).parameters.values()]
+    kinds = [parameter.kind for parameter in signature(backbone.forward).parameters.values()]
     listed = kinds.index(Parameter.VAR_POSITIONAL) if Parameter.VAR_POSITIONAL in kinds else None
     nested: tuple[Any, ...] = dynamic  # what `*past` takes is one argument to the tracer
     if listed is not None and listed < len(dynamic):

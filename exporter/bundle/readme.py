@@ -44,12 +44,12 @@ def with_readme(directory: Path, manifest: Manifest) -> Manifest:
 def readme(manifest: Manifest) -> str:
     """Returns the page: what, from what, how well checked, how to run it, files."""
     source = manifest.source
-    computed = {each.name: f"{each.k or K_INPUT} of {each.experts}" for each in manifest.layers}
-    merged = {each.layer: "merged into one" for each in _edits(manifest).merged}
+    computed = {layer.name: f"{layer.k or K_INPUT} of {layer.experts}" for layer in manifest.layers}
+    merged = {merge.layer: "merged into one" for merge in _edits(manifest).merged}
     each_k = {text for name, text in computed.items() if name not in merged}
     chosen = f"k = {each_k.pop()} experts per input" if len(each_k) == 1 else "k of n experts"
     chosen = "experts merged" if len(merged) == len(computed) else chosen
-    selects = any(each.k is None or each.k < each.experts for each in manifest.layers)
+    selects = any(layer.k is None or layer.k < layer.experts for layer in manifest.layers)
     layers = [
         (e.name, e.kind, merged.get(e.name, computed[e.name]), e.lowering, e.precision)
         for e in manifest.layers

@@ -257,8 +257,8 @@ def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord)
     takes_k = {"k"} if manifest.k == "input" else set()
     stored = {tensor.name for tensor in model.graph.initializer}
     for what, names, listed in (
-        ("inputs", {each.name for each in model.graph.input} - stored, manifest.inputs),
-        ("outputs", {each.name for each in model.graph.output}, manifest.outputs),
+        ("inputs", {value.name for value in model.graph.input} - stored, manifest.inputs),
+        ("outputs", {value.name for value in model.graph.output}, manifest.outputs),
     ):
         wanted = {port.name for port in listed} | (takes_k if what == "inputs" else set())
         if not wanted <= names or (what == "inputs" and names != wanted):

@@ -216,7 +216,7 @@ class ViT:
         return self.patches + int(self.class_token)
 
 
-ARGUMENTS = {each.name: each.default for each in fields(ViT)}
+ARGUMENTS = {field.name: field.default for field in fields(ViT)}
 TRAINING_ONLY = (
     *("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
     *("drop_path_rate", "weight_init"),

@@ -73,12 +73,12 @@ def calibrate_on_ray(
 def merged(parts: list[Observed]) -> Observed:
     """Returns what all shares saw; raises `CalibrationError` for a tensor that gives no range."""
     first, *others = parts
-    if any(each.origin != first.origin for each in others):
+    if any(other.origin != first.origin for other in others):
         raise ClusterError(
             "the nodes do not read the same model and inputs",
             hint="compare the files that the path names on each node, or give a URL",
         )
-    seen = reduce(add, (each.seen for each in parts))
+    seen = reduce(add, (part.seen for part in parts))
     seen.check()
     return replace(first, seen=seen)
 

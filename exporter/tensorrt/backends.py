@@ -284,7 +284,7 @@ def backend_named(name: str) -> Backend:
 
 def instead(compute_capability: str) -> str:
     """Returns what to use on GPUs of a compute capability that a backend does not serve."""
-    able = [each for each in BACKENDS.values() if each.serves(compute_capability)]
+    able = [backend for backend in BACKENDS.values() if backend.serves(compute_capability)]
     if able:
         brings = "" if able[0].installed() else f", installed with {able[0].install}"
         return (

@@ -175,7 +175,7 @@ def mapped(folder: Path, bound: BoundWeight) -> np.ndarray:
 def checked(folder: Path, bound: Sequence[BoundWeight]) -> None:
     """Raises `EngineError` for a weights file that is not the one of the bundle's manifest."""
     files = Manifest.read(folder).files
-    for name in {each.file for each in bound}:
+    for name in {weight.file for weight in bound}:
         path, known = folder / name, files.get(name)
         if not path.is_file() or known is None or known_sha256(path) != known.sha256:
             raise EngineError(

@@ -75,7 +75,7 @@ def build_engine(
         "graph": str((bundle / plan.graph).absolute()),
         "model": None if model is None else str(model.absolute()),
         "output": str(output.absolute()),
-        "profiles": [each.as_json() for each in plan.profiles],
+        "profiles": [profile.as_json() for profile in plan.profiles],
         "cards": list(plan.cards),
         "options": _worker_options(plan.options),
         "gpu": plan.on_gpu,
@@ -235,7 +235,7 @@ def less_gpu_memory(plan: EnginePlan) -> str:
     """Returns what makes a build take less of the GPU's memory, with the values that it had."""
     workspace = plan.options.workspace
     level = plan.options.optimization_level
-    largest = "; ".join("×".join(map(str, each.max)) for each in plan.profiles)
+    largest = "; ".join("×".join(map(str, profile.max)) for profile in plan.profiles)
     return (
         f"lower --workspace ({'all of the GPU' if workspace is None else size(workspace)}), the "
         f"profile's MAX ({largest or 'as exported'}) or --optimization-level "

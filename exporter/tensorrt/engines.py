@@ -67,7 +67,7 @@ def plan_engines(
     experts = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None
     wishes = options.profiles or ({},)
     _check_axes(port, wishes, ranges or {})
-    profiles = tuple(profile(port, each, defaults, experts) for each in wishes)
+    profiles = tuple(profile(port, wish, defaults, experts) for wish in wishes)
     if len(set(profiles)) < len(profiles):
         again = next(each for each in profiles if profiles.count(each) > 1)
         raise UsageError(
@@ -78,12 +78,12 @@ def plan_engines(
     cards = (options.compute_capabilities or usual) if chosen.cards else ()
     weights = sum(r.bytes for name, r in manifest.files.items() if name.endswith(".bin"))
     plans = []
-    for each in records:
-        capped_profiles, notes = within_copies(manifest, each, chosen, profiles, wishes)
+    for record in records:
+        capped_profiles, notes = within_copies(manifest, record, chosen, profiles, wishes)
         plans.append(
             EnginePlan(
-                graph=each.file,
-                file=engine_file(chosen, each),
+                graph=record.file,
+                file=engine_file(chosen, record),
                 backend=chosen,
                 profiles=capped_profiles,
                 cards=cards,
@@ -220,7 +220,7 @@ def build_for_export(
             return replace(manifest, notes=[*manifest.notes, note])
     plans = plan_engines(manifest, manifest.target, options)
     made = list(make_engines(directory, manifest, plans, directory, progress))
-    notes = [note for each in plans for note in each.notes]
+    notes = [note for plan in plans for note in plan.notes]
     notes += [n for each in made for n in precision_notes(each.record.file, each.record.kernels)]
     return with_engines(replace(manifest, notes=[*manifest.notes, *notes]), made)
 
@@ -256,17 +256,17 @@ def make_engines(
     `EngineError` for a graph that is refused and for a build that fails.
     """
     progress = progress or Silent()
-    for folder in {each.options.cache for each in plans if each.options.cache is not None}:
+    for folder in {plan.options.cache for plan in plans if plan.options.cache is not None}:
         check_private(folder)
     weights = {n: r.sha256 for n, r in manifest.files.items() if n.endswith((".bin", ".onnx"))}
-    for each in plans:
-        check_graph(directory / each.graph, each.backend, manifest.layers)
-        key = _key(each, weights)
-        there = None if rebuild else _in_bundle(directory, manifest, each, key)
+    for plan in plans:
+        check_graph(directory / plan.graph, plan.backend, manifest.layers)
+        key = _key(plan, weights)
+        there = None if rebuild else _in_bundle(directory, manifest, plan, key)
         if there is not None:
             yield Made(record=there, files={}, reused="bundle")
             continue
-        yield _make(each, key, directory, manifest, output, progress, rebuild=rebuild)
+        yield _make(plan, key, directory, manifest, output, progress, rebuild=rebuild)
 
 
 def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
@@ -381,7 +381,7 @@ def _rewritten(
     if not options.bind_weights and not options.expose_routing:
         return None, []
     names = [layer.name for layer in manifest.layers]
-    record = next(each for each in manifest.graphs if each.file == plan.graph)
+    record = next(graph for graph in manifest.graphs if graph.file == plan.graph)
     outputs = list(record.selected.values()) if options.expose_routing else []
     if options.expose_routing and not outputs:
         raise EngineError(
@@ -481,12 +481,12 @@ def kernel_types(
     """
     layers = [each for each in inspector.get("Layers", ()) if isinstance(each, dict)]
     if alone:
-        layers = [each for each in layers if {*_nodes_of(each)} <= {*products}]
+        layers = [layer for layer in layers if {*_nodes_of(layer)} <= {*products}]
     words = [
         _type_words(port)
-        for each in layers
-        if not {*_nodes_of(each)}.isdisjoint(products)
-        for port in (*each.get("Inputs", ()), *each.get("Outputs", ()))
+        for layer in layers
+        if not {*_nodes_of(layer)}.isdisjoint(products)
+        for port in (*layer.get("Inputs", ()), *layer.get("Outputs", ()))
     ]
     return {
         name

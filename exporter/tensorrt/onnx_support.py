@@ -111,7 +111,7 @@ def _nodes(
     graph: onnx.GraphProto,
 ) -> Iterator[tuple[onnx.NodeProto, dict[str, onnx.TensorProto]]]:
     """Every node, those of branches included, with the initializers of its own graph."""
-    initializers = {each.name: each for each in graph.initializer}
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         yield node, initializers
         for attribute in node.attribute:

@@ -181,12 +181,12 @@ class EngineOptions:
         text = ",".join(self.compute_capabilities)
         if len(set(self.compute_capabilities)) < len(self.compute_capabilities):
             raise UsageError(f"--compute-capability {text}: one is repeated", hint="name each once")
-        for each in self.compute_capabilities:
-            if each != CURRENT and each not in backend.cards:
+        for card in self.compute_capabilities:
+            if card != CURRENT and card not in backend.cards:
                 raise UsageError(
-                    f"--compute-capability {each}: {backend.title} compiles for {backend.served}",
-                    hint=instead(each)
-                    if re.fullmatch(_NUMBERS, each)
+                    f"--compute-capability {card}: {backend.title} compiles for {backend.served}",
+                    hint=instead(card)
+                    if re.fullmatch(_NUMBERS, card)
                     else "for example 8.6,8.9,12.0",
                 )
         if CURRENT in self.compute_capabilities and len(self.compute_capabilities) > 1:
@@ -221,7 +221,8 @@ class EngineOptions:
         content = {name: getattr(self, name) for name in self.asked() if name != "timing_cache"}
         if "profiles" in content:
             content["profiles"] = [
-                {axis: asdict(sizes) for axis, sizes in each.items()} for each in self.profiles
+                {axis: asdict(sizes) for axis, sizes in profile.items()}
+                for profile in self.profiles
             ]
         if "compute_capabilities" in content:
             content["compute_capabilities"] = list(self.compute_capabilities)

@@ -168,7 +168,7 @@ def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any
     if plan.record is not None and plan.record.options.get("strip_plan"):
         _refit(plan, trt, logger, engine)
     if plan.record is not None and plan.record.options.get("weight_streaming"):
-        beside = 0 if host_weights else sum(each["nbytes"] for each in plan.record.bound)
+        beside = 0 if host_weights else sum(weight["nbytes"] for weight in plan.record.bound)
         _stream_weights(plan, engine, beside, logger.lines)
     return trt, runtime, engine
 

@@ -61,7 +61,7 @@ class EngineRecord:
     @property
     def ranges(self) -> list[Profile]:
         """The profiles, to be asked what they contain."""
-        return [Profile.from_json(each) for each in self.profiles]
+        return [Profile.from_json(profile) for profile in self.profiles]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +80,26 @@ def engines_of(manifest: Manifest) -> list[EngineRecord]:
         from_data(EngineRecord, each, what, at=f"engines[{index}]", error=BundleError)
         for index, each in enumerate(manifest.engines)
     ]
-    for each in records:
+    for record in records:
         try:
-            plain = all(map(is_plain_name, (each.file, each.graph, each.layers))) and each.ranges
+            plain = (
+                all(map(is_plain_name, (record.file, record.graph, record.layers)))
+                and record.ranges
+            )
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            raise BundleError(f"{what}: the profiles of {each.file}: {error}") from error
+            raise BundleError(f"{what}: the profiles of {record.file}: {error}") from error
         if not plain:
-            raise BundleError(f"{what}: {each.file!r} is no engine in the bundle's folder")
+            raise BundleError(f"{what}: {record.file!r} is no engine in the bundle's folder")
     return records
 
 
 def with_engines(manifest: Manifest, made: Sequence[Made]) -> Manifest:
     """Returns the manifest with these engines in place of those of the same files."""
-    new = {each.record.file: each.record for each in made}
-    old = [each for each in engines_of(manifest) if each.file not in new]
+    new = {engine.record.file: engine.record for engine in made}
+    old = [record for record in engines_of(manifest) if record.file not in new]
     files = dict(manifest.files)
-    for each in made:
-        files.update(each.files)
+    for engine in made:
+        files.update(engine.files)
     engines: list[dict[str, Any]] = [each.as_json() for each in (*old, *new.values())]
     return replace(manifest, engines=engines, files=dict(sorted(files.items())))
 
@@ -105,7 +108,7 @@ def without_files(manifest: Manifest, names: set[str]) -> Manifest:
     """Returns the manifest without the engines of these files."""
     return replace(
         manifest,
-        engines=[each for each in manifest.engines if each.get("file") not in names],
+        engines=[engine for engine in manifest.engines if engine.get("file") not in names],
         files={name: record for name, record in manifest.files.items() if name not in names},
     )
 
@@ -117,7 +120,7 @@ def add_to_bundle(directory: Path, made: Sequence[Made], staged: Path) -> None:
     manifest, and the new one is listed when its files are there. Two builds take turns, and each
     keeps what the other added.
     """
-    names = sorted({name for each in made for name in each.files})
+    names = sorted({name for engine in made for name in engine.files})
     with _told(directory), locked(directory):
         if names:
             for name in names:
@@ -125,7 +128,9 @@ def add_to_bundle(directory: Path, made: Sequence[Made], staged: Path) -> None:
             _write_manifest(directory, without_files(Manifest.read(directory), set(names)))
             for name in names:
                 (staged / name).replace(directory / name)
-        manifest = with_engines(Manifest.read(directory), [each for each in made if each.files])
+        manifest = with_engines(
+            Manifest.read(directory), [engine for engine in made if engine.files]
+        )
         _write_manifest(directory, manifest)
 
 

@@ -394,10 +394,10 @@ class LoadedEngine:
             folder, bound = experts, experts_of(experts, self._graph, bound)
         if bound:
             checked(folder, bound)
-        for each in bound:
-            self._placed.append(placed(folder, each, host=host))
-            self.bound_addresses[each.name] = self._placed[-1].address
-            self.bind(each.name, self._placed[-1].address)
+        for weight in bound:
+            self._placed.append(placed(folder, weight, host=host))
+            self.bound_addresses[weight.name] = self._placed[-1].address
+            self.bind(weight.name, self._placed[-1].address)
 
     def use(
         self, index: int, shape: tuple[int, ...], k: int | None, stream: int
@@ -487,7 +487,11 @@ class LoadedEngine:
                 with suppress(RuntimeError):
                     # The index comes first in every version, whatever its signature calls it.
                     values = self._engine.get_tensor_profile_values(index, K_INPUT)
-                    k = AxisRange(*(int(each[0]) for each in values)) if len(values) == 3 else None
+                    k = (
+                        AxisRange(*(int(value[0]) for value in values))
+                        if len(values) == 3
+                        else None
+                    )
             profiles.append(Profile(input=self.input_name, min=low, opt=opt, max=high, k=k))
         return profiles
 

@@ -326,9 +326,9 @@ def network_products(network: Any) -> list[Product]:
         if layer.type.name not in COMPUTING:
             continue
         inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
-        inputs = [each for each in inputs if each is not None]
-        kinds = {PRECISIONS.get(each.dtype.name, each.dtype.name.lower()) for each in inputs[:2]}
-        both = {stored.get(each.name) for each in inputs[:2]}
+        inputs = [port for port in inputs if port is not None]
+        kinds = {PRECISIONS.get(port.dtype.name, port.dtype.name.lower()) for port in inputs[:2]}
+        both = {stored.get(port.name) for port in inputs[:2]}
         # Weights of four bits meet floats; of eight, the factors are of one kind.
         own = "int4" if "int4" in both else both.pop() if len(both) == 1 else None
         precision = own or "+".join(sorted(kinds))

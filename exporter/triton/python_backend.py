@@ -77,14 +77,14 @@ class TritonPythonModel:
     ) -> list[Any]:
         """The responses to requests that can be one batch; each by itself where that is refused."""
         batches = [arrays for _, arrays in parts]
-        inputs = {name: np.concatenate([each[name] for each in batches]) for name in batches[0]}
+        inputs = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
         try:
             values = self._session.run(inputs, k, self._outputs)
         except MoexportError as error:
             if len(parts) == 1:
                 return [_refused(error)]
             return [answer for part in parts for answer in self._answers([part], k)]
-        ends = np.cumsum([len(next(iter(each.values()))) for each in batches])[:-1]
+        ends = np.cumsum([len(next(iter(batch.values()))) for batch in batches])[:-1]
         split = {name: np.split(value, ends) for name, value in values.items()}
         return [
             triton.InferenceResponse([self._tensor(name, own[i]) for name, own in split.items()])

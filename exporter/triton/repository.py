@@ -165,14 +165,14 @@ def _served(bundle: Bundle, name: str, options: TritonRequest) -> ServedModel:
     backend, device = _backend(bundle, options), _device(bundle, options)
     batched, batch = form.max_batch > 0, _batches(bundle)
     inputs = []
-    for each in manifest.inputs:
-        if each.name == K_INPUT:
+    for port in manifest.inputs:
+        if port.name == K_INPUT:
             shape = ("batch", 1) if batched else (1,)
-            each = TensorSpec(K_INPUT, "int64", shape)  # noqa: PLW2901  as Triton batches it
+            port = TensorSpec(K_INPUT, "int64", shape)  # noqa: PLW2901  as Triton batches it
             more = form.k
         else:
-            more = {"optional": True} if form.optional and each.default is not None else {}
-        inputs.append(config.port(each, batched=batched, **more))
+            more = {"optional": True} if form.optional and port.default is not None else {}
+        inputs.append(config.port(port, batched=batched, **more))
     kind = "KIND_GPU" if device == "gpu" else "KIND_CPU"
     settings: dict[str, Any] = {
         "instance_group": {
@@ -212,7 +212,7 @@ def _served(bundle: Bundle, name: str, options: TritonRequest) -> ServedModel:
             "max_batch_size": form.max_batch,
             **({} if form.file is None else {"default_model_filename": form.file}),
             "input": inputs,
-            "output": [config.port(each, batched=batched) for each in form.outputs],
+            "output": [config.port(output, batched=batched) for output in form.outputs],
         },
         settings=settings,
         files=form.files,
@@ -224,7 +224,7 @@ def _served(bundle: Bundle, name: str, options: TritonRequest) -> ServedModel:
 def _backend(bundle: Bundle, options: TritonRequest) -> ServingBackend:
     if options.backend is not None:
         return options.backend
-    if any(each.flavour == "tensorrt" for each in engines_of(bundle.manifest)):
+    if any(record.flavour == "tensorrt" for record in engines_of(bundle.manifest)):
         return "tensorrt"
     # Triton's OpenVINO backend cannot be told to keep FP32, in which experts are chosen.
     return "python" if runtime_of(bundle.manifest.target) == OPENVINO else "onnxruntime"
@@ -380,8 +380,8 @@ def _tensorrt(bundle: Bundle, options: TritonRequest) -> _BackendForm:
                 hint=f"leave --{name} out",
             )
     plan = find_plan(bundle.path / record.file)
-    smallest = min(each.min[0] for each in record.ranges)
-    largest = max(each.max[0] for each in record.ranges)
+    smallest = min(span.min[0] for span in record.ranges)
+    largest = max(span.max[0] for span in record.ranges)
     takes_k = record.ranges[0].k is not None
     batched = not takes_k and smallest == 1 and largest > 1
     return _BackendForm(

@@ -345,8 +345,8 @@ class MuMoE(MoELayer):
     def merged(self, matrices: Sequence[Tensor]) -> MuMoE:
         """Returns the layer with one matrix [d + 1, o], the bias last, in place of each tensor."""
         tensors = tuple(
-            FactorisedSpec("matrix", (), each.dim, each.out, (), bias=True)
-            for each in self.spec.tensors
+            FactorisedSpec("matrix", (), tensor.dim, tensor.out, (), bias=True)
+            for tensor in self.spec.tensors
         )
         weights = MuMoEWeights(
             (), tuple((matrix,) for matrix in matrices), gain=self.gain, shift=self.shift
@@ -356,12 +356,12 @@ class MuMoE(MoELayer):
     def _steered(self, x: Tensor) -> Tensor:
         """The tokens [b, m, d] as gate and tensors see them: moved towards experts' centres."""
         x = self.tokens(x)
-        for each in self.edits.steerings:
-            strength = x.new_full((1,), each.strength)
-            if each.place is not None:
+        for steering in self.edits.steerings:
+            strength = x.new_full((1,), steering.strength)
+            if steering.place is not None:
                 told = self.strengths
-                strength = x.new_zeros(1) if told is None else told[:, each.place]
-            x = x + strength[:, None, None] * self.projections[each.level][:, each.expert]
+                strength = x.new_zeros(1) if told is None else told[:, steering.place]
+            x = x + strength[:, None, None] * self.projections[steering.level][:, steering.expert]
         return x
 
     def stored(self) -> Iterator[StoredPart]:
@@ -580,12 +580,12 @@ def _steerings(layer: MuMoE) -> Iterator[StoredPart]:
         return
     fixed = torch.zeros(layer.spec.dim, dtype=torch.float64)
     told = torch.zeros(layer.edits.steerings[0].told, layer.spec.dim)
-    for each in layer.edits.steerings:
-        centre = layer.projections[each.level][:, each.expert]
-        if each.place is None:
-            fixed += each.strength * centre.double()
+    for steering in layer.edits.steerings:
+        centre = layer.projections[steering.level][:, steering.expert]
+        if steering.place is None:
+            fixed += steering.strength * centre.double()
         else:  # the rows of other layers' experts are zero
-            told[each.place] = centre
+            told[steering.place] = centre
     yield _part(names.STEER_CENTRES, told) if len(told) else _part(names.STEER_INPUT, fixed)
 
 

@@ -102,12 +102,12 @@ def choose(
     elif len(sizes) > 1 and others:
         reason += f", at most {ratio:.3g} times the fastest" if ratio > 1 else ", always fastest"
     if others:
-        listed = (f"{each.name} {_milliseconds(times[each])}" for each in others)
+        listed = (f"{other.name} {_milliseconds(times[other])}" for other in others)
         reason += f" (others: {', '.join(listed)})"
     for column, size in enumerate(sizes):
         slower = times[best][column] / fastest[column]
         if slower >= MUCH_SLOWER:
-            better = next(each for each in others if times[each][column] == fastest[column])
+            better = next(other for other in others if times[other][column] == fastest[column])
             alone = "" if by_token else f"--batch {size} takes it, "
             reason += (
                 f"; at {_sizes([size], by_token=by_token)} {better.name} is {slower:.2g} times as "

@@ -149,7 +149,7 @@ def quantize_backbone(
             quantized = QuantizedProducts(form, weights, {linear.key: scale})
             _replace(model.graph, [linear], ComputeTypes(quantized=quantized), float_type)
         made.append(QuantizedLinear(name, HEAD if head else None))
-    if form == "kernel" and any(each.reason is None for each in made):
+    if form == "kernel" and any(engine.reason is None for engine in made):
         model.graph.opset_imports.setdefault(MICROSOFT, 1)
     return made
 
@@ -170,7 +170,7 @@ def block_backbone(
         reason = f"its rows of {linear.width} numbers are no whole blocks of {INT4_BLOCK}"
         whole = linear.width % INT4_BLOCK == 0
         made.append(QuantizedLinear(name, None if whole else reason))
-    if form == "kernel" and any(each.reason is None for each in made):
+    if form == "kernel" and any(engine.reason is None for engine in made):
         model.graph.opset_imports.setdefault(MICROSOFT, 1)
     return made
 

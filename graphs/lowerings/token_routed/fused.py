@@ -82,7 +82,7 @@ def _positive(value: ir.Value | None) -> bool:
         case "Softmax" | "Sigmoid" | "Exp" | "Relu" | "Abs" | "Sqrt" | "Softplus":
             return True
         case "Add" | "Mul" | "Div":
-            return all(_positive(each) for each in node.inputs)
+            return all(_positive(port) for port in node.inputs)
         case moved if moved in MOVING or moved in CHOOSING:
             return value is node.outputs[0] and _positive(node.inputs[0])
         case _:
