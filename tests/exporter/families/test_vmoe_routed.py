@@ -10,13 +10,13 @@ import pytest
 import torch
 from moexport.errors import FamilyError, FeedError, MoexportError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.export import export
 from moexport.exporter.families.vmoe_routed import ExpertsChoose, TokensChoose, capacity_of
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model
 from moexport.exporter.options import ExportOptions
-from moexport.exporter.parity import PARITY_FILE, Reference
 from moexport.exporter.session import Session
 from moexport.graphs.layers.base import recorded_choices
 from moexport.tests.exporter.families.test_vmoe_vit import (
