@@ -312,7 +312,7 @@ def adapt_expert_choice(layer: ExpertChoice) -> moexport.Experts:
     def forward(experts: Any, x: Tensor) -> Any:
         seen = layer.norm(x)
         best, index = layer.gate(seen).topk(layer.taken, dim=1)  # (b, p, n)
-        taken = F.one_hot(index, x.shape[1]).float()  # (b, p, n, m)
+        taken = F.one_hot(index, x.shape[1]).to(x)  # (b, p, n, m)
         slots = torch.einsum("bpnm,bmd->bnpd", taken, seen)
         return x + experts(slots, combine=torch.einsum("bpnm,bpn->bmnp", taken, best.softmax(1)))
 

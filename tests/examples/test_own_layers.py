@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import ParityError, UsageError
+from moexport.exporter.user_network.adapters import adapter_of
 from moexport.tests.docs.documents import ROOT, blocks
+from moexport.tests.exporter.user_network import naive
 
 PAGE = ROOT / "docs" / "own-layer-examples.md"
 
@@ -25,6 +27,9 @@ EVEN = ("swapped", "expert-choice", "outside")
 """Every expert has the same sum of C."""
 
 NO_K = (*EVEN, "capacity")
+
+PER_RUN = ("tempered", "biased", "normed", "one-map", "mixed", "masked", "backbone")
+"""Algorithm 1 chooses in the graph, so that k may be one of its inputs."""
 
 LAYERS = (
     *("tempered", "biased", "normed", "one-map", "mixed", "masked", "swapped", "expert-choice"),
@@ -48,7 +53,8 @@ def exported(name: str, folder: Path, **options: Any) -> tuple[Any, np.ndarray]:
     x = np.random.default_rng(3).standard_normal((16, 12, 6)).astype(np.float32)
     batch: dict[str, Any] = {"batch": len(x)} if name in WHOLE_BATCH else {}
     if options.get("precision") == "int8":
-        options["calibration"] = moexport.calibrate(model, x)
+        np.savez(folder.with_suffix(".npz"), input=x)
+        options["data"] = folder.with_suffix(".npz")
     moexport.export(model, folder, **batch, **options)
     assert all(check.passed for check in moexport.verify(folder))
     return moexport.Bundle.open(folder), x
@@ -68,15 +74,44 @@ def test_every_layer_gives_what_its_own_network_gives(
     assert difference(expected, bundle.session()(x)) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in NO_K])
-def test_half_of_the_experts_are_exported_and_are_others_than_all(
-    name: str, example: ModuleType, tmp_path: Path
+def computed(
+    example: ModuleType, name: str, x: np.ndarray, k: int | None, monkeypatch: pytest.MonkeyPatch
+) -> np.ndarray:
+    """What a network gives in float64 with k experts, as its adapter describes its layer."""
+    net = example.build(name)
+    layer = net.mixture.layer
+    description = adapter_of(layer, {})(layer)  # type: ignore[misc]
+    net, own = net.double(), naive.forward_of(description, k)
+    returned: dict[str, Any] = {"biased": lambda y: {"output": y}, "outside": lambda y: (y, {})}
+    as_returned = returned.get(name, lambda y: y)
+    monkeypatch.setattr(layer, "forward", lambda *args: as_returned(own(*args)))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            y = net(torch.from_numpy(x).double())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return y.numpy()  # type: ignore[no-any-return]
+
+
+FEW = ("tempered", "masked", "shared", "dense", "backbone")
+"""The kinds of adapters: what the fast tests try in every form."""
+
+
+def few_fast(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test, slow but for a few."""
+    return [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", few_fast(name for name in LAYERS if name not in NO_K))
+def test_a_quarter_of_the_experts_gives_what_the_adapter_says(
+    name: str, example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle, x = exported(name, tmp_path / "half", k=1)
-    with torch.no_grad():
-        whole = example.build(name)(torch.from_numpy(x)).numpy()
-    assert difference(whole, bundle.session()(x)) > 1e-4
+    bundle, x = exported(name, tmp_path / "quarter", k=0.25)
+    assert [layer.k for layer in bundle.manifest.layers] == [1]
+    expected = computed(example, name, x, 1, monkeypatch)
+    assert difference(expected, bundle.session()(x)) < 1e-5
+    assert difference(expected, computed(example, name, x, None, monkeypatch)) > 1e-3
 
 
 @pytest.mark.parametrize("name", EVEN)
@@ -88,24 +123,41 @@ def test_no_k_is_chosen_where_every_expert_has_the_same_sum_of_c(
         exported(name, tmp_path / "out", k=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["masked", "normed", "tempered", "shared", "dense"])
-def test_int8_serves_them(name: str, example: ModuleType, tmp_path: Path) -> None:
-    bundle, x = exported(name, tmp_path / "int8", precision="int8", target="ort-cpu")
-    with torch.no_grad():
-        expected = example.build(name)(torch.from_numpy(x)).numpy()
-    assert difference(expected, bundle.session()(x)) < 0.05
+@pytest.mark.parametrize("k", [1, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", few_fast(LAYERS))
+def test_int8_serves_them(
+    name: str,
+    k: int | None,
+    example: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {} if k is None or name in NO_K else {"k": k}
+    bundle, x = exported(name, tmp_path / "int8", precision="int8", target="ort-cpu", **options)
+    assert [layer.precision for layer in bundle.manifest.layers] == ["int8"]
+    expected = computed(example, name, x, options.get("k"), monkeypatch)
+    assert difference(expected, bundle.session()(x)) < 0.03
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["masked", "tempered", "biased", "backbone"])
-def test_k_may_be_chosen_per_run(name: str, example: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PER_RUN)
+def test_k_may_be_chosen_per_run(
+    name: str, example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle, x = exported(name, tmp_path / "any", k="input")
-    with torch.no_grad():
-        expected = example.build(name)(torch.from_numpy(x)).numpy()
     session = bundle.session()
-    assert difference(expected, session(x, 4)) < 1e-5
-    assert difference(expected, session(x, 1)) > 1e-4
+    for k in (1, 3, 4):
+        expected = computed(example, name, x, k, monkeypatch)
+        assert difference(expected, session(x, k)) < 1e-5
+
+
+@pytest.mark.parametrize("name", few_fast(name for name in LAYERS if name not in PER_RUN))
+def test_no_k_per_run_where_the_router_is_the_users(
+    name: str, example: ModuleType, tmp_path: Path
+) -> None:
+    del example
+    with pytest.raises(UsageError, match="--k"):
+        exported(name, tmp_path / "out", k="input")
 
 
 @pytest.mark.parametrize("name", WHOLE_BATCH)
