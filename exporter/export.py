@@ -45,6 +45,7 @@ from .reference import (
     torch_reference,
 )
 from .tensorrt.engines import build_for_export
+from .text.layouts import with_layout
 from .token_routed.generation import write_generation
 from .trace import trace
 from .write import graph_record, manifest_of, opened_comparison, write_graphs
@@ -99,7 +100,8 @@ def _written(
     assert place is not None, "an export has a destination"
     planned = export_plan(job, progress, traced)
     weights_bytes = planned.weights_bytes
-    check_destination(place, force=force, needed_bytes=weights_bytes)
+    copies = 1 if options.layout is None else 2
+    check_destination(place, force=force, needed_bytes=copies * weights_bytes)
     with atomic_directory(place, force=force) as directory:
         progress.step("writing weights and graphs", total=weights_bytes)
         beside = _beside(planned)
@@ -129,6 +131,8 @@ def _written(
         manifest = manifest_of(planned, lowered, parities, directory, unreached=missing)
         manifest = replace(manifest, notes=[*manifest.notes, *notes, *generation])
         manifest = build_for_export(directory, manifest, options.engine, progress)
+        if options.layout is not None:
+            manifest = with_layout(directory, manifest, options.layout)
         manifest = with_readme(directory, manifest)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return Bundle(place, manifest)

@@ -42,6 +42,7 @@ from .requests import CalibrateRequest
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions
+from .text.files import TOKENIZER_FILE
 from .token_routed.routers import with_k
 from .user_network.own_forward import with_router_k
 
@@ -95,6 +96,11 @@ class ExportJob:
     def decodes(self) -> bool:
         """Whether the model writes texts, a token at a time, with a cache of the earlier ones."""
         return getattr(self.model.module, "cached", False) and "tokens" not in self.fixed
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether that is all it takes: a decoder alone also reads what its encoder gives."""
+        return self.decodes and self.model.input.name == "input_ids"
 
     def work(self, layer: str, tokens: int, *, fixed: bool = False) -> AnyWork:
         """What a layer has to compute for one batch, of `tokens` m where its input has them.
@@ -180,6 +186,7 @@ def export_job(
     changed = with_router_k(with_k(changed, k), k)
     _check_routing(options, k, _specs(changed))
     job = ExportJob(changed, options, k, fixed, table)
+    _check_layout(job)
     _check_layers(job)
     _check_blocks(job)
     if table is not None:
@@ -322,6 +329,23 @@ def _check_engine(target: Target, engine: EngineOptions | bool | None) -> None:
             hint=f"engines are built for --target {' and '.join(BACKENDS)}",
         )
     check_for_export(target, engine)
+
+
+def _check_layout(job: ExportJob) -> None:
+    """Raises `UsageError` for a layout of what no text is generated from."""
+    layout, folder = job.options.layout, job.model.source.files[0].parent
+    if layout is None:
+        return
+    if not job.writes_text:
+        raise UsageError(
+            f"--layout {layout}: it is of causal language models with a cache, and this is none",
+            hint="leave --layout out",
+        )
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise UsageError(
+            f"--layout {layout}: {folder} holds no {TOKENIZER_FILE}",
+            hint="save the model's tokenizer there",
+        )
 
 
 def _check_layers(job: ExportJob) -> None:

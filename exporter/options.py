@@ -42,7 +42,8 @@ from .bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
 from .edits import NO_EDITS, Edits, read_edits
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from .parity import TOLERANCES, Tolerance
-from .requests import ExportRequest
+from .requests import ExportRequest, Layout
+from .text.layouts import LAYOUTS
 
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed
@@ -258,6 +259,7 @@ class ExportOptions:
     method: Method | None = None
     engine: EngineOptions | bool | None = None
     destination: Path | None = None
+    layout: Layout | None = None
     force: bool = False
     recipe: Recipe | None = None
 
@@ -309,6 +311,13 @@ class ExportOptions:
                 "--lowering tune: ONNX Runtime's CPU provider has no BF16 kernels to time",
                 "use auto, or another --precision",
             )
+        if self.layout is not None:
+            _one_of("--layout", self.layout, LAYOUTS)
+            if self.precision.name not in LAYOUTS[self.layout].suffixes:
+                yield (
+                    f"--layout {self.layout}: it has no name for --precision {self.precision.name}",
+                    f"--precision is one of {', '.join(LAYOUTS[self.layout].suffixes)}",
+                )
         if self.k == "input" and self.precision.min_retention is not None:
             yield (
                 "--min-retention with --k input: retention needs one k, and this graph accepts any",
@@ -434,6 +443,7 @@ def requested(request: ExportRequest, destination: Path | None) -> ExportOptions
         method=request.method,
         engine=request.engine,
         destination=destination,
+        layout=request.layout,
         force=request.force,
     )
     if recipe is None:
@@ -447,7 +457,7 @@ def requested(request: ExportRequest, destination: Path | None) -> ExportOptions
 
 _BESIDE_A_RECIPE = frozenset(
     {"recipe", "data", "atol", "rtol", "verify", "verify_samples", "steer", "engine", "force"}
-    | {"expose_routing", "threads"}
+    | {"expose_routing", "layout", "threads"}
 )
 """Options that a recipe leaves open."""
 

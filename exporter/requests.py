@@ -41,6 +41,9 @@ Device = Literal["cpu", "gpu"]
 OpenVinoDevice = Literal["cpu", "gpu", "npu"]
 """Where OpenVINO runs a graph: the names of `exporter.bundle.openvino.DEVICES`."""
 
+Layout = Literal["transformers-js", "optimum"]
+"""Whose names and folders: the names of `exporter.text.layouts.LAYOUTS`."""
+
 SIZES = "MIN:OPT:MAX"
 
 FEED = "Inputs: an .npz, a folder of .npy, shards (.tar, .parquet) or package.module:iterable."
@@ -362,6 +365,13 @@ class ExportRequest(Request):
         heading="Options",
         kind=bool,
         flag="--engine/--no-engine",
+    )
+    layout: Layout | None = option(
+        None,
+        "Also write a language model as this program looks for its files, in a folder of this "
+        "name.",
+        unset="no such folder",
+        kind=Layout,
     )
     force: bool = option(False, "Replace an existing bundle.")
 

@@ -6,7 +6,7 @@ import errno
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ...common.documents import object_in
 from ...common.writing import (
@@ -76,11 +76,18 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
 
 def others_in(folder: Path, files: Collection[str]) -> list[str]:
     """Returns the names of what lies in a bundle's folder and is none of its files."""
-    return sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.name not in (MANIFEST_FILE, *files) and not is_partial(path)
-    )
+    known = {MANIFEST_FILE, *files}
+    folders = {str(parent) for name in known for parent in PurePosixPath(name).parents}
+
+    def others(place: Path) -> Iterator[str]:
+        for path in place.iterdir():
+            name = path.relative_to(folder).as_posix()
+            if name in folders:
+                yield from others(path)
+            elif name not in known and not is_partial(path):
+                yield name
+
+    return sorted(others(folder))
 
 
 @contextmanager

@@ -315,10 +315,12 @@ class Manifest:
         """What no export writes, though its type is right."""
         if self.target not in TARGETS:
             yield f"target is {self.target!r}, which this version does not know"
-        for name in (*self.files, *(graph.file for graph in self.graphs)):
-            if not is_plain_name(name):
+        for name in self.files:
+            if not all(map(is_plain_name, name.split("/"))):
                 yield f"{name!r} is no name of a file in the bundle's folder"
         for graph in self.graphs:
+            if not is_plain_name(graph.file):
+                yield f"{graph.file!r} is no name of a file in the bundle's folder"
             span = graph.batches
             if span and not (len(span) == 2 and 1 <= span[0] <= span[1]):
                 yield f"{graph.file} cannot be for batches of {span}"

@@ -115,6 +115,9 @@ def _content(manifest: Manifest, name: str) -> str:
                 return f"the graph: {lowerings}"
             first, last = graph.batches
             return f"a graph: {lowerings}; for batch sizes {first} to {last}, but it accepts any"
+    folder = name.rpartition("/")[0]
+    if folder:
+        return f"the same for {folder.partition('/')[0]}, by the names that it looks for"
     return "an engine, or a part of one"
 
 

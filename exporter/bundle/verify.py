@@ -78,7 +78,7 @@ def verify(
     yield Check(f"hash of {MANIFEST_FILE}", same, AS_RECORDED if same else CHANGED)
     damaged = not same
     for name, record in manifest.files.items():
-        check = _hash_check(directory / name, record.sha256, record.bytes)
+        check = _hash_check(directory, name, record.sha256, record.bytes)
         damaged |= not check.passed
         yield check
     if damaged:
@@ -219,8 +219,8 @@ def _runs(
     return clear, batch, k
 
 
-def _hash_check(path: Path, expected: str, size: int) -> Check:
-    name = f"hash of {path.name}"
+def _hash_check(directory: Path, file: str, expected: str, size: int) -> Check:
+    name, path = f"hash of {file}", directory / file
     if not path.is_file():
         return Check(name, False, "the file is missing")
     trust = f"; `moexport run` with {TRUST}" if path.suffix == ".plan" else ""

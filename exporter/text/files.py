@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...common.documents import object_in
 
+CONFIG_FILE = "config.json"
 GENAI_FILE = "genai_config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
 TOKENIZER_BYTES = 128 << 20
@@ -16,7 +21,7 @@ TOKENIZER_BYTES = 128 << 20
 
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG_FILE,
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -27,8 +32,13 @@ TOKENIZER_FILES = (
 )
 """What libraries call the parts of a tokenizer, and the template of a chat."""
 
-CONFIGURED = (GENAI_FILE, GENERATION_FILE, "config.json", *TOKENIZER_FILES)
+CONFIGURED = (GENAI_FILE, GENERATION_FILE, CONFIG_FILE, *TOKENIZER_FILES)
 """What a bundle has beside its graph for programs that generate text."""
+
+
+def write_object(content: Mapping[str, Any], place: Path) -> None:
+    """Writes a JSON file for people to read."""
+    place.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def tokenizer_problem(folder: Path, vocabulary: int) -> str | None:

@@ -20,8 +20,7 @@ from torch.nn.modules import module as registration
 
 from ...common.documents import read_document
 from ...errors import CheckpointError, FamilyError, MoexportError
-
-CONFIG_FILE = "config.json"
+from ..text.files import CONFIG_FILE
 
 COUNTS = re.compile(r"layer|expert|label|block|depth|stage|head|group", re.IGNORECASE)
 """In the names of fields of which a library makes so many things, before or while it builds."""

@@ -21,13 +21,14 @@ from ...graphs.names import PAST, PRESENT
 from ...graphs.targets import TARGETS
 from ..job import ExportJob
 from ..text.files import (
+    CONFIG_FILE,
     GENAI_FILE,
     GENERATION_FILE,
     TOKENIZER_BYTES,
     TOKENIZER_FILES,
     tokenizer_problem,
+    write_object,
 )
-from .budget import CONFIG_FILE
 from .network import TransformersNetwork
 from .routers import FIELDS
 
@@ -55,7 +56,7 @@ def write_generation(
     Returns notes on what keeps these graphs from it.
     """
     network = job.model.module
-    if not isinstance(network, TransformersNetwork) or not _decodes(job):
+    if not isinstance(network, TransformersNetwork) or not job.writes_text:
         return ()
     model, vocabulary = network.wrapped, job.model.input.below
     folder = job.model.source.files[0].parent
@@ -68,25 +69,19 @@ def write_generation(
         k = job.model.config.get(field)
         if field in config and isinstance(k, int):  # as a router of this graph chooses
             config[field] = k
-    _write(config, directory / CONFIG_FILE)
-    _write(json.loads(model.generation_config.to_json_string()), directory / GENERATION_FILE)
+    write_object(config, directory / CONFIG_FILE)
+    write_object(json.loads(model.generation_config.to_json_string()), directory / GENERATION_FILE)
     keys, values = (_cache(job, part) for part in ("key", "value"))
     if keys != values:
         return (
             "no text can be generated: ONNX Runtime GenAI takes no cache whose keys and values "
             "are of different sizes",
         )
-    _write(genai_config(job, file, model, in_place=appends_in_place(graph)), directory / GENAI_FILE)
+    write_object(
+        genai_config(job, file, model, in_place=appends_in_place(graph)), directory / GENAI_FILE
+    )
     problem = tokenizer_problem(folder, vocabulary)
     return () if problem is None else (f"no text can be generated: {problem}",)
-
-
-def _decodes(job: ExportJob) -> bool:
-    """Whether a loop over tokens can give the graphs all that they take: tokens and their cache."""
-    names = [port.name for port in job.model.inputs]
-    ids, *others = [name for name in names if not name.startswith(f"{PAST}.")]
-    asked = ids == "input_ids" and others == ["attention_mask", "position_ids"]
-    return asked and "tokens" not in job.fixed
 
 
 def _cache(job: ExportJob, part: str) -> list[tuple[int, int]]:
@@ -160,14 +155,10 @@ def _copy(source: Path, place: Path) -> None:
     if source.suffix == ".json":
         content = read_document(source, "json", CheckpointError, TOKENIZER_BYTES, LARGE_BITS)
     if isinstance(content, dict) and CODE in content:
-        _write(_without_code(content), place)
+        write_object(_without_code(content), place)
     else:
         shutil.copyfile(source, place)
 
 
 def _without_code(content: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key != CODE}
-
-
-def _write(content: Mapping[str, Any], place: Path) -> None:
-    place.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -22,7 +22,8 @@ from ...graphs.names import PAST
 from ..checkpoints.files import find_files
 from ..checkpoints.floats import upcast
 from ..model import Model, Source, TensorSpec
-from .budget import CONFIG_FILE, SAME, WeightSizes
+from ..text.files import CONFIG_FILE
+from .budget import SAME, WeightSizes
 from .experts import canonical, check_layer, experts_modules
 from .network import (
     DECODED,
