@@ -42,7 +42,7 @@ from .bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
 from .edits import NO_EDITS, Edits, read_edits
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from .parity import TOLERANCES, Tolerance
-from .requests import ExportRequest, Layout
+from .requests import ExportRequest, TextLayout
 from .text.layouts import LAYOUTS
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class ExportOptions:
     method: Method | None = None
     engine: EngineOptions | bool | None = None
     destination: Path | None = None
-    layout: Layout | None = None
+    layout: TextLayout | None = None
     force: bool = False
     recipe: Recipe | None = None
 

@@ -41,7 +41,7 @@ Device = Literal["cpu", "gpu"]
 OpenVinoDevice = Literal["cpu", "gpu", "npu"]
 """Where OpenVINO runs a graph: the names of `exporter.bundle.openvino.DEVICES`."""
 
-Layout = Literal["transformers-js", "optimum"]
+TextLayout = Literal["transformers-js", "optimum"]
 """Whose names and folders: the names of `exporter.text.layouts.LAYOUTS`."""
 
 SIZES = "MIN:OPT:MAX"
@@ -366,12 +366,12 @@ class ExportRequest(Request):
         kind=bool,
         flag="--engine/--no-engine",
     )
-    layout: Layout | None = option(
+    layout: TextLayout | None = option(
         None,
         "Also write a language model as this program looks for its files, in a folder of this "
         "name.",
         unset="no such folder",
-        kind=Layout,
+        kind=TextLayout,
     )
     force: bool = option(False, "Replace an existing bundle.")
 

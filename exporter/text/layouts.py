@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from ...graphs.targets import Precision
-    from ..requests import Layout
+    from ..requests import TextLayout
 
 GRAPHS = "onnx"
 """The folder of the graphs, in that of the layout."""
@@ -65,7 +65,7 @@ SUFFIXES: Mapping[Precision, str] = {
 DTYPES: Mapping[Precision, str] = {"fp32": "fp32", "fp16": "fp16", "int8": "q8", "int4": "q4"}
 """What transformers.js calls the precisions."""
 
-LAYOUTS: Mapping[Layout, LayoutRecord] = {
+LAYOUTS: Mapping[TextLayout, LayoutRecord] = {
     "transformers-js": LayoutRecord(
         known=frozenset({"deepseek_v3", "gpt_oss", "qwen2_moe", "qwen3_moe"}),
         alias="llama",
@@ -79,7 +79,7 @@ LAYOUTS: Mapping[Layout, LayoutRecord] = {
 }
 
 
-def with_layout(directory: Path, manifest: Manifest, layout: Layout) -> Manifest:
+def with_layout(directory: Path, manifest: Manifest, layout: TextLayout) -> Manifest:
     """Writes the folder of a layout into a bundle's and returns the manifest that lists it."""
     import onnx
 

@@ -154,7 +154,8 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
 EVERYWHERE = {"as_json", "verbose", "quiet", "force", "rebuild", "output"}
 ACTING = {
     "export": {"config", "sets", "k", "target", "lowering", "batch", "opset", "precision"}
-    | {"ablate", "rewrite", "steer", "recipe", "verify", "dry_run", "model", "threads"},
+    | {"ablate", "rewrite", "steer", "recipe", "verify", "dry_run", "model", "threads"}
+    | {"layout"},
     "inspect": {"model"},
     "calibrate": {"model", "config", "sets", "data", "k", "method", "samples", "batch"}
     | {"sensitivity", "ray"},
