@@ -15,7 +15,7 @@ RUN: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = MappingProxyType(
         "onnxruntime": ((1, 24), (1, 32)),
         "openvino": ((2026, 0), (2026, 4)),
         "onnxscript": ((0, 7), (0, 7)),
-        "numpy": ((2, 0), (2, 4)),
+        "numpy": ((2, 0), (2, 5)),
     }
 )
 """The oldest and the newest version of each package that `make compat` was run with."""

@@ -115,7 +115,7 @@ def _tokens_per_second(axes: Axes, section: Section, lines: Sequence[Series]) ->
         _with_bars(axes, list(bars), list(bars.values()), label=line.name, **look(line.look))
     rates = [row.tokens_per_s for row in section.all_rows if row.tokens_per_s is not None]
     if max(rates, default=1.0) > FAR_APART * min(rates, default=1.0):
-        _by_factors(axes)
+        by_factors(axes)
     else:
         axes.set_ylim(bottom=0)
     log2_axis(axes, section.ks, f"experts for a token, k of {section.experts}")
@@ -169,7 +169,7 @@ def drawn(
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _by_factors(axes: Axes) -> None:
+def by_factors(axes: Axes) -> None:
     """A logarithmic axis of values, with ticks that read as numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -197,7 +197,7 @@ def _latency(axes: Axes, section: Section, lines: Sequence[Series]) -> None:
             axes.plot(k, 0.985 * section.top_ms, **mark)
     medians = [row.median_ms for row in section.all_rows if row.median_ms is not None]
     if max(medians, default=1.0) > FAR_APART * min(medians, default=1.0):
-        _by_factors(axes)
+        by_factors(axes)
         axes.set_ylim(0.75 * min(medians), 1.1 * section.top_ms)
     else:
         axes.set_ylim(0, section.top_ms)

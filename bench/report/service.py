@@ -10,10 +10,10 @@ from ...common.text import table
 from ..engines import PYTORCH_EAGER
 from ..results import Results, Row
 from ..service.findings import Service, ServiceFindings, best, requests, services_in
-from .figures import COLOURS, MARKERS, REFERENCE, drawn, log2_axis
+from .figures import COLOURS, MARKERS, REFERENCE, by_factors, drawn, log2_axis
 from .summary import KEPT, UNTOUCHED, line_name, milliseconds, percent
 
-HEADS = ("Engine", "k", "Rate", "p50, ms", "p99, ms", "vs k = n", "vs PyTorch", "By LoadGen")
+HEADS = ("Engine", "k", "Rate", "p50, ms", "p99, ms", "vs all experts", "vs PyTorch", "By LoadGen")
 OFFERED_HEADS = ("Offered", "Completed", "p50, ms", "p90, ms", "p99, ms", "Refused")
 SCENARIOS = {
     "server": "Server: requests come at random",
@@ -63,12 +63,10 @@ def answers(results: Results) -> Iterator[str]:
             continue
         share = kept[id(most)]
         accuracy = "" if share is None else f" (keeps {percent(share)} of the accuracy)"
+        others = {"all experts": _all_experts(most, here), "PyTorch": _pytorch(here)}
         against = [
             _against(most, other, what)
-            for other, what in (
-                (_all_experts(most, here), "all experts"),
-                (_pytorch(here), "PyTorch"),
-            )
+            for what, other in others.items()
             if other is not None and other is not most
         ]
         beside = f": {', '.join(against)}" if against else ""
@@ -115,7 +113,7 @@ def service_tables(results: Results) -> list[tuple[str, Sequence[str], dict[str,
     found = services_in(results.analyses)
     if found is None:
         return []
-    tables = []
+    tables: list[tuple[str, Sequence[str], dict[str, list[Any]]]] = []
     for scenario, title in SCENARIOS.items():
         of = found.of(scenario)
         if of:
@@ -166,13 +164,13 @@ def _cells(service: Service, others: Sequence[Service], found: ServiceFindings) 
 
 def service_notes(found: ServiceFindings) -> tuple[str, ...]:
     """Returns how services were measured."""
-    delay = f"{found.max_delay_ms:g} ms" if found.max_delay_ms else "not at all"
+    delay = f"waited up to {found.max_delay_ms:g} ms" if found.max_delay_ms else "did not wait"
     return (
         "MLPerf's LoadGen issued the queries and judged the runs; its own logs lie in the folder "
         f"service beside the results. A run took {found.duration_s:g} s at least, and drew from "
         f"{found.library:,} inputs. The server's rate was found by LoadGen's own search, and "
-        f"offered again. The queue waited for more requests {delay}; instances and threads are "
-        "those that computed full batches fastest. LoadGen, queue and engine shared the machine.",
+        f"offered again. The queue {delay} to fill a batch; instances and threads are those that "
+        "computed full batches fastest. LoadGen, queue and engine shared the machine.",
     )
 
 
@@ -271,7 +269,7 @@ def service_figure(results: Results, directory: Path) -> tuple[Path, ...]:
                     if offered:
                         right.annotate(f"k = {each.k}", (offered[-1], each.offered[-1].p99_ms))
             left.set_ylim(bottom=0)
-            right.set_yscale("log")
+            by_factors(right)
             ks = sorted({each.k for _, services in own for each in services})
             log2_axis(left, ks, f"experts computed, k of {own[0][1][0].experts}")
     return paths

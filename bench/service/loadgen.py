@@ -53,7 +53,7 @@ _PEAK = re.compile(r"Found peak performance field: ([\d.]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Traffic:
     """What LoadGen is to do: a scenario, at least for how long.
 
     `rate` is what server offers and offline expects, in samples a second; of the two streams it is
@@ -102,7 +102,7 @@ def loadgen() -> Any:
 
 
 def judged(
-    queue: Queue[int, Any], library: int, load: Load, logs: Path, *, search: bool = False
+    queue: Queue[int, Any], library: int, load: Traffic, logs: Path, *, search: bool = False
 ) -> Judgement:
     """Returns LoadGen's judgement of a queue that maps the numbers of samples to outputs.
 
@@ -146,7 +146,7 @@ def _nothing(samples: Sequence[int]) -> None:
     """Loads or unloads samples: all are in memory."""
 
 
-def _settings(lg: Any, load: Load, *, search: bool) -> Any:
+def _settings(lg: Any, load: Traffic, *, search: bool) -> Any:
     settings = lg.TestSettings()
     settings.scenario = getattr(lg.TestScenario, NAMES[load.scenario])
     settings.mode = lg.TestMode.FindPeakPerformance if search else lg.TestMode.PerformanceOnly
@@ -160,10 +160,9 @@ def _settings(lg: Any, load: Load, *, search: bool) -> Any:
     settings.server_target_qps = load.rate
     if load.bound_s < math.inf:
         settings.server_target_latency_ns = round(1e9 * load.bound_s)
-    # A search ends between two rates that differ by a percent or so.
-    settings.server_find_peak_qps_decimals_of_precision = max(
-        0, 2 - math.floor(math.log10(load.rate))
-    )
+    # A search ends between two rates that differ by some percent of the one that it began at.
+    decimals = max(0, 1 - math.floor(math.log10(load.rate)))
+    settings.server_find_peak_qps_decimals_of_precision = decimals
     return settings
 
 
@@ -174,7 +173,7 @@ class _System:
     query that did not keep it.
     """
 
-    def __init__(self, lg: Any, queue: Queue[int, Any], load: Load) -> None:
+    def __init__(self, lg: Any, queue: Queue[int, Any], load: Traffic) -> None:
         self._lg, self._queue = lg, queue
         self._serves, self._bound_s = load.scenario == "server", load.bound_s
         self._late: list[int] = []
@@ -237,7 +236,7 @@ class _System:
         self._lg.QuerySamplesComplete([response(number, 0, 0) for number in numbers])
 
 
-def read_log(detail: Path, load: Load, *, refused: int = 0) -> Judgement:
+def read_log(detail: Path, load: Traffic, *, refused: int = 0) -> Judgement:
     """Returns the judgement in the last run of LoadGen's detailed log."""
     found: dict[str, Any] = {}
     peak = None

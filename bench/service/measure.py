@@ -32,7 +32,7 @@ from ..plan import Candidate, Case
 from ..request import BenchRequest
 from ..runners.base import GraphLoader, Loader, Runner, first_of
 from .findings import SERVICE, Layout, OfferedRun, Service, ServiceFindings, as_analyses
-from .loadgen import Judgement, Load, Scenario, judged, loadgen
+from .loadgen import Judgement, Scenario, Traffic, judged, loadgen
 from .queue import Queue
 
 MOST_IN_LIBRARY = 1024
@@ -43,6 +43,7 @@ AGAIN = (1.0, 0.95, 0.9, 0.8, 0.6, 0.3)  # of what a search found: offered until
 OFFERED = (0.25, 0.5, 0.75, 1.1)  # of the rate that was found, beside it
 FASTER = 1.2  # than expected may be what was measured, or LoadGen has too few queries ready
 RUNS = 4  # of the whole duration, that server takes: a search of ten runs or more, and the others
+BOUNDS = 10  # of latency, that a run lasts at least
 ALL_SIZES = 32  # every size of a batch up to this one is run once before the first query
 
 
@@ -88,13 +89,21 @@ def settings_of(request: BenchRequest) -> ServiceSettings | None:
     ):
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{option} {value:g}: must be more than 0")
-    loadgen()
     bound, delay = request.latency_bound, request.max_delay
+    duration_s = parse_seconds(request.duration, "--duration", "s")
+    bound_s = None if bound is None else parse_seconds(bound, "--latency-bound", "ms")
+    if bound_s is not None and duration_s < BOUNDS * bound_s:
+        # Requests that come too fast for the system have to pile up before the run ends.
+        raise UsageError(
+            f"--duration {request.duration}: too short to tell what keeps {bound}",
+            hint=f"--duration {BOUNDS * bound_s:g}s at least",
+        )
+    loadgen()
     return ServiceSettings(
         scenarios=tuple(each for each in known if each in names),
-        duration_s=parse_seconds(request.duration, "--duration", "s"),
+        duration_s=duration_s,
         max_delay_s=0.0 if delay is None else parse_seconds(delay, "--max-delay", "ms"),
-        bound_s=None if bound is None else parse_seconds(bound, "--latency-bound", "ms"),
+        bound_s=bound_s,
         rate=request.offered_rate,
         library=request.library,
         price_per_hour=request.price_per_hour,
@@ -160,7 +169,9 @@ class Served:
     def _runner(self, size: int, threads: int, stack: ExitStack) -> Runner:
         loader = self._by_size[size]
         if isinstance(loader, GraphLoader):
-            opened: Runner = replace(loader, threads=threads).deployed()
+            opened: Runner = replace(
+                loader, graph=replace(loader.graph, threads=threads)
+            ).deployed()
             return stack.enter_context(opened)
         if size not in self._shared:
             self._shared[size] = loader.deployed()
@@ -397,7 +408,7 @@ class _Runs:
 
     def of(self, scenario: Scenario, per_s: float, bound_s: float) -> dict[str, Any]:
         """Returns what a service says of a scenario, of instances that compute `per_s` at most."""
-        load = Load(
+        load = Traffic(
             scenario=scenario, duration_s=self._settings.duration_s, rate=per_s, bound_s=bound_s
         )
         if scenario != "server":
@@ -415,7 +426,7 @@ class _Runs:
             return _of_run(found) | {"offered": (_offered(asked, found),)}
         return self._searched(load)
 
-    def _searched(self, load: Load) -> dict[str, Any]:
+    def _searched(self, load: Traffic) -> dict[str, Any]:
         """The highest rate that keeps the bound: LoadGen searches it, and it is offered again."""
         short = replace(load, duration_s=load.duration_s / SHORT)
         tried: list[Judgement] = []
@@ -443,7 +454,7 @@ class _Runs:
             runs.append(_offered(share * rate, beside))
         return _of_run(found) | {"offered": tuple(sorted(runs, key=lambda each: each.offered))}
 
-    def _run(self, load: Load, logs: Path, *, search: bool = False) -> Judgement:
+    def _run(self, load: Traffic, logs: Path, *, search: bool = False) -> Judgement:
         return judged(self._queue, self._library, load, logs, search=search)
 
 
@@ -456,7 +467,7 @@ def _of_run(found: Judgement) -> dict[str, Any]:
     }
 
 
-def _not_kept(nearest_ms: float, load: Load) -> dict[str, Any]:
+def _not_kept(nearest_ms: float, load: Traffic) -> dict[str, Any]:
     bound = f"{1e3 * load.bound_s:g} ms"
     return {
         "told": f"no rate keeps p99 ≤ {bound}: the nearest p99 is {nearest_ms:.3g} ms",

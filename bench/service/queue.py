@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Generic, NamedTuple, TypeVar
 
@@ -34,7 +34,7 @@ class Queue(Generic[X, Y]):
 
     def __init__(
         self,
-        instances: Sequence[Callable[[Sequence[X]], Sequence[Y]]],
+        instances: Sequence[Callable[[Sequence[X]], Iterable[Y]]],
         *,
         max_batch: int,
         capacity: int,
@@ -84,7 +84,7 @@ class Queue(Generic[X, Y]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _serve(self, instance: Callable[[Sequence[X]], Sequence[Y]]) -> None:
+    def _serve(self, instance: Callable[[Sequence[X]], Iterable[Y]]) -> None:
         """Computes batches until the queue is closed and empty."""
         while taken := self._batch():
             batch = [each for each in taken if each.answer.set_running_or_notify_cancel()]

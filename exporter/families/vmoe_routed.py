@@ -125,7 +125,7 @@ class TokensChoose(GroupRouter):
         """The least gap by which a token could enter or leave the queue of an expert, [G, S, n]."""
         minds = torch.full((*order.shape[:2], self._experts), torch.inf, dtype=gaps.dtype)
         last = order.shape[-1] - 1
-        for choice, gap in enumerate(gaps.split(1, dim=-1)):
+        for choice, gap in enumerate(part[..., None] for part in gaps.unbind(-1)):
             for place in (choice, min(choice + 1, last)):
                 expert = order[..., place, None]
                 minds = minds.scatter_reduce(2, expert, gap, "amin")

@@ -39,6 +39,14 @@ READING = {
     "weights": ("--weights", "w.pt"),
     "adapter": ("--adapter", "json:loads"),
 }
+SERVING = {
+    "latency_bound": ("--latency-bound", "50ms"),
+    "offered_rate": ("--offered-rate", "10"),
+    "max_delay": ("--max-delay", "2ms"),
+    "duration": ("--duration", "2s"),
+    "library": ("--library", "8"),
+    "price_per_hour": ("--price-per-hour", "1.2"),
+}
 BUILDING = {
     "profiles": ("--profile", "batch=1:2:4"),
     "compute_capabilities": ("--compute-capability", "8.9"),
@@ -130,7 +138,8 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
             (*BENCH, *MEASURED["max_subsets"], "--analysis", "random"),
         ),
         "on": ((*BENCH, "--on", "CPU"),),
-    },
+    }
+    | {name: ((*BENCH, *words),) for name, words in SERVING.items()},
     "tune": {
         "family": (("tune", "json:loads", *TUNE[2:], *READING["family"]),),
         "weights": ((*TUNE, *READING["weights"]),),
@@ -177,6 +186,7 @@ ACTING = {
         "samples",
         "memory",
         "ray",
+        "scenario",
     }
     | {"compare", "fail_if_slower", "analysis", "group_by"},
     "tune": {"model", "config", "sets", "data", "keep", "max_latency", "max_bytes", "metric"}

@@ -293,8 +293,8 @@ def test_other_tokens_are_refused_though_outputs_are_nearly_the_same(
 
     model = loaded(read_case(CASES[0]), **settings)
     for layer in model.layers.values():  # what they return hardly counts
-        for weight in (layer.w2, layer.b2):
-            weight.data *= 1e-7
+        for name in ("w2", "b2"):
+            getattr(layer, name).data *= 1e-7
     job = export_job(model, ExportOptions(destination=tmp_path / "out", lowerings=("slots",)))
     bundle = export(job)
     expected = Reference.load(bundle.path / PARITY_FILE)
