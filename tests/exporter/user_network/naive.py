@@ -34,12 +34,14 @@ def forward_of(description: Description, k: int | None = None) -> Callable[..., 
         return _around(description, lambda x: soft_moe(description, x, k))
     if isinstance(description, MuMoEDescription):
         return _around(description, lambda x, a: _cp(description, x, a, k))
-    own = description.forward or description.router
+    forward: Any = description.forward
+    router: Any = description.router
+    own = forward or router
     more = {"k": k} if k is not None and "k" in inspect.signature(own).parameters else {}
     bank = Bank(description, k)
-    if description.forward is None:
-        return lambda x, *args: bank(x, *description.router(x, *args, **more))
-    return lambda *args, **named: description.forward(bank, *args, **named, **more)
+    if forward is None:
+        return lambda x, *args: bank(x, *router(x, *args, **more))
+    return lambda *args, **named: forward(bank, *args, **named, **more)
 
 
 def _around(description: SoftMoEDescription | MuMoEDescription, layer: Any) -> Callable[..., Any]:
@@ -63,8 +65,10 @@ def soft_moe(d: SoftMoEDescription, x: Tensor, k: int | None = None) -> Tensor:
 
 
 def _normalised(d: SoftMoEDescription, x: Tensor) -> Tensor:
-    if isinstance(d.norm, nn.Module):
-        return d.norm.double()(x)  # type: ignore[no-any-return]
+    norm: Any = d.norm
+    if isinstance(norm, nn.Module):
+        normalised: Tensor = norm.double()(x)
+        return normalised
     length = x.norm(dim=-1, keepdim=True)
     y = {
         "none": lambda eps: x,
@@ -72,7 +76,7 @@ def _normalised(d: SoftMoEDescription, x: Tensor) -> Tensor:
         "l2-plus": lambda eps: x / (length + eps),
         "l2-rsqrt": lambda eps: x / (length.square() + eps).sqrt(),
         "layernorm": lambda eps: F.layer_norm(x, x.shape[-1:], eps=eps or 1e-5),
-    }[d.norm](d.eps)
+    }[norm](d.eps)
     y = y if d.gain is None else y * d.gain.double()
     return y if d.shift is None else y + d.shift.double()
 
@@ -82,8 +86,10 @@ def _cp(d: MuMoEDescription, x: Tensor, coefficients: Tensor, k: int | None) -> 
     if k is not None:
         best = coefficients.topk(k, dim=-1)
         coefficients = torch.zeros_like(coefficients).scatter(-1, best.indices, best.values)
-    expert, enter, leave = (factor.double() for factor in d.weights)
-    return ((x @ enter) * (coefficients @ expert)) @ leave.T
+    weights: Any = d.weights
+    expert, enter, leave = (factor.double() for factor in weights)
+    y: Tensor = ((x @ enter) * (coefficients @ expert)) @ leave.T
+    return y
 
 
 class Bank:
@@ -173,7 +179,8 @@ def _listed(expert: Any, between: Rows, after: Rows) -> Rows:
     if isinstance(expert, nn.Module) and not isinstance(expert, nn.ModuleList):
         whole = expert.double()
         return lambda x: after(whole(x))
-    maps, norms = [], {}
+    maps: list[Any] = []
+    norms = {}
     for part in expert:
         if isinstance(part, nn.LayerNorm | nn.RMSNorm):
             norms[len(maps)] = part.double()

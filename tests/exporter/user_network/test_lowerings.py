@@ -146,7 +146,8 @@ def computed(
     y.shape = ir.Shape([None, *inputs[0].shape[1:-1], spec.out])
     node = ir.node(spec.op_type, values, {"layer": spec.name}, domain=DOMAIN, outputs=[y])
     graph = ir.Graph(values, [y], nodes=[node], opset_imports={"": 20, DOMAIN: 1}, name="layer")
-    tensors = InMemory(layer, FP32)
+    module: Any = layer
+    tensors = InMemory(module, FP32)
     stored = LayerOf(spec=spec, tensors=tensors, k=k, target=TARGET)
     made = lower(ir.Model(graph, ir_version=10), {spec.name: LoweringRequest(record, stored)})
     options = ort.SessionOptions()
