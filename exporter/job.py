@@ -333,7 +333,7 @@ def _check_engine(target: Target, engine: EngineOptions | bool | None) -> None:
 
 def _check_layout(job: ExportJob) -> None:
     """Raises `UsageError` for a layout of what no text is generated from."""
-    layout, folder = job.options.layout, job.model.source.files[0].parent
+    layout = job.options.layout
     if layout is None:
         return
     if not job.writes_text:
@@ -341,6 +341,7 @@ def _check_layout(job: ExportJob) -> None:
             f"--layout {layout}: it is of causal language models with a cache, and this is none",
             hint="leave --layout out",
         )
+    folder = job.model.source.files[0].parent
     if not (folder / TOKENIZER_FILE).is_file():
         raise UsageError(
             f"--layout {layout}: {folder} holds no {TOKENIZER_FILE}",

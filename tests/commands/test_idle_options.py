@@ -39,7 +39,7 @@ READING = {
     "weights": ("--weights", "w.pt"),
     "adapter": ("--adapter", "json:loads"),
 }
-SERVING = {
+SERVING: dict[str, tuple[object, ...]] = {
     "latency_bound": ("--latency-bound", "50ms"),
     "offered_rate": ("--offered-rate", "10"),
     "max_delay": ("--max-delay", "2ms"),

@@ -66,7 +66,7 @@ def soft_moe(d: SoftMoEDescription, x: Tensor, k: int | None = None) -> Tensor:
 
 def _normalised(d: SoftMoEDescription, x: Tensor) -> Tensor:
     norm: Any = d.norm
-    if isinstance(norm, nn.Module):
+    if not isinstance(norm, str):
         normalised: Tensor = norm.double()(x)
         return normalised
     length = x.norm(dim=-1, keepdim=True)
