@@ -65,18 +65,19 @@ def soft_moe(d: SoftMoEDescription, x: Tensor, k: int | None = None) -> Tensor:
 
 
 def _normalised(d: SoftMoEDescription, x: Tensor) -> Tensor:
-    norm: Any = d.norm
-    if not isinstance(norm, str):
-        normalised: Tensor = norm.double()(x)
+    if not isinstance(d.norm, str):
+        module: Any = d.norm
+        normalised: Tensor = module.double()(x)
         return normalised
     length = x.norm(dim=-1, keepdim=True)
-    y = {
+    norms: dict[str, Callable[[Any], Tensor]] = {
         "none": lambda eps: x,
         "l2": lambda eps: x / length.clamp_min(eps or 1e-12),
         "l2-plus": lambda eps: x / (length + eps),
         "l2-rsqrt": lambda eps: x / (length.square() + eps).sqrt(),
         "layernorm": lambda eps: F.layer_norm(x, x.shape[-1:], eps=eps or 1e-5),
-    }[norm](d.eps)
+    }
+    y = norms[d.norm](d.eps)
     y = y if d.gain is None else y * d.gain.double()
     return y if d.shift is None else y + d.shift.double()
 
