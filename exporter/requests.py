@@ -368,9 +368,7 @@ class ExportRequest(Request):
     )
     layout: TextLayout | None = option(
         None,
-        "Also write a language model as this program looks for its files, in a folder of this "
-        "name.",
-        unset="no such folder",
+        "Also write a folder for this program.",
         kind=TextLayout,
     )
     force: bool = option(False, "Replace an existing bundle.")
