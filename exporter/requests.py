@@ -260,7 +260,7 @@ class ExportRequest(Request):
     )
     recipe: AnyPath | None = option(
         None,
-        "A recipe.yaml that tune wrote: k, experts, precision and lowering of each layer.",
+        "The recipe.yaml that tune wrote: what each layer is to be.",
         unset="none",
         metavar="RECIPE.YAML",
     )
@@ -369,6 +369,7 @@ class ExportRequest(Request):
     layout: TextLayout | None = option(
         None,
         "Also write a folder for this program.",
+        unset="none",
         kind=TextLayout,
     )
     force: bool = option(False, "Replace an existing bundle.")
