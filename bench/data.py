@@ -23,7 +23,6 @@ from ..calibration.feeds import (
     check_classes,
     checked_labels,
     labelled_batches,
-    limited_pairs,
     npy_array,
     npz_archive,
     npz_array,
@@ -173,7 +172,7 @@ class Streamed:
 
     def stream(self, size: int, limit: int | None = None) -> Iterator[InputsAndLabels]:
         """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
-        return rebatched_pairs(limited_pairs(self.pairs(), limit), size)
+        return rebatched_pairs(self.pairs(), size, limit)
 
 
 Labelled = LabelledData | Streamed

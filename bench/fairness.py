@@ -131,21 +131,13 @@ SUBGROUPS = "subgroups"
 """Where these stand among the analyses of `results.json`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """The part of the analyses that is about subgroups."""
-
-    subgroups: tuple[ModelFairness, ...] = ()
-
-
-def compared_in(
-    analyses: Mapping[str, Any], *, name: str = "results.json"
-) -> tuple[ModelFairness, ...]:
+def compared_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> list[ModelFairness]:
     """Returns what a results file says of subgroups.
 
     Raises ResultsError that names the file and the field that cannot be read.
     """
-    return from_data(_Compared, analyses, name, at="analyses").subgroups
+    compared = analyses.get(SUBGROUPS, ())
+    return from_data(list[ModelFairness], compared, name, at=f"analyses.{SUBGROUPS}")
 
 
 def check_groups(groups: Array, name: str) -> None:

@@ -361,6 +361,9 @@ class SequenceLosses:
         Without `targets` [b, m] the target at a position is the next id, and the last position has
         none; −1 in `targets` is not counted. Raises FeedError for logits that do not fit the ids.
         """
+        import torch  # reports are written without it
+        from torch.nn import functional as F
+
         if logits.ndim != 3 or logits.shape[:2] != ids.shape:
             raise FeedError(
                 f"perplexity needs logits of shape (batch, tokens, vocabulary) for ids of shape "
@@ -369,7 +372,16 @@ class SequenceLosses:
         if targets is None:
             targets = np.full_like(ids, IGNORED)
             targets[:, :-1] = ids[:, 1:]
-        nll = [_nll(each, wanted) for each, wanted in zip(logits, targets, strict=True)]
+        # One at a time: logits in double precision take twice their room.
+        nll = [
+            F.cross_entropy(
+                torch.from_numpy(sequence).double(),
+                torch.from_numpy(wanted.astype(np.int64)),
+                ignore_index=IGNORED,
+                reduction="sum",
+            )
+            for sequence, wanted in zip(logits, targets, strict=True)
+        ]
         return SequenceLosses(np.array(nll), (targets != IGNORED).sum(axis=1))
 
 
@@ -436,14 +448,3 @@ class NegativeLogLikelihood(Sums):
         scale = self.sequences / (self.sequences - 1)
         half = Z * math.sqrt(max(0.0, residual * scale)) / self.tokens
         return Interval(math.exp(mean - half), math.exp(mean + half))
-
-
-def _nll(logits: Array, targets: Labels) -> float:
-    """Of one sequence at a time: logits in double precision take twice their room."""
-    places = np.flatnonzero(targets != IGNORED)
-    if not places.size:
-        return 0.0
-    values = logits[places].astype(np.float64)
-    top = values.max(axis=1)
-    log_sum = top + np.log(np.exp(values - top[:, None]).sum(axis=1))
-    return float((log_sum - values[np.arange(places.size), targets[places]]).sum())

@@ -377,23 +377,16 @@ def rebatched(batches: Iterable[Fields], size: int) -> Iterator[Fields]:
         yield _joined(held)
 
 
-def limited_pairs(pairs: Iterable[LabelledBatch], count: int | None) -> Iterator[LabelledBatch]:
-    """Yields inputs and labels as `limited` does."""
-    return _as_pairs(limited(_as_fields(pairs), count))
-
-
-def rebatched_pairs(pairs: Iterable[LabelledBatch], size: int) -> Iterator[LabelledBatch]:
-    """Yields inputs and labels as `rebatched` does."""
-    return _as_pairs(rebatched(_as_fields(pairs), size))
-
-
-def _as_fields(pairs: Iterable[LabelledBatch]) -> Iterator[Fields]:
-    for inputs, labels in pairs:
-        yield {INPUT: inputs} if labels is None else {INPUT: inputs, LABEL: labels}
-
-
-def _as_pairs(batches: Iterable[Fields]) -> Iterator[LabelledBatch]:
-    return ((batch[INPUT], batch.get(LABEL)) for batch in batches)
+def rebatched_pairs(
+    pairs: Iterable[LabelledBatch], size: int, limit: int | None = None
+) -> Iterator[LabelledBatch]:
+    """Yields inputs and labels as `rebatched` does, until `limit` of them have come."""
+    fields = (
+        {INPUT: inputs} if labels is None else {INPUT: inputs, LABEL: labels}
+        for inputs, labels in pairs
+    )
+    for batch in rebatched(limited(fields, limit), size):
+        yield batch[INPUT], batch.get(LABEL)
 
 
 def row_count(batch: Fields) -> int:

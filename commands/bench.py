@@ -82,10 +82,10 @@ def bench(
         refuse_changed(
             request, names - {"progress"}, ": a bundle says itself what it was made from"
         )
-    from ..bench.report.compare import check_regression, earlier, parse_share
+    from ..bench.report.compare import check_regression, earlier, parse_slower
     from ..bench.report.text import rows_table
 
-    share = None if flags.fail_if_slower is None else parse_share(flags.fail_if_slower)
+    share = None if flags.fail_if_slower is None else parse_slower(flags.fail_if_slower)
     if request.ray is not None:
         _bench_on_ray(models, flags, request, share, output, console, as_json=as_json)
         return

@@ -183,6 +183,17 @@ def parse_seconds(text: str | float, option: str, unit: str) -> float:
     return seconds
 
 
+def parse_share(text: str | float, option: str) -> float:
+    """Returns a share from `99%`, `0.99` or a number; `UsageError` names the option."""
+    words = str(text).strip()
+    try:
+        return float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+    except ValueError:
+        raise UsageError(
+            f"{option} {text}: not a share", hint=f"for example {option} 99%, or {option} 0.99"
+        ) from None
+
+
 P = ParamSpec("P")
 Options = TypeVar("Options")
 A = TypeVar("A")

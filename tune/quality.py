@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from ..bench.metrics import (
     NegativeLogLikelihood,
@@ -293,13 +294,6 @@ def _half_width(tally: Tally, ratio: float) -> float:
 
 def _divergence(base: Array, y: Array) -> float:
     """The Kullback-Leibler divergence of scores [b, …] from the base's, summed over inputs."""
-    log_p, log_q = _log_softmax(base), _log_softmax(y)
-    apart = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
-    return float(np.nan_to_num(apart, nan=np.inf).reshape(len(y), -1).mean(axis=1).sum())
-
-
-def _log_softmax(scores: Array) -> Array:
-    values = scores.astype(np.float64)
-    values = values - values.max(axis=-1, keepdims=True)
-    found: Array = values - np.log(np.exp(values).sum(axis=-1, keepdims=True))
-    return found
+    log_p, log_q = (torch.from_numpy(x).double().log_softmax(dim=-1) for x in (base, y))
+    apart = (log_p.exp() * (log_p - log_q)).sum(dim=-1).nan_to_num(nan=math.inf)
+    return float(apart.reshape(len(y), -1).mean(dim=1).sum())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.option import option, parse_seconds, parse_size
+from ..common.option import option, parse_seconds, parse_share, parse_size
 from ..errors import UsageError
 from ..exporter.requests import SIZES, AnyPath, ClusterRequest
 from ..graphs.targets import ENGINES, TARGETS, Precision, Target
@@ -207,17 +207,6 @@ def _refusal(target: Target, precision: Precision) -> str | None:
     if precision in record.refused:
         return record.refused[precision][0]
     return record.notes.get(precision) if precision == "fp16" else None
-
-
-def parse_share(text: str | float, option: str) -> float:
-    """Returns a share from `99%`, `0.99` or a number; `UsageError` names the option."""
-    words = str(text).strip()
-    try:
-        return float(words[:-1]) / 100 if words.endswith("%") else float(words)
-    except ValueError:
-        raise UsageError(
-            f"{option} {text}: not a share", hint=f"for example {option} 99%, or {option} 0.99"
-        ) from None
 
 
 def parse_tried(text: str) -> tuple[Precision, ...]:

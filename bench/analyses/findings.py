@@ -113,15 +113,8 @@ def studies_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> li
 
     Raises ResultsError that names the file and the field that cannot be read.
     """
-    found = from_data(_Studies, analyses, name, at="analyses")
-    return list(found.experts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Studies:
-    """The part of the analyses that is about experts."""
-
-    experts: tuple[ExpertStudy, ...] = ()
+    studies = analyses.get(EXPERTS, ())
+    return from_data(list[ExpertStudy], studies, name, at=f"analyses.{EXPERTS}")
 
 
 TUNING = "tuning"

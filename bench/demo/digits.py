@@ -8,6 +8,7 @@ whatever n is; wider experts make a layer whose time is that of its weights, as 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...common.console import Progress
 from ...common.writing import whole_file
 from ...errors import FeedError, MissingExtraError, install
 from ..data import LabelledData
@@ -176,14 +178,33 @@ def train(settings: Training, data: LabelledData) -> SoftMoEMnist:
             hidden=settings.hidden,
             scale=settings.scale,
         )
-        optimiser = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
-        for _ in range(settings.epochs):
-            for rows in torch.split(torch.randperm(len(images)), settings.batch):
-                optimiser.zero_grad()
-                loss = F.cross_entropy(model(images[rows]), labels[rows])
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
+        batches = (
+            rows
+            for _ in range(settings.epochs)
+            for rows in torch.split(torch.randperm(len(images)), settings.batch)
+        )
+        descend(
+            torch.optim.Adam(model.parameters(), lr=settings.learning_rate),
+            (F.cross_entropy(model(images[rows]), labels[rows]) for rows in batches),
+        )
     return model.eval()
+
+
+def descend(
+    optimiser: torch.optim.Optimizer,
+    losses: Iterable[Tensor],
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Takes a step for each of the losses, which are computed as their turns come."""
+    for loss in losses:
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        if schedule is not None:
+            schedule.step()
+        if progress is not None:
+            progress.advance(1)
 
 
 def save(model: SoftMoEMnist, path: Path) -> None:

@@ -17,6 +17,7 @@ from ...exporter.token_routed.load import transformers_library
 from ..data import LabelledData
 from ..engines import ONNXRUNTIME, PYTORCH_EXPERTS_EAGER, PYTORCH_GROUPED_MM, TRANSFORMERS_ONNX
 from ..language import python_topics
+from . import digits
 from .demo import THREADS, Exported, Group, Outcome, TrainedNetwork, run_job, saved
 
 NAME = "mixtral"
@@ -135,13 +136,8 @@ def _fit(model: Any, ids: Tensor, progress: Progress) -> Any:
     """Trains a model to foretell the next token; returns it in eval mode."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, RATE, total_steps=STEPS)
-    for batch in _batches(ids):
-        optimiser.zero_grad()
-        loss: Tensor = model(input_ids=batch, labels=batch).loss
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        schedule.step()
-        progress.advance(1)
+    losses = (model(input_ids=batch, labels=batch).loss for batch in _batches(ids))
+    digits.descend(optimiser, losses, schedule, progress)
     model.config.output_router_logits = False  # nothing but training takes them
     return model.eval()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -297,13 +298,11 @@ def fit(model: nn.Module, batches: Batches, steps: int, learning_rate: float) ->
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-    for _, (inputs, targets) in zip(range(steps), batches, strict=False):
-        optimiser.zero_grad()
-        scores = model(inputs)
-        loss = F.cross_entropy(scores.flatten(0, -2), targets.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        schedule.step()
+    losses = (
+        F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        for inputs, targets in islice(batches, steps)
+    )
+    digits.descend(optimiser, losses, schedule)
     return model.eval()
 
 

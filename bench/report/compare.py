@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common import timing
+from ...common.option import parse_share
 from ...errors import CheckError, MoexportError, UsageError
 from ..results import Results, Row, read
 from .summary import line_name, milliseconds
@@ -135,13 +136,9 @@ def _host(row: Row) -> str | None:
     return None if row.node is None else row.node.rpartition("-")[0]
 
 
-def parse_share(text: str) -> float:
+def parse_slower(text: str) -> float:
     """Returns 0.05 for `5%` or `0.05`; UsageError for what is no share."""
-    value = text.strip()
-    try:
-        share = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
+    share = parse_share(text, "--fail-if-slower")
     if not 0 <= share < 10:
         raise UsageError(
             f"--fail-if-slower {text}: not a share",

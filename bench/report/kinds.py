@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from ...common.text import table
+from ...common.text import markdown, table
 from ...common.writing import write_text
 from ...errors import CheckError, MoexportError, UsageError
 from ..results import Results, read
@@ -59,9 +59,8 @@ def kinds_text(found: Mapping[str, Results]) -> str:
 def write_kinds(found: Mapping[str, Results], folder: Path) -> None:
     """Writes the table as `kinds.md` and `kinds.html`, beside the kinds' own folders."""
     rows = kinds_rows(found)
-    lines = [HEADS, ("---",) * len(HEADS), *rows]
-    markdown = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    write_text(f"# Which k on which kind of node\n\n{markdown}\n\n{RULE}\n", folder / "kinds.md")
+    text = f"# Which k on which kind of node\n\n{markdown(HEADS, rows)}\n\n{RULE}\n"
+    write_text(text, folder / "kinds.md")
     body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in rows)
     head = "".join(f"<th>{escape(each)}</th>" for each in HEADS)
     links = "".join(

@@ -296,18 +296,7 @@ def search_points(search: TuningRecord) -> dict[str, Any]:
     return {
         "keep": search.keep,
         "metric": search.metric,
-        "points": [
-            {
-                "ms": point.ms,
-                "kept": point.kept,
-                "low": point.searched.low,
-                "high": point.searched.high,
-                "front": point.front,
-                "chosen": point.chosen,
-                "told": _told(point),
-            }
-            for point in search.points
-        ],
+        "points": [asdict(point) | {"told": _told(point)} for point in search.points],
     }
 
 

@@ -55,7 +55,6 @@ class PyTorch(Runner):
 
     @torch.inference_mode()
     def infer(self, x: Inputs) -> Array:
-        """Maps inputs [b, …] to outputs [b, …]."""
         result: Array = first_output(self.module(*self.tensors(x))).numpy()
         return result
 
@@ -126,12 +125,10 @@ class PyTorchOnGpu(PyTorch):
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def tensors(self, x: Inputs) -> list[Tensor]:
-        """Returns what the module takes, on the GPU."""
         return [each.to(CUDA) for each in super().tensors(x)]
 
     @torch.inference_mode()
     def infer(self, x: Inputs) -> Array:
-        """Maps inputs [b, …] to outputs [b, …]; waits until they are here."""
         with torch.cuda.stream(self._stream):
             result: Array = first_output(self.module(*self.tensors(x))).cpu().numpy()
         return result
@@ -193,7 +190,6 @@ class CompiledPyTorch(Runner):
         self._sizes = frozenset(sizes)
 
     def infer(self, x: Inputs) -> Array:
-        """Maps inputs [b, …] to outputs [b, …]."""
         most, takes = max(self._sizes), self._sizes.__contains__
         return in_batches(self._runner.infer, first_of(x), most=most, takes=takes)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
-from moexport.calibration.feeds import FeedHash, limited, limited_pairs, rebatched, rebatched_pairs
+from moexport.calibration.feeds import FeedHash, limited, rebatched, rebatched_pairs
 from moexport.calibration.shards import Fields
 
 X = np.random.default_rng(0).standard_normal((23, 3)).astype(np.float32)
@@ -35,7 +35,7 @@ def test_another_shape_begins_another_batch() -> None:
 def test_labels_stay_beside_their_inputs() -> None:
     x = np.arange(10)
     pairs = [(x[:1], x[:1]), (x[1:8], x[1:8]), (x[8:], x[8:])]
-    found = list(rebatched_pairs(limited_pairs(pairs, 8), 3))
+    found = list(rebatched_pairs(pairs, 3, 8))
     assert [len(part) for part, _ in found] == [3, 3, 2]
     for part, labels in found:
         assert labels is not None and part.tolist() == labels.tolist()

@@ -10,14 +10,13 @@ import pytest
 import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.runners.base import first_of
-from moexport.common.option import parse_seconds, parse_size
+from moexport.common.option import parse_seconds, parse_share, parse_size
 from moexport.errors import UsageError
 from moexport.exporter.bundle.recipe import LayerRecipe
 from moexport.tune.confirm import front_of
 from moexport.tune.holdout import Holdout
 from moexport.tune.prepare import sizes_measured
 from moexport.tune.quality import Metric, Quality, Tally, metric_for
-from moexport.tune.request import parse_share
 from moexport.tune.schedule import Option, predicted_front, steps
 from moexport.tune.space import Point, Trial, ks_of
 from moexport.tune.substitutes.constants import given_up

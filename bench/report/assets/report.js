@@ -401,14 +401,14 @@ function searched() {
     { x: front.map(each => each.ms), y: front.map(each => each.kept), mode: "lines", hoverinfo: "skip",
       line: { color: colour("--soft"), width: 1.5, shape: "vh" } },
     spot(points.filter(each => !each.front), { marker: { color: colour("--soft"), size: 7, symbol: "circle-open" } }),
-    spot(front, { marker: { color: colour("--accent"), size: 9 }, error_y: { type: "data", symmetric: false,
-      array: front.map(each => each.high - each.kept), arrayminus: front.map(each => each.kept - each.low),
-      color: colour("--accent"), thickness: 1, width: 3 } }),
+    spot(front, { marker: { color: colour("--accent"), size: 9 }, error_y: bars(
+      front.map(each => each.searched.high - each.kept), front.map(each => each.kept - each.searched.low),
+      { color: colour("--accent") }) }),
     ...chosen ? [ring(chosen.ms, chosen.kept)] : []];
   const logs = points.map(each => Math.log10(each.ms)), kept = points.map(each => each.kept);
   const side = 0.06 * Math.max(0.4, Math.max(...logs) - Math.min(...logs));
   const x = [Math.min(...logs) - side, Math.max(...logs) + side];
-  const low = Math.min(...kept, found.keep ?? 1), high = Math.max(1, ...front.map(each => each.high));
+  const low = Math.min(...kept, found.keep ?? 1), high = Math.max(1, ...front.map(each => each.searched.high));
   const y = [Math.max(-0.02, low - 0.08 * (high - low)), high + 0.06 * (high - low)];
   const shapes = found.keep ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: found.keep, y1: found.keep,
     line: { color: colour("--accent"), width: 1.2, dash: "dash" } }] : [];
@@ -654,9 +654,7 @@ function tokensOverK(id, list, value, range, title, chosen) {
     const color = tint(group[0]), dash = group[0].engine.startsWith("pytorch") ? "dot" : "solid";
     traces.push(marks(group, { x: group.map(row => aside(row.k, pad, index)), y: group.map(value), name: group[0].name,
       mode: "lines+markers", line: { color, dash, width: 1.8 }, marker: { color, symbol: group.map(symbol), size: 7 },
-      error_y: { type: "data", symmetric: false, thickness: 1.2, width: 3,
-        array: group.map(row => Math.max(0, range(row)[1] - value(row))),
-        arrayminus: group.map(row => Math.max(0, value(row) - range(row)[0])) } }));
+      error_y: bars(group.map(row => range(row)[1] - value(row)), group.map(row => value(row) - range(row)[0])) }));
   });
   const place = series(own).findIndex(group => group.includes(chosen));
   if (chosen) traces.push(ring(aside(chosen.k, pad, Math.max(0, place)), value(chosen)));

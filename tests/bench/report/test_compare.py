@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from moexport.bench.report.compare import check_regression, compare, earlier, parse_share
+from moexport.bench.report.compare import check_regression, compare, earlier, parse_slower
 from moexport.bench.report.page import html, payload
 from moexport.bench.report.sections import SECTIONS, contents
 from moexport.bench.report.text import to_csv, to_markdown
@@ -87,13 +87,13 @@ def test_results_without_a_row_in_common_are_refused(results: Results, row: RowM
 
 @pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0.05", 0.05), ("0%", 0.0)])
 def test_shares_are_read(text: str, share: float) -> None:
-    assert parse_share(text) == pytest.approx(share)
+    assert parse_slower(text) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("text", ["five", "-1%", "%", ""])
 def test_what_is_no_share_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not a share"):
-        parse_share(text)
+        parse_slower(text)
 
 
 def test_the_earlier_results_are_those_of_the_folder(results: Results, tmp_path: Path) -> None:
