@@ -35,9 +35,23 @@ PLACES = ("command", "out", "ray", "on", "price_per_hour")
 """Options of a benchmark on which no number depends."""
 
 
-def _entries(given: str | Sequence[Any]) -> Sequence[Any]:
+def _entries(entries: str | Sequence[Any]) -> Sequence[Any]:
     """The entries of a list, which may be text: `n,0.5`."""
-    return listed(given) if isinstance(given, str) else given
+    return listed(entries) if isinstance(entries, str) else entries
+
+
+def _known_entries(
+    entries: str | Sequence[str], known: Sequence[str], option: str, what: str
+) -> list[str]:
+    """The names of a list, each once; `UsageError` for none, and for one that is not known."""
+    names = list(dict.fromkeys(_entries(entries)))
+    if not names:
+        raise UsageError(f"{option} is empty", hint=near_miss("", known))
+    for name in names:
+        if name not in known:
+            hint = near_miss(name, known)
+            raise UsageError(f"{option} {name}: there is no such {what}", hint=hint)
+    return names
 
 
 def _engines() -> str:
@@ -249,28 +263,17 @@ class BenchRequest(LoadRequest):
     @property
     def precisions(self) -> tuple[Precision, ...]:
         """The precisions; `UsageError` for a name that is none."""
-        names, known = list(_entries(self.precision)), get_args(Precision)
-        unknown = [name for name in names if name not in known]
-        if unknown or not names:
-            hint = near_miss("".join(unknown[:1]), known)
-            raise UsageError(
-                f"--precision {','.join(names)}: there is no such precision", hint=hint
-            )
-        return tuple(each for each in dict.fromkeys(names) if each in known)
+        known: tuple[Precision, ...] = get_args(Precision)
+        names = _known_entries(self.precision, known, "--precision", "precision")
+        return tuple(name for name in names if name in known)
 
     @property
     def engines(self) -> tuple[str, ...]:
         """The engines, `all` for every one; `UsageError` for a name that is none."""
         from .engines import KINDS
 
-        names = list(_entries(self.engine))
-        known = (*KINDS, ALL)
-        for name in (each for each in names if each not in known):
-            hint = near_miss(name, known)
-            raise UsageError(f"--engine {name}: there is no such engine", hint=hint)
-        if not names:
-            raise UsageError("--engine is empty", hint=near_miss("", known))
-        every = [each for name in names for each in (KINDS if name == ALL else (name,))]
+        names = _known_entries(self.engine, (*KINDS, ALL), "--engine", "engine")
+        every = [engine for name in names for engine in (KINDS if name == ALL else (name,))]
         return tuple(dict.fromkeys(every))
 
     @property

@@ -123,13 +123,13 @@ class Passes:
 class ContributionSums:
     """A classifier whose scores are `base` [b, c] plus the `parts` [b, n, c] of its experts.
 
-    `column_sums` is s [b, n] of its only layer.
+    `sums` is s [b, n] of its only layer.
     """
 
     layer: str
     base: Tensor
     parts: Tensor
-    column_sums: Tensor
+    sums: Tensor
 
     @property
     def experts(self) -> Mapping[str, int]:
@@ -138,11 +138,11 @@ class ContributionSums:
 
     def algorithm_1(self, k: int) -> Tensor:
         """Returns the scores with the k experts of the largest column sums of C."""
-        return self.chosen({self.layer: self.column_sums.topk(k, dim=1).indices})
+        return self.chosen({self.layer: self.sums.topk(k, dim=1).indices})
 
     def chosen(self, choice: ChosenExperts) -> Tensor:
         """Returns the scores with the given experts."""
-        mask = torch.zeros_like(self.column_sums).scatter_(1, choice[self.layer], 1.0)
+        mask = torch.zeros_like(self.sums).scatter_(1, choice[self.layer], 1.0)
         return self.base + torch.einsum("bn,bnc->bc", mask, self.parts)
 
     def subsets(self, sets: Tensor) -> Iterator[Tensor]:
@@ -152,6 +152,10 @@ class ContributionSums:
         for some in torch.split(sets, max(1, BLOCK // (samples * classes))):
             mask = torch.zeros(len(some), n).scatter_(1, some, 1.0)
             yield (mask @ by_expert).view(-1, samples, classes) + self.base
+
+    def column_sums(self) -> dict[str, Tensor]:
+        """Returns s [samples, n] of the only layer."""
+        return {self.layer: self.sums}
 
 
 Classifier = ContributionSums | Passes
@@ -323,7 +327,7 @@ def study(
 
     def shares() -> Iterator[Shares]:
         say("what the top experts hold")
-        for layer, sums in _column_sums(model).items():
+        for layer, sums in model.column_sums().items():
             yield shares_of(layer, sums)
 
     by_sums = isinstance(model, ContributionSums)
@@ -451,11 +455,3 @@ def _untouched_accuracy(of: Model, data: LabelledData, labels: Tensor, batch: in
     base = untouched(of)
     scores = [torch.from_numpy(base.infer(data.inputs[rows])) for rows in data.batches(batch)]
     return accuracy(torch.cat(scores), labels)
-
-
-def _column_sums(model: Classifier) -> dict[str, Tensor]:
-    return (
-        {model.layer: model.column_sums}
-        if isinstance(model, ContributionSums)
-        else model.column_sums()
-    )
