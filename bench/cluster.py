@@ -53,12 +53,12 @@ class Cells:
     """A model and the bundles beside it, with the benchmark that is asked of them."""
 
     models: tuple[str, ...]
-    asked: BenchRequest
+    request: BenchRequest
 
 
 def sweep_on_ray(
     models: Sequence[str],
-    asked: BenchRequest,
+    request: BenchRequest,
     *,
     address: str,
     on: Sequence[str],
@@ -71,12 +71,12 @@ def sweep_on_ray(
     `ClusterError` where the cluster cannot be reached, lacks a resource that is asked for, or loses
     a task's nodes again and again; what was measured by then went to `keep`.
     """
-    watcher = asked.progress or Silent()
-    out = asked.folder
-    asked = replace(asked, progress=None, out=None, before=None)
-    cells = [Cells(each, asked) for each in _by_model(models)]
+    watcher = request.progress or Silent()
+    out = request.folder
+    request = replace(request, progress=None, out=None, before=None)
+    cells = [Cells(group, request) for group in _by_model(models)]
     _check(cells)
-    found = {}
+    measured = {}
     with held(out), connected(address, watcher) as cluster:
         kinds = kinds_of(cluster.ray.nodes(), on)
         watcher.step(_described(kinds, cells))
@@ -86,11 +86,11 @@ def sweep_on_ray(
         for kind in kinds:
             results = _Sweep(cluster, kind, cells, journal).results()
             if results is not None:
-                found[kind.name] = results
+                measured[kind.name] = results
                 keep(kind.name, results)
     cluster.check_lost("measured")
     journal.remove()
-    return found
+    return measured
 
 
 def merged(parts: Sequence[tuple[str, Results]], command: str) -> Results:
@@ -99,19 +99,19 @@ def merged(parts: Sequence[tuple[str, Results]], command: str) -> Results:
     Rows are in the order of a run on one machine: by model, phase and batch size.
     """
     (_, first), *_ = parts
-    models = tuple(dict.fromkeys(model for _, each in parts for model in each.models))
-    rows = [replace(row, node=node) for node, each in parts for row in each.rows]
+    models = tuple(dict.fromkeys(model for _, part in parts for model in part.models))
+    rows = [replace(row, node=node) for node, part in parts for row in part.rows]
     names, phases = [m.name for m in models], list(dict.fromkeys(row.phase for row in rows))
     rows.sort(key=lambda row: (names.index(row.model), phases.index(row.phase)))
     protocol = dict(first.protocol)
-    for _, each in parts[1:]:
-        for name, value in each.protocol.items():
+    for _, part in parts[1:]:
+        for name, value in part.protocol.items():
             if isinstance(value, list):
                 protocol[name] = [*protocol.get(name, ()), *value]
             elif name == "samples":
                 protocol[name] = max(protocol[name], value)
     protocol["batches"] = sorted({row.batch for row in rows})
-    machines = {node: each.environment for node, each in parts}
+    machines = {node: part.environment for node, part in parts}
     protocol["nodes"] = [{"node": node, "environment": e} for node, e in machines.items()]
     return replace(first, models=models, rows=tuple(rows), protocol=protocol, command=command)
 
@@ -121,40 +121,40 @@ def merged(parts: Sequence[tuple[str, Results]], command: str) -> Results:
 
 def _by_model(models: Sequence[str]) -> list[tuple[str, ...]]:
     """Each model with the bundles that follow it."""
-    found: list[list[str]] = []
-    for each in models:
-        after_model = found and not is_bundle(found[-1][0])
-        if is_bundle(each) and after_model:
-            found[-1].append(each)
+    groups: list[list[str]] = []
+    for model in models:
+        after_model = groups and not is_bundle(groups[-1][0])
+        if is_bundle(model) and after_model:
+            groups[-1].append(model)
         else:
-            found.append([each])
-    return [tuple(each) for each in found]
+            groups.append([model])
+    return [tuple(group) for group in groups]
 
 
 def _what(cells: Sequence[Cells]) -> dict[str, Any]:
     """What the numbers depend on: pieces of anything else are not used."""
-    asked = cells[0].asked
-    data = asked.data if isinstance(asked.data, str | Path) else None
+    request = cells[0].request
+    data = request.data if isinstance(request.data, str | Path) else None
     files = () if data is None else shards_of(data) or (data,)
     return {
         "run": "on Ray",
-        "models": [(each, state_of(each)) for one in cells for each in one.models],
-        "data": [(str(each), state_of(each)) for each in files],
-        "settings": asked.measured,
-        "loading": [(str(v), state_of(v)) for v in (asked.config, asked.weights)],
+        "models": [(model, state_of(model)) for one in cells for model in one.models],
+        "data": [(str(file), state_of(file)) for file in files],
+        "settings": request.measured,
+        "loading": [(str(v), state_of(v)) for v in (request.config, request.weights)],
         "packages": versions(PACKAGES),
     }
 
 
 def _check(cells: Sequence[Cells]) -> None:
-    asked = cells[0].asked
-    analyses_wanted(asked)
-    if asked.scenario:
+    request = cells[0].request
+    analyses_wanted(request)
+    if request.scenario:
         raise UsageError("--scenario with --ray: services are measured on one machine")
-    if asked.data is not None and not isinstance(asked.data, str | Path):
+    if request.data is not None and not isinstance(request.data, str | Path):
         raise UsageError("data in memory: nodes read data by a path, URL or package.module:name")
-    listed = [each for one in cells for each in one.models]
-    names = [each if names_code(each) else Path(each).stem for each in listed]
+    listed = [model for one in cells for model in one.models]
+    names = [model if names_code(model) else Path(model).stem for model in listed]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(
@@ -168,7 +168,7 @@ def _described(kinds: Sequence[NodeKind], cells: Sequence[Cells]) -> str:
         return f"{number} {what}{'' if number == 1 else 's'}"
 
     nodes = ", ".join(f"{counted(kind.nodes, 'node')} with {kind.name}" for kind in kinds)
-    sizes = counted(len(cells[0].asked.batches), "batch size")
+    sizes = counted(len(cells[0].request.batches), "batch size")
     return f"{counted(len(cells), 'model')} at {sizes} on {nodes}"
 
 
@@ -189,7 +189,9 @@ class _Sweep:
                 self.pieces[name, piece["model"], piece["part"]] = piece
         known = self._known()
         analyses = self._analyses()
-        timing = [(one, b) for one in self.cells for b in one.asked.batches if one.models in known]
+        timing = [
+            (one, b) for one in self.cells for b in one.request.batches if one.models in known
+        ]
         timed = self._done(
             "timed",
             {
@@ -203,7 +205,7 @@ class _Sweep:
         parts = [msgspec.convert(timed[key], tuple[str, Results]) for key in keys if key in timed]
         if not parts:
             return None
-        return replace(merged(parts, self.cells[0].asked.command), analyses=analyses)
+        return replace(merged(parts, self.cells[0].request.command), analyses=analyses)
 
     def _known(self) -> dict[tuple[str, ...], dict[str, EvaluationState]]:
         """The qualities of each model's candidates, of those whose shards are complete."""
@@ -235,8 +237,8 @@ class _Sweep:
 
     def _analyses(self) -> dict[str, Any]:
         """What was asked about experts and subgroups: that of each model, in their order."""
-        asked = self.cells[0].asked
-        if not asked.analysis and asked.group_by is None:
+        request = self.cells[0].request
+        if not request.analysis and request.group_by is None:
             return {}
         tasks = {
             (one.models[0], None): Task(f"{one.models[0]}, analyses", analyse_cells, (one,))
@@ -283,7 +285,7 @@ def _joined(shards: Sequence[BatchStates]) -> dict[str, EvaluationState]:
 def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
     """Returns the sums of a share of the batches, each by its number, for every candidate."""
     sums: BatchStates = {}
-    with prepared(_opened(cells), _plain(cells.asked)) as plan:
+    with prepared(_opened(cells), _plain(cells.request)) as plan:
         request = plan.request
         for candidate in plan.candidates:
             opening = loaders(candidate, request.batches)
@@ -319,7 +321,7 @@ def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
 
 def analyse_cells(cells: Cells) -> dict[str, Any]:
     """Returns what was asked about the experts of a model and its bundles, and about subgroups."""
-    return analysed(_opened(cells), cells.asked)
+    return analysed(_opened(cells), cells.request)
 
 
 def time_cells(
@@ -329,13 +331,13 @@ def time_cells(
     import ray
 
     node = f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}"
-    return node, asdict(sweep(_opened(cells), _plain(cells.asked), only=batch, known=known))
+    return node, asdict(sweep(_opened(cells), _plain(cells.request), only=batch, known=known))
 
 
-def _plain(asked: BenchRequest) -> BenchRequest:
+def _plain(request: BenchRequest) -> BenchRequest:
     """The same without analyses, which are tasks of their own."""
-    return replace(asked, analysis="", group_by=None, max_subsets=None)
+    return replace(request, analysis="", group_by=None, max_subsets=None)
 
 
 def _opened(cells: Cells) -> list[Model | Bundle]:
-    return opened(cells.models, cells.asked)
+    return opened(cells.models, cells.request)

@@ -227,12 +227,14 @@ def several_inputs(
                 "'label' where there are any",
             )
         known, held = {spec.name for spec in model.inputs}, npz_archive(path, name)
-        given = {each: npz_array(path, each) for each in npz_names(path) if each in known}
-        arrays = fitted_arrays({name: npz_array(path, held.inputs)} | given, model)
+        inputs = {
+            npz_name: npz_array(path, npz_name) for npz_name in npz_names(path) if npz_name in known
+        }
+        arrays = fitted_arrays({name: npz_array(path, held.inputs)} | inputs, model)
         if held.label is not None:
             where, ids = f"{path}: array '{held.label}'", arrays[name]
-            found = npz_array(path, held.label)
-            labels = checked_labels(found, ids.dtype, ids.shape, where, f"'{held.inputs}'")
+            classes = npz_array(path, held.label)
+            labels = checked_labels(classes, ids.dtype, ids.shape, where, f"'{held.inputs}'")
     main = arrays.pop(name)
     return LabelledData(main, labels, name, LABEL_NAMES[0], arrays)
 
@@ -317,11 +319,11 @@ def image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
             "last; use an .npz",
         )
     if pixels not in get_args(Pixels):
-        given = (
+        problem = (
             f"--pixels {pixels}: there is no such scale" if pixels else f"{where}, without --pixels"
         )
         raise UsageError(
-            f"{given}; how the model was trained to see images cannot be told from its weights",
+            f"{problem}; how the model was trained to see images cannot be told from its weights",
             hint="--pixels unit (0 to 1), symmetric (−1 to 1) or imagenet (mean and deviation)",
         )
     return cast(Pixels, pixels)
@@ -358,17 +360,17 @@ def image_shards(
 
 def _image_files(folder: Path) -> list[tuple[Path, int]]:
     """Every image and its class, classes mixed: the first samples should not be all of one."""
-    classes = sorted(each for each in folder.iterdir() if each.is_dir())
-    found: list[tuple[int, int, Path]] = []
-    for label, each in enumerate(classes):
-        images = sorted(f for f in each.rglob("*") if f.suffix.lower() in IMAGES)
-        found += [(place, label, file) for place, file in enumerate(images)]
-    if not found:
+    classes = sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    files: list[tuple[int, int, Path]] = []
+    for label, class_folder in enumerate(classes):
+        images = sorted(f for f in class_folder.rglob("*") if f.suffix.lower() in IMAGES)
+        files += [(place, label, file) for place, file in enumerate(images)]
+    if not files:
         raise FeedError(
             f"{folder}: holds no images in a folder per class, and no .npy files",
             hint="folder/CLASS/image.png, classes in the order of their names; or an .npz",
         )
-    return [(file, label) for _, label, file in sorted(found)]
+    return [(file, label) for _, label, file in sorted(files)]
 
 
 def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: str = "") -> Array:
@@ -402,9 +404,9 @@ def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: 
         left, top = (image.width - width) // 2, (image.height - height) // 2
         image = image.crop((left, top, left + width, top + height))
     values = np.asarray(image, np.float32).reshape(height, width, channels) / 255
-    mean, deviation = (np.asarray(each[:channels], np.float32) for each in MEANS[pixels])
-    found: Array = ((values - mean) / deviation).astype(np.float32)
-    return found if last else np.ascontiguousarray(found.transpose(2, 0, 1))
+    mean, deviation = (np.asarray(scale[:channels], np.float32) for scale in MEANS[pixels])
+    scaled: Array = ((values - mean) / deviation).astype(np.float32)
+    return scaled if last else np.ascontiguousarray(scaled.transpose(2, 0, 1))
 
 
 def _check_pixels(size: tuple[int, int], resized: tuple[int, int], where: str) -> None:

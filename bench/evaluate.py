@@ -115,8 +115,8 @@ class EvaluationState:
     def __add__(self, later: EvaluationState) -> EvaluationState:
         """The state after the samples of both; of a case that failed the first reason."""
         sums = dict(self.sums)
-        for label, each in later.sums.items():
-            sums[label] = sums.get(label, QualitySums()) + each
+        for label, more in later.sums.items():
+            sums[label] = sums.get(label, QualitySums()) + more
         return EvaluationState(
             self.seen + later.seen,
             self.untouched + later.untouched,
@@ -206,8 +206,8 @@ def _batches(
     first = data.head(1)
     if not len(first):
         raise FeedError("the data hold no samples", hint="give at least one input")
-    only, given = candidate.only_batch, sys.maxsize if limit is None else limit
-    if only is not None and (held := min(given, len(data.head(only)))) < only:
+    only, most = candidate.only_batch, sys.maxsize if limit is None else limit
+    if only is not None and (held := min(most, len(data.head(only)))) < only:
         raise FeedError(
             f"{name} runs batches of {only} inputs alone, and {held} are measured",
             hint=f"give {only} inputs or more",
@@ -302,7 +302,7 @@ def _after(
             actual = runner.infer(x)
             chosen = _compared(runner, x, wanted)
             alike = _alike(chosen, wanted, actual.shape)
-            found = replace(
+            own = replace(
                 judge.judged(judge.scores(actual, main, labels), labels, scores),
                 routing=_overlap(chosen, wanted),
                 parity=ParityStatistics.of(actual, wanted.outputs, alike),
@@ -310,7 +310,7 @@ def _after(
         except Exception as error:  # noqa: BLE001  the row says what failed; the others go on
             failures[case.label] = in_one_line(error)
         else:
-            sums[case.label] = sums.get(case.label, QualitySums()) + found
+            sums[case.label] = sums.get(case.label, QualitySums()) + own
     base = state.untouched + judge.judged(scores, labels, scores)
     return EvaluationState(state.seen + len(main), base, sums, failures)
 
@@ -346,9 +346,9 @@ def _alike(
     if chosen is None or chosen.keys() != expected.chosen.keys():
         return alike
     same = [(np.sort(chosen[n]) == np.sort(s)).all(axis=-1) for n, s in expected.chosen.items()]
-    if len({len(each) for each in same}) > 1 or len(same[0]) % output[0]:
+    if len({len(layer) for layer in same}) > 1 or len(same[0]) % output[0]:
         return alike
-    found: Array = np.logical_and.reduce(same).reshape(output[0], -1)
-    if found.shape == output[:2] and len(output) > found.ndim:
-        return found
-    return np.asarray(found.all(axis=1))
+    equal: Array = np.logical_and.reduce(same).reshape(output[0], -1)
+    if equal.shape == output[:2] and len(output) > equal.ndim:
+        return equal
+    return np.asarray(equal.all(axis=1))

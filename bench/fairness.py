@@ -142,9 +142,9 @@ def compared_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> l
 
 def check_groups(groups: Array, name: str) -> None:
     """Raises FeedError for fewer than two subgroups: there is nothing to compare."""
-    found = np.unique(groups)
-    if len(found) < 2:
-        held = "none" if not len(found) else f"only {found[0]!s}"
+    names = np.unique(groups)
+    if len(names) < 2:
+        held = "none" if not len(names) else f"only {names[0]!s}"
         raise FeedError(
             f"{name} holds one subgroup ({held}), and fairness compares two or more",
             hint="for one subgroup and the rest, save True for its inputs and False for the others",
@@ -169,7 +169,7 @@ def fairness(
     inside = groups[None, :] == names[:, None]  # [g, s]
     samples = inside.sum(axis=1)
     random = np.random.default_rng(0)
-    found = []
+    decided = []
     for output in range(classes):
         of_class = labels == output
         right = (predicted == output) == of_class
@@ -181,10 +181,10 @@ def fairness(
                 name,
                 int(size),
                 int(own),
-                share(int(told), int(size)),
+                share(int(correct), int(size)),
                 share(int(hits), int(own)) if own else None,
             )
-            for name, size, own, told, hits in zip(
+            for name, size, own, correct, hits in zip(
                 known, samples, positives, rights, found_positives, strict=True
             )
         )
@@ -194,7 +194,7 @@ def fairness(
             at = known.index(targets[output])
         draws = _drawn(random, rights, samples)
         opportunity, undefined = _opportunity(random, rates, at, output, found_positives, positives)
-        found.append(
+        decided.append(
             ClassFairness(
                 output=output,
                 target=rates[at].group,
@@ -207,7 +207,7 @@ def fairness(
                 accuracy=share(int(right.sum()), len(labels)),
             )
         )
-    return Fairness(share(int((predicted == labels).sum()), len(labels)), tuple(found))
+    return Fairness(share(int((predicted == labels).sum()), len(labels)), tuple(decided))
 
 
 def share(right: int, seen: int) -> Estimate:
@@ -321,13 +321,13 @@ def best_strength(
     after = of_class if sign > 0 else rival[moved] == labels[moved]
     change = after.astype(int) - before
     right = (predicted == output) == (labels == output)
-    found = np.unique(groups)
+    subgroups = np.unique(groups)
     # Accuracy of each subgroup, [g, λ], after so many inputs have changed their answer.
     shares = np.stack(
         [
             (right[groups == g].sum() + np.r_[0, np.cumsum(np.where(groups[moved] == g, gain, 0))])
             / (groups == g).sum()
-            for g in found
+            for g in subgroups
         ]
     )
     whole = ((predicted == labels).sum() + np.r_[0, np.cumsum(change)]) / len(labels)

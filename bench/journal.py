@@ -68,7 +68,7 @@ class Journal:
     def found(self, kind: str, **keys: Any) -> list[dict[str, Any]]:
         """Returns the pieces of a kind that have these values, oldest first."""
         wanted = {"kind": kind} | keys
-        return [each for each in self._entries if wanted.items() <= each.items()]
+        return [entry for entry in self._entries if wanted.items() <= entry.items()]
 
     def add(self, kind: str, **content: Any) -> None:
         """Adds a complete piece."""
@@ -87,7 +87,7 @@ def unfinished(folder: Path | None, kind: str, **keys: Any) -> dict[str, Any] | 
     """Returns the first piece of a kind in a folder's unfinished run, None where there is none."""
     wanted = {"kind": kind} | keys
     entries = () if folder is None else _lines(folder / FILE)
-    return next((each for each in entries if wanted.items() <= each.items()), None)
+    return next((entry for entry in entries if wanted.items() <= entry.items()), None)
 
 
 def _line(entry: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ def is_language_model(model: Model) -> bool:
     return type(network.wrapped).__name__.endswith("ForCausalLM")
 
 
-def prompt_of(model: Model, asked: int | None) -> int:
+def prompt_of(model: Model, tokens: int | None) -> int:
     """Returns how many tokens a prompt has; `UsageError` where the model has not as many positions.
 
     One more follows it.
@@ -54,15 +54,15 @@ def prompt_of(model: Model, asked: int | None) -> int:
     assert isinstance(model.module, TransformersNetwork)
     config = model.module.wrapped.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
-    if asked is None:
+    if tokens is None:
         return PROMPT if most is None else max(1, min(PROMPT, most - 1))
-    if most is not None and asked >= most:
+    if most is not None and tokens >= most:
         raise UsageError(
-            f"--tokens {asked}: the model has {most} positions, and one more token follows the "
+            f"--tokens {tokens}: the model has {most} positions, and one more token follows the "
             "prompt",
             hint=f"use --tokens {most - 1} at most",
         )
-    return asked
+    return tokens
 
 
 def phases_of(model: Model, prompt: int) -> tuple[Phase, ...]:
@@ -141,8 +141,8 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _ids(tokenizer: Any, text: str) -> Array:
-    found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return np.asarray(found, np.int64)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return np.asarray(ids, np.int64)
 
 
 def _windows(ids: Array, model: Model, length: int, where: str) -> LabelledData:
@@ -162,14 +162,14 @@ def _windows(ids: Array, model: Model, length: int, where: str) -> LabelledData:
 
 def _archived(path: Path, model: Model) -> LabelledData:
     """The ids of an `.npz`, whose mask says which are foretold where no label does."""
-    found = several_inputs(path, model, 0)
-    mask = found.beside.get("attention_mask")
-    labels = found.labels
+    data = several_inputs(path, model, 0)
+    mask = data.beside.get("attention_mask")
+    labels = data.labels
     if labels is None and mask is not None:
-        labels = targets_of(found.inputs, mask)
-    if found.inputs.shape[1] < 2:
+        labels = targets_of(data.inputs, mask)
+    if data.inputs.shape[1] < 2:
         raise FeedError(f"{path}: one token each foretells nothing", hint="give longer sequences")
-    return LabelledData(found.inputs, labels, found.input_name, found.label_name, found.beside)
+    return LabelledData(data.inputs, labels, data.input_name, data.label_name, data.beside)
 
 
 def targets_of(ids: Array, mask: Array) -> Labels:

@@ -106,7 +106,7 @@ class Sums:
                 return None
             return max(a, b) if name in self.LARGEST else a + b
 
-        return type(self)(*(both(each.name) for each in fields(self)))  # type: ignore[arg-type]
+        return type(self)(*(both(part.name) for part in fields(self)))  # type: ignore[arg-type]
 
 
 TOP = 5
@@ -190,14 +190,14 @@ class ClassCounts:
             ClassChange(label, n, untouched.right.get(label, 0), self.right.get(label, 0))
             for label, n in self.seen.items()
         ]
-        changes = [each for each in changes if each.right < each.untouched]
-        changes.sort(key=lambda each: (each.right - each.untouched, each.label))
+        changes = [change for change in changes if change.right < change.untouched]
+        changes.sort(key=lambda change: (change.right - change.untouched, change.label))
         return tuple(changes[:MOST_LOSING])
 
 
 def _count(labels: Labels) -> dict[int, int]:
-    found, counts = np.unique(labels, return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+    classes, counts = np.unique(labels, return_counts=True)
+    return dict(zip(classes.tolist(), counts.tolist(), strict=True))
 
 
 def one_per_sample(outputs: Array) -> Array:
@@ -244,12 +244,12 @@ class RoutingOverlap(Sums):
                     f"layer {name}: chosen experts have shape {chosen[name].shape}, "
                     f"the reference's {expected.shape}"
                 )
-        if len({each.shape[0] for each in reference.values()}) > 1:
+        if len({experts.shape[0] for experts in reference.values()}) > 1:
             raise ParityError(
                 "routing cannot be compared: encoder and decoder route different tokens",
                 hint="measure one part at a time: --set part=encoder, --set part=decoder",
             )
-        table = np.stack([jaccard(chosen[name], each) for name, each in reference.items()])
+        table = np.stack([jaccard(chosen[name], experts) for name, experts in reference.items()])
         if not margins:
             exact = int((table == 1).all(axis=0).sum())  # of [layers, b]
             return cls(float(table.sum()), table.size, exact, table.shape[1])
@@ -311,7 +311,7 @@ class ParityStatistics(Sums):
             raise ParityError(f"{int((~np.isfinite(a)).sum())} of {a.size} outputs are not finite")
         off, wanted = a - b, b
         if alike is not None:
-            off, wanted = (each.reshape(outputs.shape)[alike].ravel() for each in (off, wanted))
+            off, wanted = (part.reshape(outputs.shape)[alike].ravel() for part in (off, wanted))
         return cls(
             max_abs=float(np.abs(a - b).max()),
             dot=float(a @ b),
@@ -336,8 +336,8 @@ class ParityStatistics(Sums):
             return None
         largest = self.same_max_abs / self.same_largest
         length = math.sqrt(self.same_squares / self.same_reference_squares)
-        found = largest if bounds.routing == 1.0 else length
-        return None if found <= bounds.rtol + bounds.atol / self.same_largest else found
+        distance = largest if bounds.routing == 1.0 else length
+        return None if distance <= bounds.rtol + bounds.atol / self.same_largest else distance
 
     def parity(self) -> OutputParity:
         """The largest absolute difference and the cosine; two zero outputs have cosine 1."""
@@ -404,9 +404,9 @@ class NegativeLogLikelihood(Sums):
     apart_cross: float = 0.0
 
     @staticmethod
-    def of(found: SequenceLosses, untouched: SequenceLosses) -> NegativeLogLikelihood:
+    def of(losses: SequenceLosses, untouched: SequenceLosses) -> NegativeLogLikelihood:
         """Sums over sequences, beside the same sequences in the untouched model."""
-        nll, tokens = found.nll, found.tokens
+        nll, tokens = losses.nll, losses.tokens
         apart = untouched.nll - nll
         return NegativeLogLikelihood(
             nll=float(nll.sum()),

@@ -301,7 +301,7 @@ class BenchRequest(LoadRequest):
     @property
     def measured(self) -> dict[str, Any]:
         """What numbers depend on, beside the data: the options but those of the results' place."""
-        named = (each.name for each in fields(self) if each.compare)
+        named = (field.name for field in fields(self) if field.compare)
         return {name: getattr(self, name) for name in named if name not in PLACES}
 
     @property

@@ -281,7 +281,7 @@ class Results:
     @property
     def disturbance(self) -> str:
         """A sentence on how far other work disturbed the rows; empty where it did not."""
-        most = max((each["share"] for each in self.protocol.get("waited", ())), default=0.0)
+        most = max((wait["share"] for wait in self.protocol.get("waited", ())), default=0.0)
         if most < DISTURBED:
             return ""
         return (

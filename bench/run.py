@@ -125,8 +125,8 @@ def bench(
                 opening = loaders(candidate, request.batches)
                 service.serve(candidate, opening, one.failures, journal)
             protocol["samples"] = max(protocol["samples"], one.seen)
-            for name, found in one.beside.items():
-                protocol[name] = [*protocol.get(name, ()), *found]
+            for name, entries in one.beside.items():
+                protocol[name] = [*protocol.get(name, ()), *entries]
         results = Results(
             models=models,
             rows=tuple(rows),
@@ -171,7 +171,7 @@ def _same_run(
 
 def _protocol(request: BenchRequest, data: Labelled, calibration: str | None) -> dict[str, Any]:
     """How rows are measured, for the results; the candidates add how many samples they saw."""
-    given = {"calibration": calibration} if calibration else {}
+    ranges = {"calibration": calibration} if calibration else {}
     return asdict(request.protocol) | {
         "samples": 0,
         "data": {
@@ -180,7 +180,7 @@ def _protocol(request: BenchRequest, data: Labelled, calibration: str | None) ->
         },
         "labelled": data.labelled,
         "batches": list(request.batches),
-        **given,
+        **ranges,
     }
 
 
@@ -197,16 +197,16 @@ def opened(
     )
     example = None if images else place
 
-    def one(each: Model | Bundle | str | Path) -> Model | Bundle:
-        if isinstance(each, Model | Bundle):
-            return each
-        if is_bundle(each):
-            return Bundle.open(each)
+    def one(source: Model | Bundle | str | Path) -> Model | Bundle:
+        if isinstance(source, Model | Bundle):
+            return source
+        if is_bundle(source):
+            return Bundle.open(source)
         if request.progress is not None:
-            request.progress.step(f"loading {each}")
-        return load_as(each, replace(request, example=example))
+            request.progress.step(f"loading {source}")
+        return load_as(source, replace(request, example=example))
 
-    return [one(each) for each in sources]
+    return [one(source) for source in sources]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class Prepared:
 
 def sweep(
     listed: Sequence[Model | Bundle],
-    asked: BenchRequest,
+    request: BenchRequest,
     *,
     only: int | None = None,
     known: Mapping[str, EvaluationState] | None = None,
@@ -232,26 +232,28 @@ def sweep(
     `only` and `known` are as in `bench`. Raises `UsageError` and `FeedError`, before anything is
     measured, for what cannot be meant.
     """
-    watcher = asked.progress or Silent()
-    analyses_wanted(asked)
-    settings_of(asked)
-    with prepared(listed, asked) as found:
+    watcher = request.progress or Silent()
+    analyses_wanted(request)
+    settings_of(request)
+    with prepared(listed, request) as plans:
         return bench(
-            found.candidates,
-            found.data,
-            found.request,
-            absent=found.absent,
-            analyses=_analyses(found.candidates, found.data, asked, watcher),
+            plans.candidates,
+            plans.data,
+            plans.request,
+            absent=plans.absent,
+            analyses=_analyses(plans.candidates, plans.data, request, watcher),
             only=only,
             known=known,
-            threads=found.threads,
+            threads=plans.threads,
         )
 
 
-def analyses_wanted(asked: BenchRequest) -> Wanted | None:
+def analyses_wanted(request: BenchRequest) -> Wanted | None:
     """Returns which analyses of experts are asked for; raises `UsageError` for what are none."""
-    most = asked.max_subsets
-    wanted = Wanted(parse_analyses(asked.analysis), max_subsets=most) if asked.analysis else None
+    most = request.max_subsets
+    wanted = (
+        Wanted(parse_analyses(request.analysis), max_subsets=most) if request.analysis else None
+    )
     if most is not None and not (wanted and "subsets" in wanted.names):
         raise UsageError(
             f"--max-subsets {most}: no subsets are tried", hint="add --analysis subsets"
@@ -259,42 +261,42 @@ def analyses_wanted(asked: BenchRequest) -> Wanted | None:
     return wanted
 
 
-def analysed(listed: Sequence[Model | Bundle], asked: BenchRequest) -> dict[str, Any]:
+def analysed(listed: Sequence[Model | Bundle], request: BenchRequest) -> dict[str, Any]:
     """Returns what is asked about experts and subgroups; measures nothing else."""
-    with prepared(listed, asked) as found:
-        return _analyses(found.candidates, found.data, asked, asked.progress or Silent())
+    with prepared(listed, request) as plans:
+        return _analyses(plans.candidates, plans.data, request, request.progress or Silent())
 
 
 @contextmanager
-def prepared(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Iterator[Prepared]:
+def prepared(listed: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterator[Prepared]:
     """Yields what a benchmark measures, exported, and how; raises what `sweep` raises."""
-    watcher = asked.progress or Silent()
-    if asked.analysis:
+    watcher = wanted.progress or Silent()
+    if wanted.analysis:
         for item in listed:
             if isinstance(item, Model):
                 check_one_input(item, "--analysis")
-    selection = select(asked.engines, [_served(item) for item in listed])
-    request = replace(asked, engine=selection.names, batch=batch_sizes(listed, asked))
+    selection = select(wanted.engines, [_served(item) for item in listed])
+    request = replace(wanted, engine=selection.names, batch=batch_sizes(listed, wanted))
     check_exported(listed, request)
     listed = with_sources(listed)
     first = next(item for item in listed if isinstance(item, Model))
     data = data_of(first, request, fixed_sizes(first, listed))
     head = data.head(CALIBRATION_INPUTS if {"int8", "fp8"} & {*request.precisions} else 1)
-    absent = [each for each in selection.absent if each.engine in asked.engines]
-    if absent and asked.engine == ALL:
-        names = ", ".join(each.engine for each in absent)
+    absent = [engine for engine in selection.absent if engine.engine in wanted.engines]
+    if absent and wanted.engine == ALL:
+        names = ", ".join(engine.engine for engine in absent)
         watcher.step(f"not measured, the report says why: {names}")
     else:
-        for each in absent:
-            watcher.step(f"not measured: {each.engine}: {each.reason}")
+        for engine in absent:
+            watcher.step(f"not measured: {engine.engine}: {engine.reason}")
     sizes = request.batches
     threads = threads_for(
-        [first], data, sizes, asked=asked.threads, work=asked.folder, progress=watcher
+        [first], data, sizes, count=wanted.threads, work=wanted.folder, progress=watcher
     )
     # The same threads for every engine.
     request = replace(request, threads=threads.count)
     with candidates_of(listed, request, watcher, head.inputs) as candidates:
-        phased = [in_phases(candidate, data, asked.tokens) for candidate in candidates]
+        phased = [in_phases(candidate, data, wanted.tokens) for candidate in candidates]
         yield Prepared(
             candidates=phased,
             data=data,
@@ -309,7 +311,7 @@ def threads_for(
     data: Labelled,
     batches: Sequence[int],
     *,
-    asked: int | None = None,
+    count: int | None = None,
     work: Path | None = None,
     progress: Progress | None = None,
 ) -> Threads:
@@ -318,8 +320,8 @@ def threads_for(
     As many as are asked for, else what an unfinished run in the folder `work` had, else those with
     which the untouched models are fastest. Raises FeedError where one cannot run the data.
     """
-    if asked is not None:
-        return Threads(asked)
+    if count is not None:
+        return Threads(count)
     begun = unfinished(work, "threads", of=models[0].source.path)
     if begun is not None:
         return msgspec.convert(begun, Threads, strict=False)
@@ -332,32 +334,32 @@ def threads_for(
         for x in (head.batch(0, size) for size in batches):
             outputs_of(base, x, model.source.path)
             calls.append(base.bound(x))
-    found = fastest_threads(*calls)
-    if found.call_ms and progress is not None:
-        progress.step(found.told)
-    return found
+    fastest = fastest_threads(*calls)
+    if fastest.call_ms and progress is not None:
+        progress.step(fastest.told)
+    return fastest
 
 
 def _analyses(
     candidates: Sequence[Candidate],
     data: Labelled,
-    asked: BenchRequest,
+    request: BenchRequest,
     watcher: Progress,
 ) -> dict[str, Any]:
     """What was asked about experts and subgroups."""
-    wanted = analyses_wanted(asked)
-    found = studied(candidates, data, wanted, asked.samples, watcher) if wanted else {}
-    if asked.group_by is None:
-        return found
-    if not isinstance(asked.data, str | Path):
+    wanted = analyses_wanted(request)
+    analyses = studied(candidates, data, wanted, request.samples, watcher) if wanted else {}
+    if request.group_by is None:
+        return analyses
+    if not isinstance(request.data, str | Path):
         raise UsageError(
-            f"--group-by {asked.group_by}: names an array of a file, and the data are none",
+            f"--group-by {request.group_by}: names an array of a file, and the data are none",
             hint="save inputs, labels and subgroups in an .npz",
         )
     held = data.head(sys.maxsize)
-    groups = load_groups(Path(asked.data), asked.group_by, len(held))
-    seen = held.head(len(held) if asked.samples is None else asked.samples)
-    return found | compared(candidates, seen, groups[: len(seen)], asked.group_by, watcher)
+    groups = load_groups(Path(request.data), request.group_by, len(held))
+    seen = held.head(len(held) if request.samples is None else request.samples)
+    return analyses | compared(candidates, seen, groups[: len(seen)], request.group_by, watcher)
 
 
 def _served(item: Model | Bundle) -> Serves:
@@ -382,19 +384,19 @@ def fixed_sizes(model: Model, listed: Sequence[Model | Bundle]) -> dict[str, int
     }
 
 
-def data_of(model: Model, asked: BenchRequest, sizes: Mapping[str, int]) -> Labelled:
+def data_of(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> Labelled:
     """Returns the inputs that a model is measured on: windows of tokens for a language model.
 
     Random ones take `sizes` where an axis of the model is dynamic.
     """
-    if is_language_model(model) and not isinstance(asked.data, LabelledData | Streamed):
-        return token_windows(asked.data, model, prompt_of(model, asked.tokens))
-    if asked.tokens is not None and not is_language_model(model):
+    if is_language_model(model) and not isinstance(request.data, LabelledData | Streamed):
+        return token_windows(request.data, model, prompt_of(model, request.tokens))
+    if request.tokens is not None and not is_language_model(model):
         raise UsageError(
-            f"--tokens {asked.tokens}: {model.source.path} is no language model of transformers",
+            f"--tokens {request.tokens}: {model.source.path} is no language model of transformers",
             hint="leave --tokens out: other models take inputs as the data have them",
         )
-    return labelled(asked.data, model, max(asked.batches), asked.pixels, sizes)
+    return labelled(request.data, model, max(request.batches), request.pixels, sizes)
 
 
 def in_phases(candidate: Candidate, data: Labelled, tokens: int | None) -> Candidate:
@@ -513,12 +515,12 @@ class Measurement:
         if together:
             self._evaluate("all", runners)
         timed = runners if together else opening
-        return {c: each for c, each in timed.items() if c not in self.failures}
+        return {case: source for case, source in timed.items() if case not in self.failures}
 
     def _evaluate(self, group: str, runners: Mapping[Case, Runner]) -> None:
         """The quality of cases that are evaluated in one pass over the data."""
         keys = {"model": self.candidate.name, "group": group}
-        found = self.journal.found("quality", **keys)
+        pieces = self.journal.found("quality", **keys)
         state = self.known or evaluate(
             runners,
             self.candidate,
@@ -526,8 +528,8 @@ class Measurement:
             self.request.evaluation_batch,
             limit=self.request.samples,
             progress=self.progress,
-            state=msgspec.convert(found[-1]["state"], EvaluationState, strict=False)
-            if found
+            state=msgspec.convert(pieces[-1]["state"], EvaluationState, strict=False)
+            if pieces
             else None,
             keep=lambda state: self.journal.add("quality", **keys, state=asdict(state)),
         )
@@ -548,7 +550,9 @@ class Measurement:
     ) -> timing.Measured:
         """Times the cases of a group in turn; what disturbed them goes to `beside`."""
         keys = group.keys
-        done = [msgspec.convert(each, timing.Round) for each in self.journal.found("round", **keys)]
+        done = [
+            msgspec.convert(piece, timing.Round) for piece in self.journal.found("round", **keys)
+        ]
         before = Scheduled.now()
         measured, wrapper_ms = measure_group(
             group,
@@ -557,10 +561,10 @@ class Measurement:
             benchmarks={} if limits is None else limits.benchmarks,
             progress=self.progress,
             done=done,
-            keep=lambda found: self.journal.add("round", **keys, **asdict(found)),
+            keep=lambda piece: self.journal.add("round", **keys, **asdict(piece)),
         )
         # The most of an interrupted group's parts.
-        shares = [each["share"] for each in self.journal.found("waited", **keys)]
+        shares = [piece["share"] for piece in self.journal.found("waited", **keys)]
         share = Scheduled.now().waited_share(before)
         if share is not None and len(done) < group.protocol.rounds:
             self.journal.add("waited", **keys, share=share)
@@ -580,14 +584,14 @@ class Measurement:
         rates = limits.rates(measured)
         if isinstance(rates, Rates):
             self._tell("rates", group.keys | asdict(rates))
-        found = {}
+        by_case = {}
         for case, graph in self.candidate.cases.items():
             if case in group.cases:
                 limit = limits.of(case, graph, group.batch, rates)
                 took = measured.latencies.get(case.label)
                 reason = None if took is None else not_held(limit, took.median, rates)
-                found[case] = limit if reason is None else replace(limit, reason=reason)
-        return found
+                by_case[case] = limit if reason is None else replace(limit, reason=reason)
+        return by_case
 
     def inputs(self, group: TimingGroup) -> list[Inputs]:
         """The batches that a group takes in turn."""
@@ -602,10 +606,11 @@ class Measurement:
             return {}
         keys = {"model": self.candidate.name}
         done = {
-            each["label"]: msgspec.convert(each, PeakMemory, strict=False)  # JSON's keys are texts
-            for each in self.journal.found("memory", **keys)
+            # JSON's keys are texts.
+            piece["label"]: msgspec.convert(piece, PeakMemory, strict=False)
+            for piece in self.journal.found("memory", **keys)
         }
-        for label, found in measure_memories(
+        for label, memory in measure_memories(
             {c.label: loader for c, loader in opening.items() if c.label not in done},
             {
                 size: self.head.batch(0, size)
@@ -617,8 +622,8 @@ class Measurement:
             title=self.candidate.name,
             progress=self.progress,
         ):
-            done[label] = found
-            self.journal.add("memory", **keys, label=label, **asdict(found))
+            done[label] = memory
+            self.journal.add("memory", **keys, label=label, **asdict(memory))
         return done
 
     def _parts(self, case: Case, group: TimingGroup, loader: Loader) -> tuple[PartTime, ...]:
@@ -633,22 +638,22 @@ class Measurement:
         self.progress.step(f"{what}: where the time goes")
         layers = tuple(self.candidate.model.layers)
         try:
-            found = parts_of(loader, self.inputs(group), layers)
+            parts = parts_of(loader, self.inputs(group), layers)
         except Exception as error:  # noqa: BLE001  the row is measured; only its parts are missing
             self.progress.step(f"{what}: no profile: {timing.in_one_line(error)}")
             return ()
-        self.journal.add("parts", **keys, parts=[asdict(part) for part in found])
-        return found
+        self.journal.add("parts", **keys, parts=[asdict(part) for part in parts])
+        return parts
 
 
 def timed_inputs(group: TimingGroup, candidate: Candidate, head: LabelledData) -> list[Inputs]:
     """Returns the batches that a group takes in turn; of a language model those of its phase."""
-    found = group_batches(group, head)
+    batches = group_batches(group, head)
     if group.phase is None:
-        return found
+        return batches
     base = untouched(candidate.model)
     # Each has a cache of its own, which takes memory.
-    return [phase_inputs(group.phase, x, base) for x in found[:PHASE_INPUTS]]
+    return [phase_inputs(group.phase, x, base) for x in batches[:PHASE_INPUTS]]
 
 
 def _per_second(count: int, latency: timing.Latency) -> float | None:

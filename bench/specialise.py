@@ -99,7 +99,7 @@ class Load:
     @property
     def heavy(self) -> int:
         """How many experts have such a coefficient for some token."""
-        return sum(each > 0 for each in self.shares)
+        return sum(share > 0 for share in self.shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,15 +267,15 @@ def _one_pass(
     means, takes_in = [], []
     loads = [_Loads(n) for n in watched.spec.levels] if watched.spec.rewritable else []
     for rows in held.batches(BATCH):
-        with _coefficients(watched) as found:
+        with _coefficients(watched) as coefficients:
             scores = _scores(module, x[rows])
         held.check_classes(scores.shape[1])
         if wanted is not None and not said:
             _check_head(wanted, watched, module, x[rows], scores)
         said.append(scores)
-        means.append([a.mean(axis=1, dtype=np.float64) for a in found])
-        takes_in.append([(a != 0).any(axis=1) for a in found])
-        for load, a in zip(loads, found, strict=True):
+        means.append([a.mean(axis=1, dtype=np.float64) for a in coefficients])
+        takes_in.append([(a != 0).any(axis=1) for a in coefficients])
+        for load, a in zip(loads, coefficients, strict=True):
             load.add(a)
         progress.advance(len(scores))
     return _JudgedInputs(
@@ -283,7 +283,7 @@ def _one_pass(
         list(map(np.concatenate, zip(*means, strict=True))),
         list(map(np.concatenate, zip(*takes_in, strict=True)))
         or [np.ones((len(x), n), dtype=bool) for n in watched.spec.levels],
-        tuple(each.load(level) for level, each in enumerate(loads, start=1)),
+        tuple(sums.load(level) for level, sums in enumerate(loads, start=1)),
     )
 
 
@@ -368,13 +368,13 @@ def _check_head(
             f"--rewrite-class {wanted.output}: the model has {classes} classes",
             hint=f"they are counted from 0: use 0 to {classes - 1}",
         )
-    given: list[torch.Tensor] = []
-    handle = layer.register_forward_hook(lambda *made: given.append(made[2]))
+    outputs: list[torch.Tensor] = []
+    handle = layer.register_forward_hook(lambda *made: outputs.append(made[2]))
     try:
         _scores(module, x[:1])
     finally:
         handle.remove()
-    own = one_per_sample(given[-1].numpy())
+    own = one_per_sample(outputs[-1].numpy())
     if own.shape != scores[:1].shape or not np.allclose(own, scores[:1], rtol=1e-4, atol=1e-6):
         raise UsageError(
             f"--rewrite-class {wanted.output}: layer {layer.spec.name} does not give the class "
@@ -395,7 +395,7 @@ def _rewriting(
 ) -> Rewriting:
     """The rewriting that was wanted, with what the model says when it is edited so."""
     output, group, scores = wanted.output, wanted.group, seen.scores
-    means = next(each.coefficients for each in by_group if each.group == group)
+    means = next(subgroup.coefficients for subgroup in by_group if subgroup.group == group)
     predicted = scores.argmax(axis=1)
     sign = sign_of(predicted, labels, groups == group, output)
     if wanted.strength is None:
@@ -447,15 +447,15 @@ def _subgroups(
 @contextmanager
 def _coefficients(layer: MoELayer) -> Iterator[list[Array]]:
     """Within the context a forward gives the layer's coefficients [b, m, n], by level, if any."""
-    found: list[Array] = []
+    coefficients: list[Array] = []
 
     def record(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        found[:] = [made.chosen.numpy() for made in layer.choices(args[0]).values()]
+        coefficients[:] = [made.chosen.numpy() for made in layer.choices(args[0]).values()]
 
     # Where coefficients mix the experts, they are what is chosen.
     handle = layer.register_forward_pre_hook(record) if layer.spec.rewritable else None
     try:
-        yield found
+        yield coefficients
     finally:
         if handle is not None:
             handle.remove()

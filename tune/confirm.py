@@ -71,14 +71,14 @@ def worth_confirming(trials: Sequence[Trial]) -> list[Trial]:
     These are what is kept, the lower end of its interval, and how little the outputs moved. Ties
     stay: of points that keep as much on the search's half those that compute more are the surer.
     """
-    found: list[Trial] = []
+    worth: list[Trial] = []
     best = [-math.inf] * 3
-    for trial in sorted(trials, key=lambda each: (each.ms, -each.quality.kept)):
+    for trial in sorted(trials, key=lambda trial: (trial.ms, -trial.quality.kept)):
         safety = (*_without_luck(trial.quality), -trial.quality.shift)
         if any(own >= other for own, other in zip(safety, best, strict=True)):
-            found.append(trial)
+            worth.append(trial)
         best = [max(pair) for pair in zip(safety, best, strict=True)]
-    return found
+    return worth
 
 
 def sequences_of(
@@ -105,7 +105,7 @@ def sequences_of(
         others = [trial for trial in others if trial.ms < base.ms]
     if not others:
         return Sequences(conservative=(base,))
-    slowest = max(each.ms for each in (base, *others))
+    slowest = max(other.ms for other in (base, *others))
 
     def promise(trial: Trial) -> float:
         return math.log(slowest / trial.ms) * _likely(trial.quality, keep)
@@ -125,13 +125,13 @@ def sequences_of(
 def _apart(trials: Sequence[Trial], fast: float, slow: float, count: int) -> list[Trial]:
     """Returns so many points whose times are evenly between two, by their factors."""
     left = list(trials)
-    found = []
+    spread = []
     for ms in np.geomspace(fast, slow, count + 2)[1:-1]:
         if left:
             nearest = min(left, key=lambda trial: abs(math.log(trial.ms / ms)))
             left.remove(nearest)
-            found.append(nearest)
-    return found
+            spread.append(nearest)
+    return spread
 
 
 def _likely(quality: Quality, keep: float) -> float:
@@ -163,7 +163,7 @@ def confirmed(
             yield Batch(inputs=x, labels=labels, outputs=base.infer(x), metric=metric)
             progress.advance(len(first_of(x)))
 
-    points = [(each.point, each.lowerings) for each in listed]
+    points = [(trial.point, trial.lowerings) for trial in listed]
     with graphs.opened(points, spin_ms=0) as sessions:
         tallies = graphs.evaluate(batches())(sessions)
     if not tallies[0].inputs:
@@ -178,7 +178,7 @@ def confirmed(
     ]
 
 
-def holding(found: Sequence[Confirmed], keep: float | None) -> list[Confirmed]:
+def holding(points: Sequence[Confirmed], keep: float | None) -> list[Confirmed]:
     """Returns the points that hold: in each sequence those before the first that does not.
 
     The lower end of a 95% interval errs in 2.5% of cases. In a sequence whose order was fixed
@@ -188,18 +188,18 @@ def holding(found: Sequence[Confirmed], keep: float | None) -> list[Confirmed]:
     """
     held: list[Confirmed] = []
     for promising in (False, True):
-        for each in found:
-            if each.promising != promising:
+        for point in points:
+            if point.promising != promising:
                 continue
-            if keep is not None and each.quality.low < keep:
+            if keep is not None and point.quality.low < keep:
                 break
-            held.append(each)
+            held.append(point)
     return held
 
 
-def shortfall(found: Confirmed, keep: float) -> ContractError:
+def shortfall(point: Confirmed, keep: float) -> ContractError:
     """Returns the error that says what is short, and how many inputs would decide."""
-    quality = found.quality
+    quality = point.quality
     said = (
         f"--keep {keep:.4g}: not confirmed: {quality.kept:.2%} is kept on {quality.inputs} inputs "
         f"that the search did not see, between {quality.low:.2%} and {quality.high:.2%} with 95% "
@@ -222,7 +222,7 @@ def would_decide(quality: Quality, keep: float) -> str:
 def front_of(trials: Sequence[Trial]) -> list[Trial]:
     """Returns the points that no other beats in both time and what is kept, the slowest first."""
     front: list[Trial] = []
-    for trial in sorted(trials, key=lambda each: (each.ms, -each.quality.kept)):
+    for trial in sorted(trials, key=lambda trial: (trial.ms, -trial.quality.kept)):
         if not front or trial.quality.kept > front[-1].quality.kept:
             front.append(trial)
     return front[::-1]
@@ -257,9 +257,9 @@ def shortlist(
     choices: dict[str, tuple[LayerRecipe, ...]],
 ) -> SearchResult:
     """Returns what a search found; the points to confirm are timed again, for longer."""
-    found = [*graphs.trials.values()]
+    candidates = [*graphs.trials.values()]
     room = _points(job, base, timed=False)
-    within = [trial for trial in found if job.within(trial)] or found
+    within = [trial for trial in candidates if job.within(trial)] or candidates
     sequences = _sequences(job, worth_confirming(within), base, room)
     again = [base, *(graphs.lowered(trial) for trial in sequences.trials[1:])]
     careful = protocol_for(base.ms, careful=True)
@@ -272,7 +272,7 @@ def shortlist(
         for trial in again
     }
     faster = timed[base.point.key].ms / base.ms  # all others are told beside the base
-    trials = [timed.get(trial.point.key, with_ms(trial, faster * trial.ms)) for trial in found]
+    trials = [timed.get(trial.point.key, with_ms(trial, faster * trial.ms)) for trial in candidates]
     within = [trial for trial in trials if job.within(trial)] or trials
     front = front_of(within)
     return SearchResult(
@@ -288,32 +288,32 @@ def shortlist(
 
 
 def contract(
-    job: SearchJob, found: SearchResult, progress: Progress
+    job: SearchJob, result: SearchResult, progress: Progress
 ) -> tuple[list[Confirmed], list[Confirmed]]:
     """Confirms the front on the other half; returns all that was, and what holds.
 
     What holds is in the order in which it answers the request.
     """
     keep = job.request.keep
-    most = _points(job, found.base, timed=True)
-    sequences = _sequences(job, found.timed, found.base, most)
+    most = _points(job, result.base, timed=True)
+    sequences = _sequences(job, result.timed, result.base, most)
     done = job.journal.found("confirmed")
     if done:
-        checked = [msgspec.convert(each, Confirmed) for each in done[-1]["points"]]
-        for each in checked:
-            check_same(job, each.trial, found)
+        checked = [msgspec.convert(point, Confirmed) for point in done[-1]["points"]]
+        for point in checked:
+            check_same(job, point.trial, result)
     else:
-        checked = confirmed(found.graphs, sequences, job.holdout, progress)
-        job.journal.add("confirmed", points=[msgspec.to_builtins(each) for each in checked])
+        checked = confirmed(result.graphs, sequences, job.holdout, progress)
+        job.journal.add("confirmed", points=[msgspec.to_builtins(point) for point in checked])
     held = holding(checked, keep)
     if keep is not None and not held:
         raise shortfall(checked[0], keep)
-    within = [each for each in held if job.within(each.trial)]
+    within = [point for point in held if job.within(point.trial)]
     if not within:
         raise _nearest(job, held)
     if keep is None:
-        return checked, sorted(within, key=lambda each: -each.trial.quality.kept)
-    return checked, sorted(within, key=lambda each: (each.trial.ms, each.trial.bytes))
+        return checked, sorted(within, key=lambda point: -point.trial.quality.kept)
+    return checked, sorted(within, key=lambda point: (point.trial.ms, point.trial.bytes))
 
 
 def _points(job: SearchJob, base: Trial, *, timed: bool) -> int:
@@ -331,9 +331,9 @@ def _sequences(job: SearchJob, trials: Sequence[Trial], base: Trial, most: int) 
     return sequences_of(trials, base, keep, most, base_meets=meets)
 
 
-def check_same(job: SearchJob, trial: Trial, found: SearchResult) -> None:
+def check_same(job: SearchJob, trial: Trial, result: SearchResult) -> None:
     """Raises where the substitutes of a point that was looked at are not what they were."""
-    if found.graphs.substitutes.digest(trial.point) != trial.substitutes:
+    if result.graphs.substitutes.digest(trial.point) != trial.substitutes:
         raise ContractError(
             f"{job.folder / FOLDER}: what takes the places of experts is gone or changed "
             "since it was confirmed",
@@ -345,9 +345,9 @@ def _nearest(job: SearchJob, held: Sequence[Confirmed]) -> MoexportError:
     """The error that says what comes nearest to bounds that nothing meets."""
     request = job.request
 
-    def beyond(each: Confirmed) -> float:
-        slow = each.trial.ms / (request.latency_ms or math.inf)
-        return max(slow, each.trial.bytes / (request.bytes or math.inf))
+    def beyond(point: Confirmed) -> float:
+        slow = point.trial.ms / (request.latency_ms or math.inf)
+        return max(slow, point.trial.bytes / (request.bytes or math.inf))
 
     nearest = min(held, key=beyond).trial
     bounds = []

@@ -71,8 +71,8 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
             )
         )
     listed = [tuned.sequence[0], tuned.chosen]
-    for each in dict.fromkeys(one.trial.point.key for one in listed):
-        confirmed = next(one for one in listed if one.trial.point.key == each)
+    for key in dict.fromkeys(one.trial.point.key for one in listed):
+        confirmed = next(one for one in listed if one.trial.point.key == key)
         rows.append(_row(tuned, confirmed, name, n))
     record = TuningRecord(
         model=name,
@@ -108,14 +108,14 @@ def text(tuned: Tuned, report: Path) -> str:
     """Returns the front and the contract."""
     rows = [
         (
-            "→" if each is tuned.chosen else "",
-            f"{each.trial.ms:.3g}",
-            size(each.trial.bytes),
-            f"{each.quality.kept:.2%}",
-            f"{each.quality.low:.2%} to {each.quality.high:.2%}",
-            each.trial.point.text(tuned.experts),
+            "→" if point is tuned.chosen else "",
+            f"{point.trial.ms:.3g}",
+            size(point.trial.bytes),
+            f"{point.quality.kept:.2%}",
+            f"{point.quality.low:.2%} to {point.quality.high:.2%}",
+            point.trial.point.text(tuned.experts),
         )
-        for each in tuned.sequence
+        for point in tuned.sequence
     ]
     header = ("", "ms", "bytes", "kept", "95% interval", "k, experts and precision of each layer")
     quality = tuned.chosen.quality
@@ -186,7 +186,7 @@ def _judged(tuned: Tuned, quality: Quality, *, of_untouched: bool = False) -> di
 
 
 def _points(tuned: Tuned) -> list[FrontPoint]:
-    confirmed = {each.trial.point.key: each.quality for each in tuned.sequence}
+    confirmed = {point.trial.point.key: point.quality for point in tuned.sequence}
     front = {trial.point.key: trial for trial in (*tuned.front, tuned.base)}
     chosen = tuned.chosen.trial.point.key
     return [

@@ -83,9 +83,9 @@ class Graphs:
             lowerings = self.times.lowerings(point)
             opened = self.opened([(point, lowerings)], spin_ms=self._spin_ms())
             with self.clock.step(TRIAL), opened as (session,):
-                found = self._trial(point, lowerings, session.path.parent, session)
-            self.trials[point.key] = found
-            self.journal.add("trial", trial=msgspec.to_builtins(found))
+                trial = self._trial(point, lowerings, session.path.parent, session)
+            self.trials[point.key] = trial
+            self.journal.add("trial", trial=msgspec.to_builtins(trial))
         return self.trials[point.key]
 
     def trained_further(self, trial: Trial, seconds: float) -> bool:
@@ -98,9 +98,9 @@ class Graphs:
             if not self.substitutes.train_further(trial.point, seconds):
                 return False
             sharing = [
-                each.point
-                for each in self.trials.values()
-                if self.substitutes.shared(each.point, trial.point)
+                other.point
+                for other in self.trials.values()
+                if self.substitutes.shared(other.point, trial.point)
             ]
             for point in sharing:
                 del self.trials[point.key]
@@ -144,12 +144,12 @@ class Graphs:
         """What graphs take, in turn: as many times as the one beside as in the median round."""
         calls = {str(index): self.call(session) for index, session in enumerate(sessions)}
         if self._beside is None:
-            found = measure(calls, QUICK, title="timing").latencies
-            return [found[name].median for name in calls]
+            latencies = measure(calls, QUICK, title="timing").latencies
+            return [latencies[name].median for name in calls]
         base, session = self._beside
         both = {**calls, UNTOUCHED: self.call(session)}
-        found = measure(both, protocol_for(base.ms), title="timing").latencies
-        return [base.ms * times_as_long(found[name], found[UNTOUCHED]) for name in calls]
+        latencies = measure(both, protocol_for(base.ms), title="timing").latencies
+        return [base.ms * times_as_long(latencies[name], latencies[UNTOUCHED]) for name in calls]
 
     def lowered(self, trial: Trial) -> Trial:
         """Returns a point with its fastest lowerings, timed as whole graphs.
@@ -165,10 +165,10 @@ class Graphs:
         at = int(np.argmin(times))
         if times[at] > TOLD_APART * times[0]:
             return trial
-        found = replace(trial, lowerings=ways[at], ms=times[at])
-        self.trials[trial.point.key] = found
-        self.journal.add("trial", trial=msgspec.to_builtins(found))
-        return found
+        faster = replace(trial, lowerings=ways[at], ms=times[at])
+        self.trials[trial.point.key] = faster
+        self.journal.add("trial", trial=msgspec.to_builtins(faster))
+        return faster
 
     @contextmanager
     def opened(
@@ -215,17 +215,17 @@ class Graphs:
 
         They are measured in turn.
         """
-        points = [(each.point, each.lowerings) for each in trials]
+        points = [(trial.point, trial.lowerings) for trial in trials]
         with self.opened(points, spin_ms=spin_for(trials[0].ms)) as sessions:
             calls = {
-                each.point.key: self.call(session)
-                for each, session in zip(trials, sessions, strict=True)
+                trial.point.key: self.call(session)
+                for trial, session in zip(trials, sessions, strict=True)
             }
             size, model = self.base.options.batch.opt, untouched(self.base.model)
             batches = [self.data.batch(index, size) for index in range(INPUTS)]
             calls[UNTOUCHED] = partial(_run, [model.bound(batch) for batch in batches])
-            found = measure(calls, protocol, title="timing the front", progress=self.progress)
-        return found.latencies
+            measured = measure(calls, protocol, title="timing the front", progress=self.progress)
+        return measured.latencies
 
 
 def times_as_long(latency: Latency, other: Latency) -> float:

@@ -51,8 +51,8 @@ def searched(first: int, count: int) -> Array:
         drawn = np.random.default_rng([SEED, block]).integers(0, 2, BLOCK // 2)
         sides.append(np.stack([drawn, 1 - drawn], axis=1).ravel())
     start = first % BLOCK
-    found: Array = np.concatenate(sides)[start : start + count].astype(bool)
-    return found
+    mine: Array = np.concatenate(sides)[start : start + count].astype(bool)
+    return mine
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Holdout:
             arrays = {data.input_name: x} if isinstance(x, np.ndarray) else x
             inputs.append(arrays)
             held += len(first_of(x))
-            held_bytes += sum(each.nbytes for each in arrays.values())
+            held_bytes += sum(array.nbytes for array in arrays.values())
             if y is not None:
                 labels.append(y)
             if held >= SEEN or held_bytes >= SEEN_BYTES:
@@ -83,7 +83,10 @@ class Holdout:
         if held < 1:
             raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")
         searched_labels = np.concatenate(labels) if data.labelled else None
-        whole = {name: np.concatenate([each[name] for each in inputs]) for name in inputs[0]}
+        whole = {
+            name: np.concatenate([batch_arrays[name] for batch_arrays in inputs])
+            for name in inputs[0]
+        }
         main = whole.pop(data.input_name)
         seen = LabelledData(main, searched_labels, data.input_name, beside=whole)
         return Holdout(data=data, search=seen)

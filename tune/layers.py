@@ -79,12 +79,12 @@ class Replay:
                 with self._recorded():
                     self._run(x)
                 kept = (self.inputs, self.outputs)
-                held += sum(each[-1].nbytes for part in kept for each in part.values())
+                held += sum(arrays[-1].nbytes for part in kept for arrays in part.values())
             self._batches.append((x, outputs[rows], labels))
 
     def tokens(self) -> dict[str, Array]:
         """Returns what each layer is given, [s, m, d], of a model without routers."""
-        return {name: torch.cat(each).numpy() for name, each in self.inputs.items() if each}
+        return {name: torch.cat(tokens).numpy() for name, tokens in self.inputs.items() if tokens}
 
     @property
     def seen(self) -> Seen:
@@ -113,7 +113,7 @@ class Replay:
     ) -> Iterator[Callable[[Inputs], Array]]:
         """Yields the model with one layer as it is chosen."""
         if self.routed:
-            k = {each: layer.spec.trained_k for each, layer in self.layers.items()}
+            k = {other: layer.spec.trained_k for other, layer in self.layers.items()}
             changed = asked_for(self.model, {**k, name: choice.k})
             yield PyTorch(changed.module, changed.inputs).infer
             return
@@ -122,7 +122,9 @@ class Replay:
             changes.enter_context(self._playing_before(name))
             if choice.merged:
                 assert isinstance(layer, MuMoE), "only the experts of those are merged"
-                merged = layer.merged([torch.from_numpy(each) for each in substitutes.values()])
+                merged = layer.merged(
+                    [torch.from_numpy(substitute) for substitute in substitutes.values()]
+                )
                 changes.enter_context(_replaced(self.module, layer, merged))
             else:
                 changes.enter_context(_as_chosen(layer, choice, substitutes.get(name)))
@@ -146,7 +148,9 @@ class Replay:
     @contextmanager
     def _playing_before(self, name: str) -> Iterator[None]:
         names = list(self.layers)
-        before = {self.layers[each]: _Played(self, each) for each in names[: names.index(name)]}
+        before = {
+            self.layers[earlier]: _Played(self, earlier) for earlier in names[: names.index(name)]
+        }
         with replaced_layers(self.module, lambda _, layer: before.get(layer, layer)):
             yield
 
@@ -168,7 +172,7 @@ class _Played(nn.Module):
 @contextmanager
 def _replaced(module: nn.Module, layer: MoELayer, other: MoELayer) -> Iterator[None]:
     """Within the context another layer is at the places of one."""
-    with replaced_layers(module, lambda _, each: other if each is layer else each):
+    with replaced_layers(module, lambda _, there: other if there is layer else there):
         yield
 
 

@@ -123,28 +123,28 @@ class SearchJob:
             return []  # what is given comes of tokens that no layer sees
         if isinstance(spec, MuMoESpec):
             return [LayerRecipe(1, merged=True)]
-        found = []
+        choices = []
         for size in ks_of(spec.experts)[1:]:
             experts = kept(size)
-            found += [
+            choices += [
                 LayerRecipe(k, experts=experts) for k in dict.fromkeys((size, size // 2)) if k
             ]
-        return found
+        return choices
 
     def uniform(self, precision: Precision) -> list[Point]:
         """The model as trained with every layer that serves it in a precision, then smaller k."""
         within = self.space.integers.get(precision, (*self.space.choices,))
-        found = []
+        points = []
         for share in UNIFORM:
             layers = []
             for name, listed in self.space.choices.items():
                 k = max(1, listed[0].k // share)
-                choice = next((each for each in listed if each.k <= k), listed[-1])
+                choice = next((option for option in listed if option.k <= k), listed[-1])
                 layers.append(
                     (name, replace(choice, precision=precision) if name in within else choice)
                 )
-            found.append(Point(tuple(layers)))
-        return [*dict.fromkeys(found)]
+            points.append(Point(tuple(layers)))
+        return [*dict.fromkeys(points)]
 
     def within(self, trial: Trial) -> bool:
         request = self.request
@@ -339,4 +339,4 @@ def sizes_measured(listed: Sequence[LayerRecipe]) -> list[LayerRecipe]:
     sizes = [*ks_of(n)]
     # Not beyond the largest subset either: it would seem as fast as the next one that was measured.
     measured = {*sizes[::2], sizes[1], sizes[-1]}
-    return [each for each in listed if (each.n or each.k) in measured]
+    return [choice for choice in listed if (choice.n or choice.k) in measured]

@@ -91,7 +91,9 @@ class Metric:
         moved = self._shift(y, base)
         if self.name == "perplexity":
             ids = first_of(x)
-            own_losses, base_losses = (SequenceLosses.of(each, ids, labels) for each in (y, base))
+            own_losses, base_losses = (
+                SequenceLosses.of(logits, ids, labels) for logits in (y, base)
+            )
             tokens = NegativeLogLikelihood.of(own_losses, base_losses)
             losses = float(base_losses.nll.sum())
             return Tally(inputs=len(y), base=losses, shift=moved, tokens=tokens)
@@ -170,11 +172,11 @@ class Metric:
         wanted = base.argmax(axis=-1) if self.name == "agreement" else labels
         assert wanted is not None, "accuracy has labels (`metric_for`)"
         right = (y.argmax(axis=-1) == wanted) & np.isfinite(y).all(axis=-1)
-        found: Array = right.astype(np.float64)
-        if found.ndim == 1:
-            return found
-        counted = (wanted != IGNORED).reshape(len(found), -1)
-        shares: Array = found.reshape(counted.shape).sum(axis=1) / counted.sum(axis=1).clip(min=1)
+        scores: Array = right.astype(np.float64)
+        if scores.ndim == 1:
+            return scores
+        counted = (wanted != IGNORED).reshape(len(scores), -1)
+        shares: Array = scores.reshape(counted.shape).sum(axis=1) / counted.sum(axis=1).clip(min=1)
         return shares
 
     def _shift(self, y: Array, base: Array) -> float:
@@ -184,7 +186,7 @@ class Metric:
         if not self.tokens:
             return _divergence(base, y)
         # One by one: in double precision, a language model's scores take twice their room.
-        return sum(_divergence(*each) for each in zip(base[:, None], y[:, None], strict=True))
+        return sum(_divergence(*pair) for pair in zip(base[:, None], y[:, None], strict=True))
 
 
 def check_enough(metric: Metric, keep: float | None, holdout: Holdout, outputs: Array) -> None:
@@ -254,8 +256,8 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
                 f"--data: all {labels.size} labels are of one class, so accuracy says nothing",
                 hint="give inputs of every class, mixed",
             )
-    found: Any = name
-    return Metric(found, title=name, tokens=tokens)
+    known: Any = name
+    return Metric(known, title=name, tokens=tokens)
 
 
 def _own_scores(title: str, function: Function, y: Array, labels: Labels | None) -> Array:

@@ -212,5 +212,5 @@ def _refusal(target: Target, precision: Precision) -> str | None:
 def parse_tried(text: str) -> tuple[Precision, ...]:
     """Returns the precisions of a list, none for an empty one; `SearchOptions` checks them."""
     names: Any = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    found: tuple[Precision, ...] = names
-    return found
+    precisions: tuple[Precision, ...] = names
+    return precisions

@@ -22,7 +22,7 @@ from ..exporter.user_network.own_forward import with_router_k
 
 def routed_layers(model: Model) -> frozenset[str]:
     """Returns the layers whose experts a router outside of them chooses."""
-    return frozenset(name for name, each in model.layers.items() if each.spec.kind == "experts")
+    return frozenset(name for name, layer in model.layers.items() if layer.spec.kind == "experts")
 
 
 def asked_for(model: Model, k: Mapping[str, int]) -> Model:
@@ -35,7 +35,7 @@ def asked_for(model: Model, k: Mapping[str, int]) -> Model:
 
 def may_choose(model: Model, layer: str, k: int) -> bool:
     """Returns whether the routers of a model can choose k experts in one layer."""
-    trained = {name: each.spec.trained_k for name, each in model.layers.items()}
+    trained = {name: own.spec.trained_k for name, own in model.layers.items()}
     try:
         asked_for(model, {**trained, layer: k})
     except UsageError:
@@ -106,7 +106,7 @@ def _places(
     if len(nodes) != len(others):
         return None
     modules = {name.rpartition(".")[0]: name for name in trained}
-    found: dict[str, list[_Place]] = {name: [] for name in trained}
+    places: dict[str, list[_Place]] = {name: [] for name in trained}
     for at, (a, b) in enumerate(zip(nodes, others, strict=True)):
         if not _alike(a, b):
             return None
@@ -115,14 +115,14 @@ def _places(
         for index, of_shape, here, there in _differences(a, b):
             elements = None if layer is None else _of_k(here, there, trained[layer])
             if layer is not None and elements is not None:
-                found[layer].append(
+                places[layer].append(
                     _Place(node=at, index=index, of_shape=of_shape, elements=elements)
                 )
             elif not of_shape:  # shapes follow from what is computed
                 return None
-    if not all(any(not place.of_shape for place in each) for each in found.values()):
+    if not all(any(not place.of_shape for place in listed) for listed in places.values()):
         return None
-    return {name: tuple(each) for name, each in found.items()}
+    return {name: tuple(listed) for name, listed in places.items()}
 
 
 def _alike(a: ir.Node, b: ir.Node) -> bool:
@@ -134,9 +134,9 @@ def _alike(a: ir.Node, b: ir.Node) -> bool:
         return True
     graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     return all(
-        each.type not in graphs and str(each.value) == str(b.attributes[name].value)
-        for name, each in a.attributes.items()
-        if isinstance(each, ir.Attr)
+        attribute.type not in graphs and str(attribute.value) == str(b.attributes[name].value)
+        for name, attribute in a.attributes.items()
+        if isinstance(attribute, ir.Attr)
     )
 
 
@@ -158,15 +158,15 @@ def _sizes(value: ir.Value) -> np.ndarray | None:
     """A shape as an array, 0 for an axis that varies."""
     if value.shape is None:
         return None
-    return np.array([each if isinstance(each, int) else 0 for each in value.shape])
+    return np.array([size if isinstance(size, int) else 0 for size in value.shape])
 
 
 def _constant(value: ir.Value | None) -> np.ndarray | None:
     """A constant of whole numbers as an array; None for everything else."""
-    found = None if value is None else ir.convenience.get_const_tensor(value)
-    if found is None or found.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    if tensor is None or tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
         return None  # k is none of the weights
-    array: np.ndarray = found.numpy()
+    array: np.ndarray = tensor.numpy()
     return array
 
 

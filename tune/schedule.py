@@ -74,19 +74,19 @@ def predicted_front(start: Point, options: PartOptions) -> list[Predicted]:
         before, own = np.divmod(best, len(listed))
         costs, shifts = cost[best], shift[best]
         chosen = np.column_stack((chosen[before], own))
-    found = []
+    front = []
     for cost, shift, row in zip(costs[::-1], shifts[::-1], chosen[::-1], strict=True):
         point = start
         for (part, listed), index in zip(options.items(), row, strict=True):
             point = taken(point, part, listed[index])
-        found.append(Predicted(point=point, cost=float(cost), shift=float(shift)))
-    return found
+        front.append(Predicted(point=point, cost=float(cost), shift=float(shift)))
+    return front
 
 
 def cost_of(point: Point, options: PartOptions) -> float:
     """What the parts of a point cost together."""
     return sum(
-        next(each.cost for each in listed if each.choice == _choice(point, part))
+        next(option.cost for option in listed if option.choice == _choice(point, part))
         for part, listed in options.items()
     )
 
@@ -109,25 +109,27 @@ def _hull(options: Sequence[Option]) -> Iterator[tuple[float, Option]]:
     """
     at = options[0]
     while True:
-        cheaper = [each for each in options if each.cost < at.cost]
+        cheaper = [option for option in options if option.cost < at.cost]
         if not cheaper:
             return
         here = at
-        slopes = [((each.shift - here.shift) / (here.cost - each.cost), each) for each in cheaper]
-        slope, at = min(slopes, key=lambda each: (each[0], each[1].cost))
+        slopes = [
+            ((option.shift - here.shift) / (here.cost - option.cost), option) for option in cheaper
+        ]
+        slope, at = min(slopes, key=lambda step: (step[0], step[1].cost))
         yield slope, at
 
 
 def neighbours(point: Point, options: PartOptions) -> list[Point]:
     """The points that differ in one part and cost less, those that move the outputs least first."""
-    found = []
+    points = []
     for part, listed in options.items():
-        own = next((each for each in listed if each.choice == _choice(point, part)), None)
+        own = next((option for option in listed if option.choice == _choice(point, part)), None)
         if own is None:
             continue
-        found += [
-            (each.shift - own.shift, taken(point, part, each))
-            for each in listed
-            if each.cost < own.cost
+        points += [
+            (option.shift - own.shift, taken(point, part, option))
+            for option in listed
+            if option.cost < own.cost
         ]
-    return [each for _, each in sorted(found, key=lambda pair: pair[0])]
+    return [neighbour for _, neighbour in sorted(points, key=lambda pair: pair[0])]

@@ -350,10 +350,10 @@ class Search:
         if known:
             return trial
         best = self.best()
-        told = f"{len(self.trials)} graphs"
+        news = f"{len(self.trials)} graphs"
         if best is not None:
-            told += f", best so far {best.ms:.3g} ms, {best.quality.kept:.2%} kept"
-        self.progress.step(f"searching: {told}")
+            news += f", best so far {best.ms:.3g} ms, {best.quality.kept:.2%} kept"
+        self.progress.step(f"searching: {news}")
         return trial
 
     def _enough(self, trial: Trial) -> bool:

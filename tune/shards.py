@@ -43,8 +43,8 @@ class Batch:
     @property
     def bytes(self) -> int:
         """What inputs and outputs take."""
-        each = [self.inputs] if isinstance(self.inputs, np.ndarray) else self.inputs.values()
-        return self.outputs.nbytes + sum(array.nbytes for array in each)
+        arrays = [self.inputs] if isinstance(self.inputs, np.ndarray) else self.inputs.values()
+        return self.outputs.nbytes + sum(array.nbytes for array in arrays)
 
     def tally(self, session: Session) -> Tally:
         """Returns the sums of a graph."""
@@ -62,12 +62,12 @@ def evaluate_here(batches: Iterable[Batch]) -> Tallies:
     """Returns what evaluates graphs on this machine, all of them batch by batch."""
 
     def tallies(sessions: Sequence[Session]) -> list[Tally]:
-        found = [Tally() for _ in sessions]
+        sums = [Tally() for _ in sessions]
         for batch in batches:
-            found = [
-                tally + batch.tally(session) for tally, session in zip(found, sessions, strict=True)
+            sums = [
+                tally + batch.tally(session) for tally, session in zip(sums, sessions, strict=True)
             ]
-        return found
+        return sums
 
     return tallies
 
@@ -98,11 +98,11 @@ def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Eva
                     )
                     for index in range(count)
                 ]
-                found: dict[int, Tally] = {}
+                sums: dict[int, Tally] = {}
                 for index, shard in cluster.finished(kind, tasks):
-                    found |= zip(range(index, len(held), count), shard, strict=True)
+                    sums |= zip(range(index, len(held), count), shard, strict=True)
                 cluster.check_lost("evaluated")
-                return reduce(add, (found[number] for number in sorted(found)), Tally())
+                return reduce(add, (sums[number] for number in sorted(sums)), Tally())
 
             return lambda sessions: [tally(session) for session in sessions]
 

@@ -59,13 +59,13 @@ class Point:
 
     def text(self, experts: Mapping[str, int]) -> str:
         """In words: what each layer is, of so many `experts` in the checkpoint; alike ones once."""
-        told: dict[str, list[str]] = {}
+        names_of: dict[str, list[str]] = {}
         for name, choice in self.layers:
-            told.setdefault(choice.text(experts[name]), []).append(name)
+            names_of.setdefault(choice.text(experts[name]), []).append(name)
         parts = (
-            list(told)
-            if len(told) == 1
-            else [f"{', '.join(names)}: {text}" for text, names in told.items()]
+            list(names_of)
+            if len(names_of) == 1
+            else [f"{', '.join(names)}: {text}" for text, names in names_of.items()]
         )
         around = "" if self.around == "fp32" else f"; around them {self.around}"
         return "; ".join(parts) + around
@@ -183,16 +183,18 @@ def recipe_of(
 def edits_of(point: Point) -> Edits:
     """Returns what a point drops and merges of the experts in the checkpoint."""
     return Edits(
-        kept=tuple(KeptExperts(name, each.experts) for name, each in point.layers if each.experts),
-        merged=tuple(MergedExperts(name) for name, each in point.layers if each.merged),
+        kept=tuple(
+            KeptExperts(name, layer.experts) for name, layer in point.layers if layer.experts
+        ),
+        merged=tuple(MergedExperts(name) for name, layer in point.layers if layer.merged),
     )
 
 
 def covering_models(choices: Mapping[str, Sequence[LayerRecipe]]) -> list[dict[str, LayerRecipe]]:
     """Returns as few models as have every choice of every layer, one of each layer at a time."""
-    longest = max(len(each) for each in choices.values())
+    longest = max(len(listed) for listed in choices.values())
     return [
-        {name: each[min(index, len(each) - 1)] for name, each in choices.items()}
+        {name: listed[min(index, len(listed) - 1)] for name, listed in choices.items()}
         for index in range(longest)
     ]
 
@@ -201,7 +203,7 @@ def weight_bytes(layer: MoELayer, choice: LayerRecipe) -> float:
     """Returns about what a layer's weights take."""
     share = len(choice.experts) / layer.spec.experts if choice.experts else 1.0
     if choice.merged and isinstance(layer.spec, MuMoESpec):
-        matrices = sum((each.dim + 1) * each.out for each in layer.spec.tensors)
+        matrices = sum((tensor.dim + 1) * tensor.out for tensor in layer.spec.tensors)
         share = matrices / layer.spec.parameters
     width = {"fp16": 1 / 2, "int8": 1 / 4, "int4": 4.5 / 32}.get(choice.precision, 1.0)
     return layer_bytes(layer, FP32) * share * width

@@ -96,13 +96,13 @@ class LayerTimes:
             and form[2] == choice.precision
             and self._alike(name, form, choice.form)
         ]
-        return sorted(near, key=lambda each: each[0])
+        return sorted(near, key=lambda pair: pair[0])
 
     def _scale(self, layer: str, choice: LayerRecipe) -> float:
         """How many times as long such layers take in a whole graph as alone (`corrected`)."""
         whole = self._whole(layer, choice.form)
-        seen = (self._ratios.get((choice.precision, each)) for each in (whole, True))
-        ratios = next((each for each in seen if each), None)
+        seen = (self._ratios.get((choice.precision, computed)) for computed in (whole, True))
+        ratios = next((ratio for ratio in seen if ratio), None)
         return 1.0 if ratios is None else geometric_mean(ratios.values())
 
     def _alike(self, layer: str, form: LayerForm, wanted: LayerForm) -> bool:
@@ -137,7 +137,7 @@ class LayerTimes:
         alike in that; of several graphs the mean. At least half of the time of the first is taken
         to be that of the layers.
         """
-        kinds = {(each.precision, self._whole(name, each.form)) for name, each in point.layers}
+        kinds = {(layer.precision, self._whole(name, layer.form)) for name, layer in point.layers}
         if len(kinds) > 1:
             return
         (kind,) = kinds
@@ -157,10 +157,10 @@ class LayerTimes:
                 _nearest(self._near(name, point.choices[name]), point.choices[name].k)
                 for name in names
             ]
-            alike = [{each.lowering: each.ms, **each.others} for each in times]
+            alike = [{time.lowering: time.ms, **time.others} for time in times]
             for other in alike[0]:
                 near = all(
-                    other in each and each[other] <= NEAR * min(each.values()) for each in alike
+                    other in ms_of and ms_of[other] <= NEAR * min(ms_of.values()) for ms_of in alike
                 )
                 way = {**lowerings, **dict.fromkeys(names, other)}
                 if near and way not in ways:
@@ -172,9 +172,9 @@ class LayerTimes:
         return sum(self._sure(name, choice).ms for name, choice in point.layers)
 
     def _sure(self, layer: str, choice: LayerRecipe) -> FormTime:
-        found = self.known(layer, choice)
-        assert found is not None, "points are made of choices whose time is known"
-        return found
+        time = self.known(layer, choice)
+        assert time is not None, "points are made of choices whose time is known"
+        return time
 
     def predicted_ms(self, point: Point) -> float:
         """Returns what a point takes: the layers, and the network around them as far as known."""
@@ -218,7 +218,7 @@ class LayerTimes:
 
 def _nearest(near: Sequence[tuple[LayerForm, FormTime]], k: int) -> FormTime:
     """The form whose size is nearest, of two the larger."""
-    return min(near, key=lambda each: (abs(each[0][0] - k), -each[0][0]))[1]
+    return min(near, key=lambda pair: (abs(pair[0][0] - k), -pair[0][0]))[1]
 
 
 def rising(values: Sequence[float]) -> list[float]:
@@ -233,8 +233,8 @@ def rising(values: Sequence[float]) -> list[float]:
             other, others = pools.pop()
             mean, count = (mean * count + other * others) / (count + others), count + others
         pools.append((mean, count))
-    found = [mean for mean, count in pools for _ in range(count)]
-    return [mean * (1 + LITTLE * index) for index, mean in enumerate(found)]
+    means = [mean for mean, count in pools for _ in range(count)]
+    return [mean * (1 + LITTLE * index) for index, mean in enumerate(means)]
 
 
 def _time(measured: TunedLayers) -> FormTime:

@@ -142,7 +142,7 @@ def _threads(
     """How many threads everything gets; refuses what needs no data to be refused."""
     base_job(model, request)
     sizes = (request.batch.opt,)
-    return threads_for([model], data, sizes, asked=request.threads, work=work, progress=progress)
+    return threads_for([model], data, sizes, count=request.threads, work=work, progress=progress)
 
 
 @contextmanager
@@ -218,18 +218,18 @@ def export_point(
         recipe = replace(recipe, calibration=sha256(job.table_file))
         options = replace(options, calibration=job.table_file)
     trained = result.graphs.substitutes.trained_for(trial.point)
-    asked = recipe_options(recipe, options, trained)
-    substitutes = substitutes_bytes(asked.edits)
+    export_options = recipe_options(recipe, options, trained)
+    substitutes = substitutes_bytes(export_options.edits)
     if substitutes:
         digest = hashlib.sha256(substitutes).hexdigest()
         layers = {n: replace(r, constant=bool(r.experts)) for n, r in recipe.layers.items()}
         recipe = replace(recipe, substitutes=digest, layers=layers)
-        asked = replace(asked, recipe=recipe)
+        export_options = replace(export_options, recipe=recipe)
     inputs = job.holdout.search.inputs[:CALIBRATED]
     # Where k is part of the graph, its trace is that of the k which was found.
     traced = None if routed_layers(job.model) else job.traced
-    with _recipe_kept(asked, recipe_folder):
-        return export(export_job(job.model, asked, data=inputs), progress, traced)
+    with _recipe_kept(export_options, recipe_folder):
+        return export(export_job(job.model, export_options, data=inputs), progress, traced)
 
 
 def recipe_folder(destination: Path, work: Path | None) -> Path:

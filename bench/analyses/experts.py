@@ -102,10 +102,10 @@ class Passes:
         parts: dict[str, list[Tensor]] = {name: [] for name in self.layers}
         with recorded_choices(self.module) as choices:
             for _ in self._batches():
-                for name, found in parts.items():
+                for name, sums in parts.items():
                     scores = choices[name].scores
                     assert scores is not None  # a Soft MoE layer ranks the experts of an input
-                    found.append(scores)
+                    sums.append(scores)
         return {name: torch.cat(batches) for name, batches in parts.items()}
 
     def _scores(self) -> Tensor:
@@ -311,8 +311,8 @@ def study(
         every = range(1, n + 1) if by_sums else sorted({*fewer, n})
         say(f"Algorithm 1 for {len(every)} values of k")
         for k in every:
-            found = accuracy(model.algorithm_1(k), labels)
-            yield Kept(k, found, found / top1 if top1 > 0 else None)
+            kept = accuracy(model.algorithm_1(k), labels)
+            yield Kept(k, kept, kept / top1 if top1 > 0 else None)
 
     def chosen() -> Iterator[RandomChoice]:
         for k in fewer:

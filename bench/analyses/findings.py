@@ -98,7 +98,7 @@ class ExpertStudy:
 
     def kept(self, k: int) -> float | None:
         """What Algorithm 1 with k experts keeps of the accuracy with all; None if not measured."""
-        return next((each.retention for each in self.retention if each.k == k), None)
+        return next((kept.retention for kept in self.retention if kept.k == k), None)
 
 
 def analyses_of(studies: Sequence[ExpertStudy]) -> dict[str, Any]:

@@ -57,13 +57,13 @@ def titled(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> dict[str
 def retention_rows(studies: Sequence[ExpertStudy], paper: Printed) -> TableRows:
     """Returns what is kept at n/2, n/4 and n/8, the paper's in brackets."""
     rows: list[tuple[str, ...]] = []
-    for one in (each for each in studies if each.retention):
+    for one in (study for study in studies if study.retention):
         cells = [one.model, percent(one.top1)]
         for fraction in FRACTIONS:
             kept = one.kept(one.experts // fraction) if one.experts % fraction == 0 else None
             cells.append(beside(kept, paper.retention.get(fraction, {}).get(one.experts)))
         rows.append(tuple(cells))
-    return ("model", "all experts", *(f"kept at n/{each}" for each in FRACTIONS)), rows
+    return ("model", "all experts", *(f"kept at n/{part}" for part in FRACTIONS)), rows
 
 
 def random_rows(studies: Sequence[ExpertStudy]) -> TableRows:
@@ -71,12 +71,12 @@ def random_rows(studies: Sequence[ExpertStudy]) -> TableRows:
     header = ("model", "k", "Algorithm 1", "random, mean", "std", "σ above")
     rows: list[tuple[str, ...]] = [
         (
-            *(one.model, f"{each.k}/{one.experts}"),
-            *(percent(each.algorithm_1), percent(each.mean), percent(each.std)),
-            "–" if each.sigmas is None else f"{each.sigmas:.1f}",
+            *(one.model, f"{choice.k}/{one.experts}"),
+            *(percent(choice.algorithm_1), percent(choice.mean), percent(choice.std)),
+            "–" if choice.sigmas is None else f"{choice.sigmas:.1f}",
         )
         for one in studies
-        for each in one.random
+        for choice in one.random
     ]
     return header, rows
 
@@ -86,16 +86,16 @@ def subset_rows(studies: Sequence[ExpertStudy], paper: Printed) -> TableRows:
     header = ("model", "k", "sets", "best per input", "Algorithm 1", "best for all", "average")
     rows: list[tuple[str, ...]] = []
     for one in studies:
-        for each in one.subsets:
-            quarter = one.experts if each.k * 4 == one.experts else 0
+        for subset in one.subsets:
+            quarter = one.experts if subset.k * 4 == one.experts else 0
             rows.append(
                 (
-                    *(one.model, f"{each.k}/{one.experts}", sets(each.subsets)),
-                    beside(each.best, paper.best_subset.get(quarter)),
-                    percent(each.algorithm_1),
-                    percent(each.fixed),
-                    beside(each.average, paper.random_subset.get(quarter)),
-                    "–" if each.distinct is None else str(each.distinct),
+                    *(one.model, f"{subset.k}/{one.experts}", sets(subset.subsets)),
+                    beside(subset.best, paper.best_subset.get(quarter)),
+                    percent(subset.algorithm_1),
+                    percent(subset.fixed),
+                    beside(subset.average, paper.random_subset.get(quarter)),
+                    "–" if subset.distinct is None else str(subset.distinct),
                 )
             )
     return (*header, "distinct best"), rows
@@ -103,7 +103,7 @@ def subset_rows(studies: Sequence[ExpertStudy], paper: Printed) -> TableRows:
 
 def share_rows(studies: Sequence[ExpertStudy]) -> TableRows:
     """Returns what a half, a quarter and an eighth of each layer's experts hold, on average."""
-    header = ("model", "layer", *(f"top n/{each}" for each in FRACTIONS))
+    header = ("model", "layer", *(f"top n/{fraction}" for fraction in FRACTIONS))
     rows: list[tuple[str, ...]] = []
     for one in studies:
         for layer in one.shares:
@@ -139,7 +139,7 @@ def figures(
 
     `experts_retention.png`, `experts_random.png`, `experts_subsets.png`, `experts_shares.png`.
     """
-    tried = any(each.best is not None for one in studies for each in one.subsets)
+    tried = any(subset.best is not None for one in studies for subset in one.subsets)
     charts: dict[str, tuple[bool, Callable[[Sequence[ExpertStudy], Path], None]]] = {
         "retention": (any(one.retention for one in studies), partial(_retention, printed=paper)),
         "random": (any(one.random for one in studies), _random),
@@ -192,46 +192,49 @@ def _random(studies: Sequence[ExpertStudy], path: Path) -> None:
     with drawn([path], (8, 3.4), columns=max(1, len(shares))) as (charts,):
         for axes, fraction in zip(charts, shares, strict=False):
             axes.set_title(f"k = n/{fraction}")
-            found = [(one, each) for one in studies if (each := _random_at(one, fraction))]
-            n = [one.experts for one, _ in found]
-            chosen = [each.algorithm_1 for _, each in found]
+            choices = [(one, choice) for one in studies if (choice := _random_at(one, fraction))]
+            n = [one.experts for one, _ in choices]
+            chosen = [choice.algorithm_1 for _, choice in choices]
             axes.plot(n, chosen, label="Algorithm 1", **look(0))
-            means, stds = [each.mean for _, each in found], [each.std for _, each in found]
+            means, stds = (
+                [choice.mean for _, choice in choices],
+                [choice.std for _, choice in choices],
+            )
             label = "random experts, mean and standard deviation of the seeds"
             axes.errorbar(n, means, yerr=stds, capsize=2.5, elinewidth=1, label=label, **look(1))
             dashed = {"color": REFERENCE, "linestyle": "--", "linewidth": 1.4}
-            axes.plot(n, [one.top1 for one, _ in found], label="all experts", **dashed)
+            axes.plot(n, [one.top1 for one, _ in choices], label="all experts", **dashed)
             _experts_axis(axes, studies)
             _percent_axis(axes, "top-1 accuracy" if fraction == shares[0] else "")
 
 
 def _random_at(one: ExpertStudy, fraction: int) -> Any:
-    return next((each for each in one.random if each.k * fraction == one.experts), None)
+    return next((choice for choice in one.random if choice.k * fraction == one.experts), None)
 
 
 def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
     """How good subsets can be, and how many different ones inputs would want."""
-    found: list[tuple[ExpertStudy, BestSubsets]] = [
-        (one, each) for one in studies for each in one.subsets if each.best is not None
+    searches: list[tuple[ExpertStudy, BestSubsets]] = [
+        (one, subset) for one in studies for subset in one.subsets if subset.best is not None
     ]
-    places = np.arange(len(found))
-    names = [f"{each.k} of {one.experts}" for one, each in found]
+    places = np.arange(len(searches))
+    names = [f"{search.k} of {one.experts}" for one, search in searches]
     with drawn([path], (8, 4.2), legend=2) as ((left, right),):
         left.set_title("Accuracy with k of n experts")
         kinds = (
-            ("best per input, knowing the label", [each.best for _, each in found]),
-            ("Algorithm 1", [each.algorithm_1 for _, each in found]),
-            ("best single set for all inputs", [each.fixed for _, each in found]),
-            ("average over all sets", [each.average for _, each in found]),
+            ("best per input, knowing the label", [search.best for _, search in searches]),
+            ("Algorithm 1", [search.algorithm_1 for _, search in searches]),
+            ("best single set for all inputs", [search.fixed for _, search in searches]),
+            ("average over all sets", [search.average for _, search in searches]),
         )
         for (label, values), colour, marker in zip(kinds, COLOURS, MARKERS, strict=False):
             left.plot(places, values, color=colour, marker=marker, linestyle="", label=label)
         _percent_axis(left, "top-1 accuracy")
         right.set_title("Different best sets")
-        most = [min(each.subsets, one.samples) for one, each in found]
+        most = [min(search.subsets, one.samples) for one, search in searches]
         right.bar(places, most, color="#e4e8ee", label="possible: sets, or inputs if fewer")
         right.bar(
-            places, [each.distinct for _, each in found], color=COLOURS[0], width=0.6,
+            places, [search.distinct for _, search in searches], color=COLOURS[0], width=0.6,
             label="best for at least one input",
         )  # fmt: skip
         right.set_yscale("log")

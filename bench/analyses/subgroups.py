@@ -40,21 +40,23 @@ def compared(
             "--group-by: the accuracy of subgroups needs labels, and the data have none",
             hint="give --data an .npz with the arrays input and label",
         )
-    found = []
-    for each in candidates:
-        progress.step(f"{each.name}: subgroups by {group_by}")
-        edits, k = each.model.edits, (each.ks or (each.experts,))[0]
-        said, classes = _predicted(untouched(each.model), data, each.name)
+    models = []
+    for candidate in candidates:
+        progress.step(f"{candidate.name}: subgroups by {group_by}")
+        edits, k = candidate.model.edits, (candidate.ks or (candidate.experts,))[0]
+        said, classes = _predicted(untouched(candidate.model), data, candidate.name)
         before = fairness(said, data.labels, groups, classes)
         after = None
         if edits:
-            runner = with_algorithm_1(each.model, k, "masked", renormalize=each.renormalize)
-            said, _ = _predicted(runner, data, each.name)
+            runner = with_algorithm_1(
+                candidate.model, k, "masked", renormalize=candidate.renormalize
+            )
+            said, _ = _predicted(runner, data, candidate.name)
             targets = [one.target for one in before.classes]
             after = fairness(said, data.labels, groups, classes, targets=targets)
         outputs = sorted({one.rewrite.output for one in edits.rewrites} & {*range(classes)})
-        found.append(ModelFairness(each.name, group_by, k, before, after, tuple(outputs)))
-    return {SUBGROUPS: [asdict(each) for each in found]}
+        models.append(ModelFairness(candidate.name, group_by, k, before, after, tuple(outputs)))
+    return {SUBGROUPS: [asdict(model) for model in models]}
 
 
 def _predicted(runner: Runner, data: LabelledData, name: str) -> tuple[Array, int]:

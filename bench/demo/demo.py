@@ -124,7 +124,7 @@ def run_job(
     groups = train(directory, progress)
     checked, measured, reports = [], [], []
     for group in groups:
-        asked = BenchRequest(
+        request = BenchRequest(
             k=ks,
             batch=group.batches,
             engine=group.engines,
@@ -135,20 +135,22 @@ def run_job(
         report = directory / group.report
         loaded = [network.load() for network in group.networks]
         threads = threads_for(loaded, group.data, group.batches)
-        asked = replace(asked, threads=threads.count)
+        request = replace(request, threads=threads.count)
         with ExitStack() as stack:
             candidates = []
             for network in group.networks:
                 bundles = list(_exported(network, directory, progress))
                 checked += [verified(bundle) for bundle in bundles]
-                own = _side_by_side(bundles, network.name, asked)
+                own = _side_by_side(bundles, network.name, request)
                 both = stack.enter_context(with_other_exporters(own, threads.count))
                 candidates.append(in_phases(both, group.data, None))
             progress.step(f"measuring for {report.name}")
             results = bench(
                 candidates,
                 group.data,
-                replace(asked, out=report, command=f"{command} -o {directory}", progress=progress),
+                replace(
+                    request, out=report, command=f"{command} -o {directory}", progress=progress
+                ),
                 calibration=None if group.calibration is None else str(group.calibration),
                 threads=threads,
             )
@@ -196,15 +198,15 @@ def saved(data: LabelledData, path: Path) -> Path:
 def _exported(network: TrainedNetwork, directory: Path, progress: Progress) -> Iterator[Bundle]:
     """Yields a network's bundles, each compared with PyTorch on its data; it is traced once."""
     model, traced = network.load(), None
-    for asked in network.bundles:
-        progress.step(f"exporting {asked.folder}")
+    for planned in network.bundles:
+        progress.step(f"exporting {planned.folder}")
         options = ExportOptions(
-            k=parse_k(asked.k),
+            k=parse_k(planned.k),
             target=network.target,
-            precision=PrecisionOptions(asked.precision),
-            data=str(asked.data),
+            precision=PrecisionOptions(planned.precision),
+            data=str(planned.data),
             verify_samples=VERIFIED,
-            destination=directory / asked.folder,
+            destination=directory / planned.folder,
             force=True,
         )
         job = export_job(model, options)
@@ -232,9 +234,9 @@ def verified(bundle: Bundle) -> tuple[str, ...]:
     )
 
 
-def _side_by_side(bundles: Sequence[Bundle], name: str, asked: BenchRequest) -> Candidate:
+def _side_by_side(bundles: Sequence[Bundle], name: str, request: BenchRequest) -> Candidate:
     """The bundles of one network as one candidate with all their ks."""
-    candidates = [from_bundle(bundle, asked) for bundle in bundles]
+    candidates = [from_bundle(bundle, request) for bundle in bundles]
     return replace(
         candidates[0],
         name=name,
@@ -279,7 +281,7 @@ def _trained(directory: Path, progress: Progress) -> list[Group]:
     test = saved(data.test, directory / "digits-test.npz")
     calibration = saved(data.train, directory / "digits-train.npz")
     networks = []
-    for training, asked in NETWORKS:
+    for training, exports in NETWORKS:
         n = training.experts
         progress.step(f"training n = {n} on {len(data.train)} digits")
         checkpoint = directory / f"digits-n{n}.pt"
@@ -292,7 +294,7 @@ def _trained(directory: Path, progress: Progress) -> list[Group]:
                 test if precision == "fp32" else calibration,
                 precision,
             )
-            for precision, labels in asked.items()
+            for precision, labels in exports.items()
             for label in labels
         ]
         networks.append(

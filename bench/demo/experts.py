@@ -78,7 +78,7 @@ def trained(directory: Path, progress: Progress) -> Sequence[Group]:
     """Trains the model into a folder, with its data; returns what is measured of it."""
     topics = python_topics()
     test = "\n\n".join(topics[::HELD_OUT])
-    train = "\n\n".join(each for place, each in enumerate(topics) if place % HELD_OUT)
+    train = "\n\n".join(topic for place, topic in enumerate(topics) if place % HELD_OUT)
     folder = directory / NAME
     tokenizer = trained_tokenizer(train, VOCABULARY)
     tokens = {name: _ids(tokenizer, text) for name, text in (("train", train), ("test", test))}

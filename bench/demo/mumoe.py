@@ -84,8 +84,10 @@ def _group(
     """Trained networks that are measured on the same inputs, by the names of their checkpoints."""
     file = saved(data, directory / f"{name}-test.npz")
     networks = tuple(
-        TrainedNetwork(each, directory / f"{each}.pt", (Exported(each, "input", file),), config)
-        for each, config in configs.items()
+        TrainedNetwork(
+            network, directory / f"{network}.pt", (Exported(network, "input", file),), config
+        )
+        for network, config in configs.items()
     )
     return Group(f"report-{name}", data, networks)
 
@@ -167,7 +169,7 @@ def load_topics() -> Text:
     held_out = max(1, round(len(ids) * TEST_SHARE))
     # Every tenth topic, so that both parts hold all kinds of them.
     test = ids[:: len(ids) // held_out]
-    train = [each for index, each in enumerate(ids) if index % (len(ids) // held_out)]
+    train = [topic for index, topic in enumerate(ids) if index % (len(ids) // held_out)]
     return Text(characters, np.concatenate(train), np.concatenate(test))
 
 

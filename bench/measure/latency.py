@@ -89,7 +89,7 @@ def measure_group(
     benchmarks: Mapping[str, timing.IndexedCall],
     progress: Progress | None = None,
     done: Sequence[timing.Round] = (),
-    keep: Callable[[timing.Round], None] = lambda found: None,
+    keep: Callable[[timing.Round], None] = lambda timed: None,
 ) -> tuple[timing.Measured, dict[str, float]]:
     """Returns the latency of each case by its label, and what the wrapper adds where that is known.
 
@@ -128,14 +128,14 @@ class Scheduled:
     @staticmethod
     def now() -> Scheduled:
         """Reads the counts; none where the system keeps none."""
-        found = {}
+        threads = {}
         for file in TASKS.glob("*/schedstat"):
             try:
                 ran, waited = file.read_text(encoding="ascii").split()[:2]
             except (OSError, ValueError):  # the thread has ended
                 continue
-            found[file.parent.name] = (int(ran), int(waited))
-        return Scheduled(found)
+            threads[file.parent.name] = (int(ran), int(waited))
+        return Scheduled(threads)
 
     def waited_share(self, since: Scheduled) -> float | None:
         """Returns the share of waiting in all time that threads wanted a core; None if unknown."""

@@ -69,11 +69,11 @@ def measure_memories(
         for future in as_completed(futures):
             label = futures[future]
             try:
-                found = future.result()
+                memory = future.result()
             except (RuntimeError, OSError, ValueError) as error:
                 progress.step(f"no memory for {label}: {in_one_line(error)}")
             else:
-                yield label, found
+                yield label, memory
             progress.advance(1)
 
 

@@ -157,7 +157,7 @@ def work_of(model: Model, x: Inputs) -> ModelWork:
         try:
             # The later mode is asked first: it takes apart what the earlier one then sees.
             with reads, FlopCounterMode(display=False) as counter:
-                backbone(*(torch.from_numpy(np.ascontiguousarray(each[:1])) for each in arrays))
+                backbone(*(torch.from_numpy(np.ascontiguousarray(array[:1])) for array in arrays))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -212,8 +212,8 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's i
             self.uncounted.add(f"{func.namespace}::{name}")
         if func.is_view:
             return result
-        for each in (*args, *(kwargs or {}).values()):
-            for tensor in each if isinstance(each, list | tuple) else (each,):
+        for argument in (*args, *(kwargs or {}).values()):
+            for tensor in argument if isinstance(argument, list | tuple) else (argument,):
                 if isinstance(tensor, Tensor):
                     self._note(tensor, result if name == "embedding" else tensor)
         return result
@@ -360,12 +360,12 @@ class Limits:
             integer=any(c.precision == "int8" for c in cases),
         )
         self.benchmarks = self._machine.calls
-        given = {candidate.model.input.name: x} if isinstance(x, np.ndarray) else x
+        inputs = {candidate.model.input.name: x} if isinstance(x, np.ndarray) else x
         self._sizes = {
             axis: size
             for spec in candidate.model.inputs
-            if spec.name in given
-            for axis, size in zip(spec.shape, (1, *given[spec.name].shape[1:]), strict=False)
+            if spec.name in inputs
+            for axis, size in zip(spec.shape, (1, *inputs[spec.name].shape[1:]), strict=False)
             if isinstance(axis, str)
         }
         self._work: ModelWork | str  # or why it is not known
@@ -514,12 +514,12 @@ def _product(
     integer = dtype is np.int8
     weight = random.integers(-63, 64, (size, size)).astype(dtype)
     x = random.integers(0, 127, (size, size)).astype(np.uint8 if integer else np.float32)
-    taken, given, op = (
+    taken, result, op = (
         ("uint8", "int32", "MatMulInteger") if integer else ("float", "float", "MatMul")
     )
     model = onnx.parser.parse_model(
         f'<ir_version: 10, opset_import: ["" : 20]> product ({taken}[{size}, {size}] x) '
-        f"=> ({given}[{size}, {size}] y) {{ y = {op}(x, w) }}"
+        f"=> ({result}[{size}, {size}] y) {{ y = {op}(x, w) }}"
     )
     model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
     options = ort.SessionOptions()

@@ -106,7 +106,7 @@ def compare(before: Results, now: Results) -> ResultsComparison:
         was, is_now = before.environment.get(name), now.environment.get(name)
         if was != is_now:
             notes.append(f"Measured on another machine or setting: {name} was {was}, is {is_now}.")
-    were, are = (each.environment.get("packages") or {} for each in (before, now))
+    were, are = (run.environment.get("packages") or {} for run in (before, now))
     moved = [
         f"{name} {were.get(name, 'none')} → {are.get(name, 'none')}"
         for name in dict.fromkeys((*were, *are))
@@ -121,7 +121,7 @@ def compare(before: Results, now: Results) -> ResultsComparison:
     other = [m.name for m in now.models if hashes.get(m.name, m.sha256) not in ("", m.sha256)]
     if other:
         notes.append(f"Other weights: {', '.join(other)}.")
-    moved_rows = sum(_host(each.before) != _host(each.now) for each in changes)
+    moved_rows = sum(_host(change.before) != _host(change.now) for change in changes)
     if moved_rows:
         notes.append(
             f"{moved_rows} rows were timed on another machine than before: compare ratios."

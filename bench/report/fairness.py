@@ -13,10 +13,10 @@ FAIR_HEADS = (
 )
 
 
-def fairness_text(found: Fairness) -> str:
+def fairness_text(result: Fairness) -> str:
     """Returns a row per class, of the subgroup with its lowest accuracy; with 95% intervals."""
-    rows = [fair_row(str(each.output), each) for each in found.classes]
-    undefined = [str(each.output) for each in found.classes if each.undefined]
+    rows = [fair_row(str(decided.output), decided) for decided in result.classes]
+    undefined = [str(decided.output) for decided in result.classes if decided.undefined]
     lines = [
         "Each class against all others, in the subgroup with the lowest accuracy (95% intervals):",
         table(FAIR_HEADS, rows),
@@ -29,54 +29,58 @@ def fairness_text(found: Fairness) -> str:
     return "\n".join(lines)
 
 
-def fair_row(first: str, each: ClassFairness) -> tuple[str, ...]:
-    opportunity = each.equality_of_opportunity
+def fair_row(first: str, decided: ClassFairness) -> tuple[str, ...]:
+    opportunity = decided.equality_of_opportunity
     return (
         first,
-        str(each.target),
-        str(each.target_accuracy),
+        str(decided.target),
+        str(decided.target_accuracy),
         "not defined" if opportunity is None else str(opportunity),
-        str(each.std_bias),
-        str(each.max_min),
-        str(each.accuracy),
+        str(decided.std_bias),
+        str(decided.max_min),
+        str(decided.accuracy),
     )
 
 
-def rewriting_text(found: Rewriting) -> str:
+def rewriting_text(rewriting: Rewriting) -> str:
     """Returns what a rewriting does, beside the model without it."""
-    how = f"the best of {found.tried} for {found.budget:.1%} of the accuracy at most"
-    rows = [fair_row("as trained", found.before), fair_row("rewritten", found.after)]
+    output, budget = rewriting.output, rewriting.budget
+    how = ""
+    if budget is not None:
+        how = f" (the best of {rewriting.tried} for {budget:.1%} of the accuracy at most)"
+    rows = [fair_row("as trained", rewriting.before), fair_row("rewritten", rewriting.after)]
+    before, after = rewriting.accuracy_before, rewriting.accuracy_after
     return "\n".join(
         (
-            f"Output {found.output} of {found.layer} += {found.strength:g}·āᵀa for subgroup "
-            f"{found.group}" + (f" ({how})" if found.budget is not None else "") + ":",
-            table((f"class {found.output}", *FAIR_HEADS[1:]), rows),
-            f"all classes: {found.accuracy_before} as trained, {found.accuracy_after} rewritten",
+            f"Output {output} of {rewriting.layer} += {rewriting.strength:g}·āᵀa for subgroup "
+            f"{rewriting.group}{how}:",
+            table((f"class {output}", *FAIR_HEADS[1:]), rows),
+            f"all classes: {before} as trained, {after} rewritten",
         )
     )
 
 
-def compared_rows(each: ModelFairness) -> Iterator[tuple[str, tuple[str, ...]]]:
+def compared_rows(model: ModelFairness) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yields rows under `FAIR_HEADS`, each with its class: as trained, and edited if it is.
 
     Of an edited model the classes whose outputs are rewritten, else every class.
     """
-    for output in each.rewritten or range(len(each.untouched.classes)):
-        yield str(output), fair_row("as trained", each.untouched.classes[output])
-        if each.edited is not None:
-            yield str(output), fair_row("edited", each.edited.classes[output])
+    for output in model.rewritten or range(len(model.untouched.classes)):
+        yield str(output), fair_row("as trained", model.untouched.classes[output])
+        if model.edited is not None:
+            yield str(output), fair_row("edited", model.edited.classes[output])
 
 
-def subgroups_text(found: Sequence[ModelFairness]) -> str:
+def subgroups_text(models: Sequence[ModelFairness]) -> str:
     """Returns a table per model, and its accuracy over all classes; empty for no models."""
     blocks = []
-    for each in found:
-        rows = [(output, *row) for output, row in compared_rows(each)]
-        whole = f"all classes: {each.untouched.accuracy} as trained"
-        if each.edited is not None:
-            whole += f", {each.edited.accuracy} edited"
+    for model in models:
+        rows = [(output, *row) for output, row in compared_rows(model)]
+        whole = f"all classes: {model.untouched.accuracy} as trained"
+        if model.edited is not None:
+            whole += f", {model.edited.accuracy} edited"
         blocks.append(
-            f"{each.model}, subgroups by {each.group_by}, k = {each.k}\n"
+            f"{model.model}, subgroups by {model.group_by}, k = {model.k}\n"
             f"{table(('class', '', *FAIR_HEADS[1:]), rows)}\n{whole}"
         )
     return "\n\n".join(blocks)

@@ -43,9 +43,9 @@ def figures(results: Results, directory: Path) -> tuple[Path, ...]:
         paths = [directory / f"{name}{kind}" for kind in (".png", ".svg")]
         lines = _lines(chosen)
         with drawn(paths, (8, 0.75 + 3.1 * len(chosen)), rows=len(chosen)) as grid:
-            for (left, right), section, found in zip(grid, chosen, lines, strict=True):
-                _latency(left, section, found)
-                _quality(right, section, found)
+            for (left, right), section, series in zip(grid, chosen, lines, strict=True):
+                _latency(left, section, series)
+                _quality(right, section, series)
         written += paths
     return tuple(written)
 
@@ -56,19 +56,21 @@ def _token_figures(
     """A figure per batch size, with a row of charts per language model; yields the files."""
     batches = sorted({batch for batch, _ in phases})
     for index, batch in enumerate(batches):
-        rows = [found for (each, _), found in phases.items() if each == batch]
+        rows = [phase_sections for (size, _), phase_sections in phases.items() if size == batch]
         name = "tokens_perplexity" if index == 0 else f"tokens_perplexity_batch{batch}"
         paths = [directory / f"{name}{kind}" for kind in (".png", ".svg")]
         columns = 1 + max(map(len, rows))
         size = (4 * columns, 0.9 + 3.1 * len(rows))
-        lines = iter(_lines([section for found in rows for section in found]))
+        lines = iter(_lines([section for phase_sections in rows for section in phase_sections]))
         with drawn(paths, size, rows=len(rows), columns=columns, legend=3) as grid:
-            for axes, found in zip(grid, rows, strict=True):
-                drawn_lines = [next(lines) for _ in found]
-                for place, section, each in zip(axes, found, drawn_lines, strict=False):
-                    _tokens_per_second(place, section, each)
-                _quality(axes[len(found)], found[0], drawn_lines[0])
-                for place in axes[len(found) + 1 :]:
+            for axes, phase_sections in zip(grid, rows, strict=True):
+                drawn_lines = [next(lines) for _ in phase_sections]
+                for place, section, own_lines in zip(
+                    axes, phase_sections, drawn_lines, strict=False
+                ):
+                    _tokens_per_second(place, section, own_lines)
+                _quality(axes[len(phase_sections)], phase_sections[0], drawn_lines[0])
+                for place in axes[len(phase_sections) + 1 :]:
                     place.set_visible(False)
         yield from paths
 
@@ -80,20 +82,21 @@ def _lines(chosen: Sequence[Section]) -> list[list[Series]]:
     """
     rows = [row for section in chosen for row in section.rows]
     precisions = {row.precision for row in rows if not row.engine.startswith("pytorch")}
-    found: list[dict[str, list[Row]]] = []
+    by_section: list[dict[str, list[Row]]] = []
     for section in chosen:
         lines: dict[str, list[Row]] = {}
         for row in section.rows:
-            told = len(precisions) > 1 and not row.engine.startswith("pytorch")
-            name = f"{engine_name(row)}, {row.precision.upper()}" if told else engine_name(row)
+            precise = len(precisions) > 1 and not row.engine.startswith("pytorch")
+            name = f"{engine_name(row)}, {row.precision.upper()}" if precise else engine_name(row)
             lines.setdefault(name, []).append(row)
         apart = [name for name, line in lines.items() if len({row.k for row in line}) < len(line)]
         for row in (row for name in apart for row in lines.pop(name)):
             lines.setdefault(line_name(row), []).append(row)
-        found.append(lines)
-    names = sorted(dict.fromkeys(n for lines in found for n in lines), key=_is_pytorch)
+        by_section.append(lines)
+    names = sorted(dict.fromkeys(n for lines in by_section for n in lines), key=_is_pytorch)
     return [
-        [Series(n, names.index(n), _by_k(lines[n])) for n in names if n in lines] for lines in found
+        [Series(n, names.index(n), _by_k(lines[n])) for n in names if n in lines]
+        for lines in by_section
     ]
 
 
@@ -185,7 +188,7 @@ def _latency(axes: Axes, section: Section, lines: Sequence[Series]) -> None:
     reference = None if section.reference is None else section.reference.latency_ms
     if reference is not None:
         _horizontal(axes, reference.median)
-        rounds = [min(each, section.top_ms) for each in reference.rounds]
+        rounds = [min(ms, section.top_ms) for ms in reference.rounds]
         axes.axhspan(min(rounds), max(rounds), color=REFERENCE, alpha=0.13, linewidth=0)
     for line in lines:
         measured = [(row.k, row.latency_ms) for row in line.rows if row.latency_ms is not None]
@@ -247,11 +250,11 @@ def _different(lines: Sequence[Series]) -> list[Series]:
     def points(line: Series) -> set[tuple[Any, ...]]:
         return {(row.precision, row.k, row.kept, row.perplexity) for row in line.rows}
 
-    found: list[Series] = []
+    kept: list[Series] = []
     for line in sorted(lines, key=lambda line: -len(line.rows)):
-        if not any(points(line) <= points(each) for each in found):
-            found.append(line)
-    return found
+        if not any(points(line) <= points(other) for other in kept):
+            kept.append(line)
+    return kept
 
 
 def _with_bars(axes: Axes, ks: Sequence[float], bars: Sequence[ErrorBar], **drawing: Any) -> None:

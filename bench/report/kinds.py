@@ -28,10 +28,10 @@ def folder_of(kind: str) -> str:
     return re.sub(r"[^\w.-]", "-", kind)
 
 
-def kinds_rows(found: Mapping[str, Results]) -> list[tuple[str, ...]]:
+def kinds_rows(measured: Mapping[str, Results]) -> list[tuple[str, ...]]:
     """Returns a row for each model, batch size and kind of node: what to deploy there."""
     rows = []
-    for kind, results in found.items():
+    for kind, results in measured.items():
         for section in sections(results):
             row = headline(section)
             if row is None or row.median_ms is None:
@@ -51,21 +51,21 @@ def kinds_rows(found: Mapping[str, Results]) -> list[tuple[str, ...]]:
     return sorted(rows, key=lambda row: row[:2])
 
 
-def kinds_text(found: Mapping[str, Results]) -> str:
+def kinds_text(measured: Mapping[str, Results]) -> str:
     """Returns the table as text."""
-    return f"{table(HEADS, kinds_rows(found))}\n\n{RULE}"
+    return f"{table(HEADS, kinds_rows(measured))}\n\n{RULE}"
 
 
-def write_kinds(found: Mapping[str, Results], folder: Path) -> None:
+def write_kinds(measured: Mapping[str, Results], folder: Path) -> None:
     """Writes the table as `kinds.md` and `kinds.html`, beside the kinds' own folders."""
-    rows = kinds_rows(found)
+    rows = kinds_rows(measured)
     text = f"# Which k on which kind of node\n\n{markdown(HEADS, rows)}\n\n{RULE}\n"
     write_text(text, folder / "kinds.md")
     body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in rows)
-    head = "".join(f"<th>{escape(each)}</th>" for each in HEADS)
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in HEADS)
     links = "".join(
         f'<li><a href="{escape(folder_of(kind))}/report.html">{escape(kind)}</a></li>'
-        for kind in found
+        for kind in measured
     )
     page = (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Which k on which kind of node'
@@ -95,23 +95,23 @@ def earlier_kinds(
     if named is None and not wanted:
         return {}
     folder = named or out
-    found = {}
+    before = {}
     for kind in kinds:
         # A run on one kind has no folders of kinds.
         places = [folder / folder_of(kind), *([folder] if len(kinds) == 1 else [])]
         files = [file for place in places if (file := place / "results.json").is_file()]
         if files:
-            found[kind] = read(files[-1])
-    if named is not None and not found:
+            before[kind] = read(files[-1])
+    if named is not None and not before:
         raise UsageError(
             f"--compare {named}: holds no results of {' or '.join(kinds)}",
             hint="name the folder of an earlier run on these kinds",
         )
-    return found
+    return before
 
 
 def compare_kinds(
-    before: Mapping[str, Results], found: Mapping[str, Results], share: float | None
+    before: Mapping[str, Results], measured: Mapping[str, Results], share: float | None
 ) -> tuple[list[str], MoexportError | None]:
     """Returns what changed on each kind, in lines, and the error where one is slower than allowed.
 
@@ -120,17 +120,17 @@ def compare_kinds(
     """
     lines: list[str] = []
     failures: list[MoexportError] = []
-    for kind, results in found.items():
+    for kind, results in measured.items():
         if kind not in before:
             lines.append(f"{kind}: the earlier run has no results of this kind: not compared")
             continue
         try:
-            lines += [f"{kind}: {each}" for each in check_regression(before[kind], results, share)]
+            lines += [f"{kind}: {line}" for line in check_regression(before[kind], results, share)]
         except MoexportError as error:
             error.message = f"{kind}: {error.message}"
             failures.append(error)
     if not failures:
         return lines, None
-    slower = any(isinstance(each, CheckError) for each in failures)
-    said = "; ".join(each.message for each in failures)
+    slower = any(isinstance(failure, CheckError) for failure in failures)
+    said = "; ".join(failure.message for failure in failures)
     return lines, (CheckError if slower else MoexportError)(said, hint=failures[0].hint)

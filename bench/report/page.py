@@ -148,11 +148,11 @@ def payload(
 ) -> dict[str, Any]:
     """Returns what the page's script draws: the results, and what is said of them in words."""
     shown = sections(results)
-    found = by_row(shown)
+    sections_by_row = by_row(shown)
     search = tuning_in(results.analyses)
     return {
         "results": as_json(results),
-        "rows": [_words(results, found[section_of(row)], row) for row in results.rows],
+        "rows": [_words(results, sections_by_row[section_of(row)], row) for row in results.rows],
         "keep": shown[0].keep if shown else KEPT,
         "disagree": DISAGREE,
         "search": None
@@ -169,7 +169,7 @@ def payload(
         "runs": list(map(run_points, runs)),
         "environment": list(_environment(results)),
         "method": method_lines(results),
-        "absent": [f"{each.engine}: {each.reason}" for each in results.absent],
+        "absent": [f"{engine.engine}: {engine.reason}" for engine in results.absent],
         "again": reproduce(results),
         "csv": to_csv(results),
     }
@@ -184,7 +184,7 @@ def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
         "short": short_name(row),
         "engine_name": engine_name(row),
         "on_gpu": row.on_gpu,
-        "base": next((i for i, each in enumerate(results.rows) if each is base), None),
+        "base": next((i for i, other in enumerate(results.rows) if other is base), None),
         "against": f"PyTorch{section.place(row)}",
         "speed": section.speedup(row),
         "gain": section.gain(row),
@@ -223,22 +223,22 @@ def export_command(results: Results, row: Row) -> str | None:
     """
     kind = engine_of(row.engine, row.provider)
     target: str | None = kind.target if isinstance(kind, GraphEngine) else None
-    model = next((each for each in results.models if each.name == row.model), ModelInfo(""))
+    model = next((info for info in results.models if info.name == row.model), ModelInfo(""))
     source = model.source
     try:
-        given = shlex.split(results.command)
+        typed = shlex.split(results.command)
     except ValueError:
-        given = []
-    if target is None or row.error is not None or not source or given[:1] != ["moexport"]:
+        typed = []
+    if target is None or row.error is not None or not source or typed[:1] != ["moexport"]:
         return None
     search = tuning_in(results.analyses)
     if search is not None and row is results.rows[-1]:  # the one that was chosen
         words = ["moexport", "export", source, "--recipe", search.recipe, "-o", "BUNDLE"]
-        return shlex.join([*words, *_carried(given)])
-    own = (each for each in results.of_model(row.model) if each.is_reference)
-    full_k = next((each.k for each in own), row.experts)
+        return shlex.join([*words, *_carried(typed)])
+    own = (reference for reference in results.of_model(row.model) if reference.is_reference)
+    full_k = next((reference.k for reference in own), row.experts)
     if target == "ort-cpu":  # What a benchmark may be told to take another for.
-        target = (_given(given, "--target") or [target])[0]
+        target = (_given(typed, "--target") or [target])[0]
     name = "".join(c if c.isalnum() else "-" for c in Path(source.split(":")[-1]).stem)
     words = ["moexport", "export", source, "-o", f"{name}-k{row.k}-{row.precision}"]
     words += ["--k", "n" if row.k == full_k else str(row.k), "--target", target]
@@ -248,17 +248,17 @@ def export_command(results: Results, row: Row) -> str | None:
         words += ["--precision", row.precision]
     if row.batch > 1:
         words += ["--batch", f"1:{row.batch}:{max(row.batch, 32)}"]
-    data = results.protocol.get("calibration") or next(iter(_given(given, "--data")), None)
+    data = results.protocol.get("calibration") or next(iter(_given(typed, "--data")), None)
     if row.precision == "int8" and model.kind != TOKEN_ROUTED:
         # A folder of images by class is no feed of arrays; the reader knows what is.
         words += ["--data", data if data and (data.endswith(".npz") or ":" in data) else "FEED"]
-    return shlex.join([*words, *_carried(given)])
+    return shlex.join([*words, *_carried(typed)])
 
 
-def _carried(given: Sequence[str]) -> list[str]:
+def _carried(typed: Sequence[str]) -> list[str]:
     """What a command says of how its model is read."""
     return [
-        word for option in CARRIED for value in _given(given, option) for word in (option, value)
+        word for option in CARRIED for value in _given(typed, option) for word in (option, value)
     ]
 
 

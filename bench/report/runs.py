@@ -26,14 +26,14 @@ class NamedRun:
     results: Results
 
 
-def named_runs(places: Sequence[Path | None], found: Sequence[Results]) -> tuple[NamedRun, ...]:
+def named_runs(places: Sequence[Path | None], listed: Sequence[Results]) -> tuple[NamedRun, ...]:
     """Returns runs by the folders of their files, or by when they were made."""
     named: list[NamedRun] = []
-    for place, results in zip(places, found, strict=True):
+    for place, results in zip(places, listed, strict=True):
         made = f"run of {results.created[:16].replace('T', ' ')}"
         name = made if place is None else place.absolute().parent.name or place.stem
         taken = [run.name for run in named]
-        number = sum(each.partition(" (")[0] == name for each in taken) + 1
+        number = sum(other.partition(" (")[0] == name for other in taken) + 1
         named.append(NamedRun(name if number == 1 else f"{name} ({number})", results))
     return tuple(named)
 
@@ -41,7 +41,7 @@ def named_runs(places: Sequence[Path | None], found: Sequence[Results]) -> tuple
 def machine_of(results: Results) -> str:
     """Returns the CPU, or the GPUs, that results were measured on, with the threads."""
     facts = results.environment
-    gpus = [each["name"] for each in facts.get("gpu") or ()]
+    gpus = [gpu["name"] for gpu in facts.get("gpu") or ()]
     cpu = (facts.get("cpu") or {}).get("model") or "a machine that is not told"
     threads = facts.get("threads")
     counted = [] if threads is None else [f"{threads} thread{'' if threads == 1 else 's'}"]
@@ -53,11 +53,16 @@ def answers(now: Results, runs: Sequence[NamedRun]) -> dict[str, list[tuple[str,
     groups: dict[str, list[tuple[str, ...]]] = {}
     for run in (NamedRun("this run", now), *runs):
         for section in sections(run.results):
-            row, told = headline(section), summary(section)
-            cells = ("–", "–", "–", told)
+            row, answer = headline(section), summary(section)
+            cells = ("–", "–", "–", answer)
             if row is not None and row.median_ms is not None:
                 kept = "–" if row.kept is None else percent(row.kept)
-                cells = (milliseconds(row.median_ms), kept, f"k = {row.k}, {line_name(row)}", told)
+                cells = (
+                    milliseconds(row.median_ms),
+                    kept,
+                    f"k = {row.k}, {line_name(row)}",
+                    answer,
+                )
             key = f"{section.model}, {section.sizes}"
             groups.setdefault(key, []).append((run.name, machine_of(run.results), *cells))
     return groups

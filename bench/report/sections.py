@@ -132,13 +132,13 @@ def _losing(report: Reported) -> SectionContent | None:
             continue  # what is lost depends on neither engine nor batch size
         groups[name] = [
             (
-                str(each.label),
-                f"{each.n:,}",
-                f"{each.untouched / each.n:.1%}",
-                f"{each.right / each.n:.1%}",
-                (f"{each.right - each.untouched:+,}", "bad"),
+                str(change.label),
+                f"{change.n:,}",
+                f"{change.untouched / change.n:.1%}",
+                f"{change.right / change.n:.1%}",
+                (f"{change.right - change.untouched:+,}", "bad"),
             )
-            for each in row.losing[:5]
+            for change in row.losing[:5]
         ]
     heads = ("Class", "Inputs", "Untouched", "Here", "Right answers")
     tables = (TableContent("", heads, groups),)

@@ -28,12 +28,12 @@ SHOWN, DRAWN = 10, 40
 """Experts in the text and in the figure, those that change most; the JSON holds all."""
 
 
-def to_json(found: Specialisation) -> str:
+def to_json(result: Specialisation) -> str:
     """Returns everything as indented JSON, each list of numbers on one line."""
-    content = asdict(found)
+    content = asdict(result)
     listed = {key: content.pop(key) for key in ("experts", "groups")}
     fairness = content.pop("fairness")
-    head = {"schema": SCHEMA, **content, "mean_polysemanticity": found.mean_polysemanticity}
+    head = {"schema": SCHEMA, **content, "mean_polysemanticity": result.mean_polysemanticity}
     if fairness is not None:
         head["fairness"] = {"accuracy": fairness["accuracy"]}
         listed["classes"] = fairness["classes"]
@@ -46,26 +46,26 @@ def to_json(found: Specialisation) -> str:
 
 def several_json(several: Sequence[Specialisation]) -> str:
     """Returns what was found of several models as JSON, each as alone."""
-    parts = ",\n".join(to_json(each).rstrip() for each in several)
+    parts = ",\n".join(to_json(model).rstrip() for model in several)
     return f'{{"schema": {SCHEMA}, "models": [\n{parts}\n]}}\n'
 
 
-def write(found: Specialisation, directory: Path) -> tuple[Path, ...]:
+def write(result: Specialisation, directory: Path) -> tuple[Path, ...]:
     """Writes JSON and figures, and a rewriting if there is one; returns the paths.
 
     Each file is written whole, or raises OutputError.
     """
     paths = [directory / JSON_FILE, directory / FIGURE_FILE]
-    write_text(to_json(found), paths[0])
+    write_text(to_json(result), paths[0])
     with whole_file(paths[1]) as partial:
-        draw(found, partial)
-    if found.load:
+        draw(result, partial)
+    if result.load:
         paths.append(directory / LOAD_FILE)
         with whole_file(paths[-1]) as partial:
-            draw_load(found, partial)
-    if found.rewriting is not None:
+            draw_load(result, partial)
+    if result.rewriting is not None:
         paths.append(directory / REWRITE_FILE)
-        write_text(json.dumps([found.rewriting.entry()], indent=1) + "\n", paths[-1])
+        write_text(json.dumps([result.rewriting.entry()], indent=1) + "\n", paths[-1])
     return tuple(paths)
 
 
@@ -74,15 +74,15 @@ def write_several(several: Sequence[Specialisation], directory: Path) -> tuple[P
 
     Raises UsageError for two models of one name.
     """
-    names = [Path(each.model).stem for each in several]
+    names = [Path(model.model).stem for model in several]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(
                 f"{name}: two of the models have this name, and each has a folder of its name",
                 hint="rename one of the files",
             )
-    for name, each in zip(names, several, strict=True):
-        write(each, directory / name)
+    for name, model in zip(names, several, strict=True):
+        write(model, directory / name)
     paths = (directory / SEVERAL_FILE, directory / SEVERAL_FIGURE)
     write_text(several_json(several), paths[0])
     with whole_file(paths[1]) as partial:
@@ -90,44 +90,48 @@ def write_several(several: Sequence[Specialisation], directory: Path) -> tuple[P
     return paths
 
 
-def text(found: Specialisation) -> str:
+def text(result: Specialisation) -> str:
     """Returns the experts whose removal changes most, how many change nothing, and the load.
 
     Where subgroups were named, each class's fairness; and the rewriting, if there is one.
     """
-    changing = found.ranked
-    mean = found.mean_polysemanticity
+    changing = result.ranked
+    mean = result.mean_polysemanticity
     lines = [
-        f"model       {found.model} ({found.family})",
-        f"layer       {found.layer}: {' × '.join(map(str, found.levels))} experts, all kept",
-        f"accuracy    {found.overall(found.accuracy):.1%} of {sum(found.samples)} inputs",
-        f"experts     {len(changing)} of {len(found.experts)} change the accuracy of a class when "
+        f"model       {result.model} ({result.family})",
+        f"layer       {result.layer}: {' × '.join(map(str, result.levels))} experts, all kept",
+        f"accuracy    {result.overall(result.accuracy):.1%} of {sum(result.samples)} inputs",
+        f"experts     {len(changing)} of {len(result.experts)} change the accuracy of a class when "
         "removed",
-        *(_load_line(each, found) for each in found.load),
+        *(_load_line(level, result) for level in result.load),
     ]
     if mean is not None:
         lines.append(f"polysemanticity {mean:.3f} on average over these (0: one class, all of it)")
         heads = ("expert", "inputs", "accuracy", "class changed most", "before", "after")
         rows = []
-        for each in changing[:SHOWN]:
-            changed = each.most_changed
-            shares = (found.overall(each.accuracy), found.accuracy[changed], each.accuracy[changed])
+        for effect in changing[:SHOWN]:
+            changed = effect.most_changed
+            shares = (
+                result.overall(effect.accuracy),
+                result.accuracy[changed],
+                effect.accuracy[changed],
+            )
             overall, before, after = (f"{share:.1%}" for share in shares)
-            cells = (found.expert_name(each), each.inputs, overall, changed, before, after)
-            rows.append((*cells, f"{each.polysemanticity:.3f}"))
+            cells = (result.expert_name(effect), effect.inputs, overall, changed, before, after)
+            rows.append((*cells, f"{effect.polysemanticity:.3f}"))
         lines += ["", table((*heads, "polysemanticity"), rows)]
     if len(changing) > SHOWN:
         lines.append(f"… and {len(changing) - SHOWN} more")
-    if found.fairness is not None:
-        lines += ["", fairness_text(found.fairness)]
-    if found.rewriting is not None:
-        lines += ["", rewriting_text(found.rewriting)]
+    if result.fairness is not None:
+        lines += ["", fairness_text(result.fairness)]
+    if result.rewriting is not None:
+        lines += ["", rewriting_text(result.rewriting)]
     return "\n".join(lines)
 
 
-def _load_line(load: Load, found: Specialisation) -> str:
-    level = f" of level {load.level}" if len(found.levels) > 1 else ""
-    unit = "inputs" if load.tokens == sum(found.samples) else "tokens"
+def _load_line(load: Load, result: Specialisation) -> str:
+    level = f" of level {load.level}" if len(result.levels) > 1 else ""
+    unit = "inputs" if load.tokens == sum(result.samples) else "tokens"
     busiest = max(range(len(load.shares)), key=lambda expert: load.shares[expert])
     return (
         f"load        {load.heavy} of {len(load.shares)} experts{level} have a coefficient of "
@@ -143,13 +147,13 @@ def several_text(several: Sequence[Specialisation]) -> str:
     """Returns the mean polysemanticity of several models by their numbers of experts."""
     rows = [
         (
-            Path(each.model).stem,
-            len(each.experts),
-            len(each.ranked),
-            "–" if each.mean_polysemanticity is None else f"{each.mean_polysemanticity:.3f}",
-            f"{each.overall(each.accuracy):.1%}",
+            Path(model.model).stem,
+            len(model.experts),
+            len(model.ranked),
+            "–" if model.mean_polysemanticity is None else f"{model.mean_polysemanticity:.3f}",
+            f"{model.overall(model.accuracy):.1%}",
         )
-        for each in _by_size(several)
+        for model in _by_size(several)
     ]
     return f"{table(SEVERAL_HEADS, rows)}\n\n{CAVEAT}"
 
@@ -159,20 +163,20 @@ have none: with many of them the mean says little of the layer as a whole."""
 
 
 def _by_size(several: Sequence[Specialisation]) -> list[Specialisation]:
-    return sorted(several, key=lambda each: len(each.experts))
+    return sorted(several, key=lambda model: len(model.experts))
 
 
 def _line(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def draw(found: Specialisation, path: Path) -> None:
+def draw(result: Specialisation, path: Path) -> None:
     """Writes a PNG: a row per expert, its change of each class beside its polysemanticity."""
-    changing = found.ranked
+    changing = result.ranked
     shown = changing[:DRAWN]
     title = (
-        f"{Path(found.model).stem}, layer {found.layer}: removing {len(changing)} of "
-        f"{len(found.experts)} experts changes a class ({sum(found.samples)} inputs)"
+        f"{Path(result.model).stem}, layer {result.layer}: removing {len(changing)} of "
+        f"{len(result.experts)} experts changes a class ({sum(result.samples)} inputs)"
     )
     if len(shown) < len(changing):
         title += f"; the {len(shown)} that change most"
@@ -180,8 +184,8 @@ def draw(found: Specialisation, path: Path) -> None:
     with drawn([path], size, sharey=True, width_ratios=(1.9, 1)) as ((left, right),):
         left.set_title("Change in accuracy, by class")
         if shown:
-            _changes(left, found, shown)
-            _distances(right, found, shown)
+            _changes(left, result, shown)
+            _distances(right, result, shown)
         else:
             for axes in (left, right):
                 axes.set_axis_off()
@@ -189,7 +193,7 @@ def draw(found: Specialisation, path: Path) -> None:
         left.figure.suptitle(title, fontsize=9.5, color=INK)
 
 
-def _changes(axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> None:
+def _changes(axes: Axes, result: Specialisation, shown: list[ExpertEffect]) -> None:
     """A cell per expert and class: red where accuracy is lost, blue where it is won."""
     table = np.array([[np.nan if c is None else c for c in e.change] for e in shown])
     largest = float(np.nanmax(np.abs(table)))
@@ -197,7 +201,9 @@ def _changes(axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> No
         table, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto", interpolation="nearest"
     )
     axes.grid(visible=False)
-    axes.set_yticks(range(len(shown)), [found.expert_name(each) for each in shown], fontsize=7.5)
+    axes.set_yticks(
+        range(len(shown)), [result.expert_name(effect) for effect in shown], fontsize=7.5
+    )
     axes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
     axes.set_xlabel("class")
     axes.set_ylabel("expert removed")
@@ -206,12 +212,12 @@ def _changes(axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> No
     bar.outline.set_visible(False)
 
 
-def _distances(axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> None:
+def _distances(axes: Axes, result: Specialisation, shown: list[ExpertEffect]) -> None:
     """A dot per expert, and the mean over all that change a class."""
-    values = [each.polysemanticity or 0.0 for each in shown]
+    values = [effect.polysemanticity or 0.0 for effect in shown]
     axes.hlines(range(len(shown)), 0, values, color="#d5dbe4", linewidth=1)
     axes.plot(values, range(len(shown)), "o", color=COLOURS[0], markersize=4)
-    mean = found.mean_polysemanticity
+    mean = result.mean_polysemanticity
     assert mean is not None
     axes.set_title(f"Polysemanticity, mean {mean:.2f}")
     axes.axvline(mean, color=REFERENCE, linestyle="--", linewidth=1.2)
@@ -221,12 +227,12 @@ def _distances(axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> 
     axes.set_xlabel("0: one class lost, no other changed")
 
 
-def draw_load(found: Specialisation, path: Path) -> None:
+def draw_load(result: Specialisation, path: Path) -> None:
     """Writes a PNG: how many tokens each expert works for, and how large coefficients get."""
-    size = (8.6, 0.6 + 2.3 * len(found.load))
-    with drawn([path], size, rows=len(found.load)) as grid:
-        for (left, right), load in zip(grid, found.load, strict=True):
-            level = f", level {load.level}" if len(found.load) > 1 else ""
+    size = (8.6, 0.6 + 2.3 * len(result.load))
+    with drawn([path], size, rows=len(result.load)) as grid:
+        for (left, right), load in zip(grid, result.load, strict=True):
+            level = f", level {load.level}" if len(result.load) > 1 else ""
             left.set_title(f"Tokens with a coefficient of {HEAVY} or more{level}")
             left.bar(range(len(load.shares)), sorted(load.shares, reverse=True), color=COLOURS[0])
             left.set_xlabel(f"experts, the busiest first ({load.heavy} of {len(load.shares)})")
@@ -243,7 +249,7 @@ def draw_load(found: Specialisation, path: Path) -> None:
 def draw_several(several: Sequence[Specialisation], path: Path) -> None:
     """Writes a PNG: mean polysemanticity by number of experts, and how many change a class."""
     ordered = _by_size(several)
-    counts = [len(each.experts) for each in ordered]
+    counts = [len(model.experts) for model in ordered]
     with drawn([path], (8.6, 3.2)) as ((left, right),):
         left.set_title("Mean class polysemanticity")
         known = [(n, e.mean_polysemanticity) for n, e in zip(counts, ordered, strict=True)]

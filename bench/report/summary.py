@@ -109,8 +109,8 @@ class Section:
         One disturbed round would otherwise flatten all lines.
         """
         timed = [row.latency_ms for row in self.all_rows if row.latency_ms is not None]
-        highest = max((each.median for each in timed), default=1.0)
-        bars = max((max(each.rounds) for each in timed), default=1.0)
+        highest = max((latency.median for latency in timed), default=1.0)
+        bars = max((max(latency.rounds) for latency in timed), default=1.0)
         return 1.06 * max(highest, min(bars, 1.5 * highest))
 
     def bar(self, latency: Latency) -> ErrorBar:
@@ -130,7 +130,7 @@ class Section:
     def place(self, row: Row) -> str:
         """Where the base of a row ran, to end a sentence; empty where no row ran on a GPU."""
         base = self.base(row)
-        if base is None or not any(each.on_gpu for each in self.rows):
+        if base is None or not any(other.on_gpu for other in self.rows):
             return ""
         return f" on the {'GPU' if base.on_gpu else 'CPU'}"
 
@@ -153,11 +153,13 @@ class Section:
         if row.k >= self.full_k or row.engine.startswith("pytorch"):
             return None
         whole = [
-            each
-            for each in self.rows
-            if each.k == self.full_k and engine_name(each) == engine_name(row) and each.latency_ms
+            other
+            for other in self.rows
+            if other.k == self.full_k
+            and engine_name(other) == engine_name(row)
+            and other.latency_ms
         ]
-        alike = [each for each in whole if each.precision == row.precision]
+        alike = [other for other in whole if other.precision == row.precision]
         return min(alike or whole, key=_median, default=None)
 
     def gain(self, row: Row) -> float | None:
@@ -244,7 +246,7 @@ def sections(results: Results) -> tuple[Section, ...]:
     names = list(dict.fromkeys(line_name(r) for r in results.rows if not r.is_reference))
     search = tuning_in(results.analyses)
     keep = KEPT if search is None or search.keep is None else search.keep
-    found = []
+    listed = []
     for model in dict.fromkeys(row.model for row in results.rows):
         rows = results.of_model(model)
         for batch, phase in sorted({(row.batch, row.phase or "") for row in rows}):
@@ -255,7 +257,7 @@ def sections(results: Results) -> tuple[Section, ...]:
                 if not row.is_reference:
                     by_name.setdefault(line_name(row), []).append(row)
             on_gpu = (r for r in here if r.engine == PYTORCH_EAGER and r.on_gpu)
-            found.append(
+            listed.append(
                 Section(
                     model=model,
                     batch=batch,
@@ -275,7 +277,7 @@ def sections(results: Results) -> tuple[Section, ...]:
                     chosen=None if search is None or not here else here[-1],
                 )
             )
-    return tuple(found)
+    return tuple(listed)
 
 
 def headline(section: Section) -> Row | None:
@@ -309,23 +311,23 @@ def summary(section: Section) -> str:
     apart = no_verdict(section, row, _contenders(section))
     if apart is not None:
         return apart
-    told = claim(section, row)
+    answer = claim(section, row)
     if row is section.chosen:
-        return f"Deploy {told}."
+        return f"Deploy {answer}."
     if row.kept is None:
-        return f"Accuracy is not known: the inputs had no labels. Fastest: {told}."
+        return f"Accuracy is not known: the inputs had no labels. Fastest: {answer}."
     if row.kept < section.keep:
-        return f"Nothing here keeps {percent(section.keep)}. Nearest: {told}."
+        return f"Nothing here keeps {percent(section.keep)}. Nearest: {answer}."
     unproven = section.unproven(row)
-    return f"{told}. {unproven}." if unproven else f"Deploy {told}."
+    return f"{answer}. {unproven}." if unproven else f"Deploy {answer}."
 
 
 def no_verdict(section: Section, row: Row, others: Sequence[Row]) -> str | None:
     """Returns what to do where rounds disagree: those of a row, its base, or of a faster other."""
     faster = [
-        each
-        for each in others
-        if each.latency_ms and min(each.latency_ms.rounds) < (row.median_ms or 0.0)
+        other
+        for other in others
+        if other.latency_ms and min(other.latency_ms.rounds) < (row.median_ms or 0.0)
     ]
     apart = disagreement(row, section.base(row), *faster)
     if apart is None:
@@ -354,23 +356,23 @@ def _beside(section: Section, row: Row) -> str:
     fewer = [r for r in others if r.k < row.k]
     if row.k < section.full_k or not fewer:
         return ""
-    told = claim(section, min(fewer, key=lambda r: (-r.k, _median(r))))
-    if max(each.kept or 0.0 for each in fewer) >= keep:
-        return f"Fewer experts are not faster here: {told}."
-    return f"No smaller k keeps {percent(keep)}. The next: {told}."
+    smaller = claim(section, min(fewer, key=lambda r: (-r.k, _median(r))))
+    if max(other.kept or 0.0 for other in fewer) >= keep:
+        return f"Fewer experts are not faster here: {smaller}."
+    return f"No smaller k keeps {percent(keep)}. The next: {smaller}."
 
 
 def _asked(search: TuningRecord) -> str:
     """What a search was asked for."""
-    asked = []
+    bounds = []
     if search.keep is not None:
-        asked.append(f"to keep {percent(search.keep)} of the {search.metric}")
+        bounds.append(f"to keep {percent(search.keep)} of the {search.metric}")
     if search.max_latency_ms is not None:
-        asked.append(f"to take {search.max_latency_ms:g} ms at the most")
+        bounds.append(f"to take {search.max_latency_ms:g} ms at the most")
     if search.max_bytes is not None:
-        asked.append(f"to take {size(search.max_bytes)} at the most")
+        bounds.append(f"to take {size(search.max_bytes)} at the most")
     return (
-        f"Asked was {' and '.join(asked)}; confirmed on {search.confirming:,} inputs that the "
+        f"Asked was {' and '.join(bounds)}; confirmed on {search.confirming:,} inputs that the "
         "search did not see."
     )
 
@@ -394,12 +396,12 @@ def claim(section: Section, row: Row) -> str:
     whole = " (all experts)" if row.k == row.experts else " (as trained)"
     all_of_them = whole if row.k == section.full_k else ""
     engine = f", {line_name(row)}" if row.engine.startswith("pytorch") else ""
-    told = f"k = {row.k} of {row.experts}{all_of_them} in {row.precision.upper()}{engine}"
+    sentence = f"k = {row.k} of {row.experts}{all_of_them} in {row.precision.upper()}{engine}"
     said = "; ".join(filter(None, (_speed(section, row), keeps(section, row))))
     if row.point is not None:
-        found = re.sub(r", (fp\d+|int\d)\b", lambda found: f" in {found[1].upper()}", row.point)
-        told = f"the model with {found}"
-    return f"{told}{': ' if said else ''}{said}"
+        point = re.sub(r", (fp\d+|int\d)\b", lambda match: f" in {match[1].upper()}", row.point)
+        sentence = f"the model with {point}"
+    return f"{sentence}{': ' if said else ''}{said}"
 
 
 def _speed(section: Section, row: Row) -> str:
@@ -449,7 +451,7 @@ def section_of(row: Row) -> tuple[str, int, str | None]:
 
 def by_row(shown: Sequence[Section]) -> dict[tuple[str, int, str | None], Section]:
     """Returns sections by what `section_of` tells of their rows."""
-    return {(each.model, each.batch, each.phase): each for each in shown}
+    return {(section.model, section.batch, section.phase): section for section in shown}
 
 
 def percent(share: float) -> str:

@@ -49,12 +49,13 @@ def rows_table(results: Results) -> str:
             *("vs PyTorch", "× limit", section.quality or "accuracy", "kept", "same experts"),
         )
         cells = [_cells(row, section.speedup(row), len(device)) for row in rows]
-        told = "\n".join(filter(None, (*_beaten(rows), summary(section), caveat(section))))
-        blocks.append(f"{section.model}, {section.sizes}\n{table(header, cells)}\n{told}")
-    found = studies_text(studies_in(results.analyses))
+        answers = "\n".join(filter(None, (*_beaten(rows), summary(section), caveat(section))))
+        blocks.append(f"{section.model}, {section.sizes}\n{table(header, cells)}\n{answers}")
+    studies = studies_text(studies_in(results.analyses))
     fair = subgroups_text(compared_in(results.analyses))
     served = service_text(results)
-    return "\n\n".join(each for each in (*blocks, _failures(results), found, fair, served) if each)
+    texts = (*blocks, _failures(results), studies, fair, served)
+    return "\n\n".join(filter(None, texts))
 
 
 def _beaten(rows: Sequence[Row]) -> Iterator[str]:
@@ -139,7 +140,7 @@ def to_markdown(
         lines += [f"> {markdown_text(results.disturbance)}", ""]
     lines += ["## How it was measured", ""]
     lines += [f"- {markdown_text(line)}" for line in method_lines(results)]
-    absent = (f"not measured: {each.engine} ({each.reason})" for each in results.absent)
+    absent = (f"not measured: {engine.engine} ({engine.reason})" for engine in results.absent)
     lines += [f"- {markdown_text(line)}" for line in absent]
     if reproduce(results):
         lines += ["", "```sh", printable(reproduce(results), several=True), "```"]
@@ -150,11 +151,11 @@ def _section_lines(content: SectionContent) -> Iterator[str]:
     """The lines of a section's sentences and tables in Markdown."""
     for sentence in content.intro:
         yield from (markdown_text(sentence), "")
-    for each in content.tables:
-        for heading, rows in each.groups.items():
-            title = ", ".join(filter(None, (each.title, heading)))
+    for shown in content.tables:
+        for heading, rows in shown.groups.items():
+            title = ", ".join(filter(None, (shown.title, heading)))
             cells = [[markdown_cell(cell) for cell in row] for row in rows]
-            yield from (f"### {markdown_text(title)}", "", markdown(each.heads, cells), "")
+            yield from (f"### {markdown_text(title)}", "", markdown(shown.heads, cells), "")
     for note in content.notes:
         yield from (markdown_text(note), "")
 
@@ -202,12 +203,12 @@ COLUMNS = (
 
 def to_csv(results: Results) -> str:
     """Returns every row as CSV, one column per number."""
-    found = by_row(sections(results))
+    sections_by_row = by_row(sections(results))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in results.rows:
-        writer.writerow(map(csv_cell, _values(row, found[section_of(row)].speedup(row))))
+        writer.writerow(map(csv_cell, _values(row, sections_by_row[section_of(row)].speedup(row))))
     return text.getvalue()
 
 
@@ -245,8 +246,8 @@ def method_lines(results: Results) -> list[str]:
         )
     threads = p.get("threads") or results.environment.get("threads")
     if threads is not None:
-        told = threads if isinstance(threads, str) else Threads(threads).told
-        lines.append(f"Every engine: {told}.")
+        sentence = threads if isinstance(threads, str) else Threads(threads).told
+        lines.append(f"Every engine: {sentence}.")
     lines.append(
         "Latencies with scope gpu are device time; the others are wall clock, host to host."
         if any(row.scope == "gpu" for row in results.rows)
@@ -260,7 +261,7 @@ def method_lines(results: Results) -> list[str]:
         lines.append(f"Accuracy, routing and parity on {p['samples']:,} {labelled} samples.")
     lines += _rates(p.get("rates", ()))
     if p.get("waited"):
-        most = max(each["share"] for each in p["waited"])
+        most = max(wait["share"] for wait in p["waited"])
         lines.append(f"Threads waited for a core for up to {most:.0%} of their time.")
     lines.append("Spread is the range of the round medians relative to their median.")
     for model in results.models:
@@ -327,9 +328,9 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
     }
     rates = []
     for name, words in said.items():
-        found = [rate[name] for rate in measured if rate.get(name) is not None]
-        if found:
-            ends = dict.fromkeys((f"{min(found):.0f}", f"{max(found):.0f}"))
+        values = [rate[name] for rate in measured if rate.get(name) is not None]
+        if values:
+            ends = dict.fromkeys((f"{min(values):.0f}", f"{max(values):.0f}"))
             rates.append(words.format(" to ".join(ends)))
     return [
         "The limit is the least time that this machine needs to move a row's bytes or to compute "

@@ -104,7 +104,7 @@ def exported(
                 # A precision that a model or target cannot take is a row that says so.
                 every = product(ks, lowerings)
                 graphs += _refused(dict.fromkeys(every, error), runtime, precision)
-        said = [each.loader.reason for each in graphs if isinstance(each.loader, Refused)]
+        said = [graph.loader.reason for graph in graphs if isinstance(graph.loader, Refused)]
         if graphs and len(said) == len(graphs):
             raise said[0]
         traces.clear()
@@ -128,20 +128,20 @@ def token_routed(model: Model) -> bool:
 
 def _jobs(model: Model, ks: Sequence[KOption]) -> list[ExportJob]:
     """The job of each k, those that mean the same once."""
-    found: list[ExportJob] = []
+    jobs: list[ExportJob] = []
     for k in ks:
         job = export_job(model, ExportOptions(k=k))
-        if job.k not in [each.k for each in found]:
-            found.append(job)
-    return found
+        if job.k not in [other.k for other in jobs]:
+            jobs.append(job)
+    return jobs
 
 
 def _by_model(jobs: Sequence[ExportJob]) -> list[list[ExportJob]]:
     """Jobs whose model is the same together: it is traced once. A router's k makes another."""
-    found: dict[int, list[ExportJob]] = {}
+    groups: dict[int, list[ExportJob]] = {}
     for job in jobs:
-        found.setdefault(id(job.model), []).append(job)
-    return list(found.values())
+        groups.setdefault(id(job.model), []).append(job)
+    return list(groups.values())
 
 
 def _refused(
@@ -179,11 +179,11 @@ def _sources(
         ),
         verify=False,
     )
-    asked = export_job(model, options, data=data)
-    key = id(jobs[0].model), asked.options.opset, frozenset(asked.fixed.items())
+    exporting = export_job(model, options, data=data)
+    key = id(jobs[0].model), exporting.options.opset, frozenset(exporting.fixed.items())
     if key not in traces:
-        traces[key] = trace(asked.model, opset=asked.options.opset, fixed=asked.fixed)
-    planned = plan(asked, traces[key], found_ranges(asked, traces[key]))
+        traces[key] = trace(exporting.model, opset=exporting.options.opset, fixed=exporting.fixed)
+    planned = plan(exporting, traces[key], found_ranges(exporting, traces[key]))
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
     batches: dict[tuple[int, tuple[str, ...]], set[int]] = {}
     reasons: dict[tuple[int, str], MoexportError] = {}
@@ -195,10 +195,10 @@ def _sources(
         except LoweringError as error:
             reasons[_largest(k), lowering] = error
         else:
-            found = _largest(k), graph.lowerings
-            graphs.setdefault(found, graph)
+            choice = _largest(k), graph.lowerings
+            graphs.setdefault(choice, graph)
             # What `auto` chose for one batch is timed at that.
-            batches.setdefault(found, set()).update(
+            batches.setdefault(choice, set()).update(
                 [batch] if lowering == AUTO else request.batches
             )
     refused = _refused(reasons, runtime, precision)
@@ -211,7 +211,7 @@ def _sources(
         manifest = manifest_of(planned, lowered, {}, folder)
         (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
         engine = engine_options(model, request, runtime.backend, inputs)
-    linears = {each.node: each.reason for each in planned.precision.linears}
+    linears = {linear.node: linear.reason for linear in planned.precision.linears}
     return refused + [
         _source(
             runtime,
@@ -291,7 +291,9 @@ def _bounds(
 
     What an inexact lowering adds is as much as a GPU may.
     """
-    known = next(((name, each) for name, each in TOLERANCES.items() if name == precision), None)
+    known = next(
+        ((name, tolerance) for name, tolerance in TOLERANCES.items() if name == precision), None
+    )
     if known is None:
         return None
     numbers, usual = known
@@ -307,8 +309,8 @@ def _bounds(
         bounds = on_gpu(usual, precision, tf32=not on_cpu)
     if parity is None:
         return bounds
-    given = recorded(parity)
-    return replace(bounds, atol=given.atol, rtol=max(bounds.rtol, given.rtol))
+    recorded_bounds = recorded(parity)
+    return replace(bounds, atol=recorded_bounds.atol, rtol=max(bounds.rtol, recorded_bounds.rtol))
 
 
 def engine_options(
@@ -337,7 +339,7 @@ def _exactly(size: int) -> AxisRange:
 
 def _told_apart(sources: Sequence[GraphSource]) -> tuple[GraphSource, ...]:
     """Graphs of the same lowerings, in other layers, are told apart by the batch they are for."""
-    found: list[GraphSource] = []
+    named: list[GraphSource] = []
     seen: set[tuple[object, ...]] = set()
     for source in sources:
         own = source
@@ -345,8 +347,8 @@ def _told_apart(sources: Sequence[GraphSource]) -> tuple[GraphSource, ...]:
         if (*key, own.lowering) in seen and own.batches:
             own = replace(own, lowering=f"{own.lowering} (batch {min(own.batches)})")
         seen.add((*key, own.lowering))
-        found.append(own)
-    return tuple(found)
+        named.append(own)
+    return tuple(named)
 
 
 def _largest(ks: Mapping[str, int]) -> int:
@@ -374,8 +376,8 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
     k: KOption = tuple(baked[name] for name in loaded.layers) if routed else "n"
     job = export_job(loaded, ExportOptions(edits=edits, k=k))
     model = job.model
-    asked = request.ks if takes_k else ()
-    ks = [_largest(whole_k(export_job(model, ExportOptions(k=k)))) for k in asked]
+    wanted = request.ks if takes_k else ()
+    ks = [_largest(whole_k(export_job(model, ExportOptions(k=k)))) for k in wanted]
     ks = ks or [_largest(baked)]
     linears = _integers(record.numbers.get("linears", {}))
     floating = frozenset(layer.name for layer in record.layers if layer.precision != "int8")
@@ -437,9 +439,9 @@ def batch_sizes(listed: Sequence[Model | Bundle], request: BenchRequest) -> tupl
     Raises `UsageError` for a bundle of one size that the request does not name, and for sizes of
     the request where all bundles have others.
     """
-    held = [(each, only_batch(each)) for each in listed if isinstance(each, Bundle)]
+    held = [(item, only_batch(item)) for item in listed if isinstance(item, Bundle)]
     sizes = sorted({size for _, size in held if size is not None})
-    for model in (each for each in listed if isinstance(each, Model) and each.batch_of > 1):
+    for model in (item for item in listed if isinstance(item, Model) and item.batch_of > 1):
         sizes = sorted({*sizes, model.batch_of})
         if request.batch is not None and {*request.batches} != {model.batch_of}:
             raise UsageError(
@@ -454,9 +456,9 @@ def batch_sizes(listed: Sequence[Model | Bundle], request: BenchRequest) -> tupl
         if size is None or (size in request.batches and not fixed):
             continue
         if not {size} <= {*request.batches} <= {*sizes}:
-            asked = ",".join(map(str, request.batches))
+            typed = ",".join(map(str, request.batches))
             raise UsageError(
-                f"--batch {asked}: {bundle.path} was exported with --batch {size} and runs batches "
+                f"--batch {typed}: {bundle.path} was exported with --batch {size} and runs batches "
                 "of that size alone",
                 hint=f"use --batch {','.join(map(str, sizes))}, or export it with a range: "
                 f"--batch 1:{size}:32",
@@ -467,7 +469,7 @@ def batch_sizes(listed: Sequence[Model | Bundle], request: BenchRequest) -> tupl
 def _exports(listed: Sequence[Model | Bundle]) -> bool:
     """Whether there is a model to export: one that no bundle follows."""
     pairs = zip(listed, (*listed[1:], None), strict=True)
-    return any(isinstance(each, Model) and not isinstance(then, Bundle) for each, then in pairs)
+    return any(isinstance(item, Model) and not isinstance(then, Bundle) for item, then in pairs)
 
 
 def check_exported(listed: Sequence[Model | Bundle], request: BenchRequest) -> None:
@@ -479,8 +481,8 @@ def check_exported(listed: Sequence[Model | Bundle], request: BenchRequest) -> N
         "--precision": request.precisions != ("fp32",),
         "--target": request.target != "onnx",
     }
-    for option, given in idle.items():
-        if given:
+    for option, changed in idle.items():
+        if changed:
             raise UsageError(
                 f"{option}: the bundles that were named are measured as they are",
                 hint=f"leave {option} out, or name a model without its bundle",
@@ -489,17 +491,17 @@ def check_exported(listed: Sequence[Model | Bundle], request: BenchRequest) -> N
 
 def with_sources(listed: Sequence[Model | Bundle]) -> list[Model | Bundle]:
     """Returns models and bundles, before the bundles of no model the one that they came from."""
-    found: list[Model | Bundle] = []
+    listing: list[Model | Bundle] = []
     came_from: str | None = None
-    given = False
+    after_model = False
     for item in listed:
         if isinstance(item, Model):
-            given = True
-        elif not given and came_from != item.manifest.source.sha256:
-            found.append(_source_of(item))
+            after_model = True
+        elif not after_model and came_from != item.manifest.source.sha256:
+            listing.append(_source_of(item))
             came_from = item.manifest.source.sha256
-        found.append(item)
-    return found
+        listing.append(item)
+    return listing
 
 
 @contextmanager
@@ -510,23 +512,25 @@ def candidates_of(
     inputs: Array | None = None,
 ) -> Iterator[list[Candidate]]:
     """Yields a candidate per model; the bundles that follow a model are measured beside it."""
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     places: list[Path] = []
     model: Model | None = None
     with ExitStack() as stack:
         for item, then in zip(listed, (*listed[1:], None), strict=True):
             if isinstance(item, Bundle):
                 beside = from_bundle(item, request, model=model)
-                found.append(stack.enter_context(with_other_exporters(beside, request.threads)))
+                candidates.append(
+                    stack.enter_context(with_other_exporters(beside, request.threads))
+                )
                 places.append(item.path)
                 continue
             model = item
             if not isinstance(then, Bundle):
-                found.append(
+                candidates.append(
                     stack.enter_context(exported(model, request, inputs=inputs, progress=progress))
                 )
                 places.append(Path(model.source.path))
-        yield with_distinct_names(found, places)
+        yield with_distinct_names(candidates, places)
 
 
 def _named(source: str) -> str:

@@ -84,8 +84,8 @@ def loaded_as(source: str, *, family: str | None, config: Mapping[str, Any], **m
     """Returns the model of a source again, as its family and configuration were found then."""
     if family is not None and architecture_of(Path(source)) == family:
         # What a model of transformers is its folder says, but for the cache and the part.
-        given = {key: config[key] for key in ("use_cache", "part") if key in config}
-        return load(source, config=given, **more)
+        settings = {key: config[key] for key in ("use_cache", "part") if key in config}
+        return load(source, config=settings, **more)
     return load(source, family=family, config=config, **more)
 
 

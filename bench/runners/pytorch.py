@@ -62,13 +62,13 @@ class PyTorch(Runner):
     def outputs(self, x: Inputs) -> dict[str, Array]:
         """Returns every output of a model of `transformers`, by name."""
         assert isinstance(self.module, TransformersNetwork)
-        found = all_outputs(self.module(*self.tensors(x)))
-        return {name: y.numpy() for name, y in zip(self.module.gives, found, strict=True)}
+        outputs = all_outputs(self.module(*self.tensors(x)))
+        return {name: y.numpy() for name, y in zip(self.module.gives, outputs, strict=True)}
 
     def tensors(self, x: Inputs) -> list[Tensor]:
         """Returns what the module takes."""
         arrays = completed(x, self.ports).values() if self.ports else [first_of(x)]
-        return [torch.from_numpy(np.ascontiguousarray(each)) for each in arrays]
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the module's own call for inputs [b, …], tensor to tensor."""
@@ -125,7 +125,7 @@ class PyTorchOnGpu(PyTorch):
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def tensors(self, x: Inputs) -> list[Tensor]:
-        return [each.to(CUDA) for each in super().tensors(x)]
+        return [tensor.to(CUDA) for tensor in super().tensors(x)]
 
     @torch.inference_mode()
     def infer(self, x: Inputs) -> Array:
@@ -250,11 +250,11 @@ def in_form(model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
     """
     network = sharing_weights(untouched(model).module)
     network.routers = model.module.routers
-    asked = with_k(replace(model, module=network), dict(k)).module
-    assert isinstance(asked, TransformersNetwork)
+    chosen = with_k(replace(model, module=network), dict(k)).module
+    assert isinstance(chosen, TransformersNetwork)
     if form is not None:
-        asked.wrapped.set_experts_implementation(form)
-    return asked
+        chosen.wrapped.set_experts_implementation(form)
+    return chosen
 
 
 def with_algorithm_1(

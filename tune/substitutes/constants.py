@@ -52,10 +52,10 @@ class ConstantExperts:
         spec = self._layer.spec
         dropped = [e for e in range(spec.experts) if e not in {*experts}]
         alone = self._of_slots()
-        found = alone[dropped].flatten(0, 1)
-        if len(found) <= MOST_SLOTS:
-            square = torch.zeros(len(found), len(found), dtype=torch.float64)
-            missing = torch.zeros(len(found), spec.out, dtype=torch.float64)
+        constants = alone[dropped].flatten(0, 1)
+        if len(constants) <= MOST_SLOTS:
+            square = torch.zeros(len(constants), len(constants), dtype=torch.float64)
+            missing = torch.zeros(len(constants), spec.out, dtype=torch.float64)
             for outputs, combine in self._batches():
                 shares = combine[:, :, dropped].flatten(2).flatten(0, 1).double()  # [b·m, d·p]
                 apart = (outputs - alone.to(outputs.dtype))[:, dropped].flatten(1, 2)
@@ -64,8 +64,8 @@ class ConstantExperts:
                 missing += shares.T @ added.flatten(0, 1).double()
             ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
             square.diagonal().add_(ridge)
-            found = found + torch.linalg.solve(square, missing)
-        return found.view(len(dropped), spec.slots, spec.out).float().numpy()
+            constants = constants + torch.linalg.solve(square, missing)
+        return constants.view(len(dropped), spec.slots, spec.out).float().numpy()
 
     @torch.inference_mode()
     def _of_slots(self) -> Tensor:

@@ -76,17 +76,17 @@ def distil(
     least = _mean_loss(model, held, scores=scores)
     if other is not None:
         _set(parameters, other)
-        found = _mean_loss(model, held, scores=scores)
-        least, best = min((least, best), (found, _copied(parameters)), key=lambda each: each[0])
+        value = _mean_loss(model, held, scores=scores)
+        least, best = min((least, best), (value, _copied(parameters)), key=lambda pair: pair[0])
         _set(parameters, best)
     if seconds < FEWEST * STEP * batch_s or not fitted:
         return best
-    sizes = [max(np.abs(each).mean(), 1e-6) for each in best.values()]
+    sizes = [max(np.abs(array).mean(), 1e-6) for array in best.values()]
     optimiser, rate = _optimiser(parameters), RATE
     order: list[int] = []
     generator = np.random.default_rng(0)
-    for each in parameters.values():
-        each.requires_grad_(True)
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
     step = evaluations = 0
     while evaluations < EVALUATIONS:
         # The steps get smaller as the time goes: what they take is known only afterwards.
@@ -97,23 +97,23 @@ def distil(
         try:
             if evaluating:
                 evaluations = int(done * EVALUATIONS)
-                found = _mean_loss(model, held, scores=scores)
+                value = _mean_loss(model, held, scores=scores)
             else:
                 order = order or [*generator.permutation(len(fitted))]
                 x, base = fitted[order.pop()]
                 optimiser.zero_grad()
                 loss = _loss(model, x, base, scores=scores)
                 loss.backward()  # type: ignore[no-untyped-call]
-                found = float(loss.detach())
+                value = float(loss.detach())
         except RuntimeError:
             if not step:  # a network that was written without gradients in mind
                 return best
-            found = math.nan  # some operations take none
-        if not math.isfinite(found):  # the steps were too large
+            value = math.nan  # some operations take none
+        if not math.isfinite(value):  # the steps were too large
             _set(parameters, best)
             optimiser, rate = _optimiser(parameters), rate / SMALLER
-        elif evaluating and found < least:
-            least, best = found, _copied(parameters)
+        elif evaluating and value < least:
+            least, best = value, _copied(parameters)
         elif not evaluating:
             optimiser.step()
         step += not evaluating
@@ -126,7 +126,7 @@ def longest_s(batch_s: float) -> float:
 
 
 def _optimiser(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam([{"params": [each]} for each in parameters.values()])
+    return torch.optim.Adam([{"params": [parameter]} for parameter in parameters.values()])
 
 
 def _seconds(model: PyTorch, sample: tuple[Inputs, Array], *, scores: bool) -> float:
@@ -136,23 +136,23 @@ def _seconds(model: PyTorch, sample: tuple[Inputs, Array], *, scores: bool) -> f
 
 
 def _copied(parameters: Mapping[str, nn.Parameter]) -> dict[str, np.ndarray]:
-    return {name: each.detach().numpy().copy() for name, each in parameters.items()}
+    return {name: parameter.detach().numpy().copy() for name, parameter in parameters.items()}
 
 
 @torch.no_grad()
 def _set(parameters: Mapping[str, nn.Parameter], arrays: Mapping[str, np.ndarray]) -> None:
-    for name, each in parameters.items():
-        each.copy_(torch.from_numpy(arrays[name]))
+    for name, parameter in parameters.items():
+        parameter.copy_(torch.from_numpy(arrays[name]))
 
 
 @torch.no_grad()
 def _mean_loss(model: PyTorch, samples: Samples, *, scores: bool) -> float:
-    return float(np.mean([float(_loss(model, *each, scores=scores)) for each in samples]))
+    return float(np.mean([float(_loss(model, *sample, scores=scores)) for sample in samples]))
 
 
 def _loss(model: PyTorch, x: Inputs, base: Array, *, scores: bool) -> Tensor:
     y, wanted = first_output(model.module(*model.tensors(x))), torch.from_numpy(base)
     if not scores:
         return F.mse_loss(y, wanted)
-    own, theirs = (each.flatten(0, -2).log_softmax(dim=-1) for each in (y, wanted))
+    own, theirs = (outputs.flatten(0, -2).log_softmax(dim=-1) for outputs in (y, wanted))
     return F.kl_div(own, theirs, reduction="batchmean", log_target=True)

@@ -39,19 +39,19 @@ def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray,
     for x in tokens:
         coefficients, products = layer.products(x)
         added = (a.flatten(0, 1).double().sum(dim=0) for a in coefficients)
-        totals = [total + each for total, each in zip(totals, added, strict=True)]
-        for index, each in sums.items():
-            each.add(*(part.flatten(0, 1).double() for part in products[index]))
+        totals = [total + more for total, more in zip(totals, added, strict=True)]
+        for index, own in sums.items():
+            own.add(*(part.flatten(0, 1).double() for part in products[index]))
         rows += x.shape[0] * x.shape[1]
         if rows >= wanted:
             break
-    found = []
+    matrices = []
     for index, spec in enumerate(specs):
         matrix = _mean(spec, layer.factors(index), [total / rows for total in totals])
         if index in sums:
             matrix = matrix + sums[index].fitted(matrix)
-        found.append(matrix.float().numpy())
-    return tuple(found)
+        matrices.append(matrix.float().numpy())
+    return tuple(matrices)
 
 
 def _mean(spec: FactorisedSpec, factors: Sequence[Tensor], means: list[Tensor]) -> Tensor:

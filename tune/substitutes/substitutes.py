@@ -88,8 +88,8 @@ class Substitutes:
 
     def fitted_to(self, point: Point) -> NamedArrays:
         """Returns what takes the places of the experts of a whole model, by least squares."""
-        each = (self.fitted(name, choice) for name, choice in point.layers)
-        return {name: array for arrays in each for name, array in arrays.items()}
+        fits = (self.fitted(name, choice) for name, choice in point.layers)
+        return {name: array for arrays in fits for name, array in arrays.items()}
 
     def trained_for(self, point: Point) -> NamedArrays:
         """Returns what takes the places of the experts of a whole model, trained for it."""
@@ -97,21 +97,21 @@ class Substitutes:
             return {}
         path = self._place(point)
         if self._last is None or self._last[0] != path:  # of large layers not all are held
-            found = _read(path)
-            if not found:
+            arrays = _read(path)
+            if not arrays:
                 elsewhere = self._trained_elsewhere(point)
-                found = self._written(path, self._train(point, elsewhere, self._seconds()))
-            self._last = path, found
+                arrays = self._written(path, self._train(point, elsewhere, self._seconds()))
+            self._last = path, arrays
         return self._last[1]
 
     def train_further(self, point: Point, seconds: float) -> bool:
         """Goes on with the training for a point; returns whether that has helped."""
         before = self.trained_for(point)
-        found = self._train(point, before, seconds)
-        if all(np.array_equal(found[name], before[name]) for name in before):
+        after = self._train(point, before, seconds)
+        if all(np.array_equal(after[name], before[name]) for name in before):
             return False
         path = self._place(point)
-        self._last = path, self._written(path, found)
+        self._last = path, self._written(path, after)
         return True
 
     def shared(self, point: Point, other: Point) -> bool:
@@ -148,7 +148,7 @@ class Substitutes:
         seen = self._seen
         with algorithm_1(changed.module, point.k):
             trained = _parameters(changed, edits)
-            found = distil(
+            arrays = distil(
                 model,
                 trained,
                 seen.samples,
@@ -158,27 +158,27 @@ class Substitutes:
             )
         path = self._place(point)
         self._trained |= {(n, c.experts): path for n, c in point.layers if c.fewer}
-        return found
+        return arrays
 
     def _trained_elsewhere(self, point: Point) -> NamedArrays:
         """What was last trained for each layer as it is here, in another model."""
-        found: NamedArrays = {}
+        arrays: NamedArrays = {}
         for name, choice in point.layers:
             path = self._trained.get((name, choice.experts)) if choice.fewer else None
             before = {} if path is None else _read(path)
-            found |= {key: before[key] for key in self.fitted(name, choice) if key in before}
-        return found
+            arrays |= {key: before[key] for key in self.fitted(name, choice) if key in before}
+        return arrays
 
     def _place(self, point: Point) -> Path:
-        layers = [(name, each.k, each.experts, each.merged) for name, each in point.layers]
+        layers = [(name, layer.k, layer.experts, layer.merged) for name, layer in point.layers]
         key = json.dumps(layers)
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
 
-    def _written(self, path: Path, found: NamedArrays) -> NamedArrays:
+    def _written(self, path: Path, arrays: NamedArrays) -> NamedArrays:
         make_folder(self._folder)
         with whole_file(path) as place:
-            save_file(found, place)
-        return found
+            save_file(arrays, place)
+        return arrays
 
 
 def _read(path: Path) -> NamedArrays:
@@ -191,14 +191,14 @@ def _read(path: Path) -> NamedArrays:
 
 def _parameters(model: Model, edits: Edits) -> dict[str, nn.Parameter]:
     """What takes the places of experts in a model, by the names of `Edits.substitutes`."""
-    layers, found = model.layers, {}
+    layers, parameters = model.layers, {}
     for kept in edits.kept:
         layer = layers[kept.layer]
         assert isinstance(layer, SoftMoE) and layer.constants is not None, "it was given some"
-        found[kept.layer] = layer.constants
-    for each in edits.merged:
-        layer = layers[each.layer]
+        parameters[kept.layer] = layer.constants
+    for merged in edits.merged:
+        layer = layers[merged.layer]
         assert isinstance(layer, MuMoE), "only the experts of those are merged"
         for index in range(len(layer.spec.tensors)):
-            (found[each.key(index)],) = layer.factors(index)
-    return found
+            (parameters[merged.key(index)],) = layer.factors(index)
+    return parameters
