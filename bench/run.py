@@ -88,7 +88,7 @@ def bench(
     `threads` tells how the number of threads was found. Raises UsageError and FeedError, before
     anything is opened, for what cannot be measured at all.
     """
-    progress, out, before = request.progress or Silent(), request.folder, request.before
+    progress, out = request.progress or Silent(), request.folder
     groups = plan(candidates, request)
     service = service_of(request, data)
     head = data.head(max(request.batches) * request.protocol.inputs)
@@ -112,11 +112,9 @@ def bench(
         if journal.told:
             progress.step(journal.told)
         rows: list[Row] = []
-        protocol = _protocol(request, data, calibration)
-        if threads is not None:
-            protocol["threads"] = threads.told
-            if not journal.found("threads"):
-                journal.add("threads", of=candidates[0].model.source.path, **asdict(threads))
+        protocol = _protocol(request, data, calibration, threads)
+        if threads is not None and not journal.found("threads"):
+            journal.add("threads", of=candidates[0].model.source.path, **asdict(threads))
         for candidate in candidates:
             one = Measurement(candidate, groups, data, head, request, journal, progress)
             one.known = (known or {}).get(candidate.name)
@@ -137,13 +135,19 @@ def bench(
             absent=tuple(absent),
             analyses=dict(analyses or {}) | (service.analyses if service is not None else {}),
         )
-        if results.disturbance:
-            progress.step(results.disturbance)
-        if out is not None:
-            comparison = compare(before, results) if isinstance(before, Results) else None
-            write_all(results, out, comparison)
-            journal.remove()
+        _finish(results, request, journal)
         return results
+
+
+def _finish(results: Results, request: BenchRequest, journal: Journal) -> None:
+    """Writes results with every view of them, where that is asked, and ends the journal."""
+    if results.disturbance and request.progress is not None:
+        request.progress.step(results.disturbance)
+    if request.folder is not None:
+        before = request.before
+        comparison = compare(before, results) if isinstance(before, Results) else None
+        write_all(results, request.folder, comparison)
+        journal.remove()
 
 
 def _same_run(
@@ -169,9 +173,12 @@ def _same_run(
     }
 
 
-def _protocol(request: BenchRequest, data: Labelled, calibration: str | None) -> dict[str, Any]:
+def _protocol(
+    request: BenchRequest, data: Labelled, calibration: str | None, threads: Threads | None
+) -> dict[str, Any]:
     """How rows are measured, for the results; the candidates add how many samples they saw."""
     ranges = {"calibration": calibration} if calibration else {}
+    counted = {} if threads is None else {"threads": threads.told}
     return asdict(request.protocol) | {
         "samples": 0,
         "data": {
@@ -181,6 +188,7 @@ def _protocol(request: BenchRequest, data: Labelled, calibration: str | None) ->
         "labelled": data.labelled,
         "batches": list(request.batches),
         **ranges,
+        **counted,
     }
 
 

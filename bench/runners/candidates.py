@@ -166,19 +166,10 @@ def _sources(
     traces: dict[object, ir.Model],
 ) -> list[GraphSource]:
     """Exports graphs for a runtime, equal ones once; each that cannot be is refused by itself."""
-    assert runtime.target is not None
     routed = token_routed(model)
     data = inputs if precision in ("int8", "fp8") and not routed else None
-    options = ExportOptions(
-        # What is calibrated is every expert; a router chooses those of its own k.
-        k=jobs[0].options.k if routed else "n",
-        target=runtime.target,
-        renormalize=request.renormalize,
-        precision=PrecisionOptions(
-            precision, scope=request.quantize if precision == "int8" else "experts"
-        ),
-        verify=False,
-    )
+    # What is calibrated is every expert; a router chooses those of its own k.
+    options = _options(request, runtime, precision, jobs[0].options.k if routed else "n")
     exporting = export_job(model, options, data=data)
     key = id(jobs[0].model), exporting.options.opset, frozenset(exporting.fixed.items())
     if key not in traces:
@@ -229,6 +220,21 @@ def _sources(
         )
         for (k, names), graph in graphs.items()
     ]
+
+
+def _options(
+    request: BenchRequest, runtime: GraphEngine, precision: Precision, k: KOption
+) -> ExportOptions:
+    """How graphs for a runtime are exported."""
+    assert runtime.target is not None
+    scope = request.quantize if precision == "int8" else "experts"
+    return ExportOptions(
+        k=k,
+        target=runtime.target,
+        renormalize=request.renormalize,
+        precision=PrecisionOptions(precision, scope=scope),
+        verify=False,
+    )
 
 
 def _source(
