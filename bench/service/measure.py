@@ -169,9 +169,8 @@ class Served:
     def _runner(self, size: int, threads: int, stack: ExitStack) -> Runner:
         loader = self._by_size[size]
         if isinstance(loader, GraphLoader):
-            opened: Runner = replace(
-                loader, graph=replace(loader.graph, threads=threads)
-            ).deployed()
+            graph = replace(loader.graph, threads=threads)
+            opened: Runner = replace(loader, graph=graph).deployed()
             return stack.enter_context(opened)
         if size not in self._shared:
             self._shared[size] = loader.deployed()
