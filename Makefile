@@ -11,7 +11,7 @@ ORT := $(if $(shell command -v nvidia-smi),gpu,cpu)
 OTHER := $(if $(filter gpu,$(ORT)),onnxruntime,onnxruntime-gpu)
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-mumoe web test test-all lint conformance pairs docs bench fuzz mutants compat \
+.PHONY: demo demo-mumoe web test test-all lint conformance pairs docs bench fuzz mutants soak compat \
 	gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
@@ -84,6 +84,12 @@ FUZZ_KINDS ?=
 
 fuzz: $(VENV)/ready
 	nice $(BIN)/python -m moexport.tests.fuzzing $(FUZZ_KINDS) --seconds $(FUZZ_SECONDS)
+
+# A service for so many seconds at 80% of the rate that keeps its bound: memory, errors, p99, overload.
+SOAK_SECONDS ?= 3600
+
+soak: $(VENV)/ready
+	$(BIN)/python -m moexport.tests.soak --seconds $(SOAK_SECONDS)
 
 # Graphs that are damaged and still run, and which of them the checks refuse. MUTANTS='--only mixtral
 # --precision int8' makes those alone.

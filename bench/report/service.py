@@ -170,7 +170,7 @@ def service_notes(found: ServiceFindings) -> tuple[str, ...]:
         f"service beside the results. A run took {found.duration_s:g} s at least, and drew from "
         f"{found.library:,} inputs. The server's rate was found by LoadGen's own search, and "
         f"offered again. The queue {delay} to fill a batch; instances and threads are those that "
-        "computed full batches fastest. LoadGen, queue and engine shared the machine.",
+        "answered most from a full queue. LoadGen, queue and engine shared the machine.",
     )
 
 

@@ -28,7 +28,7 @@ class OfferedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """So many instances of a model of so many threads each; inputs a second of full batches."""
+    """Instances of a model, threads of each, and what they answer a second from a full queue."""
 
     instances: int
     threads: int

@@ -36,9 +36,10 @@ from .loadgen import Judgement, Scenario, Traffic, judged, loadgen
 from .queue import Queue
 
 MOST_IN_LIBRARY = 1024
-PROBE_S = 0.3  # for which full batches are computed, to compare layouts
+PROBE_S = 0.5  # for which a queue is kept full, to compare layouts
 SHORT = 5  # times shorter than the last run are those of a search, and those at other rates
-STARTS = (1 / 4, 1 / 16, 1 / 64, 1 / 256)  # of the rate of full batches: where a search may begin
+STARTS = (1 / 4, 1 / 16, 1 / 64, 1 / 256)  # of what a full queue gives: where a search may begin
+FURTHER, BEYOND = 4, 1.25  # searches that follow the first, each so far beyond its end
 AGAIN = (1.0, 0.95, 0.9, 0.8, 0.6, 0.3)  # of what a search found: offered until one is kept
 OFFERED = (0.25, 0.5, 0.75, 1.1)  # of the rate that was found, beside it
 FASTER = 1.2  # than expected may be what was measured, or LoadGen has too few queries ready
@@ -177,13 +178,16 @@ class Served:
         return self._shared[size]
 
     def tried(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
-        """Returns layouts with how many inputs a second they compute in full batches."""
+        """Returns layouts with how many requests a second they answer from a queue that is full."""
         found = []
-        for instances, threads in layouts:
-            layout = Layout(instances=instances, threads=threads, per_s=0.0)
-            with self.instances(layout) as opened, ThreadPoolExecutor(instances) as pool:
-                rates = pool.map(lambda one: _per_second(one, self.max_batch), opened)
-                found.append(replace(layout, per_s=sum(rates)))
+        for count, threads in layouts:
+            layout = Layout(instances=count, threads=threads, per_s=0.0)
+            capacity = 2 * self.max_batch * count
+            with (
+                self.instances(layout) as opened,
+                Queue[int, Any](opened, max_batch=self.max_batch, capacity=capacity) as queue,
+            ):
+                found.append(replace(layout, per_s=_per_second(queue)))
         return tuple(found)
 
     def close(self) -> None:
@@ -192,12 +196,13 @@ class Served:
             each.close()
 
 
-def _per_second(instance: Instance, size: int) -> float:
-    batch, calls, began = [0] * size, 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - began) < PROBE_S or not calls:
-        instance(batch)
-        calls += 1
-    return calls * size / elapsed
+def _per_second(queue: Queue[int, Any]) -> float:
+    answers, began = [], time.perf_counter()
+    while time.perf_counter() - began < PROBE_S:
+        answers.append(queue.submit(0, wait=True))
+    for each in answers:
+        each.result()
+    return len(answers) / (time.perf_counter() - began)
 
 
 def layouts_of(cores: int, most: int) -> list[tuple[int, int]]:
@@ -437,6 +442,13 @@ class _Runs:
         else:
             return _not_kept(min(each.p99_ms for each in tried), load)
         peak = tried[-1].peak or tried[-1].rate
+        # One disturbed run ends a search: it goes on from beyond its end, as long as that is kept.
+        for _ in range(FURTHER):
+            beyond = replace(short, rate=BEYOND * peak)
+            more = self._run(beyond, self._logs / "search-further", search=True)
+            if not more.kept:
+                break
+            peak = more.peak or beyond.rate
         for share in AGAIN:
             rate = share * peak
             found = self._run(replace(load, rate=rate), self._logs)
