@@ -79,7 +79,7 @@ def answers(results: Results) -> Iterator[str]:
 
 def _against(most: Service, other: Service, what: str) -> str:
     if other.rate is None:
-        return f"{what} keeps it at no rate"
+        return f"kept at no rate by {what}"
     ratio = (most.rate or 0.0) / other.rate
     return f"{ratio:.0f} times {what}" if ratio >= 20 else f"{ratio:.1f} times {what}"
 

@@ -283,7 +283,7 @@ def test_a_bound_that_others_do_not_keep_is_not_divided_by(results: Results) -> 
         results, served(16, None, **PYTORCH, **none), served(16, None, **none), served(4, 310.0)
     )
     (sentence,) = answers(report)
-    assert sentence.endswith("all experts keeps it at no rate, PyTorch keeps it at no rate.")
+    assert sentence.endswith("kept at no rate by all experts, kept at no rate by PyTorch.")
     (sentence,) = answers(with_services(results, served(16, None, **none)))
     assert "no rate keeps p99 ≤ 20 ms. The nearest is ONNX Runtime, grouped, INT8" in sentence
     assert "k = 16: 33.0 ms" in sentence
