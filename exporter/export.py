@@ -303,9 +303,9 @@ def _differs(
 def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
     """A sentence on what experts with a capacity left out of the inputs of the check."""
     left_out = {
-        name: kept.selected[name] >= layer.spec.experts
+        name: (chosen >= layer.spec.experts).reshape(*chosen.shape[:2], -1)
         for name, layer in model.layers.items()
-        if name in kept.selected and layer.spec.drops
+        if layer.spec.drops and (chosen := kept.selected.get(name)) is not None
     }
     if not left_out:
         return ()

@@ -16,7 +16,15 @@ import numpy as np
 
 from ..common.documents import from_data
 from ..errors import BundleError, ParityError
-from .bundle.parity_record import FIRST, Reference, Rounded, chunks, holds_coefficients
+from .bundle.parity_record import (
+    FIRST,
+    Reference,
+    Rounded,
+    by_expert,
+    chunks,
+    holds_coefficients,
+    places,
+)
 
 if TYPE_CHECKING:
     from ..graphs.targets import Precision
@@ -261,6 +269,8 @@ class Comparison:
                 shape = expected.selected[name].shape
                 wanted = (len(x), *shape[1:])
                 of_tokens = len(shape) > found.ndim  # which the layer sees one after the other
+                if len(shape) == len("smn1") and found.shape[-1:] == shape[-2:-1]:
+                    found = by_expert(found)
                 same_k = found.ndim > 0 and found.shape[-1] == shape[-1]
                 if not same_k or not (of_tokens or found.shape == wanted):
                     raise ParityError(
@@ -545,13 +555,12 @@ class _Rounding:
         alike, exact = others == 0, own == 0
         if not exact.any():  # each input has a token that rounding sends elsewhere
             exact = ~exact
-        places = sum(
-            math.prod(sets[name].shape[:-1]) for name in sets.keys() & rounded.selected.keys()
-        )
+        common = sets.keys() & rounded.selected.keys()
+        made = sum(int(places(rounded.selected[name], sets[name]).sum()) for name in common)
         return _Rounding(
             off=(*_size(y[alike], rounded.y[alike]), float(others.sum())),
             own=(*_size(rounded.y[exact], expected.y[exact]), float(own.sum())),
-            scale=(*_size(rounded.y), float(places)),
+            scale=(*_size(rounded.y), float(made)),
             exact=rounded.exact,
             half=tolerance.roundings < 1.0 and rounded.half,
         )
@@ -622,18 +631,22 @@ def _compared(
         ties |= fresh.any(axis=1) & ~missed
         misses |= missed
         apart |= differs[name].any(axis=1)
-    wrongs, same, tied = [misses], ~(ties | misses), int(ties.sum())
+    choices, agreeing = misses.size, int((~misses).sum())
+    same, tied = ~(ties | misses), int(ties.sum())
     by_token = tolerance.routing < 1.0 and any(chosen.ndim > 2 for chosen in sets.values())
     if by_token:
-        wrongs, same = [*wrong.values()], _same_tokens([*differs.values()], expected.y.shape)
+        counted = {name: places(expected.selected[name], sets[name]) for name in sets}
+        choices = sum(int(each.sum()) for each in counted.values())
+        agreeing = sum(int((counted[name] & ~wrong[name]).sum()) for name in sets)
+        same = _same_tokens([*differs.values()], expected.y.shape)
         tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
     return _Found(
         samples=len(y),
         ties=int(ties.sum()),
         differing=int(apart.sum()),
-        choices=sum(each.size for each in wrongs),
-        agreeing=sum(int((~each).sum()) for each in wrongs),
+        choices=choices,
+        agreeing=agreeing,
         tied=tied,
         by_token=by_token,
         first=first,

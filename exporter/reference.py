@@ -24,7 +24,7 @@ from ..graphs.layers.experts import Experts
 from ..graphs.lower import LayerValues
 from ..graphs.targets import runtime_of
 from .bundle.openvino import opened
-from .bundle.parity_record import Reference, Rounded, chunks
+from .bundle.parity_record import Reference, Rounded, by_expert, chunks
 from .inputs import SAMPLES, Inputs, completed, parity_sizes
 from .job import ExportJob
 from .model import Model
@@ -141,8 +141,8 @@ def reference(
                 if len(chosen) % rows:  # not those of single inputs: the values alone decide
                     apart.add(name)
                     continue
-                chosen = chosen.reshape(rows, -1, chosen.shape[-1])
-                gap = gap.reshape(rows, -1)
+                chosen = chosen.reshape(rows, -1, *chosen.shape[1:])
+                gap = gap.reshape(rows, -1, *gap.shape[1:])
             selected.setdefault(name, []).append(chosen)
             margin.setdefault(name, []).append(gap)
     for name, parts in selected.items():  # as many of each input, or no input's own
@@ -322,11 +322,12 @@ class _Network:
             routed_margins(module) as margins,
         ):
             values = self._values(module, arrays)
-        choices = {
-            name: (records[name].chosen.numpy(), margins.get(name, records[name].margin).numpy())
-            for name in self.keys
-            if name in records
-        }
+        choices: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for name in (key for key in self.keys if key in records):
+            chosen = records[name].chosen.numpy()
+            margin = margins.get(name, records[name].margin).numpy()
+            chosen = by_expert(chosen) if margin.shape == chosen.shape else chosen
+            choices[name] = chosen, margin
         return _Computed(values, choices)
 
     def _values(self, module: nn.Module, arrays: Fields) -> list[np.ndarray]:
@@ -381,7 +382,7 @@ def routed_margins(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
             router: nn.Module, args: tuple[Any, ...], named: dict[str, Any], _: Any, name: str
         ) -> None:
             assert isinstance(router, GroupRouter)
-            margins[name] = router.margin(*args, **named).flatten()
+            margins[name] = router.margin(*args, **named).flatten(0, 1)
 
         for name, layer in layers.items():
             hooks.enter_context(layer.register_forward_pre_hook(partial(record, name=name)))

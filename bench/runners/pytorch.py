@@ -87,7 +87,9 @@ class PyTorch(Runner):
             for name, s in chosen.items()
             if s.shape[1] < specs[name].experts or specs[name].drops
         }
-        return Expected(output, chosen, {n: m.numpy() for n, m in margins.items()})
+        # Of experts that choose for themselves, that of the token's least certain one.
+        least = {n: m.reshape(len(m), -1).amin(dim=1).numpy() for n, m in margins.items()}
+        return Expected(output, chosen, least)
 
 
 def chooses(layer: MoELayer) -> bool:

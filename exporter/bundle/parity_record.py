@@ -30,6 +30,22 @@ MOST_KEPT = 32
 """Inputs that a bundle keeps to be verified with, where fewer do not reach every expert."""
 
 
+def by_expert(chosen: np.ndarray) -> np.ndarray:
+    """Returns what all experts chose, e or e + n [..., n] in any order, as [..., n, 1] by expert."""
+    order = (chosen % chosen.shape[-1]).argsort(axis=-1)
+    return np.take_along_axis(chosen, order, axis=-1)[..., None]  # type: ignore[no-any-return]
+
+
+def places(chosen: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    """Returns the choices that count, [s, 1] or [s, m]: of experts that choose, what one took."""
+    shape = (len(chosen), -1)
+    if chosen.ndim < len("smn1"):
+        return np.ones(chosen.shape[:-1], dtype=bool).reshape(shape)
+    experts = chosen.shape[-2]
+    taken: np.ndarray = np.logical_or.reduce([each < experts for each in (chosen, *others)])
+    return taken.reshape(shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Rounded:
     """Outputs, and what was chosen: what tells how far rounding alone may take a graph.
@@ -59,8 +75,9 @@ class Reference:
 
     `x` are the inputs, `y` the outputs with Algorithm 1, `dense` those of the untouched model with
     all experts. By choice (`choice_key`), `selected` holds the chosen experts [s, k], ascending,
-    those of each token [s, m, k], or the kept coefficients [s, m, n], and `margin` [s] or [s, m]
-    the gap from the k-th score to the next, relative to the k-th. `kept` is each layer's k.
+    those of each token [s, m, k], the kept coefficients [s, m, n], or where each expert chooses for
+    itself [s, m, n, 1] (`by_expert`), and `margin` [s], [s, m] or [s, m, n] the gap from the k-th
+    score to the next, relative to the k-th. `kept` is each layer's k.
     `inputs` and `outputs` are those beside the first, by name. `rounded` is what the precision of
     the graphs makes of it, None where that is not known.
     """

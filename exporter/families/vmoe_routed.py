@@ -201,16 +201,16 @@ class ExpertsChoose(GroupRouter):
         return index, torch.where(chosen, gates, torch.zeros_like(gates))
 
     def margin(self, x: Tensor, k: int | None = None) -> Tensor:
-        """Returns how near a token is to one that an expert takes instead of it, or before it."""
+        """Returns how near each expert is to choosing otherwise for a token, [b, m, n]."""
         del k
         gates = (x @ self.kernel).softmax(dim=-1)
         if self.capacity == self.group:
-            return torch.full(gates.shape[:-1], torch.inf)
+            return torch.full_like(gates, torch.inf)
         by_group = gates.reshape(-1, self.group, gates.shape[-1])
         best = by_group.topk(self.capacity + 1, dim=1).values
         last, next_ = best[:, -2:-1], best[:, -1:]
         gap = torch.where(self._chosen(gates), by_group - next_, last - by_group) / last
-        return gap.amin(dim=-1).reshape(gates.shape[:-1])
+        return gap.reshape(gates.shape)
 
     def _chosen(self, gates: Tensor) -> Tensor:
         """Which tokens of a group each expert takes, [G, S, n]."""
