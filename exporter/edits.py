@@ -256,7 +256,11 @@ class Edits:
                     hint="use the version of moexport that wrote the bundle, or export again",
                 ) from error
         return Edits(
-            *(tuple(ablations), tuple(rewrites), tuple(kept), tuple(merged), tuple(steers))
+            ablations=tuple(ablations),
+            rewrites=tuple(rewrites),
+            kept=tuple(kept),
+            merged=tuple(merged),
+            steers=tuple(steers),
         )
 
 

@@ -139,7 +139,9 @@ class _Fusion:
                 y = b.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon, name="normalised")
             else:
                 y, *unused, total = b.ops(
-                    *("SkipSimplifiedLayerNormalization", *parts, weight),
+                    "SkipSimplifiedLayerNormalization",
+                    *parts,
+                    weight,
                     names=("normalised", "mean", "inverse", "sum"),
                     domain=MICROSOFT,
                     epsilon=epsilon,

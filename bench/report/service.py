@@ -27,8 +27,14 @@ def service_name(service: Service) -> str:
     """Returns what a reader calls the engine of a service: `ONNX Runtime, grouped, INT8`."""
     return line_name(
         Row(
-            *(service.engine, service.k, service.experts, service.max_batch, service.model),
-            *(service.provider, service.precision, service.lowering),
+            engine=service.engine,
+            k=service.k,
+            experts=service.experts,
+            batch=service.max_batch,
+            model=service.model,
+            provider=service.provider,
+            precision=service.precision,
+            lowering=service.lowering,
         )
     )
 

@@ -155,8 +155,11 @@ class Served:
         with ExitStack() as stack, with_threads(layout.threads):
             found = [
                 Instance(
-                    {size: self._runner(size, layout.threads, stack) for size in self._by_size},
-                    *(self._samples, self._only),
+                    runners={
+                        size: self._runner(size, layout.threads, stack) for size in self._by_size
+                    },
+                    samples=self._samples,
+                    only=self._only,
                 )
                 for _ in range(layout.instances)
             ]
@@ -246,8 +249,13 @@ class ServiceMeasurement:
         """Adds what each case reaches in each scenario, but of those that failed before."""
         progress = self.request.progress or Silent()
         one = _OfCandidate(
-            *(candidate, self.request, self.settings, self.samples),
-            *(torch.get_num_threads(), journal, progress),
+            candidate=candidate,
+            request=self.request,
+            settings=self.settings,
+            samples=self.samples,
+            threads=torch.get_num_threads(),
+            journal=journal,
+            progress=progress,
         )
         self.services += one.services(opening, failures)
 

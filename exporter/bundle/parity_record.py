@@ -33,7 +33,8 @@ MOST_KEPT = 32
 def by_expert(chosen: np.ndarray) -> np.ndarray:
     """Returns what all experts chose, e or e + n, [..., n] in any order, as [..., n, 1]."""
     order = (chosen % chosen.shape[-1]).argsort(axis=-1)
-    return np.take_along_axis(chosen, order, axis=-1)[..., None]  # type: ignore[no-any-return]
+    ordered: np.ndarray = np.take_along_axis(chosen, order, axis=-1)
+    return ordered[..., None]
 
 
 def places(chosen: np.ndarray, *others: np.ndarray) -> np.ndarray:

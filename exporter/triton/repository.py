@@ -47,7 +47,8 @@ BUNDLE = "bundle"
 
 PROGRAM = Path(__file__).with_name("python_backend.py")
 
-_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+LONGEST_NAME = 255
+"""Bytes of a folder's name in the usual file systems."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,7 +485,16 @@ def _ensemble(name: str, members: Mapping[str, ServedModel]) -> ServedModel:
 
 
 def _check_free(folder: Path, model: ServedModel, options: TritonRequest) -> None:
-    """Raises `OutputError` where a model's version is there, or a model that is another one."""
+    """Raises `OutputError` where a model's version is there, or a model that is another one.
+
+    Raises `UsageError` for a name that no folder can have.
+    """
+    if len(model.name) > LONGEST_NAME:
+        raise UsageError(
+            f"{model.name[:40]}…: the model's name has {len(model.name)} characters, more than "
+            f"the {LONGEST_NAME} of a folder",
+            hint="give a shorter --name",
+        )
     if not folder.exists() or options.force:
         return
     if not (folder / CONFIG).is_file():

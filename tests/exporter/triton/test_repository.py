@@ -133,6 +133,7 @@ def test_what_is_no_repository_is_left_untouched(bundles: Bundles, tmp_path: Pat
         (["2", "2"], {}, "as in another of the bundles"),
         (["2", "input"], {}, "k is an input of its graph"),
         (["2"], {"name": "a/b"}, "--name a/b"),
+        (["2"], {"name": "a" * 256}, "name has 256 characters, more than the 255 of a folder"),
         (["2"], {"backend": "pytorch"}, "--backend pytorch: unknown value"),
         (["2"], {"instances": 0}, "--instances 0: at least 1"),
         (["input"], {"delay_us": 5}, "--delay-us 5: Triton makes no batches"),
