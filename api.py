@@ -576,7 +576,8 @@ def tune(
     clock = Clock(options.seconds, started=started)
     check_destination(Path(destination), force=force)
     if request.ray is None:  # nodes of a cluster look for their own
-        check_runs(options.target)
+        for target in options.targets:
+            check_runs(target)
     place = None if request.report is None else Path(request.report)
     if place is not None:
         check_folder(place, "--report")

@@ -27,6 +27,9 @@ Method = Literal["minmax", "percentile", "entropy", "mse"]
 Runtime = Literal["onnxruntime", "openvino"]
 """What runs the file of a graph. An engine is another file, which a TensorRT has compiled of it."""
 
+RUNTIME_TITLES: Mapping[Runtime, str] = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+"""What readers know them by."""
+
 QuantFormat = Literal["kernel", "standard", "qdq", "qdq-unsigned"]
 """How a product of integers is written. `kernel`: ONNX Runtime's `MatMulIntegerToFloat`;
 `standard`: `MatMulInteger`, whose result is cast and scaled; `qdq`: QuantizeLinear and

@@ -451,21 +451,21 @@ def _optuna(
     trials: dict[str, Trial] = {}
 
     def objective(trial: Any) -> tuple[float, float]:
-        width = trial.suggest_categorical("width", ["fp32", *job.space.integers])
+        width = trial.suggest_categorical("width", ["fp32", *job.spaces["ort-cpu"].integers])
         layers = []
         for name, listed in found.choices.items():
             at = trial.suggest_int(name, 0, len(listed) - 1)
             integer = trial.suggest_categorical(f"{name} in integers", [False, True])
-            serves = width != "fp32" and name in job.space.integers[width]
+            serves = width != "fp32" and name in job.spaces["ort-cpu"].integers[width]
             choice: LayerRecipe = listed[at]
             layers.append(
                 (name, replace(choice, precision=width if integer and serves else "fp32"))
             )
-        point = Point(tuple(layers))
+        point = Point(tuple(layers), "ort-cpu")
         around = trial.suggest_categorical("around in integers", [False, True])
-        if around and width != "fp32" and AROUND in job.space.integers[width]:
+        if around and width != "fp32" and AROUND in job.spaces["ort-cpu"].integers[width]:
             point = point.with_around(width)
-        if not found.graphs.times.knows(point):
+        if not found.graphs.times["ort-cpu"].knows(point):
             raise optuna.TrialPruned  # there was no time to time such a layer
         known = point.key in trials
         trials[point.key] = trial = found.graphs.trial(point)

@@ -12,7 +12,7 @@ import msgspec
 from ..bench.analyses.findings import TUNING, FrontPoint, TuningRecord
 from ..bench.data import LabelledData
 from ..bench.demo.demo import TrainedNetwork
-from ..bench.engines import ONNXRUNTIME, PYTORCH_EAGER
+from ..bench.engines import PYTORCH_EAGER
 from ..bench.journal import FILE
 from ..bench.metrics import wilson
 from ..bench.plan import Candidate
@@ -25,6 +25,7 @@ from ..common.environment import environment
 from ..common.text import size, table
 from ..common.writing import remove_folder
 from ..exporter.bundle.recipe import RECIPE_FILE
+from ..graphs.targets import runtime_of
 from .confirm import Confirmed
 from .graphs import UNTOUCHED
 from .quality import Quality
@@ -74,19 +75,6 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
     for key in dict.fromkeys(one.trial.point.key for one in listed):
         confirmed = next(one for one in listed if one.trial.point.key == key)
         rows.append(_row(tuned, confirmed, name, n))
-    record = TuningRecord(
-        model=name,
-        metric=tuned.metric.title or tuned.metric.name,
-        batch=batch,
-        searching=tuned.seen,
-        confirming=quality.inputs,
-        seconds=round(tuned.seconds, 1),
-        keep=tuned.request.keep,
-        max_latency_ms=tuned.request.latency_ms,
-        max_bytes=tuned.request.bytes,
-        recipe=str(tuned.bundle.path / RECIPE_FILE),
-        points=tuple(sorted(_points(tuned), key=lambda point: -point.ms)),
-    )
     return Results(
         models=(info,),
         rows=tuple(rows),
@@ -100,7 +88,23 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
         },
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        analyses={TUNING: msgspec.to_builtins(record)},
+        analyses={TUNING: msgspec.to_builtins(_record(tuned))},
+    )
+
+
+def _record(tuned: Tuned) -> TuningRecord:
+    return TuningRecord(
+        model=Path(tuned.model.source.path).stem,
+        metric=tuned.metric.title or tuned.metric.name,
+        batch=tuned.request.batch.opt,
+        searching=tuned.seen,
+        confirming=tuned.chosen.quality.inputs,
+        seconds=round(tuned.seconds, 1),
+        keep=tuned.request.keep,
+        max_latency_ms=tuned.request.latency_ms,
+        max_bytes=tuned.request.bytes,
+        recipe=str(tuned.bundle.path / RECIPE_FILE),
+        points=tuple(sorted(_points(tuned), key=lambda point: -point.ms)),
     )
 
 
@@ -120,12 +124,14 @@ def text(tuned: Tuned, report: Path) -> str:
     header = ("", "ms", "bytes", "kept", "95% interval", "k, experts and precision of each layer")
     quality = tuned.chosen.quality
     times = tuned.base.ms / tuned.chosen.trial.ms
+    why = _record(tuned).why_runtime
     return (
         f"{table(header, rows)}\n\n"
         f"{tuned.bundle.path}: {tuned.metric.name} kept {quality.kept:.2%}, between "
         f"{quality.low:.2%} and {quality.high:.2%} on {quality.inputs} inputs that the search did "
         f"not see;\n{tuned.chosen.trial.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
         f"FP32; {tuned.trials} graphs in {tuned.seconds:.0f} s\n"
+        f"{why}{chr(10) if why else ''}"
         f"again: moexport export MODEL --recipe {tuned.bundle.path / 'recipe.yaml'} -o BUNDLE\n"
         f"report: {report / 'report.html'}"
     )
@@ -149,7 +155,7 @@ def _row(tuned: Tuned, confirmed: Confirmed, name: str, n: int) -> Row:
     trial, batch = confirmed.trial, tuned.request.batch.opt
     latency = tuned.latencies.get(trial.point.key)
     return Row(
-        engine=ONNXRUNTIME,
+        engine=runtime_of(trial.point.target),
         k=max(choice.k for _, choice in trial.point.layers),
         experts=n,
         batch=batch,
@@ -222,4 +228,5 @@ def _point(
         chosen=key == chosen,
         confirmed_kept=None if held is None else held.kept,
         confirmed=None if held is None else Interval(held.low, held.high),
+        runtime=runtime_of(trial.point.target),
     )

@@ -25,6 +25,7 @@ from ..exporter.bundle.weights import WEIGHTS_FILE
 from ..exporter.plan import plan
 from ..exporter.session import Session
 from ..exporter.write import write_graphs
+from ..graphs.targets import Target
 from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, protocol_for, spin_for
 from .holdout import batch_size, in_batches, rows_of
 from .prepare import SearchJob
@@ -47,7 +48,7 @@ class Graphs:
     def __init__(
         self,
         job: SearchJob,
-        times: LayerTimes,
+        times: Mapping[Target, LayerTimes],
         substitutes: Substitutes,
         progress: Progress,
         evaluate: Evaluate = evaluate_here,
@@ -80,7 +81,7 @@ class Graphs:
         Raises what planning and running a graph raise.
         """
         if point.key not in self.trials:
-            lowerings = self.times.lowerings(point)
+            lowerings = self.times[point.target].lowerings(point)
             opened = self.opened([(point, lowerings)], spin_ms=self._spin_ms())
             with self.clock.step(TRIAL), opened as (session,):
                 trial = self._trial(point, lowerings, session.path.parent, session)
@@ -119,7 +120,7 @@ class Graphs:
             lowerings=lowerings,
             quality=self.metric.quality(tally),
             ms=self._ms([session])[0],
-            predicted_ms=self.times.predicted_ms(point),
+            predicted_ms=self.times[point.target].predicted_ms(point),
             bytes=sum(file.stat().st_size for file in files),
             substitutes=self.substitutes.digest(point),
         )
@@ -156,7 +157,7 @@ class Graphs:
 
         What is fastest for a layer alone need not be among others, which fill the caches.
         """
-        ways = self.times.ways(trial.point, trial.lowerings)
+        ways = self.times[trial.point.target].ways(trial.point, trial.lowerings)
         if len(ways) == 1:
             return trial
         opened = self.opened([(trial.point, way) for way in ways], spin_ms=self._spin_ms(trial))
@@ -179,7 +180,6 @@ class Graphs:
         Where several run in turn, batch by batch, they take several times as long while threads of
         the others spin (`spin_ms`, as in `SessionOptions`).
         """
-        options = options_for(self.base.options.target, torch.get_num_threads(), spin_ms)
         with scratch_folder("tune") as folder:
             sessions = []
             for index, (point, lowerings) in enumerate(listed):
@@ -187,6 +187,7 @@ class Graphs:
                 place.mkdir()
                 job = job_of(self.base, point, lowerings, self.substitutes.trained_for(point))
                 traced = self.traces.of(job)
+                options = options_for(point.target, torch.get_num_threads(), spin_ms)
                 with self.clock.step(OPEN):
                     write_graphs(plan(job, traced, job.table), place)
                     sessions.append(opened(place / MAIN_GRAPH, options))

@@ -21,7 +21,8 @@ from ..common.console import Progress
 from ..common.environment import environment
 from ..common.files import STEP_BYTES
 from ..common.writing import make_folder, remove_folder
-from ..errors import MoexportError
+from ..errors import MoexportError, UsageError
+from ..exporter.bundle.openvino import check_computes
 from ..exporter.bundle.recipe import LayerRecipe
 from ..exporter.job import ExportJob, calibration_job, export_job
 from ..exporter.model import Model, check_one_input, fingerprint
@@ -32,7 +33,7 @@ from ..exporter.requests import CalibrateRequest
 from ..exporter.trace import trace
 from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.layers.soft_moe import SoftMoESpec
-from ..graphs.targets import Precision
+from ..graphs.targets import TARGETS, Precision, Target
 from .budget import RANGES_SHARE, TRACE, Clock, End
 from .holdout import Holdout, untouched_outputs
 from .quality import Metric, check_enough, metric_for
@@ -99,16 +100,22 @@ class SearchJob:
     metric: Metric
     base: ExportJob
     traced: ir.Model
-    space: Space
+    spaces: Mapping[Target, Space]
     journal: Journal
     folder: Path
     clock: Clock
     one_s: float
 
     @property
+    def choices(self) -> Mapping[str, tuple[LayerRecipe, ...]]:
+        """The choices of each layer, in FP32: the same on every target."""
+        return self.spaces[self.request.targets[0]].choices
+
+    @property
     def start(self) -> Point:
-        """The model as it was trained."""
-        return Point(tuple((name, listed[0]) for name, listed in self.space.choices.items()))
+        """The model as it was trained, on the first target."""
+        layers = tuple((name, listed[0]) for name, listed in self.choices.items())
+        return Point(layers, self.request.targets[0])
 
     def fewer(self, name: str, kept: Callable[[int], tuple[int, ...]]) -> list[LayerRecipe]:
         """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half.
@@ -131,19 +138,19 @@ class SearchJob:
             ]
         return choices
 
-    def uniform(self, precision: Precision) -> list[Point]:
+    def uniform(self, precision: Precision, target: Target) -> list[Point]:
         """The model as trained with every layer that serves it in a precision, then smaller k."""
-        within = self.space.integers.get(precision, (*self.space.choices,))
+        within = self.spaces[target].integers.get(precision, (*self.choices,))
         points = []
         for share in UNIFORM:
             layers = []
-            for name, listed in self.space.choices.items():
+            for name, listed in self.choices.items():
                 k = max(1, listed[0].k // share)
                 choice = next((option for option in listed if option.k <= k), listed[-1])
                 layers.append(
                     (name, replace(choice, precision=precision) if name in within else choice)
                 )
-            points.append(Point(tuple(layers)))
+            points.append(Point(tuple(layers), target))
         return [*dict.fromkeys(points)]
 
     def within(self, trial: Trial) -> bool:
@@ -191,7 +198,7 @@ def prepare(
     metric = metric_for(request.metric, outputs, holdout.search.inputs, holdout.search.labels)
     check_enough(metric, request.keep, holdout, outputs)
     what = {
-        "pieces": 2,  # their format
+        "pieces": 3,  # their format
         "environment": environment(),
         "model": fingerprint(model),
         "data": data.fingerprint,
@@ -206,16 +213,19 @@ def prepare(
     progress.step("tracing")
     with clock.step(TRACE):
         traced = trace(base.model, opset=base.options.opset, fixed=base.fixed)
-    wanted = request.tried
-    if {*wanted} & {*RANGED} and len(model.inputs) == 1:
+    wanted = {target: _computed(request, target) for target in request.targets}
+    ranged = any(name in RANGED for names in wanted.values() for name in names)
+    if ranged and len(model.inputs) == 1:
         own = None if base.fixed else traced
         samples = _samples(clock, one_s, tracing=own is None)
         if samples or (folder / CALIBRATION_FILE).is_file():
             ranges = _ranges(model, holdout.search, folder, journal, samples, own, progress)
             base = replace(base, table=ranges)
         else:
-            wanted = tuple(name for name in wanted if name not in RANGED)
-    space = _space(base, traced, wanted)
+            wanted = {
+                target: [name for name in names if name not in RANGED]
+                for target, names in wanted.items()
+            }
     return SearchJob(
         model=model,
         request=request,
@@ -224,7 +234,7 @@ def prepare(
         metric=metric,
         base=base,
         traced=traced,
-        space=space,
+        spaces={target: _space(base, traced, target, names) for target, names in wanted.items()},
         journal=journal,
         folder=folder,
         clock=clock,
@@ -235,10 +245,11 @@ def prepare(
 def base_job(model: Model, request: SearchOptions) -> ExportJob:
     """Returns the export of the model as trained; refuses what cannot be searched or exported."""
     check_tunable(model)
-    options = ExportOptions(
-        target=request.target, batch=request.batch, tokens=request.tokens, verify=False
-    )
-    return export_job(model, options)
+    options = ExportOptions(batch=request.batch, tokens=request.tokens, verify=False)
+    first, *others = request.targets
+    for target in others:  # refused before the search, too
+        export_job(model, replace(options, target=target))
+    return export_job(model, replace(options, target=first))
 
 
 def check_tunable(model: Model) -> None:
@@ -277,8 +288,23 @@ def _ranges(
     return CalibrationTable.read(path)
 
 
-def _space(base: ExportJob, traced: ir.Model, wanted: Sequence[Precision]) -> Space:
-    """What the model's layers may become on its target."""
+def _computed(request: SearchOptions, target: Target) -> list[Precision]:
+    """The precisions to try on a target, without those that its device here does not compute."""
+    computed: list[Precision] = []
+    for precision in request.tried(target):
+        try:
+            if TARGETS[target].device is not None:
+                check_computes(precision, target)
+        except UsageError:
+            if precision in request.precisions and len(request.targets) == 1:
+                raise
+        else:
+            computed.append(precision)
+    return computed
+
+
+def _space(base: ExportJob, traced: ir.Model, target: Target, wanted: Sequence[Precision]) -> Space:
+    """What the model's layers may become on a target."""
     routed = routed_layers(base.model)
     choices = {
         name: tuple(
@@ -298,10 +324,12 @@ def _space(base: ExportJob, traced: ir.Model, wanted: Sequence[Precision]) -> Sp
         if precision not in INTEGERS:
             continue
         try:
-            layers = _served(base, traced, choices, precision, first)
+            layers = _served(base, traced, choices, precision, first, target)
         except MoexportError:  # this model's layers do not take it
             continue
-        around = [AROUND] if layers and _has_integers_around(base, traced, precision) else []
+        around = (
+            [AROUND] if layers and _has_integers_around(base, traced, precision, target) else []
+        )
         if layers:
             integers[precision] = (*layers, *around)
     floats: tuple[Precision, ...] = tuple(name for name in wanted if name not in INTEGERS)
@@ -314,16 +342,19 @@ def _served(
     layers: Iterable[str],
     precision: Precision,
     k: Mapping[str, int],
+    target: Target,
 ) -> list[str]:
     """The layers that really compute in a precision: others keep floats, with a reason."""
-    point = Point(tuple((name, LayerRecipe(k[name], precision)) for name in layers))
+    point = Point(tuple((name, LayerRecipe(k[name], precision)) for name in layers), target)
     plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
     return [name for name, layer in plan.layers.items() if layer.precision == precision]
 
 
-def _has_integers_around(base: ExportJob, traced: ir.Model, precision: Precision) -> bool:
+def _has_integers_around(
+    base: ExportJob, traced: ir.Model, precision: Precision, target: Target
+) -> bool:
     layers = tuple((name, LayerRecipe(k or 1)) for name, k in base.k.items())
-    point = Point(layers).with_around(precision)
+    point = Point(layers, target).with_around(precision)
     try:
         plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
     except MoexportError:

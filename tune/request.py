@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.option import option, parse_seconds, parse_share, parse_size
+from ..common.text import listed, near_miss
 from ..errors import UsageError
 from ..exporter.requests import SIZES, AnyPath, ClusterRequest
 from ..graphs.targets import ENGINES, TARGETS, Precision, Target
@@ -24,7 +25,7 @@ def _usual_range(axis: str) -> AxisRange:
 
 DEFAULT_KEEP = 0.99
 
-PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8", "int4")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
 """What is tried, where the target computes it and the model's layers take it."""
 
 
@@ -61,11 +62,10 @@ class TuneRequest(ClusterRequest):
         unset="what the data allow",
         kind=str,
     )
-    target: Target = option(
+    target: str = option(
         "ort-cpu",
-        "The runtime of the graph: onnx, ort-cpu, ort-cuda or openvino.",
+        "The runtime of the graph: onnx, ort-cpu, ort-cuda or openvino; a list searches all of it.",
         heading="Search space",
-        kind=Target,
     )
     batch: str | int = option(
         "1:1:32", "The range of batch sizes, optimised for OPT.", metavar=SIZES
@@ -128,7 +128,7 @@ class TuneRequest(ClusterRequest):
             latency_ms=ms,
             bytes=None if most is None else parse_size(most, "--max-bytes"),
             metric=self.metric,
-            target=self.target,
+            targets=parse_targets(self.target),
             batch=parse_range(str(self.batch), "--batch"),
             tokens=parse_range(str(self.tokens), "--tokens"),
             precisions=parse_tried(self.precision or ""),
@@ -145,14 +145,15 @@ class SearchOptions:
     `keep` is the share of the untouched model's quality that must be kept, None where other bounds
     alone count. `latency_ms` is of a batch of OPT, `bytes` of the graphs and weights. `metric` is
     `accuracy`, `perplexity`, `agreement` or a function's name, None for what the data allow.
-    `precisions` are those to try, none for all that the target serves; `seconds` bounds the search.
+    `targets` are searched together, the first for the model as trained. `precisions` are those to
+    try, none for all that a target serves; `seconds` bounds the search.
     """
 
     keep: float | None = DEFAULT_KEEP
     latency_ms: float | None = None
     bytes: int | None = None
     metric: str | None = None
-    target: Target = "ort-cpu"
+    targets: tuple[Target, ...] = ("ort-cpu",)
     batch: AxisRange = field(default_factory=lambda: _usual_range("batch"))
     tokens: AxisRange = field(default_factory=lambda: _usual_range("tokens"))
     precisions: tuple[Precision, ...] = ()
@@ -165,17 +166,17 @@ class SearchOptions:
         for message, hint in self._mistakes():
             raise UsageError(message, hint=hint)
 
-    @property
-    def tried(self) -> tuple[Precision, ...]:
-        """The precisions to try."""
-        served = tuple(name for name in PRECISIONS if _refusal(self.target, name) is None)
-        return self.precisions or served
+    def tried(self, target: Target) -> tuple[Precision, ...]:
+        """Returns the precisions to try on a target."""
+        return tuple(
+            name for name in self.precisions or PRECISIONS if _refusal(target, name) is None
+        )
 
     def _mistakes(self) -> Iterator[tuple[str, str]]:
-        if self.target in ENGINES:
+        for target in ENGINES.intersection(self.targets):
             yield (
-                f"--target {self.target}: tune measures graphs in ONNX Runtime, and this target "
-                "runs engines",
+                f"--target {target}: tune measures graphs in ONNX Runtime or OpenVINO, and this "
+                "target runs engines",
                 "tune for ort-cuda on the machine with the GPU, and give its k to export",
             )
         if self.keep is not None and not 0 < self.keep < 1:
@@ -191,9 +192,12 @@ class SearchOptions:
                 f"leave {unknown[0]} out",
             )
         for name in self.precisions:
-            reason = _refusal(self.target, name)
-            if reason is not None:
-                yield f"--precision {name} for --target {self.target}: {reason}", "leave it out"
+            reasons = [_refusal(target, name) for target in self.targets]
+            if all(reasons):
+                yield (
+                    f"--precision {name} for --target {','.join(self.targets)}: {reasons[0]}",
+                    "leave it out",
+                )
         if self.precisions and "fp32" not in self.precisions:
             yield (
                 f"--precision {','.join(self.precisions)}: everything is compared with FP32",
@@ -206,7 +210,21 @@ def _refusal(target: Target, precision: Precision) -> str | None:
     record = TARGETS[target]
     if precision in record.refused:
         return record.refused[precision][0]
-    return record.notes.get(precision) if precision == "fp16" else None
+    return record.notes.get(precision) if precision in ("fp16", "bf16") else None
+
+
+def parse_targets(text: str) -> tuple[Target, ...]:
+    """Returns the targets of a list; raises `UsageError` for a name that is none of them."""
+    names = tuple(dict.fromkeys(listed(text)))
+    for name in names:
+        if name not in TARGETS:
+            raise UsageError(
+                f"--target {name}: there is no such target", hint=near_miss(name, [*TARGETS])
+            )
+    if not names:
+        raise UsageError("--target: names no target", hint="for example ort-cpu,openvino")
+    targets: Any = names
+    return tuple(targets)
 
 
 def parse_tried(text: str) -> tuple[Precision, ...]:

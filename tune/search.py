@@ -19,7 +19,7 @@ import numpy as np
 from ..common.console import Progress
 from ..errors import MoexportError
 from ..exporter.bundle.recipe import LayerRecipe
-from ..graphs.targets import Precision
+from ..graphs.targets import Precision, Target
 from .budget import (
     EFFECT,
     EFFECTS_SHARE,
@@ -33,7 +33,7 @@ from .budget import (
 from .confirm import ContractError, SearchResult, shortlist, would_decide
 from .graphs import Graphs
 from .layers import Replay, in_turn
-from .prepare import SearchJob, sizes_measured
+from .prepare import SearchJob, Space, sizes_measured
 from .schedule import (
     AROUND,
     Option,
@@ -72,13 +72,15 @@ NEIGHBOURS = 4
 
 @dataclass(frozen=True)
 class Search:
-    """Tries the points that may answer a request, until the time for it is over.
+    """Tries the points of a target that may answer a request, until a `share` of the time is over.
 
     `choices` are those of each layer and `shifts` how far each moves the outputs when it alone is
     changed; `moved` is the same of each part that computes in integers.
     """
 
     job: SearchJob
+    target: Target
+    share: float
     graphs: Graphs
     choices: Mapping[str, Sequence[LayerRecipe]]
     shifts: Mapping[tuple[str, LayerRecipe], float]
@@ -93,7 +95,17 @@ class Search:
     @property
     def times(self) -> LayerTimes:
         """The times of the layers' forms."""
-        return self.graphs.times
+        return self.graphs.times[self.target]
+
+    @property
+    def space(self) -> Space:
+        """What the model's layers may become on the target."""
+        return self.job.spaces[self.target]
+
+    @property
+    def start(self) -> Point:
+        """The model as trained, on the target."""
+        return replace(self.job.start, target=self.target)
 
     @property
     def keep(self) -> float | None:
@@ -109,17 +121,18 @@ class Search:
         """Whether the time for trials is over; what can be trained has its own."""
         trains = any(trial.point.fewer for trial in self.trials)
         share = TRIALS_SHARE if trains else 1.0
-        return self.confirmed or self.job.clock.over(share, TRIAL)
+        return self.confirmed or self.job.clock.over(self.share * share, TRIAL)
 
     def run(self) -> None:
         """Tries uniform models, then the schedules of floats and of each width of integers."""
         self._seed()
         # Without integers first: what computes fewer experts gains most where time is short.
-        space = self.job.space
+        space, start = self.space, self.start
+        if self.trial(start) is None:
+            return
         passes: list[tuple[Precision, Precision | None]]
         passes = [(floats, None) for floats in space.floats]
         passes += [("fp32", integer) for integer in space.integers]
-        start = self.job.start
         for floats, integer in passes:
             if integer is not None:
                 self._move(integer)
@@ -127,8 +140,6 @@ class Search:
                 options = self._options(floats, integer, by_size=by_size)
                 self._along(start.in_floats(floats), options)
         self._refine()
-        if not self.confirmed:
-            self._train_further()
 
     def _costs(self) -> tuple[bool, ...]:
         """What paths there are: by time, by size (True), or both where both count."""
@@ -144,16 +155,17 @@ class Search:
         Smaller k of integers are looked at where integers are faster than floats at the largest,
         and those alone that pay in floats. What these graphs take corrects the times of layers.
         """
-        first, pays, job = None, set(), self.job
-        for floats in job.space.floats:
-            trials = self._ladder(point.in_floats(floats) for point in job.uniform("fp32"))
+        first, pays, job, space = None, set(), self.job, self.space
+        for floats in space.floats:
+            uniform = job.uniform("fp32", self.target)
+            trials = self._ladder(point.in_floats(floats) for point in uniform)
             first = trials[0] if trials else first
             pays |= {tuple(trial.point.k.items()) for trial in trials if trial.ms < trials[0].ms}
-        for integer, parts in job.space.integers.items():
+        for integer, parts in space.integers.items():
             for around in (False, True)[: 1 + (AROUND in parts)]:
                 ladder = [
                     point.with_around(integer) if around else point
-                    for point in job.uniform(integer)
+                    for point in job.uniform(integer, self.target)
                 ]
                 trials = self._ladder(ladder[:1])
                 if first is None or (trials and trials[0].ms < first.ms):
@@ -202,7 +214,7 @@ class Search:
         tried: set[str] = set()
         while failed < NEIGHBOURS and looked < TRIALS and not self.over():
             best = self.best()
-            if best is None:
+            if best is None or best.point.target != self.target:
                 return
             point = next((p for p in neighbours(best.point, options) if p.key not in tried), None)
             if point is None:
@@ -228,11 +240,13 @@ class Search:
             if trial is not None and trial.quality.high < WORTH_KEEPING:
                 return
 
-    def _train_further(self) -> None:
+    def train_further(self) -> None:
         """Trains further what takes the places of experts: in the best point, and in faster ones.
 
         The fastest that may still keep enough comes first. Where that no longer helps, the next.
         """
+        if self.confirmed:
+            return
         done: list[Trial] = []
         clock, shared = self.job.clock, self.graphs.substitutes.shared
         for _ in range(FURTHER):
@@ -257,7 +271,7 @@ class Search:
         """Looks between the sizes of the best point's layers and the next smaller, by halving."""
         for name, choices in self.choices.items():
             best = self.best()
-            if best is None:
+            if best is None or best.point.target != self.target:
                 return
             now = best.point.choices[name]
             size = now.n or now.k
@@ -276,7 +290,7 @@ class Search:
 
     def _move(self, integer: Precision) -> None:
         """Finds how far each part alone moves the outputs when it computes in some integers."""
-        parts, start = self.job.space.integers[integer], self.job.start
+        parts, start = self.space.integers[integer], self.start
         base = self.graphs.trial(start)
         self.progress.step(f"trying each part in {integer}", total=len(parts), unit="parts")
         for part in parts:
@@ -302,7 +316,7 @@ class Search:
 
         They cost time, or bytes.
         """
-        parts = () if integer is None else self.job.space.integers[integer]
+        parts = () if integer is None else self.space.integers[integer]
         both: tuple[Precision, ...] = (floats,) if integer is None else (floats, integer)
         options: dict[str, list[Option]] = {}
         for name, choices in self.choices.items():
@@ -370,33 +384,50 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
     replay = Replay(job.model, job.holdout.search, job.outputs, job.metric, over)
     training_s = partial(clock.training_s, RUN)
     substitutes = Substitutes(job.model, replay.seen, job.folder, training_s)
-    times, tokens = LayerTimes(substitutes), replay.tokens()
+    times = {target: LayerTimes(target, substitutes) for target in job.spaces}
+    tokens = replay.tokens()
     as_trained = {name: (choice,) for name, choice in job.start.layers}
-    times.measure(job, as_trained, tokens, progress)
+    for own in times.values():
+        own.measure(job, as_trained, tokens, progress)
     graphs = Graphs(job, times, substitutes, progress, evaluate)
     base = graphs.lowered(graphs.trial(job.start))
-    times.corrected(job.start, base.ms)
+    times[job.start.target].corrected(job.start, base.ms)
     _check_base(base, job.request.keep)
     clock.reserve += job.end(base).reserve_s(clock.left - clock.reserve)
-    choices = job.space.choices
+    choices = dict(job.choices)
     if not clock.over(TIMES_SHARE):
         kept = {name: partial(substitutes.kept, name) for name in choices}
         choices = {n: (*known, *job.fewer(n, kept[n])) for n, known in choices.items()}
-    for few in _in_precisions(job, choices):
-        times.measure(job, few, tokens, progress)
+    for target, own in times.items():
+        for few in _in_precisions(job.spaces[target], choices):
+            own.measure(job, few, tokens, progress)
     shifts = _shifts(job, replay, substitutes, choices, progress)
     with graphs.beside(base):
-        Search(job=job, graphs=graphs, choices=choices, shifts=shifts, progress=progress).run()
+        searches = [
+            Search(
+                job=job,
+                target=target,
+                share=(index + 1) / len(times),
+                graphs=graphs,
+                choices=choices,
+                shifts=shifts,
+                progress=progress,
+            )
+            for index, target in enumerate(times)
+        ]
+        for one in searches:
+            one.run()
+        searches[-1].train_further()
         return shortlist(job, graphs, base, choices)
 
 
 def _in_precisions(
-    job: SearchJob, choices: Mapping[str, Sequence[LayerRecipe]]
+    space: Space, choices: Mapping[str, Sequence[LayerRecipe]]
 ) -> Iterator[dict[str, list[LayerRecipe]]]:
     """Yields the choices to time in every precision: the largest and the smallest of each first."""
-    precisions = (*job.space.floats, *job.space.integers)
+    precisions = (*space.floats, *space.integers)
     for ends, precision in itertools.product((True, False), precisions):
-        within = job.space.integers.get(precision, (*choices,))
+        within = space.integers.get(precision, (*choices,))
         timed: dict[str, list[LayerRecipe]] = {}
         for name, listed in choices.items():
             own = precision if name in within else "fp32"

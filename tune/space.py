@@ -18,7 +18,7 @@ from ..exporter.options import ExportOptions, recipe_options
 from ..graphs.layers.base import MoELayer
 from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.precision.types import FP32
-from ..graphs.targets import Precision, Scope
+from ..graphs.targets import RUNTIME_TITLES, Precision, Scope, Target, runtime_of
 from .quality import Quality
 from .routed import asked_for
 
@@ -33,11 +33,12 @@ RANGED: tuple[Precision, ...] = ("int8", "fp16")
 class Point:
     """A whole model as it may be exported: a choice for each layer, and what INT8 includes.
 
-    `quantize` is `all` where the linear layers around are integers, too. All integers are of one
-    width.
+    `target` says in which runtime. `quantize` is `all` where the linear layers around are integers,
+    too. All integers are of one width.
     """
 
     layers: tuple[tuple[str, LayerRecipe], ...]
+    target: Target
     quantize: Scope = "experts"
     around: Precision = "fp32"
 
@@ -55,10 +56,13 @@ class Point:
     def precision(self) -> Precision:
         """The precision of the export: that of its integers, if any."""
         names = {choice.precision for _, choice in self.layers} | {self.around}
-        return next((name for name in ("int4", "int8", "fp16") if name in names), "fp32")
+        return next((name for name in ("int4", "int8", "fp16", "bf16") if name in names), "fp32")
 
     def text(self, experts: Mapping[str, int]) -> str:
-        """In words: what each layer is, of so many `experts` in the checkpoint; alike ones once."""
+        """In words: what each layer is, of so many `experts` in the checkpoint, and the runtime.
+
+        Layers that are alike are said once, ONNX Runtime is not.
+        """
         names_of: dict[str, list[str]] = {}
         for name, choice in self.layers:
             names_of.setdefault(choice.text(experts[name]), []).append(name)
@@ -68,7 +72,9 @@ class Point:
             else [f"{', '.join(names)}: {text}" for text, names in names_of.items()]
         )
         around = "" if self.around == "fp32" else f"; around them {self.around}"
-        return "; ".join(parts) + around
+        runtime = runtime_of(self.target)
+        place = "" if runtime == "onnxruntime" else f"; in {RUNTIME_TITLES[runtime]}"
+        return "; ".join(parts) + around + place
 
     @property
     def fewer(self) -> bool:
@@ -92,7 +98,7 @@ class Point:
     def in_floats(self, precision: Precision) -> Point:
         """Returns the point with everything in one type of floats."""
         layers = tuple((name, replace(choice, precision=precision)) for name, choice in self.layers)
-        return Point(layers, around=precision)
+        return replace(self, layers=layers, quantize="experts", around=precision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +160,8 @@ def unlowered(
     """Returns the job of a point whose lowerings are not chosen yet."""
     names = {name: "" for name, _ in point.layers}
     job = job_of(base, point, names, substitutes)
-    return replace(job, options=replace(base.options, precision=job.options.precision))
+    precision = job.options.precision
+    return replace(job, options=replace(base.options, precision=precision, target=point.target))
 
 
 def recipe_of(
@@ -167,7 +174,7 @@ def recipe_of(
     """Returns a point as a recipe; `facts` are the fields that say where it comes from."""
     return Recipe(
         **{"model": "", "data": "", **facts},
-        target=options.target,
+        target=point.target,
         batch=str(options.batch),
         tokens=str(options.tokens),
         opset=options.opset,
@@ -205,5 +212,7 @@ def weight_bytes(layer: MoELayer, choice: LayerRecipe) -> float:
     if choice.merged and isinstance(layer.spec, MuMoESpec):
         matrices = sum((tensor.dim + 1) * tensor.out for tensor in layer.spec.tensors)
         share = matrices / layer.spec.parameters
-    width = {"fp16": 1 / 2, "int8": 1 / 4, "int4": 4.5 / 32}.get(choice.precision, 1.0)
+    width = {"fp16": 1 / 2, "bf16": 1 / 2, "int8": 1 / 4, "int4": 4.5 / 32}.get(
+        choice.precision, 1.0
+    )
     return layer_bytes(layer, FP32) * share * width

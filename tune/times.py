@@ -15,7 +15,7 @@ from ..exporter.bundle.manifest import TunedLayers
 from ..exporter.bundle.recipe import LayerRecipe
 from ..exporter.measured_lowerings import Measuring, Tokens, measure_lowerings
 from ..exporter.quantization.precision import apply_precision
-from ..graphs.targets import Precision
+from ..graphs.targets import Precision, Target
 from .budget import SPIN_MS, TIMES_SHARE
 from .prepare import SearchJob
 from .space import Point, covering_models, unlowered
@@ -54,14 +54,14 @@ class FormTime:
 
 
 class LayerTimes:
-    """The time of each layer's forms, and of a model that is made of them.
+    """The time of each layer's forms on a target, and of a model that is made of them.
 
     `around_ms` is what the network around the layers takes, by its precision: known once a whole
     graph with it was timed. `substitutes` take the places of experts.
     """
 
-    def __init__(self, substitutes: Substitutes | None = None) -> None:
-        self._substitutes = substitutes
+    def __init__(self, target: Target, substitutes: Substitutes | None = None) -> None:
+        self.target, self._substitutes = target, substitutes
         self.forms: dict[tuple[str, LayerForm], FormTime] = {}
         self.around_ms: dict[Precision, float] = {}
         self._ratios: dict[tuple[Precision, bool], dict[Point, float]] = {}
@@ -193,14 +193,14 @@ class LayerTimes:
         The largest and the smallest come first; when the time for it has ended the rest is left
         out. Those of the model as trained are measured anyhow.
         """
-        for piece in job.journal.found("form"):
+        for piece in job.journal.found("form", target=self.target):
             name, form = piece["layer"], (piece["k"], piece["n"], piece["precision"])
             self.forms[name, form] = msgspec.convert(piece["time"], FormTime)
         first, *others = covering_models(choices)
         for index, combination in enumerate((first, *others[-1:], *others[:-1])):
             if all(self.of(name, choice) is not None for name, choice in combination.items()):
                 continue
-            point = Point(tuple(combination.items()))
+            point = Point(tuple(combination.items()), self.target)
             if (index or point.precision != "fp32") and job.clock.over(TIMES_SHARE, FORMS):
                 return
             with job.clock.step(FORMS):
@@ -213,7 +213,8 @@ class LayerTimes:
                 k, n, precision = choice.form
                 self.forms[name, choice.form] = time = _time(tuning.of(name))
                 plain = msgspec.to_builtins(time)
-                job.journal.add("form", layer=name, k=k, n=n, precision=precision, time=plain)
+                of = {"target": self.target, "layer": name, "k": k, "n": n, "precision": precision}
+                job.journal.add("form", **of, time=plain)
 
 
 def _nearest(near: Sequence[tuple[LayerForm, FormTime]], k: int) -> FormTime:

@@ -304,25 +304,26 @@ def plan_search(
         began, count, one = time.monotonic() - started, len(job.holdout.search), job.one_s
     listed = {
         name: (*known, *job.fewer(name, lambda size: tuple(range(size))))
-        for name, known in job.space.choices.items()
+        for name, known in job.choices.items()
     }
-    space = replace(job.space, choices=listed)
+    spaces = [replace(space, choices=listed) for space in job.spaces.values()]
     choices = sum(map(len, listed.values()))
-    parts = sum(map(len, job.space.integers.values()))
-    paths = len(job.space.floats) + len(job.space.integers)
+    parts = sum(len(names) for space in spaces for names in space.integers.values())
+    paths = sum(len(space.floats) + len(space.integers) for space in spaces)
+    forms = sum(space.forms for space in spaces)
     graphs = 1 + parts + paths * (TRIALS // 2 + EACH_SIDE)
     fewer = any(choice.fewer for known in listed.values() for choice in known)
     trained_s = min(TRAINING_S, longest_s(layers.BATCH * one))
     seconds = (
         began
-        + space.forms * FORM_S
+        + forms * FORM_S
         + choices * one * min(count, layers.MOST)
         + graphs * (GRAPH_S + one * count + (trained_s if fewer else 0.0))
     )
     return SearchPlan(
-        models=space.size,
+        models=sum(space.size for space in spaces),
         choices=choices,
-        forms=space.forms,
+        forms=forms,
         graphs=graphs,
         searching=count,
         confirming=job.holdout.confirming_count,

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...common.documents import from_data
 from ...exporter.bundle.recipe import LayerRecipe
+from ...graphs.targets import RUNTIME_TITLES, Runtime
 from ..results import Interval
 
 EXPERTS = "experts"
@@ -141,6 +142,7 @@ class FrontPoint:
     chosen: bool = False
     confirmed_kept: float | None = None
     confirmed: Interval | None = None
+    runtime: Runtime = "onnxruntime"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,23 @@ class TuningRecord:
     max_bytes: int | None
     recipe: str
     points: tuple[FrontPoint, ...]
+
+    @property
+    def fastest(self) -> dict[Runtime, float]:
+        """What the fastest point of each runtime takes, in ms, that keeps enough by its search."""
+        enough = [point for point in self.points if point.searched.low >= (self.keep or 0.0)]
+        return {
+            runtime: min(point.ms for point in enough if point.runtime == runtime)
+            for runtime in dict.fromkeys(point.runtime for point in enough)
+        }
+
+    @property
+    def why_runtime(self) -> str:
+        """Why the chosen point runs where it does, in a sentence; empty with one runtime."""
+        if len({point.runtime for point in self.points}) < 2:
+            return ""
+        told = (f"{ms:.3g} ms in {RUNTIME_TITLES[name]}" for name, ms in self.fastest.items())
+        return f"The fastest that keeps enough takes {' and '.join(told)}."
 
 
 def tuning_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> TuningRecord | None:

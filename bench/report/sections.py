@@ -233,7 +233,8 @@ def _search(report: Reported) -> SectionContent | None:
         f"Kept is of the untouched model's {search.metric}."
     )
     groups = {f"{search.model}, batch {search.batch}": lines}
-    return SectionContent(tables=(TableContent("", heads, groups),), intro=(intro,))
+    table = TableContent("", heads, groups)
+    return SectionContent(tables=(table,), intro=tuple(filter(None, (intro, search.why_runtime))))
 
 
 def interval_text(interval: Interval) -> str:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -309,18 +309,18 @@ class _OfCandidate:
                 continue
             served = Served(loaders, self.samples, self._max_batch, self.candidate.only_batch)
             self.progress.step(f"in service: {case.label}")
-            try:
-                layouts = served.tried(self._layouts(case, served))
-            except Exception as error:  # noqa: BLE001  the service says what failed
+            with closing(served):
+                try:
+                    layouts = served.tried(self._layouts(case, served))
+                except Exception as error:  # noqa: BLE001  the service says what failed
+                    for scenario in self.settings.scenarios:
+                        yield self._service(case, scenario, told=in_one_line(error))
+                    continue
                 for scenario in self.settings.scenarios:
-                    yield self._service(case, scenario, told=in_one_line(error))
-                continue
-            for scenario in self.settings.scenarios:
-                found = done.get(scenario) or self._scenario(case, scenario, served, layouts)
-                if scenario not in done:
-                    self.journal.add(SERVICE, **keys, scenario=scenario, found=asdict(found))
-                yield found
-            served.close()
+                    found = done.get(scenario) or self._scenario(case, scenario, served, layouts)
+                    if scenario not in done:
+                        self.journal.add(SERVICE, **keys, scenario=scenario, found=asdict(found))
+                    yield found
 
     @property
     def _max_batch(self) -> int:

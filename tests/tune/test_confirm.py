@@ -26,7 +26,7 @@ KEEP, RIGHT = 0.99, 430
 
 
 def trial(ms: float, kept: float = 1.0, low: float = 0.99, shift: float = 0.0) -> Trial:
-    point = Point((("a", LayerRecipe(round(1000 * ms))),))
+    point = Point((("a", LayerRecipe(round(1000 * ms))),), "ort-cpu")
     return Trial(point, {}, Quality(kept, low, 1.0, shift, 100), ms, ms, 10)
 
 

@@ -120,7 +120,7 @@ def test_the_path_takes_what_loses_least_for_its_gain_first() -> None:
             Option(LayerRecipe(8 - index), cost, shift) for index, (cost, shift) in enumerate(pairs)
         ]
 
-    start = Point((("a", LayerRecipe(8)), ("b", LayerRecipe(8))))
+    start = Point((("a", LayerRecipe(8)), ("b", LayerRecipe(8))), "ort-cpu")
     listed = {
         "a": options((4.0, 0.0), (3.0, 0.1), (2.0, 0.15), (1.0, 5.0)),  # the second is no corner
         "b": options((4.0, 0.0), (1.0, 0.3)),
@@ -138,7 +138,7 @@ def test_the_predicted_front_is_that_of_all_combinations() -> None:
         ]
         for part, count in (("a", 5), ("b", 7), ("c", 4))
     }
-    start = Point(tuple((part, LayerRecipe(9)) for part in options))
+    start = Point(tuple((part, LayerRecipe(9)) for part in options), "ort-cpu")
     sums = {
         tuple(each.choice.k for each in row if isinstance(each.choice, LayerRecipe)): (
             sum(each.cost for each in row),
@@ -162,7 +162,7 @@ def test_the_predicted_front_is_that_of_all_combinations() -> None:
 
 
 def trial(ms: float, kept: float, low: float = 0.0) -> Trial:
-    point = Point((("a", LayerRecipe(round(1000 * ms))),))
+    point = Point((("a", LayerRecipe(round(1000 * ms))),), "ort-cpu")
     return Trial(point, {}, Quality(kept, low, 1.0, 0.0, 100), ms, ms, 10)
 
 
@@ -182,15 +182,15 @@ def test_experts_go_in_the_order_of_what_is_missing_without_them() -> None:
 
 def of_times() -> tuple[LayerTimes, Point]:
     """Two layers alike, alone 1 ms each with one lowering and 1.5 or 4 with others."""
-    times = LayerTimes()
+    times = LayerTimes("ort-cpu")
     for name in ("a", "b"):
         times.forms[name, (8, 0, "fp32")] = FormTime(1.0, "dense", {"gather": 1.5, "fused": 4.0})
         times.forms[name, (4, 0, "fp32")] = FormTime(0.5, "gather")
-    return times, Point((("a", LayerRecipe(8)), ("b", LayerRecipe(8))))
+    return times, Point((("a", LayerRecipe(8)), ("b", LayerRecipe(8))), "ort-cpu")
 
 
 def test_a_smaller_size_that_was_measured_as_slower_is_taken_to_be_hardly_faster() -> None:
-    times = LayerTimes()
+    times = LayerTimes("ort-cpu")
     # To compute all 8 is faster than to choose 6 of them, and stays so.
     for k, found in ((8, 1.5), (6, 2.0), (4, 3.0), (2, 1.0)):
         times.forms["a", (k, 0, "fp32")] = FormTime(found, f"{k}")
@@ -214,7 +214,7 @@ def test_a_whole_graph_corrects_the_times_of_single_layers() -> None:
 def test_a_whole_graph_that_computes_some_experts_corrects_what_computes_some_alone() -> None:
     times, point = of_times()
     times.corrected(point, 5.0)
-    fewer = Point((("a", LayerRecipe(4)), ("b", LayerRecipe(4))))
+    fewer = Point((("a", LayerRecipe(4)), ("b", LayerRecipe(4))), "ort-cpu")
     times.corrected(fewer, 8.0)
     assert times.predicted_ms(fewer) == pytest.approx(8.0)
     assert times.predicted_ms(point) == pytest.approx(5.0)

@@ -316,7 +316,9 @@ def test_a_layer_that_stays_in_floats_is_planned_in_floats() -> None:
     first, *others = model.layers
     layers = [(first, LayerRecipe(2)), *((name, LayerRecipe(2, "int4")) for name in others)]
     lowerings = {first: "dense", **dict.fromkeys(others, "grouped")}  # dense has no INT4
-    planned = plan(job_of(base, Point(tuple(layers)), lowerings), trace(base.model), None)
+    planned = plan(
+        job_of(base, Point(tuple(layers), "ort-cpu"), lowerings), trace(base.model), None
+    )
     (graph,) = planned.graphs
     assert {each.name: each.choice.lowering.name for each in graph.layers} == lowerings
     assert planned.precision.layers[first].precision == "fp32"
@@ -473,9 +475,10 @@ def test_bounds_that_contradict_each_other_are_all_named_with_the_nearest(
 
 
 def test_floats_of_16_bits_are_tried_where_the_target_computes_them() -> None:
-    assert SearchOptions(target="ort-cuda").tried == ("fp32", "fp16")
-    assert SearchOptions(target="ort-cpu").tried == ("fp32", "int8", "int4")
-    point = Point((("a", LayerRecipe(2)), ("b", LayerRecipe(1)))).in_floats("fp16")
+    assert SearchOptions().tried("ort-cuda") == ("fp32", "fp16", "bf16")
+    assert SearchOptions().tried("ort-cpu") == ("fp32", "int8", "int4")
+    assert SearchOptions().tried("openvino") == ("fp32", "bf16", "int8", "int4")
+    point = Point((("a", LayerRecipe(2)), ("b", LayerRecipe(1))), "ort-cpu").in_floats("fp16")
     assert point.precision == "fp16"
     assert point.quantize == "experts"
     assert {choice.precision for _, choice in point.layers} == {"fp16"}
@@ -483,7 +486,8 @@ def test_floats_of_16_bits_are_tried_where_the_target_computes_them() -> None:
 
 def test_a_search_in_floats_of_16_bits_writes_graphs_of_them(model: Model, digits: Digits) -> None:
     base = export_job(model, ExportOptions(target="ort-cuda", verify=False))
-    point = Point(tuple((name, LayerRecipe(2)) for name in model.layers)).in_floats("fp16")
+    layers = tuple((name, LayerRecipe(2)) for name in model.layers)
+    point = Point(layers, "ort-cuda").in_floats("fp16")
     job = job_of(base, point, dict.fromkeys(model.layers, "gather"))
     assert job.options.precision.name == "fp16"
     planned = plan(job, trace(base.model), None)

@@ -53,8 +53,8 @@ def test_what_was_trained_is_the_same_when_a_search_goes_on(
     first = Substitutes(model, seen(model, images), tmp_path, lambda: 2.0)
     choice = LayerRecipe(2, experts=first.kept(name, 2))
     point, other = (
-        Point(((name, choice),)),
-        Point(((name, LayerRecipe(1, experts=first.kept(name, 1))),)),
+        Point(((name, choice),), "ort-cpu"),
+        Point(((name, LayerRecipe(1, experts=first.kept(name, 1))),), "ort-cpu"),
     )
     assert first.digest(point) == ""
     trained, different = first.trained_for(point)[name], first.trained_for(other)[name]
@@ -63,7 +63,7 @@ def test_what_was_trained_is_the_same_when_a_search_goes_on(
     again = Substitutes(model, seen(model, images[:32]), tmp_path, lambda: 0.0)
     assert np.array_equal(again.trained_for(point)[name], trained)
     assert again.digest(point) == first.digest(point) != first.digest(other)
-    assert first.trained_for(Point(((name, LayerRecipe(2)),))) == {}
+    assert first.trained_for(Point(((name, LayerRecipe(2)),), "ort-cpu")) == {}
 
 
 def test_each_training_starts_where_the_first_one_did(
@@ -73,7 +73,7 @@ def test_each_training_starts_where_the_first_one_did(
     substitutes = Substitutes(model, seen(model, images), tmp_path, lambda: 2.0)
     choice = LayerRecipe(2, experts=substitutes.kept(name, 2))
     fitted = substitutes.fitted(name, choice)[name].copy()
-    substitutes.trained_for(Point(((name, choice),)))
+    substitutes.trained_for(Point(((name, choice),), "ort-cpu"))
     assert np.array_equal(substitutes.fitted(name, choice)[name], fitted)
 
 
@@ -85,9 +85,9 @@ def test_a_training_goes_on_from_what_was_trained_for_another_model(
     substitutes = Substitutes(model, other_outputs(model, images), tmp_path, lambda: left)
     experts = substitutes.kept(name, 4)
     four, three = LayerRecipe(4, experts=experts), LayerRecipe(3, experts=experts)
-    trained = substitutes.trained_for(Point(((name, four),)))[name].copy()
+    trained = substitutes.trained_for(Point(((name, four),), "ort-cpu"))[name].copy()
     left = 0.0  # for the next
-    found = substitutes.trained_for(Point(((name, three),)))[name]
+    found = substitutes.trained_for(Point(((name, three),), "ort-cpu"))[name]
     assert np.array_equal(found, trained)
     assert not np.array_equal(found, substitutes.fitted(name, three)[name])
 
@@ -98,7 +98,9 @@ def test_a_training_that_goes_on_is_kept_where_it_helps(
     (name,) = model.layers
     substitutes = Substitutes(model, other_outputs(model, images), tmp_path, lambda: 0.0)
     choice = LayerRecipe(2, experts=substitutes.kept(name, 2))
-    point, in_int8 = (Point(((name, replace(choice, precision=p)),)) for p in ("fp32", "int8"))
+    point, in_int8 = (
+        Point(((name, replace(choice, precision=p)),), "ort-cpu") for p in ("fp32", "int8")
+    )
     fitted, before = substitutes.trained_for(point)[name].copy(), substitutes.digest(point)
     assert not substitutes.train_further(point, 0.0)
     assert substitutes.digest(point) == before
@@ -106,7 +108,9 @@ def test_a_training_that_goes_on_is_kept_where_it_helps(
     assert substitutes.digest(in_int8) == substitutes.digest(point) != before
     assert not np.array_equal(substitutes.trained_for(in_int8)[name], fitted)
     assert substitutes.shared(point, in_int8)
-    assert not substitutes.shared(point, Point(((name, LayerRecipe(1, experts=choice.experts)),)))
+    assert not substitutes.shared(
+        point, Point(((name, LayerRecipe(1, experts=choice.experts)),), "ort-cpu")
+    )
 
 
 def test_a_damaged_file_is_trained_again(
@@ -115,7 +119,7 @@ def test_a_damaged_file_is_trained_again(
     (name,) = model.layers
     what = seen(model, images)
     first = Substitutes(model, what, tmp_path, lambda: 0.0)
-    point = Point(((name, LayerRecipe(2, experts=first.kept(name, 2))),))
+    point = Point(((name, LayerRecipe(2, experts=first.kept(name, 2))),), "ort-cpu")
     trained = first.trained_for(point)[name]
     (path,) = (tmp_path / "substitutes").iterdir()
     path.write_bytes(path.read_bytes()[:20])

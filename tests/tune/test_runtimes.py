@@ -1,0 +1,93 @@
+"""A search over several runtimes tries its points in each, and its bundle is of the fastest."""
+
+from __future__ import annotations
+
+import moexport
+import numpy as np
+import pytest
+from moexport.bench.analyses.findings import tuning_in
+from moexport.bench.demo.digits import Training, load_digits, save, train
+from moexport.bench.results import read
+from moexport.errors import UsageError
+from moexport.tune.findings import text
+from moexport.tune.request import SearchOptions, parse_targets
+from moexport.tune.tune import Tuned
+
+pytest.importorskip("openvino", reason="OpenVINO is not installed")
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    folder, digits = tmp_path_factory.mktemp("runtimes"), load_digits(test_share=0.5)
+    training = Training(8, hidden=16, normalise=True, scale=16.0, epochs=6, batch=64)
+    save(train(training, digits.train), folder / "digits.pt")
+    return moexport.tune(
+        moexport.load(folder / "digits.pt"),
+        digits.test,
+        folder / "out",
+        keep="90%",
+        target="ort-cpu,openvino",
+        precision="fp32,int8",
+        all_experts=True,
+        threads=1,
+        report=folder / "report",
+    )
+
+
+@pytest.mark.slow
+def test_every_runtime_is_tried_in_every_precision(tuned: Tuned) -> None:
+    tried = {(trial.point.target, trial.point.precision) for trial in tuned.all_trials}
+    assert tried == {(t, p) for t in ("ort-cpu", "openvino") for p in ("fp32", "int8")}
+    assert tuned.base.point.target == "ort-cpu"
+
+
+@pytest.mark.slow
+def test_the_bundle_runs_where_the_fastest_point_did(tuned: Tuned) -> None:
+    target = tuned.chosen.trial.point.target
+    fastest = min(
+        (one for one in tuned.sequence if one.quality.low >= 0.9), key=lambda one: one.trial.ms
+    )
+    assert target == tuned.bundle.manifest.target == fastest.trial.point.target
+    assert all(check.passed for check in moexport.verify(tuned.bundle.path))
+    x = load_digits(test_share=0.5).test.batch(0, 4)
+    runtime = "openvino" if target == "openvino" else "onnxruntime"
+    y = tuned.bundle.session(runtime=runtime)(x)
+    assert y.shape == (4, 10)
+    assert np.isfinite(y).all()
+
+
+@pytest.mark.slow
+def test_the_report_says_why_that_runtime(tuned: Tuned) -> None:
+    report = tuned.bundle.path.with_name("report")
+    search = tuning_in(read(report / "results.json").analyses)
+    assert search is not None
+    assert search.fastest.keys() == {"onnxruntime", "openvino"}
+    (chosen,) = (point for point in search.points if point.chosen)
+    assert search.fastest[chosen.runtime] <= chosen.ms
+    why = search.why_runtime
+    assert "ms in ONNX Runtime" in why
+    assert "ms in OpenVINO" in why
+    assert why in text(tuned, report)
+    assert why in (report / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        ("ort-cpu,openvinos", "--target openvinos: there is no such target"),
+        (",", "--target: names no target"),
+        ("ort-cpu,tensorrt", "--target tensorrt: tune measures graphs"),
+    ],
+)
+def test_a_list_of_targets_that_cannot_be_meant_is_refused(targets: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        SearchOptions(targets=parse_targets(targets))
+
+
+def test_a_precision_is_refused_where_no_runtime_of_the_list_computes_it() -> None:
+    both = parse_targets("ort-cpu,openvino")
+    options = SearchOptions(targets=both, precisions=("fp32", "bf16"))
+    assert options.tried("ort-cpu") == ("fp32",)
+    assert options.tried("openvino") == ("fp32", "bf16")
+    with pytest.raises(UsageError, match="--precision bf16 for --target ort-cpu"):
+        SearchOptions(precisions=("fp32", "bf16"))
