@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ..common import timing
 from ..errors import UsageError
@@ -26,7 +26,7 @@ from .engines import (
     Serves,
 )
 from .request import BenchRequest
-from .results import Absent
+from .results import Absent, PhaseName
 from .runners.base import Loader
 
 
@@ -40,9 +40,6 @@ class IntegerLinear:
     node: str
     rows: tuple[Dimension, ...] | None
     weights: tuple[int, int]
-
-
-PhaseName = Literal["decode", "prefill"]
 
 
 @dataclass(frozen=True, slots=True)

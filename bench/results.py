@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..common.documents import LARGE_BITS, document, from_data, read_document
 from ..common.timing import Latency
@@ -19,6 +19,9 @@ DISTURBED = 0.1  # from this share of waiting for a core on, times are those of 
 
 TOKEN_ROUTED = "experts"
 """The kind of layers whose tokens are routed, as `ModelInfo` has it."""
+
+PhaseName = Literal["decode", "prefill"]
+"""What a call of a language model does: one new token of each input, or a whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +166,7 @@ class Row:
     parity: OutputParity | None = None
     parts: tuple[PartTime, ...] = ()
     error: str | None = None
-    phase: str | None = None
+    phase: PhaseName | None = None
     tokens: int | None = None
     past: int | None = None
     tokens_per_s: float | None = None

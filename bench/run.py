@@ -53,6 +53,7 @@ from .runners.base import Loader, Runner
 from .runners.candidates import batch_sizes, candidates_of, check_exported, with_sources
 from .runners.models import loaders
 from .runners.pytorch import CUDA, PyTorch, outputs_of, untouched, without_tf32
+from .service.findings import as_analyses
 from .service.measure import service_of, settings_of
 
 CALIBRATION_INPUTS = 256
@@ -133,7 +134,8 @@ def bench(
             command=request.command,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             absent=tuple(absent),
-            analyses=dict(analyses or {}) | (service.analyses if service is not None else {}),
+            analyses=dict(analyses or {})
+            | (as_analyses(service.findings) if service is not None else {}),
         )
         _finish(results, request, journal)
         return results

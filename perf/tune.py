@@ -41,7 +41,7 @@ from moexport.exporter.options import PrecisionOptions, parse_k
 from moexport.exporter.session import SessionOptions
 from moexport.graphs.targets import Precision
 from moexport.tune.budget import Clock, spin_for
-from moexport.tune.confirm import SearchResult, front_of, with_ms
+from moexport.tune.confirm import SearchResult, contract, front_of, with_ms
 from moexport.tune.prepare import SearchJob, prepare
 from moexport.tune.quality import Quality, Tally
 from moexport.tune.request import SearchOptions
@@ -327,8 +327,9 @@ def row_of(
     began = time.monotonic()
     job = prepare(*(network.model, network.data, request, place / "work", progress, Clock(tune_s)))
     found = search(job, progress)
-    _, chosen, tuned = export_best(
-        job, found, place / "tuned", place / "recipe", progress, force=False
+    holding = contract(job, found, progress).holding
+    chosen, tuned = export_best(
+        job, holding, found, place / "tuned", place / "recipe", progress, force=False
     )
     seconds = time.monotonic() - began
     uniform = _uniform(network, job, found, place, progress)

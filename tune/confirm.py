@@ -14,6 +14,7 @@ import numpy as np
 from ..bench.metrics import Z, inputs_needed
 from ..bench.runners.base import first_of
 from ..bench.runners.pytorch import untouched
+from ..bench.service.findings import ServiceFindings
 from ..common.console import Progress
 from ..common.timing import Latency, Protocol
 from ..errors import CheckError, FeedError, MoexportError
@@ -27,6 +28,9 @@ from .quality import Quality
 from .shards import Batch
 from .space import Trial
 from .substitutes.substitutes import FOLDER
+
+MOST_SERVED = 4
+"""Points that are served at the most, where a rate was asked for: the fastest that hold."""
 
 MOST = 8
 """Points that are confirmed at the most: each is a graph that is open."""
@@ -287,13 +291,20 @@ def shortlist(
     )
 
 
-def contract(
-    job: SearchJob, result: SearchResult, progress: Progress
-) -> tuple[list[Confirmed], list[Confirmed]]:
-    """Confirms the front on the other half; returns all that was, and what holds.
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """All points that were confirmed, and those that hold, the best answer to the request first.
 
-    What holds is in the order in which it answers the request.
+    `services` is what the fastest of them serve, where that is what was asked.
     """
+
+    confirmed: list[Confirmed]
+    holding: list[Confirmed]
+    services: ServiceFindings | None = None
+
+
+def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contract:
+    """Confirms the front on the other half; raises `ContractError` where nothing holds."""
     keep = job.request.keep
     most = _points(job, result.base, timed=True)
     sequences = _sequences(job, result.timed, result.base, most)
@@ -312,8 +323,23 @@ def contract(
     if not within:
         raise _nearest(job, held)
     if keep is None:
-        return checked, sorted(within, key=lambda point: -point.trial.quality.kept)
-    return checked, sorted(within, key=lambda point: (point.trial.ms, point.trial.bytes))
+        return Contract(checked, sorted(within, key=lambda point: -point.trial.quality.kept))
+    within.sort(key=lambda point: (point.trial.ms, point.trial.bytes))
+    if job.request.scenario is None:
+        return Contract(checked, within)
+    served = result.graphs.served(
+        [point.trial for point in within[:MOST_SERVED]], job.folder, job.request
+    )
+    rates = served.rates
+    serving = [point for point in within if rates.get(point.trial.point.key)]
+    if not serving:
+        raise ContractError(
+            f"--scenario {job.request.scenario} --max-latency {job.request.latency_ms:g}ms: "
+            + "; ".join(dict.fromkeys(one.told for one in served.findings.services if one.told)),
+            hint="ask for a longer --max-latency",
+        )
+    serving.sort(key=lambda point: -rates[point.trial.point.key])
+    return Contract(checked, serving, served.findings)
 
 
 def _points(job: SearchJob, base: Trial, *, timed: bool) -> int:
@@ -371,6 +397,7 @@ def contract_record(job: SearchJob, chosen: Confirmed) -> dict[str, Any]:
         "asked": {
             "keep": request.keep,
             "latency_ms": request.latency_ms,
+            "scenario": request.scenario,
             "bytes": request.bytes,
         },
         "kept": quality.kept,

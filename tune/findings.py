@@ -19,6 +19,7 @@ from ..bench.plan import Candidate
 from ..bench.report.page import write_all
 from ..bench.results import Accuracy, Interval, Perplexity, Results, Row
 from ..bench.run import model_info
+from ..bench.service.findings import as_analyses, best
 from ..calibration.table import CALIBRATION_FILE
 from ..common.console import Progress
 from ..common.environment import environment
@@ -88,7 +89,8 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
         },
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        analyses={TUNING: msgspec.to_builtins(_record(tuned))},
+        analyses={TUNING: msgspec.to_builtins(_record(tuned))}
+        | ({} if tuned.services is None else as_analyses(tuned.services)),
     )
 
 
@@ -124,14 +126,17 @@ def text(tuned: Tuned, report: Path) -> str:
     header = ("", "ms", "bytes", "kept", "95% interval", "k, experts and precision of each layer")
     quality = tuned.chosen.quality
     times = tuned.base.ms / tuned.chosen.trial.ms
-    why = _record(tuned).why_runtime
+    why = [_record(tuned).why_runtime]
+    if tuned.services is not None:
+        most = best([one for one in tuned.services.services if one.exported])
+        why += [] if most is None else [most.reached]
     return (
         f"{table(header, rows)}\n\n"
         f"{tuned.bundle.path}: {tuned.metric.name} kept {quality.kept:.2%}, between "
         f"{quality.low:.2%} and {quality.high:.2%} on {quality.inputs} inputs that the search did "
         f"not see;\n{tuned.chosen.trial.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
         f"FP32; {tuned.trials} graphs in {tuned.seconds:.0f} s\n"
-        f"{why}{chr(10) if why else ''}"
+        f"{''.join(f'{sentence}{chr(10)}' for sentence in why if sentence)}"
         f"again: moexport export MODEL --recipe {tuned.bundle.path / 'recipe.yaml'} -o BUNDLE\n"
         f"report: {report / 'report.html'}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +13,15 @@ import numpy as np
 import torch
 
 from ..bench.data import InputsAndLabels
-from ..bench.runners.base import first_of
+from ..bench.plan import Candidate, GraphSource
+from ..bench.request import BenchRequest
+from ..bench.runners.base import GraphFile, first_of
+from ..bench.runners.models import loaders
+from ..bench.runners.onnxruntime import OnnxLoader
+from ..bench.runners.openvino import OpenVinoLoader
 from ..bench.runners.pytorch import untouched
+from ..bench.service.findings import ServiceFindings
+from ..bench.service.measure import BOUNDS, MOST_IN_LIBRARY, ServiceMeasurement, settings_of
 from ..calibration.feeds import rebatched_pairs
 from ..common.console import Progress
 from ..common.timing import Latency, Protocol, measure
@@ -25,10 +32,11 @@ from ..exporter.bundle.weights import WEIGHTS_FILE
 from ..exporter.plan import plan
 from ..exporter.session import Session
 from ..exporter.write import write_graphs
-from ..graphs.targets import Target
+from ..graphs.targets import TARGETS, Target
 from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, protocol_for, spin_for
 from .holdout import batch_size, in_batches, rows_of
 from .prepare import SearchJob
+from .request import SearchOptions
 from .routed import Traces
 from .shards import Batch, Evaluate, evaluate_here
 from .space import Point, Trial, job_of
@@ -37,6 +45,9 @@ from .times import LayerTimes
 
 UNTOUCHED = "untouched"
 """The PyTorch model among what is timed."""
+
+LEAST_SERVED_S = 2.0
+"""The least time of a run of LoadGen's."""
 
 TOLD_APART = 0.97
 """A lowering takes at most so much of another's time to be taken in its place."""
@@ -227,6 +238,63 @@ class Graphs:
             calls[UNTOUCHED] = partial(_run, [model.bound(batch) for batch in batches])
             measured = measure(calls, protocol, title="timing the front", progress=self.progress)
         return measured.latencies
+
+    def served(self, trials: Sequence[Trial], folder: Path, request: SearchOptions) -> Served:
+        """Returns what points serve within the bound of latency, beside the untouched model.
+
+        LoadGen's logs are left in a folder.
+        """
+        job, bound_ms = self.base, request.latency_ms
+        assert bound_ms is not None, "a request for a scenario has a bound"
+        asked = BenchRequest(
+            batch=(job.options.batch.opt, job.whole_batch or job.options.batch.max),
+            scenario=request.scenario or "",
+            latency_bound=f"{bound_ms}ms",
+            duration=max(LEAST_SERVED_S, 2 * BOUNDS * bound_ms / 1e3),
+            out=folder,
+            progress=self.progress,
+        )
+        settings = settings_of(asked)
+        assert settings is not None, "it names a scenario"
+        with self.opened([(trial.point, trial.lowerings) for trial in trials]) as sessions:
+            candidate = Candidate(
+                name=Path(job.model.source.path).stem,
+                model=job.model,
+                graphs=tuple(
+                    self._source(trial, session.path)
+                    for trial, session in zip(trials, sessions, strict=True)
+                ),
+                engines=(),
+                only_batch=job.whole_batch,
+            )
+            data = self.data.head(MOST_IN_LIBRARY)
+            service = ServiceMeasurement(asked, settings, data.batch(0, len(data)))
+            service.serve(candidate, loaders(candidate, asked.batches), {}, self.journal)
+        rates = {one.lowering: one.rate or 0.0 for one in service.services}
+        named = {trial.point.key: rates[self._name(trial)] for trial in trials}
+        return Served(findings=service.findings, rates=named)
+
+    def _name(self, trial: Trial) -> str:
+        layers = self.base.model.layers
+        return trial.point.text({name: layer.spec.experts for name, layer in layers.items()})
+
+    def _source(self, trial: Trial, path: Path) -> GraphSource:
+        target, graph = TARGETS[trial.point.target], GraphFile(path=path)
+        return GraphSource(
+            k=max(trial.point.k.values()),
+            lowering=self._name(trial),
+            loader=OnnxLoader(graph) if target.device is None else OpenVinoLoader(graph),
+            precision=trial.point.precision,
+            engine=target.runtime,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What points serve: the requests a second of each, by its key, 0 where it keeps no bound."""
+
+    findings: ServiceFindings
+    rates: Mapping[str, float]
 
 
 def times_as_long(latency: Latency, other: Latency) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..common.option import option, parse_seconds, parse_share, parse_size
 from ..common.text import listed, near_miss
@@ -54,6 +54,12 @@ class TuneRequest(ClusterRequest):
         unset="any",
         kind=str,
         metavar="BYTES",
+    )
+    scenario: Literal["server"] | None = option(
+        None,
+        "server: the most requests a second whose p99 is --max-latency, not the least latency.",
+        unset="the least latency",
+        kind=Literal["server"],
     )
     metric: str | None = option(
         None,
@@ -121,12 +127,14 @@ class TuneRequest(ClusterRequest):
 
         self.check_cluster()
         latency, most = self.max_latency, self.max_bytes
-        keep = DEFAULT_KEEP if latency is None and most is None else None
+        alone = latency is None and most is None
+        keep = DEFAULT_KEEP if alone or self.scenario is not None else None
         ms = None if latency is None else 1e3 * parse_seconds(latency, "--max-latency", "ms")
         return SearchOptions(
             keep=keep if self.keep is None else parse_share(self.keep, "--keep"),
             latency_ms=ms,
             bytes=None if most is None else parse_size(most, "--max-bytes"),
+            scenario=self.scenario,
             metric=self.metric,
             targets=parse_targets(self.target),
             batch=parse_range(str(self.batch), "--batch"),
@@ -143,7 +151,8 @@ class SearchOptions:
     """The bounds of a search and its means, as `TuneRequest.search` makes them.
 
     `keep` is the share of the untouched model's quality that must be kept, None where other bounds
-    alone count. `latency_ms` is of a batch of OPT, `bytes` of the graphs and weights. `metric` is
+    alone count. `latency_ms` is of a batch of OPT, `bytes` of the graphs and weights. With a
+    `scenario` the most requests a second are searched for, whose p99 is `latency_ms`. `metric` is
     `accuracy`, `perplexity`, `agreement` or a function's name, None for what the data allow.
     `targets` are searched together, the first for the model as trained. `precisions` are those to
     try, none for all that a target serves; `seconds` bounds the search.
@@ -152,6 +161,7 @@ class SearchOptions:
     keep: float | None = DEFAULT_KEEP
     latency_ms: float | None = None
     bytes: int | None = None
+    scenario: Literal["server"] | None = None
     metric: str | None = None
     targets: tuple[Target, ...] = ("ort-cpu",)
     batch: AxisRange = field(default_factory=lambda: _usual_range("batch"))
@@ -184,6 +194,11 @@ class SearchOptions:
                 f"--keep {self.keep:.6g}: a share above 0 and below 1",
                 "--keep 99% keeps 99% of the untouched model's accuracy; no number of inputs shows "
                 "that all of it is kept",
+            )
+        if self.scenario is not None and self.latency_ms is None:
+            yield (
+                f"--scenario {self.scenario}: there is no bound of latency",
+                "for example --max-latency 50ms, which 99% of the requests keep then",
             )
         unknown = [name for name in self.precisions if name not in PRECISIONS]
         if unknown:

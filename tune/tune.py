@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..bench.data import Labelled
 from ..bench.run import threads_for
+from ..bench.service.findings import ServiceFindings
 from ..common.console import Progress, Silent
 from ..common.files import sha256
 from ..common.threads import Threads, with_threads
@@ -72,6 +73,7 @@ class Tuned:
     seen: int
     seconds: float
     threads: Threads
+    services: ServiceFindings | None = None
 
     @property
     def trials(self) -> int:
@@ -115,14 +117,16 @@ def search_and_export(
             job.journal.add("threads", of=model.source.path, **asdict(threads))
         result = search(job, progress, evaluate)
         place = recipe_folder(destination, work)
-        sequence, chosen, bundle = export_best(
-            job, result, destination, place, progress, force=force
+        contracted = contract(job, result, progress)
+        chosen, bundle = export_best(
+            job, contracted.holding, result, destination, place, progress, force=force
         )
     return Tuned(
         bundle=bundle,
         chosen=chosen,
         front=result.front,
-        sequence=tuple(sequence),
+        sequence=tuple(contracted.confirmed),
+        services=contracted.services,
         base=result.base,
         metric=job.metric,
         model=model,
@@ -157,19 +161,19 @@ def _kept_in(work: Path | None) -> Iterator[Path]:
 
 def export_best(
     job: SearchJob,
+    ranked: Sequence[Confirmed],
     result: SearchResult,
     destination: Path,
     recipe_folder: Path,
     progress: Progress,
     *,
     force: bool,
-) -> tuple[list[Confirmed], Confirmed, Bundle]:
-    """Confirms the front on the other half and writes the best of what holds.
+) -> tuple[Confirmed, Bundle]:
+    """Writes the best of what holds; returns it with its bundle.
 
     A point that an export refuses, because its graph is too far from PyTorch, gives way to the
     next: ranges are those of the untouched model, and its outputs may be right all the same.
     """
-    checked, ranked = contract(job, result, progress)
     for chosen in ranked:
         try:
             bundle = export_point(
@@ -180,7 +184,7 @@ def export_best(
                 raise
             progress.step(f"left out: {error.message}")
         else:
-            return checked, chosen, bundle
+            return chosen, bundle
     raise AssertionError("a contract holds for something, or is refused")
 
 

@@ -31,7 +31,7 @@ from ..journal import Journal
 from ..plan import Candidate, Case
 from ..request import BenchRequest
 from ..runners.base import GraphLoader, Loader, Runner, first_of
-from .findings import SERVICE, Layout, OfferedRun, Service, ServiceFindings, as_analyses
+from .findings import SERVICE, Layout, OfferedRun, Service, ServiceFindings
 from .loadgen import Judgement, Scenario, Traffic, judged, loadgen
 from .queue import Queue
 
@@ -227,16 +227,14 @@ class ServiceMeasurement:
     services: list[Service] = field(default_factory=list)
 
     @property
-    def analyses(self) -> dict[str, Any]:
-        """What was found, as an analysis of the results."""
-        return as_analyses(
-            ServiceFindings(
-                services=tuple(self.services),
-                duration_s=self.settings.duration_s,
-                max_delay_ms=1e3 * self.settings.max_delay_s,
-                library=len(first_of(self.samples)),
-                price_per_hour=self.settings.price_per_hour,
-            )
+    def findings(self) -> ServiceFindings:
+        """What was found."""
+        return ServiceFindings(
+            services=tuple(self.services),
+            duration_s=self.settings.duration_s,
+            max_delay_ms=1e3 * self.settings.max_delay_s,
+            library=len(first_of(self.samples)),
+            price_per_hour=self.settings.price_per_hour,
         )
 
     def serve(

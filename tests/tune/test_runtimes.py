@@ -50,8 +50,7 @@ def test_the_bundle_runs_where_the_fastest_point_did(tuned: Tuned) -> None:
     assert target == tuned.bundle.manifest.target == fastest.trial.point.target
     assert all(check.passed for check in moexport.verify(tuned.bundle.path))
     x = load_digits(test_share=0.5).test.batch(0, 4)
-    runtime = "openvino" if target == "openvino" else "onnxruntime"
-    y = tuned.bundle.session(runtime=runtime)(x)
+    y = tuned.bundle.session()(x)
     assert y.shape == (4, 10)
     assert np.isfinite(y).all()
 

@@ -27,9 +27,12 @@ from moexport.bench.results import (
     Perplexity,
     Results,
     Row,
+    read,
     to_json,
+    write,
 )
 from moexport.common.timing import summarise
+from moexport.errors import ResultsError
 
 RowMaker = Callable[..., Row]
 
@@ -315,9 +318,14 @@ def test_a_results_file_without_rows_still_makes_a_page(results: Results, tmp_pa
     assert figures(empty, tmp_path) == ()
 
 
-def test_rows_of_an_unnamed_phase_are_those_of_no_phase(results: Results) -> None:
-    rows = tuple(replace(row, phase="") for row in results.rows)
-    assert html(replace(results, rows=rows))
+@pytest.mark.parametrize("phase", ["", "prefill, decode"])
+def test_a_phase_that_is_none_is_refused(phase: str, results: Results, tmp_path: Path) -> None:
+    write(results, tmp_path / "results.json")
+    content = json.loads((tmp_path / "results.json").read_text())
+    content["rows"][1]["phase"] = phase
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    with pytest.raises(ResultsError, match=r"results\.json.*phase"):
+        read(tmp_path / "results.json")
 
 
 def test_a_token_models_figure_shows_its_perplexity(
