@@ -1,0 +1,75 @@
+"""A search for requests per second: what holds is served, and the fastest service is exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import moexport
+import pytest
+from moexport.bench.demo.digits import Training, load_digits, save, train
+from moexport.bench.results import read
+from moexport.bench.service.findings import services_in
+from moexport.errors import UsageError
+from moexport.exporter.bundle.recipe import RECIPE_FILE, read_recipe
+from moexport.tune import confirm
+from moexport.tune.confirm import ContractError
+from moexport.tune.findings import text
+from moexport.tune.tune import Tuned
+
+pytest.importorskip("mlperf_loadgen", reason="LoadGen is not installed")
+
+
+def search(folder: Path, bound: str) -> Tuned:
+    digits = load_digits(test_share=0.5)
+    training = Training(8, hidden=16, normalise=True, scale=16.0, epochs=6, batch=64)
+    save(train(training, digits.train), folder / "digits.pt")
+    return moexport.tune(
+        moexport.load(folder / "digits.pt"),
+        digits.test,
+        folder / "out",
+        keep="90%",
+        precision="fp32",
+        all_experts=True,
+        batch="1:1:8",
+        scenario="server",
+        max_latency=bound,
+        threads=1,
+        report=folder / "report",
+    )
+
+
+@pytest.mark.slow
+def test_the_bundle_is_the_point_that_serves_most_within_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(confirm, "MOST_SERVED", 2)
+    tuned = search(tmp_path, "60ms")
+    assert tuned.services is not None
+    exported = [one for one in tuned.services.services if one.exported]
+    assert 1 <= len(exported) <= 2
+    most = max(exported, key=lambda one: one.rate or 0.0)
+    assert most.rate is not None
+    assert most.bound_ms == 60
+    assert most.k == max(tuned.chosen.trial.point.k.values())
+    assert most.reached in text(tuned, tmp_path / "report")
+    (untouched,) = (one for one in tuned.services.services if not one.exported)
+    assert untouched.k == 8
+
+    kept = services_in(read(tmp_path / "report" / "results.json").analyses)
+    assert kept == tuned.services
+    assert (tmp_path / "report" / most.logs / "mlperf_log_summary.txt").is_file()
+    asked = read_recipe(tuned.bundle.path / RECIPE_FILE).contract["asked"]
+    assert asked["scenario"] == "server"
+    assert all(check.passed for check in moexport.verify(tuned.bundle.path))
+
+
+@pytest.mark.slow
+def test_a_bound_that_nothing_keeps_writes_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match=r"--max-latency 0\.0001ms"):
+        search(tmp_path, "0.0001ms")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_scenario_without_a_bound_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--scenario server: there is no bound of latency"):
+        moexport.tune("none.pt", "none.npz", tmp_path / "out", scenario="server")
