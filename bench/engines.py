@@ -366,7 +366,12 @@ The untouched model (`pytorch-eager`) is always measured, and on the GPU (`pytor
 beside whatever runs there.
 """
 
-TITLES: Mapping[str, str] = MappingProxyType({kind.engine: kind.title for kind in _KINDS})
+TRITON = "triton"
+"""A server that runs a bundle: no engine that can be asked for, but one of services."""
+
+TITLES: Mapping[str, str] = MappingProxyType(
+    {kind.engine: kind.title for kind in _KINDS} | {TRITON: "Triton"}
+)
 """What reports call an engine, by the `engine` of its rows."""
 
 _BY_ROW = {(kind.engine, kind.provider): kind for kind in _KINDS}

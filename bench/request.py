@@ -195,6 +195,13 @@ class BenchRequest(LoadRequest):
     library: int | None = option(
         None, "Inputs that LoadGen draws from.", unset="all, 1024 at most", kind=int, min=1
     )
+    triton: str | None = option(
+        None,
+        "The same bundle on a running Triton server, served beside: 127.0.0.1:8001/vit.",
+        unset="no server",
+        kind=str,
+        metavar="ADDRESS/MODEL",
+    )
     price_per_hour: float | None = option(
         None,
         "What an hour of this machine costs, for the cost of a million requests.",

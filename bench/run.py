@@ -92,6 +92,9 @@ def bench(
     progress, out = request.progress or Silent(), request.folder
     groups = plan(candidates, request)
     service = service_of(request, data)
+    if service is not None:
+        for candidate in candidates:
+            service.check(candidate)
     head = data.head(max(request.batches) * request.protocol.inputs)
     if only is not None:
         groups = tuple(group for group in groups if group.batch == only)

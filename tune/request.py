@@ -57,8 +57,8 @@ class TuneRequest(ClusterRequest):
     )
     scenario: Literal["server"] | None = option(
         None,
-        "server: the most requests a second whose p99 is --max-latency, not the least latency.",
-        unset="the least latency",
+        "The load to search for: server, the most requests whose p99 is --max-latency.",
+        unset="none, the least latency",
         kind=Literal["server"],
     )
     metric: str | None = option(

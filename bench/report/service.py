@@ -156,7 +156,8 @@ def _cells(service: Service, others: Sequence[Service], found: ServiceFindings) 
         for other in (_all_experts(service, own), _pytorch(own))
     ]
     cost = service.cost_of_a_million(found.price_per_hour)
-    layout = f"{service.instances} × {service.threads} threads"
+    threads = f" × {service.threads} threads" if service.threads else ""
+    layout = f"{service.instances}{threads or ' in the server'}"
     return (
         f"{service_name(service)} ({layout})",
         f"{service.k}/{service.experts}",

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from ...common.timing import NS_PER_MS
 from ...common.writing import make_folder
 from ...errors import MissingExtraError, MoexportError, QueueFullError, install
-from .queue import Queue
+from .queue import Submits
 
 Scenario = Literal["single-stream", "multi-stream", "server", "offline"]
 
@@ -102,7 +102,7 @@ def loadgen() -> Any:
 
 
 def judged(
-    queue: Queue[int, Any], library: int, load: Traffic, logs: Path, *, search: bool = False
+    queue: Submits[int], library: int, load: Traffic, logs: Path, *, search: bool = False
 ) -> Judgement:
     """Returns LoadGen's judgement of a queue that maps the numbers of samples to outputs.
 
@@ -173,7 +173,7 @@ class _System:
     query that did not keep it.
     """
 
-    def __init__(self, lg: Any, queue: Queue[int, Any], load: Traffic) -> None:
+    def __init__(self, lg: Any, queue: Submits[int], load: Traffic) -> None:
         self._lg, self._queue = lg, queue
         self._serves, self._bound_s = load.scenario == "server", load.bound_s
         self._late: list[int] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -27,16 +26,17 @@ from ...common.writing import scratch_folder
 from ...errors import UsageError
 from ...exporter.inputs import Inputs
 from ..data import Labelled
+from ..engines import TRITON
 from ..journal import Journal
 from ..plan import Candidate, Case
 from ..request import BenchRequest
 from ..runners.base import GraphLoader, Loader, Runner, first_of
 from .findings import SERVICE, Layout, OfferedRun, Service, ServiceFindings
 from .loadgen import Judgement, Scenario, Traffic, judged, loadgen
-from .queue import Queue
+from .queue import Queue, Submits, requests_per_second
+from .triton import TritonModel, TritonService, triton_client
 
 MOST_IN_LIBRARY = 1024
-PROBE_S = 0.5  # for which a queue is kept full, to compare layouts
 SHORT = 5  # times shorter than the last run are those of a search, and those at other rates
 STARTS = (1 / 4, 1 / 16, 1 / 64, 1 / 256)  # of what a full queue gives: where a search may begin
 FURTHER, BEYOND = 4, 1.25  # searches that follow the first, each so far beyond its end
@@ -59,6 +59,7 @@ class ServiceSettings:
     rate: float | None
     library: int | None
     price_per_hour: float | None
+    triton: TritonModel | None
 
 
 def settings_of(request: BenchRequest) -> ServiceSettings | None:
@@ -68,7 +69,8 @@ def settings_of(request: BenchRequest) -> ServiceSettings | None:
     """
     given = request.scenario
     names = list(dict.fromkeys(listed(given) if isinstance(given, str) else given))
-    own = ("latency_bound", "offered_rate", "max_delay", "duration", "library", "price_per_hour")
+    bounds = ("latency_bound", "offered_rate")
+    own = (*bounds, "max_delay", "duration", "library", "price_per_hour", "triton")
     if not names:
         refuse_changed(request, own, ": no scenario is run (--scenario)")
         return None
@@ -78,7 +80,7 @@ def settings_of(request: BenchRequest) -> ServiceSettings | None:
             f"--scenario {name}: there is no such scenario", hint=near_miss(name, known)
         )
     if "server" not in names:
-        refuse_changed(request, own[:2], ": is for --scenario server alone")
+        refuse_changed(request, bounds, ": is for --scenario server alone")
     elif request.latency_bound is None:
         raise UsageError(
             "--scenario server: there is no bound of latency",
@@ -100,6 +102,9 @@ def settings_of(request: BenchRequest) -> ServiceSettings | None:
             hint=f"--duration {BOUNDS * bound_s:g}s at least",
         )
     loadgen()
+    triton = None if request.triton is None else TritonModel.parse(request.triton)
+    if triton is not None:
+        triton_client()
     return ServiceSettings(
         scenarios=tuple(each for each in known if each in names),
         duration_s=duration_s,
@@ -108,6 +113,7 @@ def settings_of(request: BenchRequest) -> ServiceSettings | None:
         rate=request.offered_rate,
         library=request.library,
         price_per_hour=request.price_per_hour,
+        triton=triton,
     )
 
 
@@ -186,26 +192,25 @@ class Served:
         for count, threads in layouts:
             layout = Layout(instances=count, threads=threads, per_s=0.0)
             capacity = 2 * self.max_batch * count
-            with (
-                self.instances(layout) as opened,
-                Queue[int, Any](opened, max_batch=self.max_batch, capacity=capacity) as queue,
-            ):
-                found.append(replace(layout, per_s=_per_second(queue)))
+            with self.queue(layout, capacity, 0.0) as queue:
+                found.append(replace(layout, per_s=requests_per_second(queue)))
         return tuple(found)
+
+    @contextmanager
+    def queue(self, layout: Layout, capacity: int, max_delay_s: float) -> Iterator[Submits[int]]:
+        """Yields a queue of so many requests before the instances of a layout."""
+        with (
+            self.instances(layout) as opened,
+            Queue[int, Any](
+                opened, max_batch=self.max_batch, capacity=capacity, max_delay_s=max_delay_s
+            ) as queue,
+        ):
+            yield queue
 
     def close(self) -> None:
         """Closes what is shared."""
         for each in self._shared.values():
             each.close()
-
-
-def _per_second(queue: Queue[int, Any]) -> float:
-    answers, began = [], time.perf_counter()
-    while time.perf_counter() - began < PROBE_S:
-        answers.append(queue.submit(0, wait=True))
-    for each in answers:
-        each.result()
-    return len(answers) / (time.perf_counter() - began)
 
 
 def layouts_of(cores: int, most: int) -> list[tuple[int, int]]:
@@ -237,6 +242,12 @@ class ServiceMeasurement:
             price_per_hour=self.settings.price_per_hour,
         )
 
+    def check(self, candidate: Candidate) -> None:
+        """Raises `UsageError` or `EngineError` for a server that cannot be served beside it."""
+        if self.settings.triton is not None:
+            server_case(candidate)
+            TritonService(self.settings.triton, self.samples, 1).contact()
+
     def serve(
         self,
         candidate: Candidate,
@@ -256,6 +267,17 @@ class ServiceMeasurement:
             progress=progress,
         )
         self.services += one.services(opening, failures)
+
+
+def server_case(candidate: Candidate) -> Case:
+    """Returns what a server runs: the one bundle that is measured beside it, else `UsageError`."""
+    graphs = [case for case, graph in candidate.cases.items() if graph is not None]
+    if len({(case.k, case.precision) for case in graphs}) != 1:
+        raise UsageError(
+            "--triton: the server's model is told by one bundle with one k beside it",
+            hint="moexport bench BUNDLE --data DATA --scenario server --triton ADDRESS/MODEL",
+        )
+    return replace(graphs[0], engine=TRITON, provider="cpu")
 
 
 def service_of(request: BenchRequest, data: Labelled) -> ServiceMeasurement | None:
@@ -305,11 +327,10 @@ class _OfCandidate:
             if {*self.settings.scenarios} <= done.keys():
                 yield from (done[each] for each in self.settings.scenarios)
                 continue
-            served = Served(loaders, self.samples, self._max_batch, self.candidate.only_batch)
             self.progress.step(f"in service: {case.label}")
-            with closing(served):
+            with closing(self._system(case, loaders)) as served:
                 try:
-                    layouts = served.tried(self._layouts(case, served))
+                    layouts = served.tried(self._layouts(case))
                 except Exception as error:  # noqa: BLE001  the service says what failed
                     for scenario in self.settings.scenarios:
                         yield self._service(case, scenario, told=in_one_line(error))
@@ -319,6 +340,13 @@ class _OfCandidate:
                     if scenario not in done:
                         self.journal.add(SERVICE, **keys, scenario=scenario, found=asdict(found))
                     yield found
+
+    def _system(self, case: Case, by_size: Mapping[int, Loader]) -> Served | TritonService:
+        """What serves a case: instances in this process, or a server."""
+        if case.engine != TRITON:
+            return Served(by_size, self.samples, self._max_batch, self.candidate.only_batch)
+        assert self.settings.triton is not None, "there is no such case without it"
+        return TritonService(self.settings.triton, self.samples, 4 * self._max_batch)
 
     @property
     def _max_batch(self) -> int:
@@ -340,9 +368,11 @@ class _OfCandidate:
         for by_size in split.values():
             names = dict.fromkeys(by_size[size].lowering or "" for size in sorted(by_size))
             found[replace(by_size[max(by_size)], lowering=", ".join(names))] = by_size
+        if self.settings.triton is not None:
+            found[server_case(self.candidate)] = {}
         return found
 
-    def _layouts(self, case: Case, served: Served) -> list[tuple[int, int]]:
+    def _layouts(self, case: Case) -> list[tuple[int, int]]:
         """What may fill the machine: of a GPU one instance, and no more than half of the memory."""
         if case.provider != "cpu":
             return [(1, self.threads)]
@@ -350,7 +380,11 @@ class _OfCandidate:
         return layouts_of(usable_cores(), int(copies))
 
     def _scenario(
-        self, case: Case, scenario: Scenario, served: Served, layouts: tuple[Layout, ...]
+        self,
+        case: Case,
+        scenario: Scenario,
+        served: Served | TritonService,
+        layouts: tuple[Layout, ...],
     ) -> Service:
         """What a case reached in a scenario."""
         fastest = max(layouts, key=lambda each: each.per_s)
@@ -370,7 +404,7 @@ class _OfCandidate:
         place: Any = nullcontext(out) if out else scratch_folder(SERVICE)
         with place as folder:
             try:
-                with served.instances(used) as instances, self._queue(instances, capacity) as queue:
+                with served.queue(used, capacity, self.settings.max_delay_s) as queue:
                     run = _Runs(queue, len(first_of(self.samples)), self.settings, folder / logs)
                     found = run.of(scenario, used.per_s, bound_s)
             except Exception as error:  # noqa: BLE001  the service says what failed
@@ -384,10 +418,6 @@ class _OfCandidate:
         )
         self.progress.step(f"in service: {case.label}: {service.reached}")
         return service
-
-    def _queue(self, instances: Sequence[Instance], capacity: int) -> Queue[int, Any]:
-        delay_s = self.settings.max_delay_s
-        return Queue(instances, max_batch=self._max_batch, capacity=capacity, max_delay_s=delay_s)
 
     def _service(self, case: Case, scenario: Scenario, **found: Any) -> Service:
         serves = scenario == "server"
@@ -412,7 +442,7 @@ class _Runs:
     """The runs of LoadGen that make up a scenario."""
 
     def __init__(
-        self, queue: Queue[int, Any], library: int, settings: ServiceSettings, logs: Path
+        self, queue: Submits[int], library: int, settings: ServiceSettings, logs: Path
     ) -> None:
         self._queue, self._library, self._settings, self._logs = queue, library, settings, logs
 

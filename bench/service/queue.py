@@ -7,12 +7,37 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ...errors import MoexportError, QueueFullError
 
 X = TypeVar("X")
 Y = TypeVar("Y")
+
+
+Asked_contra = TypeVar("Asked_contra", contravariant=True)
+
+
+class Submits(Protocol[Asked_contra]):
+    """What takes requests: a queue in this process, or a server."""
+
+    def submit(self, request: Asked_contra, *, wait: bool = False) -> Future[Any]:
+        """Returns what will hold the answer; `QueueFullError` where it is full, but to `wait`."""
+        ...
+
+
+PROBE_S = 0.5
+"""For which a queue is kept full, to say what it answers a second."""
+
+
+def requests_per_second(queue: Submits[int]) -> float:
+    """Returns how many requests a second are answered from a queue that is full."""
+    answers, began = [], time.perf_counter()
+    while time.perf_counter() - began < PROBE_S:
+        answers.append(queue.submit(0, wait=True))
+    for answer in answers:
+        answer.result()
+    return len(answers) / (time.perf_counter() - began)
 
 
 class _Waiting(NamedTuple, Generic[X, Y]):

@@ -45,6 +45,7 @@ SERVING: dict[str, tuple[object, ...]] = {
     "max_delay": ("--max-delay", "2ms"),
     "duration": ("--duration", "2s"),
     "library": ("--library", "8"),
+    "triton": ("--triton", "127.0.0.1:8001/vit"),
     "price_per_hour": ("--price-per-hour", "1.2"),
 }
 BUILDING = {
@@ -191,6 +192,7 @@ ACTING = {
     | {"compare", "fail_if_slower", "analysis", "group_by"},
     "tune": {"model", "config", "sets", "data", "keep", "max_latency", "max_bytes", "metric"}
     | {
+        "scenario",
         "target",
         "batch",
         "precision",

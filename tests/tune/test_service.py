@@ -14,6 +14,7 @@ from moexport.exporter.bundle.recipe import RECIPE_FILE, read_recipe
 from moexport.tune import confirm
 from moexport.tune.confirm import ContractError
 from moexport.tune.findings import text
+from moexport.tune.request import TuneRequest
 from moexport.tune.tune import Tuned
 
 pytest.importorskip("mlperf_loadgen", reason="LoadGen is not installed")
@@ -70,6 +71,6 @@ def test_a_bound_that_nothing_keeps_writes_no_bundle(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_scenario_without_a_bound_is_refused(tmp_path: Path) -> None:
+def test_a_scenario_without_a_bound_is_refused() -> None:
     with pytest.raises(UsageError, match="--scenario server: there is no bound of latency"):
-        moexport.tune("none.pt", "none.npz", tmp_path / "out", scenario="server")
+        TuneRequest(scenario="server").search()

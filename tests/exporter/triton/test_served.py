@@ -24,6 +24,10 @@ from typing import Any
 import moexport
 import numpy as np
 import pytest
+from moexport import api
+from moexport.bench.request import BenchRequest
+from moexport.bench.service.findings import services_in
+from moexport.errors import EngineError, UsageError
 from moexport.tests.recorded import read_case
 from moexport.tests.test_wheel import ROOT
 
@@ -223,6 +227,66 @@ def test_other_shapes_and_models_are_refused(client: Any, address: str) -> None:
         Asked(client, address, "any")(X[..., :5])
     with pytest.raises(Exception, match="unknown model: 'none'"):
         Asked(client, address, "none")(X)
+
+
+@pytest.mark.usefixtures("client")
+def test_the_server_stands_beside_the_same_bundle_in_this_process(
+    address: str, bundles: dict[str, moexport.Bundle], tmp_path: Path
+) -> None:
+    pytest.importorskip("mlperf_loadgen", reason="LoadGen is not installed")
+    request = BenchRequest(
+        engine="onnxruntime",
+        data=np.repeat(X, 8, axis=0),
+        batch="1,8",
+        scenario="server,offline",
+        latency_bound="300ms",
+        duration="3s",
+        triton=f"{address}/vit-k2",
+        memory=False,
+        parts=False,
+        limits=False,
+        round_s=0.01,
+        out=tmp_path,
+    )
+    results = api.bench(bundles["2"].path, request)
+    found = services_in(results.analyses)
+    assert found is not None
+    for scenario in ("server", "offline"):
+        services = {one.engine: one for one in found.of(scenario)}
+        assert services.keys() == {"pytorch-eager", "onnxruntime", "triton"}
+        served = services["triton"]
+        assert served.rate, served.told
+        assert (served.k, served.experts) == (2, 8)
+        assert (tmp_path / served.logs / "mlperf_log_summary.txt").is_file()
+    assert "Triton" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("client")
+@pytest.mark.parametrize(
+    ("triton", "said"),
+    [
+        ("{address}/none", "none"),
+        ("127.0.0.1:1/vit", "--triton 127.0.0.1:1/vit"),
+        ("localhost", "--triton localhost: no address with the name of a model"),
+    ],
+)
+def test_a_server_that_cannot_be_asked_is_refused_before_anything_is_measured(
+    triton: str,
+    said: str,
+    address: str,
+    bundles: dict[str, moexport.Bundle],
+    tmp_path: Path,
+) -> None:
+    request = BenchRequest(
+        engine="onnxruntime",
+        data=X,
+        scenario="offline",
+        triton=triton.format(address=address),
+        out=tmp_path / "out",
+    )
+    with pytest.raises((EngineError, UsageError), match=said):
+        api.bench(bundles["2"].path, request)
+    assert not (tmp_path / "out" / "results.json").exists()
 
 
 def test_a_server_that_is_not_there_is_an_error_of_the_client(client: Any) -> None:

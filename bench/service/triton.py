@@ -1,0 +1,155 @@
+"""A model on a running Triton server as the system under test, asked by NVIDIA's own client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...errors import EngineError, MissingExtraError, MoexportError, QueueFullError, UsageError
+from ...exporter.inputs import Inputs
+from ...graphs.names import K_INPUT
+from .findings import Layout
+from .queue import requests_per_second
+
+READY_S = 10.0
+"""How long a server may take to say what its model is."""
+
+
+def triton_client() -> Any:
+    """Returns the module of NVIDIA's client; `MissingExtraError` where it is not installed."""
+    try:
+        import tritonclient.grpc as client
+    except ImportError as error:
+        raise MissingExtraError(
+            f"--triton needs NVIDIA's client, which is not installed ({error})",
+            hint="pip install 'tritonclient[grpc]'",
+        ) from error
+    return client
+
+
+@dataclass(frozen=True, slots=True)
+class TritonModel:
+    """A model of a server that is running: `127.0.0.1:8001/vit`, its port for gRPC."""
+
+    address: str
+    name: str
+
+    @staticmethod
+    def parse(text: str) -> TritonModel:
+        """Returns an address with a model's name; raises `UsageError` for what is none."""
+        address, _, name = text.partition("/")
+        if not name or not address.rpartition(":")[2].isdecimal():
+            raise UsageError(
+                f"--triton {text}: no address with the name of a model",
+                hint="the server's port for gRPC and the model: --triton 127.0.0.1:8001/vit",
+            )
+        return TritonModel(address, name)
+
+
+class TritonService:
+    """What a model of a server answers for the numbers of samples; the server makes its batches.
+
+    Raises `EngineError` where the server does not answer, or has no such model.
+    """
+
+    def __init__(self, model: TritonModel, samples: Inputs, most_open: int) -> None:
+        self._module, self._model, self._samples = triton_client(), model, samples
+        self._most_open = most_open
+        self._inputs: list[str] = []
+
+    def contact(self) -> int:
+        """Returns how many instances the server has of the model."""
+        model = self._model
+        try:
+            with self._client() as client:
+                facts = client.get_model_metadata(model.name, client_timeout=READY_S)
+                config = client.get_model_config(model.name, client_timeout=READY_S).config
+        except Exception as error:
+            raise EngineError(
+                f"--triton {model.address}/{model.name}: {error}",
+                hint="docs/deploy.md says how to start the server; this is its port for gRPC",
+            ) from error
+        self._inputs = [each.name for each in facts.inputs if each.name != K_INPUT]
+        return sum(group.count for group in config.instance_group) or 1
+
+    def tried(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
+        """Returns the layout of the server, which is its own affair, with what it answers."""
+        del layouts
+        layout = Layout(instances=self.contact(), threads=0, per_s=0.0)
+        with self.queue(layout, self._most_open, 0.0) as queue:
+            return (replace(layout, per_s=requests_per_second(queue)),)
+
+    @contextmanager
+    def queue(self, layout: Layout, capacity: int, max_delay_s: float) -> Iterator[TritonQueue]:
+        """Yields what takes requests, of which as many as `capacity` are in the server."""
+        del layout, max_delay_s
+        with self._client() as client:
+            yield TritonQueue(self._module, client, self._model.name, self._requests(), capacity)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+    def _client(self) -> Any:
+        return self._module.InferenceServerClient(self._model.address)
+
+    def _requests(self) -> list[list[Any]]:
+        """Each sample as the client sends it: made once, before anything is timed."""
+        from tritonclient.utils import np_to_triton_dtype
+
+        samples = self._samples if isinstance(self._samples, dict) else None
+        arrays = samples or {self._inputs[0]: self._samples}
+        count = len(next(iter(arrays.values())))
+        requests = []
+        for row in range(count):
+            request = []
+            for name, array in arrays.items():
+                own = array[row : row + 1]
+                request.append(
+                    self._module.InferInput(name, [*own.shape], np_to_triton_dtype(own.dtype))
+                )
+                request[-1].set_data_from_numpy(own)
+            requests.append(request)
+        return requests
+
+
+class TritonQueue:
+    """Sends requests to a server, and holds as many that are not answered as its capacity.
+
+    More are refused at once, as `Queue` does.
+    """
+
+    def __init__(
+        self, module: Any, client: Any, model: str, requests: Sequence[list[Any]], capacity: int
+    ) -> None:
+        self._module, self._client, self._model = module, client, model
+        self._requests, self._capacity = requests, capacity
+        self._open, self._answered = 0, threading.Condition()
+
+    def submit(self, request: int, *, wait: bool = False) -> Future[Any]:
+        """Returns what will hold the answer, or the server's error.
+
+        Raises `QueueFullError` where too many are open, unless it is to `wait` for room.
+        """
+        with self._answered:
+            while wait and self._open >= self._capacity:
+                self._answered.wait()
+            if self._open >= self._capacity:
+                raise QueueFullError(f"the server is full: {self._capacity} requests are open")
+            self._open += 1
+        answer: Future[Any] = Future()
+
+        def done(result: Any, error: Any) -> None:
+            with self._answered:
+                self._open -= 1
+                self._answered.notify()
+            if error is None:
+                answer.set_result(result)
+            else:
+                answer.set_exception(MoexportError(f"Triton's model {self._model}: {error}"))
+
+        self._client.async_infer(self._model, self._requests[request], done)
+        return answer
