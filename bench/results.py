@@ -129,16 +129,17 @@ class Row:
 
     `scope` says what the latency holds: `gpu` (device time) or `end-to-end` (array in memory to
     array); `device_ms` is the GPU's own time for a call by CUDA events around the computation, for
-    engines that tell it. `limit_ms` is the least time that the machine needs for its `work`
-    (`measure.roofline`), and `no_limit` says why that is not known. `throughput` is inputs per
-    second. `peak_memory_mb` is the largest resident set of a process that opens the engine and runs
-    batches of this size, `runtime_memory_mb` what that process held before it opened anything.
-    `disk_bytes` are those of the graph and its weights, or of the checkpoint. `losing` are the
-    classes that lose most, at most `MOST_LOSING`. `computed_in` is what the matrix products were
-    computed in, for engines that tell it. A row that failed has `error` and no numbers, but for the
-    `parity` of wrong outputs. `node` names the machine of a cluster on which the row was timed; the
-    protocol's `nodes` tell the environment of each. `point` says what each layer is where k alone
-    does not: of a search, whose layers may have fewer experts.
+    engines that tell it. `joules` is the energy of a call, where the machine tells it. `limit_ms`
+    is the least time that the machine needs for its `work` (`measure.roofline`), and `no_limit`
+    says why that is not known. `throughput` is inputs per second. `peak_memory_mb` is the largest
+    resident set of a process that opens the engine and runs batches of this size,
+    `runtime_memory_mb` what that process held before it opened anything. `disk_bytes` are those of
+    the graph and its weights, or of the checkpoint. `losing` are the classes that lose most, at
+    most `MOST_LOSING`. `computed_in` is what the matrix products were computed in, for engines that
+    tell it. A row that failed has `error` and no numbers, but for the `parity` of wrong outputs.
+    `node` names the machine of a cluster on which the row was timed; the protocol's `nodes` tell
+    the environment of each. `point` says what each layer is where k alone does not: of a search,
+    whose layers may have fewer experts.
     """
 
     engine: str
@@ -152,6 +153,7 @@ class Row:
     scope: str = "end-to-end"
     latency_ms: Latency | None = None
     device_ms: Latency | None = None
+    joules: float | None = None
     work: Workload | None = None
     limit_ms: float | None = None
     no_limit: str | None = None

@@ -23,7 +23,7 @@ import torch
 
 from ..common import timing
 from ..common.console import Progress, Silent
-from ..common.environment import environment, memory_bytes
+from ..common.environment import energy_counters, environment, memory_bytes
 from ..common.files import sha256
 from ..common.threads import Threads, fastest_threads, with_threads
 from ..common.writing import held
@@ -191,6 +191,7 @@ def _protocol(
             "sha256": data.fingerprint,
         },
         "labelled": data.labelled,
+        "no_energy": energy_counters()[1],
         "batches": list(request.batches),
         **ranges,
         **counted,
@@ -488,6 +489,7 @@ class Measurement:
                         **self.qualities[case],
                         latency_ms=latency,
                         device_ms=measured.device.get(case.label),
+                        joules=measured.joules.get(case.label),
                         throughput=_per_second(group.batch, latency),
                         tokens_per_s=None
                         if group.phase is None

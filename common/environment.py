@@ -104,6 +104,38 @@ def memory_bytes() -> int:
     return psutil.virtual_memory().total
 
 
+class EnergyCounters:
+    """The energy that the packages of a machine's CPUs take, by Linux's powercap (RAPL)."""
+
+    def __init__(self, place: Path = Path("/sys/class/powercap")) -> None:
+        """Raises `OSError` that says why where the counters are not there or cannot be read."""
+        zones = [zone for zone in place.glob("*-rapl:*") if zone.name.count(":") == 1]
+        if not zones:
+            raise FileNotFoundError("this machine has no counters of energy (RAPL)")
+        # A zone starts again from 0 at its end.
+        self._ends = {
+            zone / "energy_uj": int((zone / "max_energy_range_uj").read_text()) for zone in zones
+        }
+        self._last = {file: int(file.read_text()) for file in self._ends}
+
+    def joules(self) -> float:
+        """Returns the energy since the last call, all packages together."""
+        now = {file: int(file.read_text()) for file in self._ends}
+        used = sum((now[file] - self._last[file]) % end for file, end in self._ends.items())
+        self._last = now
+        return used / 1e6
+
+
+def energy_counters() -> tuple[EnergyCounters | None, str]:
+    """Returns the machine's counters of energy, or None and why there are none that can be read."""
+    try:
+        return EnergyCounters(), ""
+    except PermissionError:
+        return None, "only root may read this machine's counters of energy (RAPL)"
+    except OSError as error:
+        return None, str(error)
+
+
 def peak_memory_bytes() -> int:
     """Returns the most memory that this process has held; 0 on Windows, which is not asked.
 

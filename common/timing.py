@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import MoexportError, UsageError
 from .console import Progress, Silent
+from .environment import energy_counters
 
 NS_PER_MS = 1e6
 MIN_ROUNDS = 5
@@ -118,24 +119,27 @@ class Protocol:
 class Round:
     """What one round found: milliseconds of every call, or in words what ended it.
 
-    `ms` are by the wall clock; `device_ms` those of the device, for cases that tell them.
+    `ms` are by the wall clock; `device_ms` those of the device, for cases that tell them. `joules`
+    are of a call, where the machine tells them.
     """
 
     ms: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     device_ms: dict[str, list[float]] = field(default_factory=dict)
+    joules: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What came of a measurement: a latency or in words what ended it, per case.
 
-    `device` is the time on the device, of cases that tell it.
+    `device` is the time on the device, of cases that tell it, and `joules` the energy of a call.
     """
 
     latencies: dict[str, Latency]
     failures: dict[str, str]
     device: dict[str, Latency] = field(default_factory=dict)
+    joules: dict[str, float] = field(default_factory=dict)
 
 
 def measure(
@@ -161,6 +165,7 @@ def measure(
     left = protocol.rounds - len(rounds)
     progress.step(f"{title}: {left} rounds, {len(cases)} in turn", total=left * len(cases))
     warm: set[str] = set()
+    counters, _ = energy_counters()
     for number in range(len(rounds), protocol.rounds):
         found = Round()
         for name in _order(cases, protocol.seed, number):
@@ -171,7 +176,11 @@ def measure(
                     if name not in warm or call.reopens:
                         _warm_up(call, protocol.warmup)
                     warm.add(name)
+                    if counters is not None:
+                        counters.joules()
                     ms, device_ms = _round_ms(call, protocol, clock_ns)
+                    if counters is not None:  # one call more, which warms the caches
+                        found.joules[name] = counters.joules() / (1 + len(ms) + len(device_ms))
                     found.ms[name] = ms
                     if device_ms:
                         found.device_ms[name] = device_ms
@@ -194,6 +203,11 @@ def measure(
         latencies=latencies,
         failures=failures,
         device={name: summarise(ms) for name, ms in told.items() if ms},
+        joules={
+            name: float(np.median([each.joules[name] for each in rounds]))
+            for name in latencies
+            if all(name in each.joules for each in rounds)
+        },
     )
 
 

@@ -260,6 +260,10 @@ def method_lines(results: Results) -> list[str]:
         labelled = "labelled" if p.get("labelled") else "unlabelled"
         lines.append(f"Accuracy, routing and parity on {p['samples']:,} {labelled} samples.")
     lines += _rates(p.get("rates", ()))
+    if any(row.joules is not None for row in results.rows):
+        lines.append("J per call is what all CPUs of the machine took (RAPL), other work included.")
+    elif p.get("no_energy"):
+        lines.append(f"Energy is not measured: {p['no_energy']}.")
     if p.get("waited"):
         most = max(wait["share"] for wait in p["waited"])
         lines.append(f"Threads waited for a core for up to {most:.0%} of their time.")

@@ -772,6 +772,7 @@ const COLUMNS = [
   ["Spread", row => row.spread, value => (100 * value).toFixed(0) + "%"],
   time("p90", "p90"), time("p95", "p95"), time("p99", "p99"), time("Min", "min"), time("Max", "max"),
   time("Mean", "mean"), time("Std", "std"), ["Calls", row => row.latency_ms?.n ?? null, number, "extra"],
+  ["J per call", row => row.joules, shown, "extra"],
   ["Inputs/s", row => row.throughput, number], ["Memory MB", row => row.peak_memory_mb, number],
 ].filter(([name, value]) => rows.some(row => value(row) !== null));
 // What tells the rows apart that are shown.
