@@ -46,7 +46,7 @@ def soak(seconds: float, bound_s: float, folder: Path) -> list[str]:
 
     wrong: list[str] = []
     window_s = seconds / WINDOWS
-    load = Traffic(scenario="server", duration_s=max(1.0, window_s / 5), rate=50.0, bound_s=bound_s)
+    load = Traffic(scenario="server", duration_s=min(5.0, window_s), rate=50.0, bound_s=bound_s)
     with Queue([instance], max_batch=8, capacity=4096) as queue:
         found = judged(queue, 64, load, folder / "search", search=True)
         if found.peak is None:
