@@ -113,8 +113,8 @@ def _run(console: Console) -> None:
             raise
         reserve.clear()
         errors = _chain(error)
-        for each in errors:
-            traceback.clear_frames(each.__traceback__)
+        for cause in errors:
+            traceback.clear_frames(cause.__traceback__)
         memory = next(filter(tells_of_memory, errors), None)
         from .common.writing import FULL  # only now: --help takes no longer than it must
 
@@ -152,10 +152,10 @@ def _status(app: Callable[..., object]) -> object:
 def _chain(error: BaseException) -> list[BaseException]:
     """An error and what it came from, the latest first."""
     errors: list[BaseException] = []
-    each: BaseException | None = error
-    while each is not None and each not in errors:  # a chain may be a circle
-        errors.append(each)
-        each = each.__cause__ or each.__context__
+    cause: BaseException | None = error
+    while cause is not None and cause not in errors:  # a chain may be a circle
+        errors.append(cause)
+        cause = cause.__cause__ or cause.__context__
     return errors
 
 
@@ -181,7 +181,7 @@ def _near_miss(error: TyperException, context: Any) -> str:
     """What may have been meant: an option, a command or one of an option's choices."""
     choices = getattr(getattr(error, "param", None), "type_descriptor", None)
     if hasattr(error, "option_name"):
-        options = [name for each in context.command.params for name in each.opts]
+        options = [name for parameter in context.command.params for name in parameter.opts]
         return likest(error.option_name, options)
     quoted = re.search(r"'([^']*)' is not one of|No such command '([^']*)'", error.format_message())
     if quoted is None:

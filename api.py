@@ -477,7 +477,7 @@ def bench_on_ray(models: AnyPath | Sequence[AnyPath], request: BenchRequest) -> 
             old = before if isinstance(before, Results | None) else before.get(kind)
             write_all(results, folder, None if old is None else compare(old, results))
 
-    found = sweep_on_ray(
+    results_by_kind = sweep_on_ray(
         [str(everywhere(name)) for name in listed],
         replace(
             request,
@@ -489,9 +489,9 @@ def bench_on_ray(models: AnyPath | Sequence[AnyPath], request: BenchRequest) -> 
         on=kinds,
         keep=keep,
     )
-    if place is not None and len(found) > 1:
-        write_kinds(found, place)
-    return found
+    if place is not None and len(results_by_kind) > 1:
+        write_kinds(results_by_kind, place)
+    return results_by_kind
 
 
 def report(
@@ -507,15 +507,15 @@ def report(
     from .bench.report.runs import named_runs
     from .bench.results import Results, read
 
-    def known(each: Results | AnyPath) -> Results:
-        return each if isinstance(each, Results) else read(Path(each))
+    def known(run: Results | AnyPath) -> Results:
+        return run if isinstance(run, Results) else read(Path(run))
 
     now = known(results)
     before = None if request.compare is None else known(request.compare)
     comparison = None if before is None else compared(before, now)
     _say(request.progress, f"writing {output}")
-    places = [None if isinstance(each, Results) else Path(each) for each in request.beside]
-    runs = named_runs(places, [known(each) for each in request.beside])
+    places = [None if isinstance(run, Results) else Path(run) for run in request.beside]
+    runs = named_runs(places, [known(run) for run in request.beside])
     return write_views(now, Path(output), comparison, runs), comparison
 
 
@@ -587,7 +587,7 @@ def tune(
         if request.ray is None
         else evaluating_on_ray(request.ray, request.on or "CPU", progress or Silent())
     ) as evaluate:
-        found = search_and_export(
+        tuned = search_and_export(
             loaded,
             labelled,
             Path(destination),
@@ -599,8 +599,8 @@ def tune(
             evaluate=evaluate,
         )
     if place is not None:
-        write_findings(found, place, request.command)
-    return found
+        write_findings(tuned, place, request.command)
+    return tuned
 
 
 def tune_plan(

@@ -242,7 +242,7 @@ def _labels_of(item: object, inputs: Array, where: str) -> Fields:
 
 def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
     """The field that holds the inputs called `name`: of that name, or the only one of numbers."""
-    candidates = [each for each in fields if each not in (*LABEL_NAMES, IMAGE)]
+    candidates = [name for name in fields if name not in (*LABEL_NAMES, IMAGE)]
     if name in fields or len(candidates) == 1:
         return fields[name if name in fields else candidates[0]]
     if IMAGE in fields:
@@ -576,7 +576,7 @@ def _inputs_name(archive: zipfile.ZipFile, path: Path, name: str) -> str:
     names = _names(archive)
     if name in names:
         return name
-    others = [each for each in names if each not in LABEL_NAMES]
+    others = [name for name in names if name not in LABEL_NAMES]
     if len(others) != 1:
         raise FeedError(
             f"{path}: holds {', '.join(names) or 'nothing'}, but no array '{name}'",
@@ -645,7 +645,7 @@ def _header(file: BinaryIO, where: str, size: int) -> ArrayHeader:
             "loaded",
             hint="save numbers: np.array(x.tolist()), whose rows must be of one shape",
         )
-    if any(not 0 <= each < 2**31 for each in header.shape):
+    if any(not 0 <= size < 2**31 for size in header.shape):
         raise ValueError(f"an array cannot be of shape {header.shape}")
     if header.shape and header.shape[0] > size:  # of rows that have no numbers
         raise ValueError(f"it has {size} bytes and an array of {header.shape[0]} rows")

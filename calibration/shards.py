@@ -97,10 +97,10 @@ def shard_batches(
         folder = name.rpartition("/")[0] if url_of(shard) else str(path.parent)
         if folder not in sizes:
             sizes[folder] = {n: size for listed in _indexes(folder) for n, size in listed.items()}
-        told = sizes[folder].get(path.name, samples)
-        if samples != told:
+        expected = sizes[folder].get(path.name, samples)
+        if samples != expected:
             raise FeedError(
-                f"{name}: {samples} samples were read, and the index beside it tells of {told}",
+                f"{name}: {samples} samples were read, and the index beside it tells of {expected}",
                 hint=f"{DAMAGED}, or its index",
             )
 
@@ -125,7 +125,7 @@ def _indexes(folder: str) -> Iterator[dict[str, int]]:
         with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             if "shardlist" in content:
                 listed = content["shardlist"]
-                yield {each["url"].rpartition("/")[2]: int(each["nsamples"]) for each in listed}
+                yield {entry["url"].rpartition("/")[2]: int(entry["nsamples"]) for entry in listed}
             elif "splits" in content:
                 for split in content["splits"].values():
                     lengths = map(int, split["shard_lengths"])
@@ -213,7 +213,7 @@ def _field(
 
 
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    shapes = [{n: np.shape(x) for n, x in each.items() if n != IMAGE} for each in (one, other)]
+    shapes = [{n: np.shape(x) for n, x in sample.items() if n != IMAGE} for sample in (one, other)]
     return one.keys() == other.keys() and shapes[0] == shapes[1]
 
 

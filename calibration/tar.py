@@ -138,7 +138,7 @@ def _extended(kind: bytes, data: bytes, at: int) -> dict[str, str]:
 
 def _records(data: bytes, at: int) -> dict[str, str]:
     """The records of a PAX header, each `LENGTH KEY=VALUE` and a line's end."""
-    found, place = {}, 0
+    records, place = {}, 0
     while place < len(data):
         digits = data[place : place + 20].partition(b" ")[0]
         length = _decimal(_text(digits), at)
@@ -146,6 +146,6 @@ def _records(data: bytes, at: int) -> dict[str, str]:
         key, equals, value = record.partition(b"=")
         if not equals or not value.endswith(b"\n") or place + length > len(data):
             raise TarDamageError(f"a damaged header at byte {at}: its records are none")
-        found[_text(key)] = _text(value[:-1])
+        records[_text(key)] = _text(value[:-1])
         place += length
-    return found
+    return records

@@ -119,16 +119,16 @@ def _bench_on_ray(
     if not on:
         raise UsageError(f"--on {request.on}: names no resource", hint="`ray status` lists them")
     before = earlier_kinds(output, flags.compare, on, wanted=share is not None)
-    found = api.bench_on_ray(models, replace(request, before=before))
+    reports = api.bench_on_ray(models, replace(request, before=before))
     console.finish()
     if as_json:
-        show(json_text({kind: plain(results) for kind, results in found.items()}))
+        show(json_text({kind: plain(results) for kind, results in reports.items()}))
     else:
-        folders = {kind: output / folder_of(kind) if len(on) > 1 else output for kind in found}
-        show(kinds_text(found))
-        show("\n" + "\n".join(f"report: {each / 'report.html'}" for each in folders.values()))
+        folders = {kind: output / folder_of(kind) if len(on) > 1 else output for kind in reports}
+        show(kinds_text(reports))
+        show("\n" + "\n".join(f"report: {folder / 'report.html'}" for folder in folders.values()))
     if before:
-        lines, failure = compare_kinds(before, found, share)
+        lines, failure = compare_kinds(before, reports, share)
         for line in lines:
             console.note(line)
         if failure is not None:
@@ -180,18 +180,18 @@ def specialise(
 
     if output is not None:
         check_folder(output)
-    found = []
+    findings = []
     with verbosity.console() as console:
         for model in models:
             loaded = loader(reading, model, console, data)()
-            found.append(api.specialise(loaded, data, replace(request, progress=console)))
-    (first, *others) = found
+            findings.append(api.specialise(loaded, data, replace(request, progress=console)))
+    (first, *others) = findings
     if output is not None:
-        written = write_several(found, output) if others else write(first, output)
+        written = write_several(findings, output) if others else write(first, output)
     if as_json:
-        show(several_json(found) if others else to_json(first), end="")
+        show(several_json(findings) if others else to_json(first), end="")
         return
-    show(several_text(found) if others else text(first))
+    show(several_text(findings) if others else text(first))
     if output is not None:
         show(f"\nwritten: {', '.join(map(str, written))}")
 

@@ -76,20 +76,20 @@ def build(
     options = replace(cached(options), expose_routing=expose_routing)
     plans = api.build_plan(bundle, replace(request, options=options))
     if dry_run:
-        shown = [engine_plan_json(each) for each in plans]
+        shown = [engine_plan_json(plan) for plan in plans]
         show(json_text(shown) if as_json else engine_plans_text(plans))
         return
     with verbosity.console() as console:
         made = api.build_engines(bundle, plans, rebuild=request.rebuild, progress=console)
     if as_json:
-        show(json_text([each.record.as_json() for each in made]))
+        show(json_text([engine.record.as_json() for engine in made]))
         return
     for plan in plans:
         for note in plan.notes:
             console.note(note)
-    for each in made:
-        show(made_text(bundle, each))
-        for note in precision_notes(each.record.file, each.record.kernels):
+    for engine in made:
+        show(made_text(bundle, engine))
+        for note in precision_notes(engine.record.file, engine.record.kernels):
             console.note(note)
 
 
@@ -101,8 +101,8 @@ def engine_plans_text(plans: Sequence[EnginePlan]) -> str:
         rows.append(f"{plan.file} from {plan.graph}, {plan.backend.title} {version}")
         if plan.cards:
             rows.append(f"  compute capability {', '.join(plan.cards)}")
-        rows += [f"  profile {each}" for each in plan.profiles]
-        rows += [f"  note: {each}" for each in plan.notes]
+        rows += [f"  profile {profile}" for profile in plan.profiles]
+        rows += [f"  note: {note}" for note in plan.notes]
     rows.append("nothing was built (--dry-run)")
     return lines(*rows)
 
@@ -115,7 +115,7 @@ def engine_plan_json(plan: EnginePlan) -> dict[str, Any]:
         "flavour": plan.backend.name,
         "version": plan.backend.version(),
         "compute_capabilities": list(plan.cards),
-        "profiles": [each.as_json() for each in plan.profiles],
+        "profiles": [profile.as_json() for profile in plan.profiles],
         "options": plan.options.as_json(),
     }
 
@@ -151,11 +151,11 @@ def triton(
     with verbosity.console() as console:
         models = api.triton(bundles, output, replace(request, progress=console))
     if as_json:
-        show(json_text([each.as_json() for each in models]))
+        show(json_text([model.as_json() for model in models]))
         return
-    for each in models:
-        show(served_text(output, each))
-        for note in each.notes:
+    for model in models:
+        show(served_text(output, model))
+        for note in model.notes:
             console.note(note)
 
 

@@ -150,13 +150,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     layers = plan.precision.layers
     more: dict[str, Any] = {} if plan.tuning is None else {"tuning": asdict(plan.tuning)}
     more |= {"notes": plan.notes} if plan.notes else {}
-    batches = {each.file: list(each.batches) for each in plan.graphs if each.batches is not None}
+    batches = {g.file: list(g.batches) for g in plan.graphs if g.batches is not None}
     more |= {"batches": batches} if batches else {}
     return {
         "output": str(plan.job.options.destination),
         "files": plan.files,
         "graphs": {
-            graph.file: [
+            g.file: [
                 {
                     "name": layer.name,
                     "k": layer.k,
@@ -167,9 +167,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
                     "precision_reason": layers[layer.name].reason,
                     "predicted_us": round(layer.choice.predicted_us, 1),
                 }
-                for layer in graph.layers
+                for layer in g.layers
             ]
-            for graph in plan.graphs
+            for g in plan.graphs
         },
     } | more
 
@@ -205,7 +205,7 @@ def calibrate(
                 ),
             )
             console.finish()
-            records = [asdict(each) for each in ranked]
+            records = [asdict(layer) for layer in ranked]
             show(json_text({"layers": records}) if as_json else sensitivity_text(ranked))
             return
     show(ranges.to_json() if as_json else table_text(ranges), end="\n" if not as_json else "")

@@ -168,24 +168,24 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
 def options_of(record: Any) -> list[inspect.Parameter]:
     """Returns the options of a dataclass as Typer wants parameters."""
-    if not all(DECLARED in each.metadata for each in fields(record)):
+    if not all(DECLARED in field.metadata for field in fields(record)):
         hints = get_type_hints(record, include_extras=True)
         return [
             _keyword(
-                each.name,
-                hints[each.name].__origin__,
-                hints[each.name].__metadata__[0],
-                inspect.Parameter.empty if each.default is MISSING else each.default,
+                field.name,
+                hints[field.name].__origin__,
+                hints[field.name].__metadata__[0],
+                inspect.Parameter.empty if field.default is MISSING else field.default,
             )
-            for each in fields(record)
+            for field in fields(record)
         ]
     options, heading = [], None
-    for name, (each, said) in declared(record).items():
+    for name, (field, said) in declared(record).items():
         if said.shell is None:
             continue
         heading = said.heading or heading
         shell = dict(said.shell)
-        default = None if each.default == () else each.default
+        default = None if field.default == () else field.default
         shell.pop("kind", None)
         kind = kind_of(record, name)
         flag = shell.pop("flag", f"--{name.replace('_', '-')}" if default is False else None)
@@ -243,28 +243,28 @@ class SectionedCommand(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes the arguments and options under their headings."""
         sections: dict[str, list[tuple[str, str]]] = {}
-        for each in self.get_params(ctx):
-            record = each.get_help_record(ctx)
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
             if record is not None:
-                argument = each.param_type_name == "argument"
-                heading = getattr(each, "rich_help_panel", None)
+                argument = parameter.param_type_name == "argument"
+                heading = getattr(parameter, "rich_help_panel", None)
                 heading = "Arguments" if argument else heading or "Options"
                 sections.setdefault(heading, []).append(record)
         long = sum(map(len, sections.values())) > SCREENS / 2  # an option takes about two lines
-        left_out = [each for each in FURTHER if each in sections and long and not self.whole]
-        last = [each for each in LAST if each in sections]
-        listed = [each for each in sections if each not in (*last, *left_out)]
+        left_out = [title for title in FURTHER if title in sections and long and not self.whole]
+        last = [title for title in LAST if title in sections]
+        listed = [title for title in sections if title not in (*last, *left_out)]
         for heading in listed + last:
             with formatter.section(heading):
                 formatter.write_dl(sections[heading])
         if left_out:
-            names = ", ".join(f"{each} ({len(sections[each])})" for each in left_out)
+            names = ", ".join(f"{title} ({len(sections[title])})" for title in left_out)
             formatter.write_paragraph()
             formatter.write_text(f"--help-all shows further options: {names}.")
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
+def _say_version(value: bool) -> None:
+    if value:
         from importlib.metadata import version
 
         print(f"moexport {version('moexport')}")
@@ -302,8 +302,8 @@ def program(name: str, about: str, commands: dict[str, Command]) -> typer.Typer:
     by_name = {function.__name__: (function, example) for example, function in commands.items()}
 
     class Commands(TyperGroup):
-        def __init__(self, **given: Any) -> None:
-            super().__init__(**given)
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
             for command, (function, _) in by_name.items():
                 self.add_command(TyperCommand(command, help=inspect.getdoc(function)))
 

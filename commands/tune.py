@@ -78,10 +78,10 @@ def plan_text(planned: SearchPlan) -> str:
     )
 
 
-def _as_json(found: Tuned, report: Path) -> dict[str, Any]:
+def _as_json(tuned: Tuned, report: Path) -> dict[str, Any]:
     return {
-        "bundle": str(found.bundle.path),
+        "bundle": str(tuned.bundle.path),
         "report": str(report / "report.html"),
-        "contract": found.bundle.manifest.contract,
-        "layers": [asdict(layer) for layer in found.bundle.manifest.layers],
+        "contract": tuned.bundle.manifest.contract,
+        "layers": [asdict(layer) for layer in tuned.bundle.manifest.layers],
     }

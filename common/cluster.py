@@ -65,12 +65,12 @@ class Cluster:
         ray = self.ray
         # Each is sent to the nodes once: made anew for every task, it would be another one to Ray.
         functions = {
-            each: ray.remote(each).options(**kind.claim, max_retries=RETRIES)
-            for each in {task.function for task in tasks}
+            function: ray.remote(function).options(**kind.claim, max_retries=RETRIES)
+            for function in {task.function for task in tasks}
         }
         started = {
-            functions[each.function].remote(*each.arguments): number
-            for number, each in enumerate(tasks)
+            functions[task.function].remote(*task.arguments): number
+            for number, task in enumerate(tasks)
         }
         pending, waiting_since = list(started), None
         try:
@@ -130,14 +130,14 @@ def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[Node
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     kinds = []
     for name in on:
-        having = [each for each in alive if each.get(name, 0) > 0]
+        having = [node for node in alive if node.get(name, 0) > 0]
         if not having:
-            held = sorted({r for each in alive for r in each if not r.startswith("node:")})
+            held = sorted({r for node in alive for r in node if not r.startswith("node:")})
             raise ClusterError(
                 f"--on {name}: no node of the cluster has this resource",
                 hint=f"its {len(alive)} nodes have {', '.join(held) or 'none'}",
             )
-        least, most = (pick(each[name] for each in having) for pick in (min, max))
+        least, most = (pick(node[name] for node in having) for pick in (min, max))
         if most >= 2 * least:
             raise ClusterError(
                 f"--on {name}: nodes have between {least:g} and {most:g} of it, so that two cells "
@@ -146,8 +146,8 @@ def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[Node
                 """of your own (ray start --resources='{"big": 1}')""",
             )
         claim: dict[str, Any] = {
-            "num_cpus": min(each.get("CPU", 0) for each in having),
-            "num_gpus": min(each.get("GPU", 0) for each in having),
+            "num_cpus": min(node.get("CPU", 0) for node in having),
+            "num_gpus": min(node.get("GPU", 0) for node in having),
         }
         if name not in ("CPU", "GPU"):
             claim["resources"] = {name: least}

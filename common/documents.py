@@ -134,12 +134,12 @@ def _check(content: Any, bits: int) -> None:
     """Raises ValueError for what nests too deep, or a whole number that nothing here can hold."""
     left = [(content, 0)]
     while left:
-        each, levels = left.pop()
-        if isinstance(each, dict | list):
+        value, levels = left.pop()
+        if isinstance(value, dict | list):
             _check_levels(levels + 1)
-            inner = each.values() if isinstance(each, dict) else each
+            inner = value.values() if isinstance(value, dict) else value
             left += [(value, levels + 1) for value in inner]
-        elif isinstance(each, int) and each.bit_length() >= bits:
+        elif isinstance(value, int) and value.bit_length() >= bits:
             raise ValueError(f"a whole number of more than {bits} bits")
 
 
@@ -212,7 +212,7 @@ def _in_words(message: str, at: str) -> str:
     subject = f"field {where}" if where else "the file"
     if types := re.fullmatch(r"Expected `(.*)`, got `(.*)`", what):
         # That null would do as well helps nobody.
-        wanted = [WORDS.get(each, each) for each in types[1].split(" | ") if each != "null"]
+        wanted = [WORDS.get(name, name) for name in types[1].split(" | ") if name != "null"]
         return f"{subject} should be {' or '.join(wanted)}, not {WORDS.get(types[2], types[2])}"
     if unknown := re.fullmatch(r"Invalid enum value (.*)", what):
         return f"{subject} is {unknown[1]}, which is unknown"

@@ -86,8 +86,8 @@ def cpu_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     except OSError:  # not Linux
         return frozenset()
     flags = (line.partition(":") for line in text.splitlines())
-    found = next((v for key, _, v in flags if key.strip() in ("flags", "Features")), "")
-    return frozenset(found.split())
+    words = next((v for key, _, v in flags if key.strip() in ("flags", "Features")), "")
+    return frozenset(words.split())
 
 
 def usable_cores() -> int:

@@ -229,12 +229,12 @@ def why_not_private(folder: Path) -> str | None:
     if sys.platform == "win32" or not folder.exists():
         return None
     place = folder.resolve()
-    for each in (place, *place.parents):
-        status = each.stat()
+    for path in (place, *place.parents):
+        status = path.stat()
         others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if status.st_uid not in (os.geteuid(), 0):
-            return f"{each} belongs to user {status.st_uid}"
+            return f"{path} belongs to user {status.st_uid}"
         # In a folder above, the sticky bit keeps others from renaming what is not theirs.
-        if others and (each == place or not status.st_mode & stat.S_ISVTX):
-            return f"others may write to {each} (mode {stat.S_IMODE(status.st_mode):o})"
+        if others and (path == place or not status.st_mode & stat.S_ISVTX):
+            return f"others may write to {path} (mode {stat.S_IMODE(status.st_mode):o})"
     return None

@@ -174,16 +174,16 @@ def state_of(where: object) -> str:
                 names = ["manifest.json"] if bundle else []
             places = [f"{path}/{name}" for name in names] or [path]
             system.invalidate_cache()
-            infos = [system.info(each, **_in_time(system)) for each in places]
+            infos = [system.info(url, **_in_time(system)) for url in places]
             # What fsspec calls a key of a file is for HTTP its URL, whatever it holds.
             return " ".join(entry for info in infos for entry in (info["name"], *_version(info)))
     if not isinstance(where, str | Path) or not (place := path_of(where)).exists():
         return ""
     files = (
-        sorted(each for each in place.rglob("*") if each.is_file()) if place.is_dir() else [place]
+        sorted(file for file in place.rglob("*") if file.is_file()) if place.is_dir() else [place]
     )
     states = ((str(file), file.stat()) for file in files)
-    return " ".join(f"{name} {each.st_size} {each.st_mtime_ns}" for name, each in states)
+    return " ".join(f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in states)
 
 
 @contextmanager
@@ -228,8 +228,8 @@ def _is_folder(url: str, system: Any, path: str) -> bool:
 
 def _listed(system: Any, path: str) -> list[str]:
     root = system._strip_protocol(path).rstrip("/")
-    paths = (system._strip_protocol(each) for each in system.find(path))
-    return sorted(each.removeprefix(root).lstrip("/") for each in paths)
+    paths = (system._strip_protocol(entry) for entry in system.find(path))
+    return sorted(entry.removeprefix(root).lstrip("/") for entry in paths)
 
 
 def _copy_existing(system: Any, path: str, names: Iterable[str], folder: Path, url: str) -> None:
@@ -263,13 +263,13 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
 
     url = system.unstrip_protocol(path)
     before = system.info(path, **_in_time(system))
-    told = before.get("size")
+    length = before.get("size")
     free = max(0, shutil.disk_usage(target.parent).free - ROOM_BYTES)
-    if told is not None and told > free:
+    if length is not None and length > free:
         raise LocationError(
-            f"{url}: has {told} bytes, and {free} are free in {target.parent}", hint=ROOM
+            f"{url}: has {length} bytes, and {free} are free in {target.parent}", hint=ROOM
         )
-    most = min(free, UNTOLD_BYTES) if told is None else told
+    most = min(free, UNTOLD_BYTES) if length is None else length
 
     started = time.monotonic()
 
@@ -281,14 +281,14 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
                 hint="download it with a program that goes on, and give its path",
             )
         if value > most:
-            limit = "its server announced" if told is not None else "are taken of an unknown size"
+            limit = "its server announced" if length is not None else "are taken of an unknown size"
             raise LocationError(f"{url}: more bytes come than the {most} that {limit}", hint=ROOM)
 
     limit = _in_time(system, 2 * STALLED_S + most / SLOWEST)
     system.get_file(path, str(target), callback=Callback(hooks={"limit": arrived}), **limit)
     came = target.stat().st_size
-    if told is not None and came != told:
-        raise EOFError(f"{came} of {told} bytes came")
+    if length is not None and came != length:
+        raise EOFError(f"{came} of {length} bytes came")
     system.invalidate_cache(path)
     if _version(system.info(path, **_in_time(system))) != _version(before):
         raise EOFError("it was changed while it was copied")

@@ -75,8 +75,8 @@ def option(
     """
     declared = Declared(help, unset, heading, shell if in_shell else None)
     made: Any = field(default=default, compare=compare, metadata={DECLARED: declared})
-    found: T = made
-    return found
+    declaration: T = made
+    return declaration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class Request:
 
 def declared(request: type[Any]) -> dict[str, tuple[Field[Any], Declared]]:
     """Returns the options of a request by name: their fields, and what is said of them."""
-    return {each.name: (each, each.metadata[DECLARED]) for each in fields(request)}
+    return {field.name: (field, field.metadata[DECLARED]) for field in fields(request)}
 
 
 def kind_of(request: type[Any], name: str) -> Any:
@@ -101,7 +101,7 @@ def kind_of(request: type[Any], name: str) -> Any:
     field, said = declared(request)[name]
     if said.shell is not None and "kind" in said.shell:
         return said.shell["kind"]
-    owner = next(each for each in request.__mro__ if name in inspect.get_annotations(each))
+    owner = next(base for base in request.__mro__ if name in inspect.get_annotations(base))
     text = str(inspect.get_annotations(owner)[name]).removesuffix(" | None")
     if text == "Sequence[str]":
         return list[str]
@@ -121,8 +121,8 @@ def changed(request: Any) -> list[str]:
     """Returns the names of the options that a shell has and that are not their defaults."""
     return [
         name
-        for name, (each, said) in declared(type(request)).items()
-        if said.shell is not None and _says(getattr(request, name), each.default)
+        for name, (field, said) in declared(type(request)).items()
+        if said.shell is not None and _says(getattr(request, name), field.default)
     ]
 
 
@@ -174,8 +174,8 @@ def parse_seconds(text: str | float, option: str, unit: str) -> float:
 
     `UsageError` names the option.
     """
-    found = re.fullmatch(_DURATION, str(text).strip())
-    seconds = float(found[1]) * _SECONDS[found[2] or unit] if found else math.nan
+    match = re.fullmatch(_DURATION, str(text).strip())
+    seconds = float(match[1]) * _SECONDS[match[2] or unit] if match else math.nan
     if not 0 < seconds < math.inf:
         raise UsageError(
             f"{option} {text}: not a time", hint=f"for example {option} 5ms, 90s or 10min"
@@ -240,14 +240,14 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
 
         @wraps(function)
         def call(*values: Any, **named: Any) -> Any:
-            given = {name: named.pop(name) for name in [*named] if name in names}
-            return function(*values, **given, **{record.name: request(**named)})
+            arguments = {name: named.pop(name) for name in [*named] if name in names}
+            return function(*values, **arguments, **{record.name: request(**named)})
 
         keywords = [
             inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
+                name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
             )
-            for name, (each, _declared) in declared(request).items()
+            for name, (field, _declared) in declared(request).items()
         ]
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*positional, *keywords]
@@ -259,8 +259,8 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
 def explained(request: type[Any]) -> str:
     """Returns the options of a request as a docstring lists them."""
     lines = ["Options:"]
-    for name, (each, said) in declared(request).items():
-        default = said.unset if said.unset is not None else each.default
-        default = "required" if each.default is MISSING else default
+    for name, (option_field, said) in declared(request).items():
+        default = said.unset if said.unset is not None else option_field.default
+        default = "required" if option_field.default is MISSING else default
         lines.append(f"    {name}: {said.help} [{default}]")
     return "\n".join(lines)

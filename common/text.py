@@ -26,9 +26,9 @@ def _escaped(match: re.Match[str]) -> str:
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
-def lines(*each: str) -> str:
+def lines(*texts: str) -> str:
     """Returns lines, each of which stays one whatever it holds."""
-    return "\n".join(map(printable, each))
+    return "\n".join(map(printable, texts))
 
 
 def markdown_text(text: str) -> str:

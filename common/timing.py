@@ -161,13 +161,13 @@ def measure(
     progress = progress or Silent()
     calls = {n: c if isinstance(c, TimedCall) else _Plain(c) for n, c in cases.items()}
     rounds = list(done)
-    failures = {name: text for each in done for name, text in each.failures.items()}
+    failures = {name: text for turn in done for name, text in turn.failures.items()}
     left = protocol.rounds - len(rounds)
     progress.step(f"{title}: {left} rounds, {len(cases)} in turn", total=left * len(cases))
     warm: set[str] = set()
     counters, _ = energy_counters()
     for number in range(len(rounds), protocol.rounds):
-        found = Round()
+        current = Round()
         for name in _order(cases, protocol.seed, number):
             if name not in failures:
                 try:
@@ -180,33 +180,33 @@ def measure(
                         counters.joules()
                     ms, device_ms = _round_ms(call, protocol, clock_ns)
                     if counters is not None:  # one call more, which warms the caches
-                        found.joules[name] = counters.joules() / (1 + len(ms) + len(device_ms))
-                    found.ms[name] = ms
+                        current.joules[name] = counters.joules() / (1 + len(ms) + len(device_ms))
+                    current.ms[name] = ms
                     if device_ms:
-                        found.device_ms[name] = device_ms
+                        current.device_ms[name] = device_ms
                     call.rest()
                 except Exception as error:  # noqa: BLE001  it may fail in any way it likes
-                    found.failures[name] = failures[name] = in_one_line(error)
+                    current.failures[name] = failures[name] = in_one_line(error)
             progress.advance(1)
-        rounds.append(found)
-        keep(found)
+        rounds.append(current)
+        keep(current)
     latencies = {
-        name: summarise([each.ms[name] for each in rounds])
+        name: summarise([turn.ms[name] for turn in rounds])
         for name in cases
         if name not in failures
     }
-    told = {
-        name: [each.device_ms[name] for each in rounds if name in each.device_ms]
+    device = {
+        name: [turn.device_ms[name] for turn in rounds if name in turn.device_ms]
         for name in latencies
     }
     return Measured(
         latencies=latencies,
         failures=failures,
-        device={name: summarise(ms) for name, ms in told.items() if ms},
+        device={name: summarise(ms) for name, ms in device.items() if ms},
         joules={
-            name: float(np.median([each.joules[name] for each in rounds]))
+            name: float(np.median([turn.joules[name] for turn in rounds]))
             for name in latencies
-            if all(name in each.joules for each in rounds)
+            if all(name in turn.joules for turn in rounds)
         },
     )
 

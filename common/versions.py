@@ -25,10 +25,10 @@ def outside_of_what_was_run() -> list[str]:
     """Returns a line about each installed package that is older or newer than what was run."""
     lines = []
     for name, (oldest, newest) in RUN.items():
-        found = release(name)
-        if found is not None and not oldest <= found <= newest:
-            word, end = ("newer", newest) if found > newest else ("older", oldest)
-            lines.append(f"{name} {_text(found)} is {word} than what was run: {_text(end)}")
+        version = release(name)
+        if version is not None and not oldest <= version <= newest:
+            word, end = ("newer", newest) if version > newest else ("older", oldest)
+            lines.append(f"{name} {_text(version)} is {word} than what was run: {_text(end)}")
     return lines
 
 
@@ -37,16 +37,16 @@ def release(distribution: str) -> tuple[int, int] | None:
     from importlib import metadata
 
     try:
-        found = re.match(r"(\d+)\.(\d+)", metadata.version(distribution))
+        match = re.match(r"(\d+)\.(\d+)", metadata.version(distribution))
     except metadata.PackageNotFoundError:
         return None
-    return None if found is None else (int(found[1]), int(found[2]))
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def older(distribution: str, first: tuple[int, int]) -> bool:
     """Whether an installed package is older than the first version that can do something."""
-    found = release(distribution)
-    return found is not None and found < first
+    version = release(distribution)
+    return version is not None and version < first
 
 
 def _text(version: tuple[int, int]) -> str:

@@ -381,7 +381,7 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
 
 def _idle_s(path: Path) -> float:
     """How long nobody has written to a file, or to anything in a folder."""
-    return time.time() - max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+    return time.time() - max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
 
 
 def _remove(path: Path) -> None:
