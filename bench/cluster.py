@@ -81,8 +81,8 @@ def sweep_on_ray(
         kinds = kinds_of(cluster.ray.nodes(), on)
         watcher.step(_described(kinds, cells))
         journal = Journal(None if out is None else out / FILE, _what(cells))
-        if journal.told:
-            watcher.step(journal.told)
+        if journal.summary:
+            watcher.step(journal.summary)
         for kind in kinds:
             results = _Sweep(cluster, kind, cells, journal).results()
             if results is not None:
@@ -185,7 +185,7 @@ class _Sweep:
     def results(self) -> Results | None:
         """Everything that was found, as one; None where nothing could be timed."""
         for name in ("accuracy", "analyses", "timed"):
-            for piece in self.journal.found(name, on=self.kind.name):
+            for piece in self.journal.pieces(name, on=self.kind.name):
                 self.pieces[name, piece["model"], piece["part"]] = piece
         known = self._known()
         analyses = self._analyses()

@@ -56,7 +56,7 @@ class Journal:
         return len(self._entries)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """What became of an earlier run, in words; empty where there was none."""
         if self.resumed:
             return f"going on with an unfinished run: {self.resumed} measurements are done"
@@ -65,7 +65,7 @@ class Journal:
         changed = ", ".join(self.discarded)
         return f"an unfinished run of something else was discarded (changed: {changed})"
 
-    def found(self, kind: str, **keys: Any) -> list[dict[str, Any]]:
+    def pieces(self, kind: str, **keys: Any) -> list[dict[str, Any]]:
         """Returns the pieces of a kind that have these values, oldest first."""
         wanted = {"kind": kind} | keys
         return [entry for entry in self._entries if wanted.items() <= entry.items()]

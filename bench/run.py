@@ -113,11 +113,11 @@ def bench(
         models = tuple(map(model_info, candidates))
         same = _same_run(candidates, groups, data, request, facts, models)
         journal = Journal(None if out is None else out / FILE, same)
-        if journal.told:
-            progress.step(journal.told)
+        if journal.summary:
+            progress.step(journal.summary)
         rows: list[Row] = []
         protocol = _protocol(request, data, calibration, threads)
-        if threads is not None and not journal.found("threads"):
+        if threads is not None and not journal.pieces("threads"):
             journal.add("threads", of=candidates[0].model.source.path, **asdict(threads))
         for candidate in candidates:
             one = Measurement(candidate, groups, data, head, request, journal, progress)
@@ -183,7 +183,7 @@ def _protocol(
 ) -> dict[str, Any]:
     """How rows are measured, for the results; the candidates add how many samples they saw."""
     ranges = {"calibration": calibration} if calibration else {}
-    counted = {} if threads is None else {"threads": threads.told}
+    counted = {} if threads is None else {"threads": threads.sentence}
     return asdict(request.protocol) | {
         "samples": 0,
         "data": {
@@ -350,7 +350,7 @@ def threads_for(
             calls.append(base.bound(x))
     fastest = fastest_threads(*calls)
     if fastest.call_ms and progress is not None:
-        progress.step(fastest.told)
+        progress.step(fastest.sentence)
     return fastest
 
 
@@ -535,7 +535,7 @@ class Measurement:
     def _evaluate(self, group: str, runners: Mapping[Case, Runner]) -> None:
         """The quality of cases that are evaluated in one pass over the data."""
         keys = {"model": self.candidate.name, "group": group}
-        pieces = self.journal.found("quality", **keys)
+        pieces = self.journal.pieces("quality", **keys)
         state = self.known or evaluate(
             runners,
             self.candidate,
@@ -566,7 +566,7 @@ class Measurement:
         """Times the cases of a group in turn; what disturbed them goes to `beside`."""
         keys = group.keys
         done = [
-            msgspec.convert(piece, timing.Round) for piece in self.journal.found("round", **keys)
+            msgspec.convert(piece, timing.Round) for piece in self.journal.pieces("round", **keys)
         ]
         before = Scheduled.now()
         measured, wrapper_ms = measure_group(
@@ -579,7 +579,7 @@ class Measurement:
             keep=lambda piece: self.journal.add("round", **keys, **asdict(piece)),
         )
         # The most of an interrupted group's parts.
-        shares = [piece["share"] for piece in self.journal.found("waited", **keys)]
+        shares = [piece["share"] for piece in self.journal.pieces("waited", **keys)]
         share = Scheduled.now().waited_share(before)
         if share is not None and len(done) < group.protocol.rounds:
             self.journal.add("waited", **keys, share=share)
@@ -623,7 +623,7 @@ class Measurement:
         done = {
             # JSON's keys are texts.
             piece["label"]: msgspec.convert(piece, PeakMemory, strict=False)
-            for piece in self.journal.found("memory", **keys)
+            for piece in self.journal.pieces("memory", **keys)
         }
         for label, memory in measure_memories(
             {c.label: loader for c, loader in opening.items() if c.label not in done},
@@ -646,7 +646,7 @@ class Measurement:
         if not (self.request.parts and loader.profiles):
             return ()
         keys = {"label": case.label} | group.keys
-        done = self.journal.found("parts", **keys)
+        done = self.journal.pieces("parts", **keys)
         if done:
             return msgspec.convert(done[-1]["parts"], tuple[PartTime, ...])
         what = f"{case.label}{group.title.removeprefix(group.model)}"

@@ -199,7 +199,7 @@ def specialise(
     groups = _subgroups(data, group_by, len(x))
     if groups is not None:
         check_groups(groups, f"group_by={group_by!r}" if isinstance(group_by, str) else "group_by")
-    wanted = None if favour is None else _found(favour, groups)
+    wanted = None if favour is None else _with_group(favour, groups)
     name = list(model.layers)[-1] if layer is None else layer
     if name not in model.layers:
         raise UsageError(
@@ -223,7 +223,7 @@ def specialise(
     by_group = _groups(seen.means, labels if groups is None else groups)
     rewriting = None
     if wanted is not None:
-        assert groups is not None  # `_found` has seen them
+        assert groups is not None  # `_with_group` has seen them
         rewriting = _rewriting(model, name, wanted, x, labels, groups, seen, by_group)
     return Specialisation(
         model=model.source.path,
@@ -339,7 +339,7 @@ class _Loads:
         return Load(level, tokens, shares, tuple(self.largest.tolist()))
 
 
-def _found(favour: Favour, groups: Array | None) -> Favour:
+def _with_group(favour: Favour, groups: Array | None) -> Favour:
     """The wanted rewriting with its subgroup as the data have it."""
     if groups is None:
         raise UsageError(

@@ -45,16 +45,16 @@ class Threads:
     call_ms: Mapping[int, float] = field(default_factory=dict)
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         """The number and why: `1 thread; PyTorch: 0.75 ms a call with 1, 151 ms with 2`."""
-        told = f"{self.count} thread{'' if self.count == 1 else 's'}"
+        sentence = f"{self.count} thread{'' if self.count == 1 else 's'}"
         if not self.call_ms:
-            return told
+            return sentence
         listed = ", ".join(
             f"{ms:.3g} ms{'' if place else ' a call'} with {count}"
             for place, (count, ms) in enumerate(self.call_ms.items())
         )
-        return f"{told}, with which the untouched model is fastest ({listed})"
+        return f"{sentence}, with which the untouched model is fastest ({listed})"
 
 
 def fastest_threads(*calls: Callable[[], object]) -> Threads:

@@ -86,7 +86,7 @@ def _exported(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bu
                 job.model.source.watched.check_states()
             threads = fastest_threads(partial(run_untouched, job.model, first))
             if threads.call_ms:
-                progress.step(threads.told)
+                progress.step(threads.sentence)
     with with_threads(None if threads is None else threads.count):
         return _written(job, progress, traced, inputs)
 
@@ -258,8 +258,8 @@ def _parities(
             kept = expected
         elif job.whole_batch is None:
             kept = kept.with_unreached(expected, MOST_KEPT)
-        for choice, found in expected.reached().items():
-            reached[choice] = reached.get(choice, frozenset()) | found
+        for choice, sets in expected.reached().items():
+            reached[choice] = reached.get(choice, frozenset()) | sets
         progress.advance(len(x[job.model.input.name]))
     assert kept is not None, "parity has inputs"
     # Without a record it has more inputs than the first batch, or there is none.
@@ -313,11 +313,11 @@ def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
     def listed(shares: Mapping[str, float]) -> str:
         return ", ".join(f"{share:.1%} in {name}" for name, share in shares.items())
 
-    alone = listed({name: float(each.all(axis=-1).mean()) for name, each in left_out.items()})
+    alone = listed({name: float(mask.all(axis=-1).mean()) for name, mask in left_out.items()})
     said = f"of the tokens of the check's inputs no expert computes {alone}"
     specs = [model.layers[name].spec for name in left_out]
     if any(spec.trained_k < spec.experts for spec in specs):  # tokens choose
-        dropped = listed({name: float(each.mean()) for name, each in left_out.items()})
+        dropped = listed({name: float(mask.mean()) for name, mask in left_out.items()})
         said = f"of the choices of the check's inputs were dropped: {dropped}; {said}"
     return (said,)
 

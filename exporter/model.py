@@ -205,8 +205,13 @@ def edited(model: Model, edits: Edits) -> Model:
         elif isinstance(change, Steer):
             _check_steered(change, spec)
             place = at_run_time.index(change) if change.strength is None else None
+            level, expert = _place(change, spec)
             steering = Steering(
-                *_place(change, spec), change.strength or 0.0, place, len(at_run_time)
+                level=level,
+                expert=expert,
+                strength=change.strength or 0.0,
+                place=place,
+                count=len(at_run_time),
             )
             after = replace(before, steerings=(*before.steerings, steering))
         else:
@@ -225,7 +230,7 @@ def edited(model: Model, edits: Edits) -> Model:
     if not at_run_time:
         return changed
     strengths = TensorSpec(STEER_INPUT, "float32", ("batch", len(at_run_time)), default="zeros")
-    steered = [layers[name] for name, each in by_layer.items() if each.steerings]
+    steered = [layers[name] for name, edits in by_layer.items() if edits.steerings]
     trained = changed.as_trained
     return replace(
         changed,
@@ -246,8 +251,8 @@ def _replace(module: nn.Module, name: str, smaller: Callable[[MoELayer], MoELaye
     if layer is None:
         raise UsageError(f"the model has no MoE layer {name}", hint="is the recipe of this model?")
     new = smaller(layer)
-    for path, each in [*module.named_modules(remove_duplicate=False)]:
-        if each is layer:
+    for path, child in [*module.named_modules(remove_duplicate=False)]:
+        if child is layer:
             module.set_submodule(path, new)
 
 
@@ -335,15 +340,15 @@ class Steered(nn.Module):
                 layer.strengths = None
 
 
-def _option(each: Ablation | Steer) -> str:
+def _option(edit: Ablation | Steer) -> str:
     """An edit of an expert as it was typed."""
-    return f"--ablate {each.text}" if isinstance(each, Ablation) else f"--steer {each.name}"
+    return f"--ablate {edit.text}" if isinstance(edit, Ablation) else f"--steer {edit.name}"
 
 
-def _check_steered(each: Steer, spec: MoESpec) -> None:
+def _check_steered(steer: Steer, spec: MoESpec) -> None:
     if not spec.rewritable:
         raise UsageError(
-            f"{_option(each)}: layer {spec.name} is {a_layer(spec.kind)}, whose experts have no "
+            f"{_option(steer)}: layer {spec.name} is {a_layer(spec.kind)}, whose experts have no "
             "cluster centre that tokens are compared with",
             hint="only muMoE layers can be steered; --ablate works for all kinds",
         )
@@ -374,21 +379,21 @@ def _place(edit: Ablation | Steer, spec: MoESpec) -> tuple[int, int]:
     return level - 1, edit.expert
 
 
-def _check_rewrite(each: LayerRewrite, spec: MoESpec) -> None:
-    what = f"--rewrite: output {each.rewrite.output} of layer {spec.name}"
+def _check_rewrite(entry: LayerRewrite, spec: MoESpec) -> None:
+    what = f"--rewrite: output {entry.rewrite.output} of layer {spec.name}"
     if not spec.rewritable:
         raise UsageError(
             f"{what}: {a_layer(spec.kind)} has no coefficients to re-write an output by",
             hint="only muMoE layers can be re-written; --ablate works for both kinds",
         )
-    if each.rewrite.output >= spec.out:
+    if entry.rewrite.output >= spec.out:
         raise UsageError(
             f"{what}: the layer has {spec.out} outputs",
             hint=f"they are counted from 0: use 0 to {spec.out - 1}",
         )
-    given = tuple(len(vector) for vector in each.rewrite.coefficients)
-    if given != tuple(spec.levels):
-        given_text, wanted = (" and ".join(map(str, sizes)) for sizes in (given, spec.levels))
+    lengths = tuple(len(vector) for vector in entry.rewrite.coefficients)
+    if lengths != tuple(spec.levels):
+        given_text, wanted = (" and ".join(map(str, sizes)) for sizes in (lengths, spec.levels))
         raise UsageError(
             f"{what}: {given_text} coefficients, and the layer has {wanted} experts",
             hint="give one list per level, with the mean coefficient of every expert; "

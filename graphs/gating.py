@@ -66,22 +66,22 @@ def coefficients(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[ir.Value]:
 def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
     """Adds each level's coefficients for tokens x [b, m, d], and which of them are kept."""
     single = ir.DataType.FLOAT
-    if not layer.spec.given:
+    if not layer.spec.external_routing:
         x = b.cast(x, layer.x_type, single, "gate/tokens_fp32")
     activations = {"entmax15": _entmax15, "sparsemax": _sparsemax, "softmax": _softmax}
-    found = []
+    levels = []
     for level, n in enumerate(layer.spec.levels):
         name = names.coefficients(level)
         selects = not isinstance(layer.k, int) or layer.k < n
-        if layer.spec.given:
+        if layer.spec.external_routing:
             a = layer.routed[level]
             a = b.cast(a, a.dtype or single, single, f"gate/{name}_fp32")
-            found.append(_largest(b, layer, a, n, name) if selects else KeptLevel(a, None))
+            levels.append(_largest(b, layer, a, n, name) if selects else KeptLevel(a, None))
             continue
         logits = _logits(b, layer, level, x)
         a = activations[layer.spec.activation](b, logits, n, f"all_{name}" if selects else name)
-        found.append(_largest(b, layer, a, n, name) if selects else KeptLevel(a, None))
-    return found
+        levels.append(_largest(b, layer, a, n, name) if selects else KeptLevel(a, None))
+    return levels
 
 
 def _logits(b: Builder, layer: MuMoELayer, level: int, x: ir.Value) -> ir.Value:

@@ -54,8 +54,8 @@ class Slots:
 
 def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     """Adds the router for tokens x [b, m, d]; for C [b, m, n·p] where the layer is given slots."""
-    if layer.spec.given:
-        return _given(b, layer, x)
+    if layer.spec.external_routing:
+        return _external_routing(b, layer, x)
     x = b.cast(x, layer.x_type, ir.DataType.FLOAT, "router/tokens_fp32")
     normalised, scale = _normalise(b, layer, x)
     phi = layer.stacked(b, "phi", batched=_unpacked(layer))
@@ -90,7 +90,7 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     )
 
 
-def _given(b: Builder, layer: Layer, combine: ir.Value) -> Routed:
+def _external_routing(b: Builder, layer: Layer, combine: ir.Value) -> Routed:
     """What the network around the layer decided: C, and the slots [b, n·p, d] as the source."""
     combine = b.cast(combine, layer.x_type, ir.DataType.FLOAT, "router/C_fp32")
     (slots,) = layer.routed
@@ -115,7 +115,7 @@ def _constant(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
 
 def all_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     """Adds the dispatch for every expert: slots [b, n·p, d]."""
-    if layer.spec.given:
+    if layer.spec.external_routing:
         return Slots(routed.source, routed.combine, routed.constant)
     slots = _dispatch(b, layer, routed, routed.logits_by_slot, layer.spec.experts)
     return Slots(slots, routed.combine, routed.constant)
@@ -126,7 +126,7 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     if routed.selected is None:
         return all_slots(b, layer, routed)
     index = b.op("Unsqueeze", routed.selected, b.ints(2), name="router/index")
-    if layer.spec.given:
+    if layer.spec.external_routing:
         combine = _selected_combine(b, layer, routed, index)
         d = layer.spec.dim
         rows = _gather_experts(b, layer, routed.source, index, "dispatch/slots", d)

@@ -308,7 +308,7 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
     keep = job.request.keep
     most = _points(job, result.base, timed=True)
     sequences = _sequences(job, result.timed, result.base, most)
-    done = job.journal.found("confirmed")
+    done = job.journal.pieces("confirmed")
     if done:
         checked = [msgspec.convert(point, Confirmed) for point in done[-1]["points"]]
         for point in checked:

@@ -85,7 +85,7 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
             "round_s": tuned.protocol.round_s,
             "samples": quality.inputs,
             "labelled": tuned.metric.name == "accuracy",
-            "threads": tuned.threads.told,
+            "threads": tuned.threads.sentence,
         },
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),

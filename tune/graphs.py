@@ -81,7 +81,7 @@ class Graphs:
             ]
         )
         self._beside: tuple[Trial, Session] | None = None
-        for piece in self.journal.found("trial"):
+        for piece in self.journal.pieces("trial"):
             trial = msgspec.convert(piece["trial"], Trial)
             if trial.substitutes == substitutes.digest(trial.point):
                 self.trials[trial.point.key] = trial

@@ -126,7 +126,7 @@ class SearchJob:
         # Beside layers that a router chooses for, the inputs of single ones are not recorded.
         if not self.request.subsets or routed_layers(self.model):
             return []
-        if not isinstance(spec, SoftMoESpec | MuMoESpec) or spec.given:
+        if not isinstance(spec, SoftMoESpec | MuMoESpec) or spec.external_routing:
             return []  # what is given comes of tokens that no layer sees
         if isinstance(spec, MuMoESpec):
             return [LayerRecipe(1, merged=True)]
@@ -206,8 +206,8 @@ def prepare(
     }
     make_folder(folder)
     journal = Journal(folder / FILE, what)
-    if journal.told:
-        progress.step(journal.told)
+    if journal.summary:
+        progress.step(journal.summary)
     if not journal.resumed:
         remove_folder(folder / FOLDER)
     progress.step("tracing")

@@ -115,7 +115,7 @@ class Search:
     @property
     def confirmed(self) -> bool:
         """Whether the answer was confirmed before: what was confirmed must not change."""
-        return bool(self.job.journal.found("confirmed"))
+        return bool(self.job.journal.pieces("confirmed"))
 
     def over(self) -> bool:
         """Whether the time for trials is over; what can be trained has its own."""
@@ -446,7 +446,7 @@ def _shifts(
     """How far each choice of each layer alone moves the outputs."""
     # As it was trained, a layer moves nothing.
     shifts = dict.fromkeys(job.start.layers, 0.0)
-    for piece in job.journal.found("effect"):
+    for piece in job.journal.pieces("effect"):
         choice = msgspec.convert(piece["choice"], LayerRecipe)
         shifts[piece["layer"], choice] = piece["shift"]
     missing = {

@@ -193,7 +193,7 @@ class LayerTimes:
         The largest and the smallest come first; when the time for it has ended the rest is left
         out. Those of the model as trained are measured anyhow.
         """
-        for piece in job.journal.found("form", target=self.target):
+        for piece in job.journal.pieces("form", target=self.target):
             name, form = piece["layer"], (piece["k"], piece["n"], piece["precision"])
             self.forms[name, form] = msgspec.convert(piece["time"], FormTime)
         first, *others = covering_models(choices)

@@ -113,7 +113,7 @@ def search_and_export(
     with with_threads(threads.count), held_place(destination), _kept_in(work) as folder:
         clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
         job = prepare(model, data, request, folder, progress, clock)
-        if not job.journal.found("threads"):
+        if not job.journal.pieces("threads"):
             job.journal.add("threads", of=model.source.path, **asdict(threads))
         result = search(job, progress, evaluate)
         place = recipe_folder(destination, work)

@@ -238,7 +238,7 @@ def export_command(results: Results, row: Row) -> str | None:
     own = (reference for reference in results.of_model(row.model) if reference.is_reference)
     full_k = next((reference.k for reference in own), row.experts)
     if target == "ort-cpu":  # What a benchmark may be told to take another for.
-        target = (_given(typed, "--target") or [target])[0]
+        target = (_values_of(typed, "--target") or [target])[0]
     name = "".join(c if c.isalnum() else "-" for c in Path(source.split(":")[-1]).stem)
     words = ["moexport", "export", source, "-o", f"{name}-k{row.k}-{row.precision}"]
     words += ["--k", "n" if row.k == full_k else str(row.k), "--target", target]
@@ -248,7 +248,7 @@ def export_command(results: Results, row: Row) -> str | None:
         words += ["--precision", row.precision]
     if row.batch > 1:
         words += ["--batch", f"1:{row.batch}:{max(row.batch, 32)}"]
-    data = results.protocol.get("calibration") or next(iter(_given(typed, "--data")), None)
+    data = results.protocol.get("calibration") or next(iter(_values_of(typed, "--data")), None)
     if row.precision == "int8" and model.kind != TOKEN_ROUTED:
         # A folder of images by class is no feed of arrays; the reader knows what is.
         words += ["--data", data if data and (data.endswith(".npz") or ":" in data) else "FEED"]
@@ -258,11 +258,14 @@ def export_command(results: Results, row: Row) -> str | None:
 def _carried(typed: Sequence[str]) -> list[str]:
     """What a command says of how its model is read."""
     return [
-        word for option in CARRIED for value in _given(typed, option) for word in (option, value)
+        word
+        for option in CARRIED
+        for value in _values_of(typed, option)
+        for word in (option, value)
     ]
 
 
-def _given(words: Sequence[str], option: str) -> list[str]:
+def _values_of(words: Sequence[str], option: str) -> list[str]:
     """The values that a command gives an option, as `--option value` or `--option=value`."""
     after = [value for name, value in pairwise(words) if name == option]
     return after + [word.split("=", 1)[1] for word in words if word.startswith(f"{option}=")]
@@ -296,11 +299,11 @@ def search_points(search: TuningRecord) -> dict[str, Any]:
     return {
         "keep": search.keep,
         "metric": search.metric,
-        "points": [asdict(point) | {"told": _told(point)} for point in search.points],
+        "points": [asdict(point) | {"told": _hover_lines(point)} for point in search.points],
     }
 
 
-def _told(point: FrontPoint) -> list[str]:
+def _hover_lines(point: FrontPoint) -> list[str]:
     lines = [f"{milliseconds(point.ms)} ms, {size(point.bytes)}"]
     lines.append(f"{percent(point.kept)} kept, {interval_text(point.searched)}")
     if point.confirmed is not None and point.confirmed_kept is not None:

@@ -278,13 +278,13 @@ def _runs(report: Reported) -> SectionContent | None:
 
 def _service(report: Reported) -> SectionContent | None:
     """What each case serves in MLPerf's scenarios."""
-    found = services_in(report.results.analyses)
-    if found is None:
+    findings = services_in(report.results.analyses)
+    if findings is None:
         return None
     return SectionContent(
-        tables=tuple(TableContent(*each) for each in service_tables(report.results)),
+        tables=tuple(TableContent(*table) for table in service_tables(report.results)),
         intro=tuple(served(report.results)),
-        notes=service_notes(found),
+        notes=service_notes(findings),
     )
 
 

@@ -339,7 +339,7 @@ def caveat(section: Section) -> str:
     """Returns what is faster and not proven, or what fewer experts would do; empty if unknown."""
     row = headline(section)
     if row is not None and row is section.chosen and section.search is not None:
-        return _asked(section.search)
+        return _bounds_text(section.search)
     return "" if row is None or row.kept is None else _beside(section, row)
 
 
@@ -362,7 +362,7 @@ def _beside(section: Section, row: Row) -> str:
     return f"No smaller k keeps {percent(keep)}. The next: {smaller}."
 
 
-def _asked(search: TuningRecord) -> str:
+def _bounds_text(search: TuningRecord) -> str:
     """What a search was asked for."""
     bounds = []
     if search.keep is not None:

@@ -246,7 +246,7 @@ def method_lines(results: Results) -> list[str]:
         )
     threads = p.get("threads") or results.environment.get("threads")
     if threads is not None:
-        sentence = threads if isinstance(threads, str) else Threads(threads).told
+        sentence = threads if isinstance(threads, str) else Threads(threads).sentence
         lines.append(f"Every engine: {sentence}.")
     lines.append(
         "Latencies with scope gpu are device time; the others are wall clock, host to host."

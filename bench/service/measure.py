@@ -322,7 +322,7 @@ class _OfCandidate:
             keys = {"model": case.model, "label": f"{case.label} {case.scope}"}
             done = {
                 each["scenario"]: msgspec.convert(each["found"], Service)
-                for each in self.journal.found(SERVICE, **keys)
+                for each in self.journal.pieces(SERVICE, **keys)
             }
             if {*self.settings.scenarios} <= done.keys():
                 yield from (done[each] for each in self.settings.scenarios)

@@ -415,7 +415,7 @@ class MuMoEDescription:
             norm="ln" if self.norm == "ln" else "bn",
             activation=self.activation,
             input_norm=gain is not None,
-            given=self.gates is None,
+            external_routing=self.gates is None,
         )
         # The norm is folded into the gate: this variance divides by 1.
         variances = tuple(torch.full_like(mean, 1 - NORM_EPS) for mean in means)
@@ -584,7 +584,7 @@ class ExpertsDescription(ExpertArguments):
                 "calls experts(slots, combine=…)",
                 hint="leave them out",
             )
-        spec = {"name": name, "slots": slots, "alpha": self.alpha, "given": True}
+        spec = {"name": name, "slots": slots, "alpha": self.alpha, "external_routing": True}
         return _soft_moe(self.form(), spec, None, "silu")
 
     def _check_code(self) -> None:

@@ -128,7 +128,9 @@ class OwnForward(nn.Module):
     def _called(self, *args: Any, **named: Any) -> Tensor:
         """What the code calls at the place of the experts."""
         spec = self.spec
-        bank = isinstance(spec, ExpertsSpec) or (isinstance(spec, SoftMoESpec) and spec.given)
+        bank = isinstance(spec, ExpertsSpec) or (
+            isinstance(spec, SoftMoESpec) and spec.external_routing
+        )
         if not bank:
             y: Tensor = self.experts(*args, **named)
             return y

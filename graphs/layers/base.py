@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Steering:
     """An expert's cluster centre, its column of the gating matrix, added to every token.
 
-    Times `strength`; where it is given at run time, times the number at `place` among the `told`
+    Times `strength`; where it is given at run time, times the number at `place` among the `count`
     numbers of each input.
     """
 
@@ -37,7 +37,7 @@ class Steering:
     expert: int
     strength: float = 0.0
     place: int | None = None
-    told: int = 0
+    count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ class MuMoESpec:
     With two there is an exact GELU between them, and both take the same coefficients. `input_norm`
     is a layer normalisation of what the tensors see; the gate sees the raw input. Every token has
     coefficients of its own (so one slot), which no published model renormalises; by them an output
-    can be re-written (Eq. 5). A layer that is `given` them has no gate.
+    can be re-written (Eq. 5). With `external_routing` the network around it makes them: no gate.
     """
 
     kind: ClassVar[Kind] = "mumoe"
@@ -150,12 +150,12 @@ class MuMoESpec:
     norm: GateNorm = "bn"
     activation: GateActivation = "entmax15"
     input_norm: bool = False
-    given: bool = False
+    external_routing: bool = False
 
     @property
     def rewritable(self) -> bool:
         """Whether the layer itself makes its coefficients of the tokens."""
-        return not self.given
+        return not self.external_routing
 
     @property
     def form(self) -> Form:
@@ -195,7 +195,7 @@ class MuMoESpec:
     @property
     def gate_parameters(self) -> int:
         """Weights of the gating projections."""
-        return 0 if self.given else self.dim * sum(self.levels)
+        return 0 if self.external_routing else self.dim * sum(self.levels)
 
     @property
     def parameters(self) -> int:
@@ -277,21 +277,21 @@ class MuMoE(MoELayer):
         return x.unsqueeze(1) if x.ndim == 2 else x
 
     def coefficients(
-        self, x: Tensor, keep: int | None = None, given: Sequence[Tensor] = ()
+        self, x: Tensor, keep: int | None = None, outside: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
         """Returns the coefficients a_e [b, m, n] of each level, all but the `keep` largest zero."""
-        return tuple(keep_largest(a, keep) for a in self._all_coefficients(x, given))
+        return tuple(keep_largest(a, keep) for a in self._all_coefficients(x, outside))
 
-    def _all_coefficients(self, x: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
+    def _all_coefficients(self, x: Tensor, outside: Sequence[Tensor]) -> list[Tensor]:
         """The coefficients of each level, as the gate makes them or as they are given."""
-        if not self.spec.given:
+        if not self.spec.external_routing:
             return list(self._activated(self._steered(x)))
-        return list(given[: len(self.spec.levels)])
+        return list(outside[: len(self.spec.levels)])
 
-    def choices(self, x: Tensor, *given: Tensor) -> dict[str, RoutingDecision]:
+    def choices(self, x: Tensor, *outside: Tensor) -> dict[str, RoutingDecision]:
         """Returns the kept coefficients of each level, and how clearly they were kept."""
         chosen = {}
-        for name, a in zip(self.spec.choices(), self._all_coefficients(x, given), strict=True):
+        for name, a in zip(self.spec.choices(), self._all_coefficients(x, outside), strict=True):
             n = a.shape[-1]
             k = n if self.keep is None else min(self.keep, n)
             ranked = a.topk(min(k + 1, n), dim=-1).values
@@ -303,9 +303,9 @@ class MuMoE(MoELayer):
             chosen[name] = RoutingDecision(keep_largest(a, k), margin)
         return chosen
 
-    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *outside: Tensor) -> Tensor:
         """Maps tokens x [b, m, d] to [b, m, o], with the coefficients [b, m, n] if given those."""
-        coefficients, products = self.products(x, given)
+        coefficients, products = self.products(x, outside)
         y = products[-1][1]
         for rewrite in self.edits.rewrites:
             added = torch.full_like(y[..., 0], rewrite.strength)
@@ -315,13 +315,13 @@ class MuMoE(MoELayer):
         return y
 
     def products(
-        self, x: Tensor, given: Sequence[Tensor] = ()
+        self, x: Tensor, outside: Sequence[Tensor] = ()
     ) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, Tensor]]]:
         """Returns each level's coefficients [b, m, n], and what each tensor is given and gives.
 
         Those are [b, m, d] and [b, m, o].
         """
-        coefficients = self.coefficients(x, self.keep, given)
+        coefficients = self.coefficients(x, self.keep, outside)
         x = self._steered(x)
         if self.edits.ablated:
             coefficients = tuple(
@@ -359,8 +359,8 @@ class MuMoE(MoELayer):
         for steering in self.edits.steerings:
             strength = x.new_full((1,), steering.strength)
             if steering.place is not None:
-                told = self.strengths
-                strength = x.new_zeros(1) if told is None else told[:, steering.place]
+                strengths = self.strengths
+                strength = x.new_zeros(1) if strengths is None else strengths[:, steering.place]
             x = x + strength[:, None, None] * self.projections[steering.level][:, steering.expert]
         return x
 
@@ -579,14 +579,14 @@ def _steerings(layer: MuMoE) -> Iterator[StoredPart]:
     if not layer.edits.steerings:
         return
     fixed = torch.zeros(layer.spec.dim, dtype=torch.float64)
-    told = torch.zeros(layer.edits.steerings[0].told, layer.spec.dim)
+    centres = torch.zeros(layer.edits.steerings[0].count, layer.spec.dim)
     for steering in layer.edits.steerings:
         centre = layer.projections[steering.level][:, steering.expert]
         if steering.place is None:
             fixed += steering.strength * centre.double()
         else:  # the rows of other layers' experts are zero
-            told[steering.place] = centre
-    yield _part(names.STEER_CENTRES, told) if len(told) else _part(names.STEER_INPUT, fixed)
+            centres[steering.place] = centre
+    yield _part(names.STEER_CENTRES, centres) if len(centres) else _part(names.STEER_INPUT, fixed)
 
 
 def _by_mode(spec: FactorisedSpec, factor: Tensor) -> Tensor:

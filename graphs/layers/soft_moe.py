@@ -59,7 +59,7 @@ class SoftMoESpec:
     slots average them, and what experts return before it is combined, as google-research/vmoe does.
 
     With `gate_first` a `gated` expert's first matrix gives v before u. `biased` adds a number per
-    slot to L. A layer that is `given` its slots has no router: the network around it makes them,
+    slot to L. With `external_routing` it has no router: the network around it makes the slots,
     and C, by which Algorithm 1 chooses. See `AroundMaps` for what is around the experts' maps.
     """
 
@@ -88,7 +88,7 @@ class SoftMoESpec:
     dropped: int = 0
     constants: bool = False
     biased: bool = False
-    given: bool = False
+    external_routing: bool = False
     gate_first: bool = False
     alpha: float = 1.0
     hidden_norm: ExpertNorm | None = None
@@ -99,7 +99,7 @@ class SoftMoESpec:
     @property
     def renormalizable(self) -> bool:
         """Whether C is a softmax, as far as is known."""
-        return not self.given
+        return not self.external_routing
 
     @property
     def routed(self) -> int:
@@ -138,8 +138,8 @@ class SoftMoESpec:
         m, p = tokens, self.slots
         combined = k + (self.dropped if self.constants else 0)
         return {
-            "router": 0 if self.given else m * self.dim * self.routed * p,
-            "dispatch": 0 if self.given else m * self.dim * k * p,
+            "router": 0 if self.external_routing else m * self.dim * self.routed * p,
+            "dispatch": 0 if self.external_routing else m * self.dim * k * p,
             "experts": k * p * self.parameters_per_expert,
             "combine": m * combined * p * self.out,
         }
@@ -473,8 +473,8 @@ class SoftMoE(MoELayer):
 
     def _affine(self, which: str, index: int | None) -> list[Tensor | None]:
         """The gain and the shift of an expert's normalisation; of all [n, 1, ·] for None."""
-        found: list[Tensor | None] = [getattr(self, f"{name}{which}") for name in "gs"]
-        return [w if w is None else w[:, None] if index is None else w[index] for w in found]
+        weights: list[Tensor | None] = [getattr(self, f"{name}{which}") for name in "gs"]
+        return [w if w is None else w[:, None] if index is None else w[index] for w in weights]
 
 
 def _over_slots(logits: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ def test_half_a_line_of_a_journal_is_not_trusted(tmp_path: Path) -> None:
     journal.add("round", batch=2)
     path.write_text(path.read_text()[:-4])
     again = Journal(path, {"a": 1})
-    assert again.found("round") == [{"kind": "round", "batch": 1}]
+    assert again.pieces("round") == [{"kind": "round", "batch": 1}]
     assert [json.loads(line) for line in path.read_text().splitlines()][1:] == [
         {"kind": "round", "batch": 1}
     ]

@@ -47,11 +47,11 @@ def test_where_many_threads_are_far_slower_no_more_are_tried() -> None:
         found = fastest_threads(taking(lambda threads: 1e-3 if threads == 1 else 60e-3))
     assert found.count == 1
     assert [*found.call_ms] == [1, 2]
-    assert found.told.startswith("1 thread, with which the untouched model is fastest (1.")
-    assert found.told.endswith(" ms with 2)")
+    assert found.sentence.startswith("1 thread, with which the untouched model is fastest (1.")
+    assert found.sentence.endswith(" ms with 2)")
 
 
 def test_with_one_thread_there_is_nothing_to_try() -> None:
     with with_threads(1):
         assert fastest_threads(taking(lambda _: 10.0)) == Threads(1)
-    assert Threads(1).told == "1 thread"
+    assert Threads(1).sentence == "1 thread"
