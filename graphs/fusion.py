@@ -103,8 +103,8 @@ class _Fusion:
                 continue
             for halves, sin in _orders(turned.inputs):
                 x = _turned(halves)
-                for given, cos in _orders(plain.inputs):
-                    if x is None or given is not x:
+                for value, cos in _orders(plain.inputs):
+                    if x is None or value is not x:
                         continue
                     tables = [_by_position(table, x) for table in (cos, sin)]
                     if None not in tables:
@@ -157,33 +157,33 @@ class _Fusion:
 
     def attention(self, node: ir.Node) -> None:
         """softmax(q·kᵀ·scale + mask)·v, with keys and values of earlier tokens or without."""
-        found = _decomposed(node)
-        if found is None:
+        parts = _decomposed(node)
+        if parts is None:
             return
-        b = Builder(f"{_name(found.last)}/attention")
-        q, k, v = found.q, found.k, found.v
+        b = Builder(f"{_name(parts.last)}/attention")
+        q, k, v = parts.q, parts.k, parts.v
         past: list[ir.Value | None] = []
-        if found.joined is not None:
-            past = [joined.inputs[0] for joined in found.joined]
-            k, v = (_new(joined) for joined in found.joined)
+        if parts.joined is not None:
+            past = [joined.inputs[0] for joined in parts.joined]
+            k, v = (_new(joined) for joined in parts.joined)
         flat = [self._flat(b, value) for value in (q, k, v)]
-        merged = self._merged(found.last)
-        sizes = None if merged is None else self._cache(found)
+        merged = self._merged(parts.last)
+        sizes = None if merged is None else self._cache(parts)
         if sizes is not None:  # the op that appends in place takes no others
-            flat = [each or _joined(b, value) for each, value in zip(flat, (q, k, v), strict=True)]
-        options: dict[str, int | float] = {"scale": found.scale}
+            flat = [join or _joined(b, value) for join, value in zip(flat, (q, k, v), strict=True)]
+        options: dict[str, int | float] = {"scale": parts.scale}
         if None not in flat and merged is not None:
             options |= {"q_num_heads": _heads(q), "kv_num_heads": _heads(k)}
             inputs, last = flat, merged[-1]
         else:
-            b, inputs, last, merged = Builder(b.layer), [q, k, v], found.last, ()
-        names = ("output",) if found.joined is None else ("output", "keys", "values")
+            b, inputs, last, merged = Builder(b.layer), [q, k, v], parts.last, ()
+        names = ("output",) if parts.joined is None else ("output", "keys", "values")
         if sizes is None:
             y, *present = b.ops(
-                "Attention", *inputs, found.mask, *past, names=names, domain="", **options
+                "Attention", *inputs, parts.mask, *past, names=names, domain="", **options
             )
         else:
-            y, *present = self._appending(b, found, (*inputs, *past), sizes, options)
+            y, *present = self._appending(b, parts, (*inputs, *past), sizes, options)
         for where in merged[:-2]:  # between the product and the change of shape
             condition = where.inputs[0]
             assert condition is not None
@@ -191,18 +191,18 @@ class _Fusion:
                 rows = self._rows[condition] = b.op("Squeeze", condition, b.ints(1), name="rows")
                 rows.type = condition.type
             y = b.op("Where", self._rows[condition], where.inputs[1], y, name="seen")
-        if found.joined is not None:
+        if parts.joined is not None:
             # They stand where the first of them is read, which is before the output is.
-            for joined, value in zip(found.joined, present, strict=True):
+            for joined, value in zip(parts.joined, present, strict=True):
                 value.shape, value.type = joined.outputs[0].shape, joined.outputs[0].type
         self._put(b, last, last.outputs[0], y)
-        for joined, value in zip(found.joined or (), present, strict=True):
+        for joined, value in zip(parts.joined or (), present, strict=True):
             self._rename(joined.outputs[0], value)
 
     def _appending(
         self,
         b: Builder,
-        found: _Attention,
+        parts: _Attention,
         inputs: Sequence[ir.Value | None],
         sizes: _Cache,
         options: dict[str, int | float],
@@ -213,7 +213,7 @@ class _Fusion:
         """
         here, there = b.nested("in_place"), b.nested("appended")
         names = ("output", "keys", "values")
-        counted = (sizes.last, sizes.total, None, None, None, found.mask)
+        counted = (sizes.last, sizes.total, None, None, None, parts.mask)
         in_place = here.ops(
             "GroupQueryAttention",
             *inputs,
@@ -230,14 +230,14 @@ class _Fusion:
             queries,
             keys,
             values,
-            found.mask,
+            parts.mask,
             *past,
             names=names,
             domain="",
             **options,
         )
         for value in (*in_place, *appended):
-            value.type = found.q.type
+            value.type = parts.q.type
         self.graph.opset_imports.setdefault(MICROSOFT, 1)
         return b.ops(
             "If",
@@ -247,19 +247,19 @@ class _Fusion:
             names=names,
         )
 
-    def _cache(self, found: _Attention) -> _Cache | None:
+    def _cache(self, parts: _Attention) -> _Cache | None:
         """The sizes of the cache, found once for all attentions that append to theirs in place.
 
         None for one without a cache or a mask, and where the inputs do not tell these sizes.
         """
-        if found.joined is None or found.mask is None or _width(found.k) != _width(found.v):
+        if parts.joined is None or parts.mask is None or _width(parts.k) != _width(parts.v):
             return None
-        given = {value.name: value for value in self.graph.inputs}
-        if self._sizes is None and {"input_ids", "attention_mask"} <= given.keys():
-            b, ids = Builder("cache"), given["input_ids"]
+        inputs = {value.name: value for value in self.graph.inputs}
+        if self._sizes is None and {"input_ids", "attention_mask"} <= inputs.keys():
+            b, ids = Builder("cache"), inputs["input_ids"]
             rows = b.op("Shape", ids, start=0, end=1, name="rows")
             new = b.op("Shape", ids, start=1, end=2, name="new")
-            seen = b.op("Shape", given["attention_mask"], start=1, end=2, name="seen")
+            seen = b.op("Shape", inputs["attention_mask"], start=1, end=2, name="seen")
             past = b.op("Sub", seen, new, name="past")
             single = [
                 b.op("Equal", size, b.ints(one), name=f"{name}_is_{one}")
@@ -332,8 +332,8 @@ class _Fusion:
         """Puts nodes before one whose output they give instead; dead nodes go later."""
         new.shape, new.type = old.shape, old.type
         b.insert_before(self.graph, node)
-        for each in b.nodes:
-            for value in each.outputs:  # what is not a float has its type already
+        for inner in b.nodes:
+            for value in inner.outputs:  # what is not a float has its type already
                 value.type = value.type or old.type
         self._rename(old, new)
         self.count += 1
@@ -372,7 +372,7 @@ def _decomposed(softmax: ir.Node) -> _Attention | None:
         return None
     joins = [_made(value, "Concat") for value in (k, v)]
     joined = None
-    if joins[0] is not None and joins[1] is not None and all(_appends(each) for each in joins):
+    if joins[0] is not None and joins[1] is not None and all(_appends(join) for join in joins):
         joined = (joins[0], joins[1])
     return _Attention(last, q, k, v, mask, scale * of_q * of_turned * of_k, joined)
 
@@ -453,7 +453,7 @@ def _turned(value: ir.Value | None) -> ir.Value | None:
     if x is None or x.shape is None or len(x.shape) != 4 or not isinstance(x.shape[3], int):
         return None
     width = x.shape[3]
-    spans = [_span(each, width) for each in (first, second)]
+    spans = [_span(value, width) for value in (first, second)]
     return x if spans == [(0, width // 2), (width // 2, width)] else None
 
 
@@ -567,7 +567,7 @@ def _number(value: ir.Value | None) -> float | None:
 def _integers(value: ir.Value | None) -> list[int] | None:
     """A constant vector."""
     tensor = None if value is None else value.const_value
-    return None if tensor is None else [int(each) for each in tensor.numpy().reshape(-1)]
+    return None if tensor is None else [int(number) for number in tensor.numpy().reshape(-1)]
 
 
 def _name(node: ir.Node) -> str:

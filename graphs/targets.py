@@ -199,22 +199,26 @@ _RECORDS = (
     ),
 )
 
-TARGETS: Mapping[Target, TargetRecord] = MappingProxyType({each.name: each for each in _RECORDS})
+TARGETS: Mapping[Target, TargetRecord] = MappingProxyType(
+    {target.name: target for target in _RECORDS}
+)
 
 
 def runtime_of(target: str) -> Runtime:
     """Returns what runs the graphs of a target, as a manifest names it."""
-    return next((each.runtime for each in _RECORDS if each.name == target), "onnxruntime")
+    return next((record.runtime for record in _RECORDS if record.name == target), "onnxruntime")
 
 
 EVERY_TARGET: frozenset[Target] = frozenset(TARGETS)
 """Of a lowering that uses only ops that every runtime takes."""
 
-DATA_SIZES: frozenset[Target] = frozenset(each.name for each in _RECORDS if each.data_sizes)
+DATA_SIZES: frozenset[Target] = frozenset(target.name for target in _RECORDS if target.data_sizes)
 
-BRANCHES: frozenset[Target] = frozenset(each.name for each in _RECORDS if each.branches)
+BRANCHES: frozenset[Target] = frozenset(target.name for target in _RECORDS if target.branches)
 
 MICROSOFT_OPS: frozenset[Target] = EVERY_TARGET - {e.name for e in _RECORDS if e.standard_ops}
 
-ENGINES: frozenset[Target] = frozenset(each.name for each in _RECORDS if each.backend is not None)
+ENGINES: frozenset[Target] = frozenset(
+    target.name for target in _RECORDS if target.backend is not None
+)
 """Those that compile a graph to an engine."""

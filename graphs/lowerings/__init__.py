@@ -61,7 +61,7 @@ NAMES: tuple[str, ...] = tuple(dict.fromkeys(name for _, name in ALL_LOWERINGS))
 
 def lowerings_of(kind: Kind) -> Mapping[str, AnyLowering]:
     """Returns the lowerings that serve layers of a kind, by name."""
-    return {name: record for (each, name), record in ALL_LOWERINGS.items() if each == kind}
+    return {name: record for (own_kind, name), record in ALL_LOWERINGS.items() if own_kind == kind}
 
 
 def check_name(name: str) -> None:

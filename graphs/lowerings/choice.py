@@ -42,18 +42,18 @@ def able(work: AnyWork, target: Target) -> list[AnyLowering]:
 
     Raises `LoweringError` when none does.
     """
-    found = [
+    lowerings = [
         record
         for record in lowerings_of(work.spec.kind).values()
         if _serves(record, work, target)
         and record.inexact(work.spec, work.precision, target) is None
     ]
-    if not found:
+    if not lowerings:
         raise LoweringError(
             f"layer {work.spec.name}: no lowering serves the target {target}",
             hint="choose another --target",
         )
-    return found
+    return lowerings
 
 
 def _serves(lowering: AnyLowering, work: AnyWork, target: Target) -> bool:
@@ -87,16 +87,16 @@ def choose(
         sizes = sorted({work.batch, *batches})
         works = [replace(work, batch=size) for size in sizes]
     own = sizes.index(work.choosers if by_token else work.batch)
-    found = _Predictions.of(works, target)
+    predictions = _Predictions.of(works, target)
     first = decodes and by_token and not work.tokens_fixed and work.precision in DECODE_FIRST
-    ranked = found.ranked([0] if first else range(len(sizes)), 0 if first else own)
+    ranked = predictions.ranked([0] if first else range(len(sizes)), 0 if first else own)
     best, others = ranked[0], ranked[1:]
-    times, fastest = found.times, found.fastest
+    times, fastest = predictions.times, predictions.fastest
     reason = (
         f"predicted {_milliseconds(times[best])} for k = {work.k} of {work.spec.experts} at "
         f"{_sizes(sizes, by_token=by_token)}"
     )
-    ratio = found.worst(best, range(len(sizes)))
+    ratio = predictions.worst(best, range(len(sizes)))
     if first and others:
         reason += ", fastest at one token"
     elif len(sizes) > 1 and others:
@@ -139,7 +139,7 @@ class _Predictions:
     def ranked(self, columns: Collection[int], own: int) -> list[AnyLowering]:
         """The lowerings by their worst ratio; those with the same by their time at one size."""
         return sorted(
-            self.times, key=lambda each: (self.worst(each, columns), self.times[each][own])
+            self.times, key=lambda name: (self.worst(name, columns), self.times[name][own])
         )
 
 
@@ -176,19 +176,19 @@ def batch_spans(
     ]
     columns = range(len(sizes))
     ends = sorted({0, len(sizes) - 1, *(sizes.index(work.batch) for work in works)})
-    found = [columns]
+    partition = [columns]
     if _regret(layers, ends) >= DIVIDED:
         for count in range(2, min(MOST_GRAPHS, len(sizes)) + 1):
             divided = [
                 [columns[a:b] for a, b in itertools.pairwise((0, *cuts, len(sizes)))]
                 for cuts in itertools.combinations(columns[1:], count - 1)
             ]
-            found = min(divided, key=lambda parts: _regrets(layers, parts))
-            if _regrets(layers, found)[0] < DIVIDED:
+            partition = min(divided, key=lambda parts: _regrets(layers, parts))
+            if _regrets(layers, partition)[0] < DIVIDED:
                 break
     # Between two sizes that were looked at, the first span goes to their geometric mean.
-    last = [math.isqrt(sizes[part[-1]] * sizes[part[-1] + 1]) for part in found[:-1]]
-    return list(zip([smallest, *(each + 1 for each in last)], [*last, largest], strict=True))
+    last = [math.isqrt(sizes[part[-1]] * sizes[part[-1] + 1]) for part in partition[:-1]]
+    return list(zip([smallest, *(size + 1 for size in last)], [*last, largest], strict=True))
 
 
 def _looked_at(smallest: int, largest: int, between: Collection[int]) -> list[int]:
@@ -202,8 +202,8 @@ def _looked_at(smallest: int, largest: int, between: Collection[int]) -> list[in
 
 def _regrets(layers: Sequence[_Predictions], parts: Sequence[range]) -> tuple[float, float]:
     """The worst ratio of several graphs to the fastest for each size, and the sum of theirs."""
-    found = [_regret(layers, part) for part in parts]
-    return max(found), sum(found)
+    regrets = [_regret(layers, part) for part in parts]
+    return max(regrets), sum(regrets)
 
 
 def _regret(layers: Sequence[_Predictions], columns: Sequence[int]) -> float:

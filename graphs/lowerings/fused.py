@@ -88,8 +88,8 @@ def _router_logits(
         own[0, np.arange(n * p), np.arange(n * p) // p] = 0.0
         batch = b.op("Shape", slots, start=0, end=1, name="experts/batch")
         shape = b.op("Concat", batch, b.ints(1, 1), axis=0, name="experts/logits_shape")
-        each = b.op("Expand", b.constant(own), shape, name="experts/logits_by_input")
-        return b.op("Reshape", each, b.ints(-1, n), name="experts/logits")
+        logits = b.op("Expand", b.constant(own), shape, name="experts/logits_by_input")
+        return b.op("Reshape", logits, b.ints(-1, n), name="experts/logits")
     index = b.op("Unsqueeze", selected, b.ints(2), name="experts/index")
     if p > 1:
         zeros = b.constant(np.zeros((1, 1, p), dtype=np.int64))

@@ -83,10 +83,10 @@ def backbone_linears(graph: ir.Graph) -> Iterator[BackboneLinear]:
     for node in graph:
         if node.domain or node.op_type not in ("MatMul", "Gemm") or node in routers:
             continue
-        x, given = node.inputs[0], node.inputs[1]
-        if x is None or given is None or x.const_value is not None:
+        x, matrix = node.inputs[0], node.inputs[1]
+        if x is None or matrix is None or x.const_value is not None:
             continue
-        weight, turned = _stored(given)
+        weight, turned = _stored(matrix)
         tensor = weight.const_value
         if tensor is None or tensor.dtype != ir.DataType.FLOAT or len(tensor.shape) != 2:
             continue
@@ -236,12 +236,12 @@ def _replace(
         names = [f"part/{index}" for index in range(len(group))]
         outputs = b.ops("Split", y, widths, names=names, axis=-1)
     b.insert_before(graph, node)
-    for each in b.nodes:  # what narrows the backbone to 16 bits goes by the types
-        zero = each.inputs[2] if each.op_type == "QuantizeLinear" else None
-        integer = ir.DataType.INT32 if each.op_type == "MatMulInteger" else ir.DataType.FLOAT
+    for inner in b.nodes:  # what narrows the backbone to 16 bits goes by the types
+        zero = inner.inputs[2] if inner.op_type == "QuantizeLinear" else None
+        integer = ir.DataType.INT32 if inner.op_type == "MatMulInteger" else ir.DataType.FLOAT
         dtype = integer if zero is None else zero.dtype
         assert dtype is not None
-        for value in each.outputs:
+        for value in inner.outputs:
             value.type = ir.TensorType(dtype)
     for replaced, output in zip(last, outputs, strict=True):
         old = replaced.outputs[0]

@@ -168,12 +168,12 @@ class _Conversion:
     def finish(self, io: ir.DataType) -> None:
         """Gives the graph's float outputs their type, under their names."""
         for index, value in enumerate(list(self.graph.outputs)):
-            found = self.types.get(value)
-            if found is None or found == io:
+            type_ = self.types.get(value)
+            if type_ is None or type_ == io:
                 continue
             name, producer = value.name, value.producer()
             assert name is not None and producer is not None
-            value.name = f"{name}/narrow" if found == self.dtype else f"{name}/wide"
+            value.name = f"{name}/narrow" if type_ == self.dtype else f"{name}/wide"
             cast = _cast(value, io, name)
             self.graph.append(cast)
             cast.outputs[0].shape = value.shape

@@ -17,15 +17,15 @@ from ..names import DOMAIN
 
 def router_nodes(graph: ir.Graph) -> set[ir.Node]:
     """Returns the nodes of a traced graph that choose experts for layers they are not part of."""
-    found: set[ir.Node] = set()
+    nodes: set[ir.Node] = set()
     for node in graph:
         if node.domain == DOMAIN and len(node.inputs) > 1:
             first, *routed = node.inputs
             if node.op_type == SoftMoESpec.op_type:
-                found |= _within(node, _leading_to(node.inputs))
+                nodes |= _within(node, _leading_to(node.inputs))
             else:
-                found |= _leading_to(routed, beside=_leading_to([first]))
-    return found
+                nodes |= _leading_to(routed, beside=_leading_to([first]))
+    return nodes
 
 
 def _within(layer: ir.Node, nodes: set[ir.Node]) -> set[ir.Node]:
@@ -39,11 +39,11 @@ def _leading_to(
     values: Iterable[ir.Value | None], beside: set[ir.Node] | None = None
 ) -> set[ir.Node]:
     """The nodes that values depend on, but for those `beside` and what these depend on."""
-    beside, found = beside or set(), set[ir.Node]()
+    beside, nodes = beside or set(), set[ir.Node]()
     waiting = [value for value in values if value is not None]
     while waiting:
         node = waiting.pop().producer()
-        if node is not None and node not in found and node not in beside:
-            found.add(node)
+        if node is not None and node not in nodes and node not in beside:
+            nodes.add(node)
             waiting += [value for value in node.inputs if value is not None]
-    return found
+    return nodes

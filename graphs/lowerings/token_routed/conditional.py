@@ -52,14 +52,14 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     for e, wanted in enumerate(chosen_at_all(b, mask, n)):
         run, skip = b.nested(f"experts/{e}/run"), b.nested(f"experts/{e}/skip")
         nothing = zero_rows(skip, tokens, layer.spec.out, ir.DataType.FLOAT)
-        given = rows
+        expert_rows = rows
         if own is not None:
-            given = first_rows(run, layer, run.op("Mul", tokens, own[e], name="weighted"))
+            expert_rows = first_rows(run, layer, run.op("Mul", tokens, own[e], name="weighted"))
         outputs.append(
             b.op(
                 "If",
                 wanted,
-                then_branch=b.branch(run, _expert(run, layer, e, given), f"experts/{e}/run"),
+                then_branch=b.branch(run, _expert(run, layer, e, expert_rows), f"experts/{e}/run"),
                 else_branch=b.branch(skip, nothing, f"experts/{e}/skip"),
                 name=f"experts/{e}/outputs",
             )

@@ -22,8 +22,8 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         tokens = weighted_tokens(b, layer, tokens, shares)
         shares = by_expert(b, layer, index, None)
     elif TARGETS[layer.target].device is not None:  # OpenVINO fails where tokens are broadcast
-        each = b.ints(layer.spec.experts, 1, 1)
-        tokens = b.op("Expand", tokens, each, name="dispatch/tokens")  # [n, t, d]
+        copies = b.ints(layer.spec.experts, 1, 1)
+        tokens = b.op("Expand", tokens, copies, name="dispatch/tokens")  # [n, t, d]
     outputs = all_experts(b, layer, tokens)
     by_token = b.op("Transpose", outputs, perm=[1, 0, 2], name="combine/outputs")  # [t, n, o]
     return weighted_sum(b, layer, by_token, shares)

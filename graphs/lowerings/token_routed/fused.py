@@ -181,7 +181,7 @@ BLOCKS = (256, 128, 64, 32)
 
 def _block(spec: ExpertsSpec) -> int | None:
     """The block of INT8; None where no size divides both matrices, which are slow then."""
-    fitting = (each for each in BLOCKS if spec.dim % each == 0 and spec.hidden % each == 0)
+    fitting = (block for block in BLOCKS if spec.dim % block == 0 and spec.hidden % block == 0)
     return next(fitting, None)
 
 

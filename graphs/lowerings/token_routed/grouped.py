@@ -120,10 +120,10 @@ def _by_expert(
     n, (first, last) = layer.spec.experts, name.split("/")
     names = [f"group/{last}_{e}" for e in range(n)]
     parts = b.ops("Split", rows, counts, axis=0, names=names)
-    each = [
+    outputs = [
         products(b, layer, e, which, part, f"{first}/{e}/{last}") for e, part in enumerate(parts)
     ]
-    return joined(b, each, name)
+    return joined(b, outputs, name)
 
 
 def _chosen(b: Builder, index: ir.Value) -> ir.Value:
