@@ -110,9 +110,9 @@ class ExportJob:
         options, spec, k = self.options, self.model.layers[layer].spec, self.k[layer]
         # With k as an input the plan must be good for every k: a quarter of n stands for them.
         typical = k if k is not None else max(1, spec.experts // 4)
-        asked = options.precision
-        floats = layer in asked.floating
-        precision = asked.float_name(options.target) if floats else asked.name
+        precisions = options.precision
+        floats = layer in precisions.floating
+        precision = precisions.float_name(options.target) if floats else precisions.name
         return WorkOf(spec, typical, options.batch.opt, tokens, precision, tokens_fixed=fixed)
 
     def works(self, traced: ir.Model) -> dict[str, AnyWork]:
@@ -126,8 +126,8 @@ class ExportJob:
                 layer = node.attributes.get_string("layer")
                 if self.model.layers[layer].spec.flat:  # the tokens of the whole batch
                     tokens = _tokens_of_an_input(size, self.options.batch.opt)
-                asked = self.options.tokens.opt if tokens is None else tokens
-                works[layer] = self.work(layer, asked, fixed=tokens is not None)
+                count = self.options.tokens.opt if tokens is None else tokens
+                works[layer] = self.work(layer, count, fixed=tokens is not None)
         return works
 
 
@@ -228,15 +228,15 @@ def _in_groups(model: Model, options: ExportOptions) -> ExportOptions:
 
     Raises UsageError for a batch that is no multiple of them.
     """
-    images, asked = model.batch_of, options.batch
+    images, batch = model.batch_of, options.batch
     if images == 1:
         return options
-    if asked == DEFAULT_BATCH:
-        most = -(-asked.max // images) * images
+    if batch == DEFAULT_BATCH:
+        most = -(-batch.max // images) * images
         return replace(options, batch=AxisRange(images, images, most))
-    if any(size % images for size in (asked.min, asked.opt, asked.max)):
+    if any(size % images for size in (batch.min, batch.opt, batch.max)):
         raise UsageError(
-            f"--batch {asked}: the model routes the tokens of {images} inputs together",
+            f"--batch {batch}: the model routes the tokens of {images} inputs together",
             hint=f"--batch {images}:{images}:{4 * images}, or other multiples of {images}; one "
             "input is routed by itself with a smaller group_size, or without a capacity_factor",
         )
@@ -295,11 +295,11 @@ def _check_steering(options: ExportOptions) -> None:
     """Raises `UsageError` where strengths cannot be given per run, as a second input."""
     if not options.edits.at_run_time:
         return
-    for option, given in {
+    for option, value in {
         f"--target {options.target}": options.target in BACKENDS,
         f"--precision {options.precision.name}": options.precision.integers,
     }.items():
-        if given:
+        if value:
             raise UsageError(
                 f"--steer input with {option}: it supports only graphs with one input",
                 hint="give the strengths in the export: --steer LAYER:EXPERT:STRENGTH",
@@ -322,10 +322,10 @@ def _check_routing(
 
 def _check_engine(target: Target, engine: EngineOptions | bool | None) -> None:
     """Raises where the engine that is asked for cannot be built, or not with these options."""
-    asked = engine.asked() if isinstance(engine, EngineOptions) else []
-    if target not in BACKENDS and asked:
+    names = engine.changed() if isinstance(engine, EngineOptions) else []
+    if target not in BACKENDS and names:
         raise UsageError(
-            f"{spelled(EngineOptions, asked[0])}: --target {target} has no engines",
+            f"{spelled(EngineOptions, names[0])}: --target {target} has no engines",
             hint=f"engines are built for --target {' and '.join(BACKENDS)}",
         )
     check_for_export(target, engine)
@@ -362,9 +362,9 @@ def _check_layers(job: ExportJob) -> None:
         check_renormalize(_specs(job.model))
     for name, layer in job.model.layers.items():
         work = job.work(name, options.tokens.opt)
-        for asked in options.lowerings:
-            if asked not in CHOOSERS:
-                check(asked, work, options.target)
+        for lowering in options.lowerings:
+            if lowering not in CHOOSERS:
+                check(lowering, work, options.target)
         quantised = precision.ranged and name not in precision.floating
         if precision.name == "int4" and not any(
             part.name.startswith("experts.") for part in layer.stored()
@@ -459,12 +459,12 @@ def fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
             hint="leave --tokens out",
         )
     limits = spec.limits
-    for axis, asked in (("batch", options.batch), ("tokens", options.tokens)):
+    for axis, sizes in (("batch", options.batch), ("tokens", options.tokens)):
         # The default range is no wish: a model with fewer positions narrows it.
-        default = axis == "tokens" and asked == DEFAULT_TOKENS
-        if asked.max > limits.get(axis, asked.max) and not default:
+        default = axis == "tokens" and sizes == DEFAULT_TOKENS
+        if sizes.max > limits.get(axis, sizes.max) and not default:
             raise UsageError(
-                f"--{axis} {asked}: the model takes at most {limits[axis]}",
+                f"--{axis} {sizes}: the model takes at most {limits[axis]}",
                 hint=f"--{axis} 1:{limits[axis]}:{limits[axis]} covers all that it can take",
             )
     # A token count says nothing of an image's height and width: those stay dynamic.

@@ -96,8 +96,8 @@ class SessionOptions:
             raise UsageError(f"runtime={self.runtime!r}: unknown runtime", hint=f"use {known}")
         theirs = {"device": self.device != "cpu", "streams": streams, "cache": self.cache}
         if self.runtime != OPENVINO:
-            for name, given in theirs.items():
-                if given:
+            for name, value in theirs.items():
+                if value:
                     raise UsageError(
                         f"{name}={getattr(self, name)!r}: it is OpenVINO's",
                         hint=f"leave {name} out, or give runtime='openvino'",
@@ -148,10 +148,10 @@ class Session:
         )
 
     def _describe(
-        self, given: Sequence[Described], outputs: Sequence[str], facts: GraphFacts | None
+        self, ports: Sequence[Described], outputs: Sequence[str], facts: GraphFacts | None
     ) -> None:
         """Takes what a graph says of its inputs and outputs; `BundleError` for one not as ours."""
-        inputs = {name: (dtype, shape) for name, dtype, shape in given}
+        inputs = {name: (dtype, shape) for name, dtype, shape in ports}
         self.takes_k = inputs.pop(K_INPUT, None) is not None
         ours = facts is not None
         facts = GraphFacts({}) if facts is None else facts
@@ -265,7 +265,7 @@ class Session:
 
         def call() -> list[Any]:
             if device == "cpu":
-                found = self._session.run_with_ort_values(wanted, values)
+                results = self._session.run_with_ort_values(wanted, values)
             else:
                 binding = self._session.io_binding()
                 for name, value in values.items():
@@ -273,8 +273,8 @@ class Session:
                 for name in wanted:
                     binding.bind_output(name, device)
                 self._session.run_with_iobinding(binding)
-                found = binding.get_outputs()
-            return [found[0].numpy(), *found[1:]]
+                results = binding.get_outputs()
+            return [results[0].numpy(), *results[1:]]
 
         return call
 

@@ -193,7 +193,7 @@ class Backend:
         """The compute capabilities that it serves, in words."""
         if not self.cards:
             return f"compute capability {self.oldest} and newer"
-        listed = ", ".join(f"{each} ({card})" for each, card in self.cards.items())
+        listed = ", ".join(f"{name} ({card})" for name, card in self.cards.items())
         return f"compute capability {listed}"
 
     def check_serves(self, gpu: Gpu, error: type[MoexportError] = ForeignEngineError) -> None:

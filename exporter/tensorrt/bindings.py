@@ -52,7 +52,7 @@ def rewritten(
 
     model = onnx.load(path, load_external_data=False)
     there = {output.name for output in model.graph.output}
-    for name in (each for each in outputs if each not in there):
+    for name in (output for output in outputs if output not in there):
         sets = name.endswith(f"/{SELECTED}")
         kind = onnx.TensorProto.INT64 if sets else onnx.TensorProto.FLOAT  # muMoE: coefficients
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
@@ -192,12 +192,12 @@ def experts_of(folder: Path, graph: str, wanted: Sequence[BoundWeight]) -> list[
     if not (folder / graph).is_file():
         raise EngineError(f"{folder}: holds no {graph}", hint="export it as the engine's bundle")
     layers = [layer.name for layer in Manifest.read(folder).layers]
-    weights = {each.name: each for each in rewritten(folder / graph, layers, bind=True)[1]}
-    for each in wanted:
-        other = weights.get(each.name)
-        if other is None or (other.shape, other.nbytes) != (each.shape, each.nbytes):
+    weights = {weight.name: weight for weight in rewritten(folder / graph, layers, bind=True)[1]}
+    for weight in wanted:
+        other = weights.get(weight.name)
+        if other is None or (other.shape, other.nbytes) != (weight.shape, weight.nbytes):
             raise EngineError(
-                f"{folder}: its {each.name} is not of the engine's size and type",
+                f"{folder}: its {weight.name} is not of the engine's size and type",
                 hint="export it with the same options, from a checkpoint of the same shapes",
             )
-    return [weights[each.name] for each in wanted]
+    return [weights[weight.name] for weight in wanted]

@@ -92,7 +92,7 @@ def build_engine(
 
 
 def _worker_options(options: EngineOptions) -> dict[str, Any]:
-    content = {name: getattr(options, name) for name in options.asked()}
+    content = {name: getattr(options, name) for name in options.changed()}
     content.pop("profiles", None)
     content.pop("compute_capabilities", None)
     if "timing_cache" in content:
@@ -111,7 +111,7 @@ class Answer:
 
 def _run(request: Mapping[str, Any], progress: Progress) -> Answer:
     """Starts the worker, follows its events and returns how it ended."""
-    path = os.pathsep.join(each for each in sys.path if each)
+    path = os.pathsep.join(entry for entry in sys.path if entry)
     last: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
         process = subprocess.Popen(
@@ -176,9 +176,9 @@ def explained(lines: Sequence[str], plan: EnginePlan) -> EngineError:
     said = [line for line in lines if "Invalid Engine. Please ensure" not in line] or list(lines)
     known = explanation(said, plan)
     if known is not None:
-        line, each = known
-        hint = each.hint if isinstance(each.hint, str) else each.hint(plan)
-        return EngineError(f"{title}: {each.meaning}: {_short(line)}", hint=hint)
+        line, entry = known
+        hint = entry.hint if isinstance(entry.hint, str) else entry.hint(plan)
+        return EngineError(f"{title}: {entry.meaning}: {_short(line)}", hint=hint)
     first = _short(said[0]) if said else "it did not say why"
     return EngineError(
         f"{title} cannot compile the graph: {first}",
@@ -188,11 +188,11 @@ def explained(lines: Sequence[str], plan: EnginePlan) -> EngineError:
 
 def explanation(lines: Sequence[str], plan: EnginePlan) -> tuple[str, Explanation] | None:
     """Returns the first line that is known, and what it means; None where none is."""
-    for each in EXPLANATIONS:
-        if each.on_gpu is None or each.on_gpu == plan.on_gpu:
+    for entry in EXPLANATIONS:
+        if entry.on_gpu is None or entry.on_gpu == plan.on_gpu:
             for line in lines:
-                if re.search(each.words, line):
-                    return line, each
+                if re.search(entry.words, line):
+                    return line, entry
     return None
 
 

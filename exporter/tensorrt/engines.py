@@ -54,13 +54,13 @@ def plan_engines(
     options.check(chosen)
     _check_can_build(chosen)
     records = [
-        each
-        for each in manifest.graphs
-        if (graph is None and (not each.batches or each is manifest.graphs[0]))
-        or graph in (each.file, *each.lowerings.values())
+        record
+        for record in manifest.graphs
+        if (graph is None and (not record.batches or record is manifest.graphs[0]))
+        or graph in (record.file, *record.lowerings.values())
     ]
     if not records:
-        known = ", ".join(each.file for each in manifest.graphs)
+        known = ", ".join(record.file for record in manifest.graphs)
         raise UsageError(f"the bundle holds no graph '{graph}'", hint=f"it holds {known}")
     defaults = exported_ranges(manifest) | dict(ranges or {})
     port = manifest.inputs[0]
@@ -69,7 +69,7 @@ def plan_engines(
     _check_axes(port, wishes, ranges or {})
     profiles = tuple(profile(port, wish, defaults, experts) for wish in wishes)
     if len(set(profiles)) < len(profiles):
-        again = next(each for each in profiles if profiles.count(each) > 1)
+        again = next(profile for profile in profiles if profiles.count(profile) > 1)
         raise UsageError(
             f"--profile: two are the same ({again})",
             hint="give each once: every profile makes the engine larger",
@@ -109,14 +109,14 @@ def within_copies(
     """
     memory = None if chosen.builds_without_gpu else gpu_memory_bytes()
     width = 4 if manifest.precision == "fp32" else 2  # INT8 is dequantised before it is copied
-    found, notes = list(profiles), []
+    new_profiles, notes = list(profiles), []
     for layer in manifest.layers:
         if graph.lowerings.get(layer.name) != "gather" or layer.k == layer.experts:
             continue
         matrix = layer.dim * (layer.hidden or layer.dim)
         copies = most_copies(matrix)
         fitting = min(copies, most_copies(matrix, 2 * matrix * width, memory))
-        for index, (wanted, wishes_of_it) in enumerate(zip(found, wishes, strict=True)):
+        for index, (wanted, wishes_of_it) in enumerate(zip(new_profiles, wishes, strict=True)):
             k = layer.k if wanted.k is None else wanted.k.max
             assert k is not None, "a layer has a k of its own, or the graph takes it"
             named = wanted.k is None or K_INPUT in wishes_of_it
@@ -129,14 +129,14 @@ def within_copies(
                     "with --lowering dense or block-grouped",
                 )
             if not named and wanted.max[0] * k > fitting:
-                found[index] = capped(wanted, fitting)
+                new_profiles[index] = capped(wanted, fitting)
                 notes.append(
                     f"{graph.file}: at batch {wanted.max[0]} `gather` can copy {fitting} experts "
                     f"of layer {layer.name}: its engine takes k up to "
                     f"{fitting // wanted.max[0]} of {layer.experts}; a smaller batch in --profile "
                     "allows more, and --lowering dense all"
                 )
-    return tuple(found), tuple(notes)
+    return tuple(new_profiles), tuple(notes)
 
 
 def _check_axes(port: TensorSpec, profiles: Sequence[AxisRanges], ranges: AxisRanges) -> None:
@@ -148,7 +148,7 @@ def _check_axes(port: TensorSpec, profiles: Sequence[AxisRanges], ranges: AxisRa
                 f"--{axis} {wanted}: the graph's input '{port.name}' has no axis {axis}",
                 hint=f"its dynamic axes are {dynamic or 'none'}; export again for others",
             )
-        if all(axis in each for each in profiles):
+        if all(axis in profile for profile in profiles):
             raise UsageError(
                 f"--{axis} {wanted}: every --profile names {axis} itself",
                 hint=f"leave --{axis} out, or leave {axis} out of a --profile",
@@ -202,17 +202,17 @@ def check_for_export(target: str, engine: EngineOptions | bool | None) -> None:
 def build_for_export(
     directory: Path,
     manifest: Manifest,
-    engine: EngineOptions | bool | None,
+    e: EngineOptions | bool | None,
     progress: Progress,
 ) -> Manifest:
     """Returns a new bundle's manifest with its engines, which are built into its folder.
 
     Without a wish (`engine` None) a backend that cannot be built here leaves a note.
     """
-    if manifest.target not in BACKENDS or engine is False:
+    if manifest.target not in BACKENDS or e is False:
         return manifest
-    options = engine if isinstance(engine, EngineOptions) else EngineOptions(cache=default_cache())
-    if engine is None:
+    options = e if isinstance(e, EngineOptions) else EngineOptions(cache=default_cache())
+    if e is None:
         try:
             _check_can_build(backend_named(manifest.target))
         except (MissingExtraError, EngineError) as error:
@@ -221,7 +221,7 @@ def build_for_export(
     plans = plan_engines(manifest, manifest.target, options)
     made = list(make_engines(directory, manifest, plans, directory, progress))
     notes = [note for plan in plans for note in plan.notes]
-    notes += [n for each in made for n in precision_notes(each.record.file, each.record.kernels)]
+    notes += [n for e in made for n in precision_notes(e.record.file, e.record.kernels)]
     return with_engines(replace(manifest, notes=[*manifest.notes, *notes]), made)
 
 
@@ -279,7 +279,7 @@ def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
             "files": own,
             "flavour": plan.backend.name,
             "version": plan.backend.version(),
-            "profiles": [each.as_json() for each in plan.profiles],
+            "profiles": [profile.as_json() for profile in plan.profiles],
             "cards": list(plan.cards),
             "options": plan.options.as_json(),
             "device": device or current,
@@ -338,7 +338,7 @@ def _make(
     listing = output / f"{path.stem}.layers.json"
     facts = {name: value for name, value in asdict(compiled).items() if name in LISTED}
     listing.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    files = {each.name: FileRecord.of(each) for each in (path, listing)}
+    files = {file.name: FileRecord.of(file) for file in (path, listing)}
     digest = files[path.name].sha256
     if reused is None and folder is not None:
         cache.keep(folder, key, path, digest, compiled)
@@ -355,7 +355,7 @@ def _make(
         compute_capabilities=list(cards),
         device=None if own is None else own.name,
         precision=compiled.precision,
-        profiles=[each.as_json() for each in plan.profiles],
+        profiles=[profile.as_json() for profile in plan.profiles],
         options=plan.options.as_json(),
         settings=compiled.settings,
         layers=listing.name,
@@ -479,7 +479,7 @@ def kernel_types(
     An engine's layer names the nodes that were fused into it in its metadata ("Engine Inspector",
     TensorRT 10.16.1). Empty where none of them names one of these, or `alone` nothing but these.
     """
-    layers = [each for each in inspector.get("Layers", ()) if isinstance(each, dict)]
+    layers = [layer for layer in inspector.get("Layers", ()) if isinstance(layer, dict)]
     if alone:
         layers = [layer for layer in layers if {*_nodes_of(layer)} <= {*products}]
     words = [

@@ -72,7 +72,7 @@ def check_graph(path: Path, backend: Backend, layers: Sequence[LayerRecord]) -> 
     if not refused:
         return
     first = refused[0]
-    layer = next((each for each in layers if first.node.startswith(f"{each.name}/")), None)
+    layer = next((spec for spec in layers if first.node.startswith(f"{spec.name}/")), None)
     where = f"layer {layer.name}" if layer else "the network around the MoE layers"
     more = f" ({len(refused)} such nodes)" if len(refused) > 1 else ""
     raise EngineError(
@@ -85,10 +85,10 @@ def check_graph(path: Path, backend: Backend, layers: Sequence[LayerRecord]) -> 
 def _instead(backend: Backend, layer: LayerRecord | None) -> str:
     from ...graphs.lowerings import lowerings_of
 
-    target = next(each.name for each in TARGETS.values() if each.backend == backend.name)
+    target = next(record.name for record in TARGETS.values() if record.backend == backend.name)
     if layer is None:
         return "change that part of the network, or run this graph in ONNX Runtime (--target onnx)"
-    able = [n for n, each in lowerings_of(layer.kind).items() if target in each.targets]
+    able = [n for n, lowering in lowerings_of(layer.kind).items() if target in lowering.targets]
     return (
         f"export with --target {target}, which writes what it takes; lowerings that it runs: "
         f"{', '.join(able)}"

@@ -119,7 +119,7 @@ class EngineOptions:
         False, "The chosen experts are outputs of the engine.", in_shell=False
     )
 
-    def asked(self) -> list[str]:
+    def changed(self) -> list[str]:
         """Names of the options that were given, but for where engines are kept."""
         return [
             field.name
@@ -129,7 +129,7 @@ class EngineOptions:
 
     def check(self, backend: Backend) -> None:
         """Raises `UsageError` for what cannot be meant or what the backend does not honour."""
-        for name in self.asked():
+        for name in self.changed():
             if name not in backend.options:
                 why = backend.refused[name]
                 raise UsageError(
@@ -218,7 +218,7 @@ class EngineOptions:
 
     def as_json(self) -> dict[str, Any]:
         """What was asked, as plain data: all that changes the engine."""
-        content = {name: getattr(self, name) for name in self.asked() if name != "timing_cache"}
+        content = {name: getattr(self, name) for name in self.changed() if name != "timing_cache"}
         if "profiles" in content:
             content["profiles"] = [
                 {axis: asdict(sizes) for axis, sizes in profile.items()}

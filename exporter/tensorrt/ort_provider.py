@@ -45,14 +45,14 @@ def load_libraries(runtime: Path | None = None) -> None:
 
         runtime = Path(ort.__file__).parent / "capi"
     for name in linked_libraries(runtime / PROVIDER_LIBRARY):
-        folders = [Path(each) for each in _pip_folders()]
+        folders = [Path(folder) for folder in _pip_folders()]
         places = [str(folder / name) for folder in folders if (folder / name).is_file()]
         try:
             ctypes.CDLL(places[0] if places else name, mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
             version = int(re.sub(r".*\.so\.", "", name))
-            found = versions(TENSORRT.distributions)
-            other = f"; TensorRT {next(iter(found.values()))} is installed" if found else ""
+            installed = versions(TENSORRT.distributions)
+            other = f"; TensorRT {next(iter(installed.values()))} is installed" if installed else ""
             raise MissingExtraError(
                 f"ONNX Runtime's TensorRT provider needs {name}, which cannot be loaded{other}",
                 hint="in an environment of its own: "
@@ -89,7 +89,7 @@ def provider_options(graph: Path) -> dict[str, str]:
     if manifest.k == "input":
         experts = min(layer.experts for layer in manifest.layers)
         whole = profile(manifest.inputs[0], {}, exported_ranges(manifest), experts)
-        record = next(each for each in manifest.graphs if each.file == graph.name)
+        record = next(entry for entry in manifest.graphs if entry.file == graph.name)
         (ranges,), _ = within_copies(manifest, record, TENSORRT, [whole], [{}])
         options |= profile_options(ranges)
     return options

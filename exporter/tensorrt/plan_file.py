@@ -193,15 +193,15 @@ def _stream_weights(plan: PlanFile, engine: Any, beside: int, lines: Sequence[st
     binding returns 32 bits. The setter drops a refusal, so what was set is read back.
     """
     assert plan.record is not None
-    asked = str(plan.record.options["weight_streaming"])
-    if asked == AUTO:
+    setting = str(plan.record.options["weight_streaming"])
+    if setting == AUTO:
         _set_budget(plan, engine, 0, lines)
         free, _ = cuda.call("cudaMemGetInfo")
         # The context's memory has the room in it through which weights are streamed.
         context = int(engine.device_memory_size_v2)
         budget = streaming_budget(int(engine.streamable_weights_size), free, context, beside)
     else:
-        budget = min(parse_size(asked, "weight_streaming"), int(engine.streamable_weights_size))
+        budget = min(parse_size(setting, "weight_streaming"), int(engine.streamable_weights_size))
     _set_budget(plan, engine, budget, lines)
 
 

@@ -191,7 +191,7 @@ def capped(wanted: Profile, copies: int) -> Profile:
 def check_k(profiles: Sequence[Profile], k: int | None) -> None:
     """Raises `UsageError` for a k that no profile of an engine contains, whatever the inputs."""
     check_given(k, takes_k=profiles[0].k is not None, what="engine")
-    if k is not None and not any(each.k and each.k.min <= k <= each.k.max for each in profiles):
+    if k is not None and not any(p.k and p.k.min <= k <= p.k.max for p in profiles):
         raise _k_outside(profiles, k)
 
 
@@ -211,10 +211,10 @@ def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> 
 
     Raises `FeedError` for a shape and `UsageError` for a k that none contains.
     """
-    fitting = [i for i, each in enumerate(profiles) if each.contains(shape, k)]
+    fitting = [i for i, p in enumerate(profiles) if p.contains(shape, k)]
     if fitting:
         return min(fitting, key=lambda i: _distance(profiles[i], shape, k))
-    if k is not None and any(replace(each, k=None).contains(shape, None) for each in profiles):
+    if k is not None and any(replace(p, k=None).contains(shape, None) for p in profiles):
         raise _k_outside(profiles, k)
     raise FeedError(
         f"inputs of shape {tuple(shape)} are outside the engine's profile ({_listed(profiles)})",
@@ -231,12 +231,12 @@ def _k_outside(profiles: Sequence[Profile], k: int) -> UsageError:
 
 
 def _listed(profiles: Sequence[Profile]) -> str:
-    return "; ".join(str(each) for each in profiles)
+    return "; ".join(str(profile) for profile in profiles)
 
 
-def _distance(each: Profile, shape: Sequence[int], k: int | None) -> float:
+def _distance(profile: Profile, shape: Sequence[int], k: int | None) -> float:
     """How far a run is from what a profile is fastest at, in factors of size."""
-    sizes = list(zip(each.opt, shape, strict=True))
-    if each.k is not None and k is not None:
-        sizes.append((each.k.opt, k))
+    sizes = list(zip(profile.opt, shape, strict=True))
+    if profile.k is not None and k is not None:
+        sizes.append((profile.k.opt, k))
     return sum(abs(math.log(actual / best)) for best, actual in sizes if best and actual)

@@ -77,8 +77,8 @@ def engines_of(manifest: Manifest) -> list[EngineRecord]:
     """Returns the engines that a manifest lists; `BundleError` where one is not complete."""
     what = f"{MANIFEST_FILE}: not a complete manifest"
     records = [
-        from_data(EngineRecord, each, what, at=f"engines[{index}]", error=BundleError)
-        for index, each in enumerate(manifest.engines)
+        from_data(EngineRecord, entry, what, at=f"engines[{index}]", error=BundleError)
+        for index, entry in enumerate(manifest.engines)
     ]
     for record in records:
         try:
@@ -100,7 +100,7 @@ def with_engines(manifest: Manifest, made: Sequence[Made]) -> Manifest:
     files = dict(manifest.files)
     for engine in made:
         files.update(engine.files)
-    engines: list[dict[str, Any]] = [each.as_json() for each in (*old, *new.values())]
+    engines: list[dict[str, Any]] = [record.as_json() for record in (*old, *new.values())]
     return replace(manifest, engines=engines, files=dict(sorted(files.items())))
 
 
@@ -121,7 +121,7 @@ def add_to_bundle(directory: Path, made: Sequence[Made], staged: Path) -> None:
     keeps what the other added.
     """
     names = sorted({name for engine in made for name in engine.files})
-    with _told(directory), locked(directory):
+    with _write_errors(directory), locked(directory):
         if names:
             for name in names:
                 to_disk(staged / name)
@@ -138,13 +138,13 @@ def add_to_bundle(directory: Path, made: Sequence[Made], staged: Path) -> None:
 def staging(directory: Path) -> Iterator[Path]:
     """Yields a temporary folder inside a bundle, which goes when the block ends."""
     with ExitStack() as stack:
-        with _told(directory):
+        with _write_errors(directory):
             folder = stack.enter_context(temporary_folder(directory / "engines"))
         yield folder
 
 
 @contextmanager
-def _told(directory: Path) -> Iterator[None]:
+def _write_errors(directory: Path) -> Iterator[None]:
     """What the system refuses to write is a `BundleError`."""
     try:
         yield

@@ -154,7 +154,7 @@ class EngineSession:
         and `UsageError` for a k outside the profiles.
         """
         wanted = list(outputs) if outputs is not None else self.output_names
-        source = self._given(x)
+        source = self._typed_input(x)
         self._prepare((tuple(source.array.shape), k))
         self._send(source)
         self._execute()
@@ -164,7 +164,7 @@ class EngineSession:
 
     def gpu_ms(self, x: Any, k: int | None = None) -> float:
         """Returns the GPU's time for one run, copies to and from it left out."""
-        source = self._given(x)
+        source = self._typed_input(x)
         self._prepare((tuple(source.array.shape), k))
         self._send(source)
         self._record()
@@ -183,7 +183,7 @@ class EngineSession:
         finally:
             self._give_back()
 
-    def _given(self, x: Any) -> AddressedArray:
+    def _typed_input(self, x: Any) -> AddressedArray:
         """The input in the engine's type, where only its width differs."""
         name, wanted = self.input_name, self._loaded.dtype(self.input_name)
         if isinstance(x, np.ma.MaskedArray):
@@ -231,10 +231,10 @@ class EngineSession:
         else:
             import torch
 
-            found = AddressedArray.of(
+            array = AddressedArray.of(
                 torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
             )
-            found.settle()  # its memory may still be in use by what the caller sent before
+            array.settle()  # its memory may still be in use by what the caller sent before
         self._stream.copy(output.address, self._buffers[name].address, output.nbytes)
         return output.array
 
@@ -274,11 +274,11 @@ class EngineSession:
     def _allocate(self, held: ExitStack) -> None:
         """Makes room for the largest shapes that the profiles allow."""
         sizes: dict[str, int] = {}
-        for index, each in enumerate(self.profiles):
-            k = each.k.max if each.k is not None else 1 if self.takes_k else None
-            shapes = self._loaded.use(index, each.max, k, self._stream.handle)
+        for index, profile in enumerate(self.profiles):
+            k = profile.k.max if profile.k is not None else 1 if self.takes_k else None
+            shapes = self._loaded.use(index, profile.max, k, self._stream.handle)
             self._stream.synchronize()
-            for name, shape in (shapes | {self.input_name: each.max}).items():
+            for name, shape in (shapes | {self.input_name: profile.max}).items():
                 dtype = self._loaded.dtype(name)
                 width = 2 if dtype == BF16 else np.dtype(dtype).itemsize
                 sizes[name] = max(sizes.get(name, 1), int(np.prod(shape, dtype=np.int64)) * width)
@@ -321,7 +321,7 @@ class LoadedEngine:
         self._graph = "" if plan.record is None else plan.record.graph
         self._placed: list[PlacedWeight] = []
         self.bound_addresses: dict[str, int] = {}
-        others = {*self.output_names, K_INPUT, *(each.name for each in self._bound)}
+        others = {*self.output_names, K_INPUT, *(weight.name for weight in self._bound)}
         inputs = [name for name in names if name not in others]
         if len(inputs) != 1:
             raise EngineError(

@@ -47,7 +47,7 @@ def read_header(path: Path) -> PlanHeader | None:
     if backend is None or len(start) < HEADER_BYTES:
         return None
     size = int.from_bytes(start[SIZE_AT : SIZE_AT + 8], "little")
-    version = ".".join(str(each) for each in start[VERSION_AT : VERSION_AT + 4])
+    version = ".".join(str(number) for number in start[VERSION_AT : VERSION_AT + 4])
     return PlanHeader(backend=backend, version=version, size=size)
 
 
@@ -115,14 +115,14 @@ def _backend(path: Path, record: EngineRecord | None, header: PlanHeader | None)
         return listed
     if header is not None:
         return header.backend
-    named = [each for name, each in BACKENDS.items() if name in path.name]
+    named = [backend for name, backend in BACKENDS.items() if name in path.name]
     if not named:
         raise EngineError(
             f"{path}: does not begin as a plan of {TENSORRT_RTX.title} does, and nothing says "
             "whose it is",
             hint="call it engine-tensorrt.plan if it is TensorRT's",
         )
-    return max(named, key=lambda each: len(each.name))
+    return max(named, key=lambda backend: len(backend.name))
 
 
 def _listed(path: Path) -> tuple[EngineRecord | None, FileRecord | None]:
@@ -130,7 +130,7 @@ def _listed(path: Path) -> tuple[EngineRecord | None, FileRecord | None]:
     if not (path.parent / MANIFEST_FILE).is_file():
         return None, None
     manifest = Manifest.read(path.parent)
-    record = next((each for each in engines_of(manifest) if each.file == path.name), None)
+    record = next((engine for engine in engines_of(manifest) if engine.file == path.name), None)
     return record, manifest.files.get(path.name)
 
 

@@ -41,18 +41,18 @@ def text(fields: Mapping[str, Any]) -> str:
 
 def _lines(fields: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     for name, value in fields.items():
-        if isinstance(value, list) and all(isinstance(each, int) for each in value):
+        if isinstance(value, list) and all(isinstance(item, int) for item in value):
             yield f"{indent}{name}: [ {', '.join(map(str, value))} ]"
             continue
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, Mapping):
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Mapping):
                 yield f"{indent}{name} {{"
-                yield from _lines(each, f"{indent}  ")
+                yield from _lines(item, f"{indent}  ")
                 yield f"{indent}}}"
-            elif isinstance(each, bool | Word):
-                yield f"{indent}{name}: {str(each).lower() if isinstance(each, bool) else each}"
+            elif isinstance(item, bool | Word):
+                yield f"{indent}{name}: {str(item).lower() if isinstance(item, bool) else item}"
             else:
-                yield f"{indent}{name}: {json.dumps(each, ensure_ascii=False)}"
+                yield f"{indent}{name}: {json.dumps(item, ensure_ascii=False)}"
 
 
 def port(record: TensorSpec, *, batched: bool, **more: Any) -> dict[str, Any]:

@@ -27,15 +27,15 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Opens the bundle of a version."""
         config = json.loads(args["model_config"])
-        parameters = {key: each["string_value"] for key, each in config["parameters"].items()}
+        parameters = {key: item["string_value"] for key, item in config["parameters"].items()}
         threads = int(parameters["threads"]) if "threads" in parameters else None
         place = Path(args["model_repository"]) / args["model_version"] / "bundle"
         self._session = moexport.Bundle.open(place).session(
             runtime=parameters["runtime"], provider=parameters["provider"], threads=threads
         )
         self._k = int(parameters["k"]) if "k" in parameters else None
-        self._inputs = [each["name"] for each in config["input"] if each["name"] != "k"]
-        self._outputs = [each["name"] for each in config["output"]]
+        self._inputs = [port["name"] for port in config["input"] if port["name"] != "k"]
+        self._outputs = [port["name"] for port in config["output"]]
         # A server built for NumPy 1 misreads arrays of NumPy 2 without a word, as 2.51 does:
         # the first request tells. Through DLPack both read the same.
         self._takes_arrays: bool | None = None
@@ -46,7 +46,7 @@ class TritonPythonModel:
         together: dict[Any, list[tuple[int, dict[str, np.ndarray]]]] = {}
         for index, request in enumerate(requests):
             try:
-                arrays, k = self._given(request)
+                arrays, k = self._inputs_and_k(request)
             except MoexportError as error:
                 responses[index] = _refused(error)
                 continue
@@ -57,14 +57,14 @@ class TritonPythonModel:
                 responses[index] = response
         return responses
 
-    def _given(self, request: Any) -> tuple[dict[str, np.ndarray], int | None]:
+    def _inputs_and_k(self, request: Any) -> tuple[dict[str, np.ndarray], int | None]:
         """A request's inputs and its k; those that it leaves out have defaults."""
         tensors = ((n, triton.get_input_tensor_by_name(request, n)) for n in self._inputs)
         arrays = {name: self._array(tensor) for name, tensor in tensors if tensor is not None}
         tensor = None if self._k is None else triton.get_input_tensor_by_name(request, "k")
         if tensor is None:
             return arrays, self._k
-        ks = {int(each) for each in self._array(tensor).ravel()}
+        ks = {int(value) for value in self._array(tensor).ravel()}
         if len(ks) != 1:
             raise FeedError(
                 f"the request asks for k = {', '.join(map(str, sorted(ks)))}",

@@ -73,8 +73,8 @@ class ServedModel:
             "name": self.name,
             "backend": interface.get("backend", interface.get("platform")),
             "max_batch_size": interface["max_batch_size"],
-            "inputs": [each["name"] for each in interface["input"]],
-            "outputs": [each["name"] for each in interface["output"]],
+            "inputs": [port["name"] for port in interface["input"]],
+            "outputs": [port["name"] for port in interface["output"]],
             "files": [*self.files],
             "notes": list(self.notes),
         }
@@ -458,8 +458,8 @@ def _ensemble(name: str, members: Mapping[str, ServedModel]) -> ServedModel:
                 f"{member.name} takes other inputs than {first.name}",
                 hint="an ensemble takes bundles of one network with different k",
             )
-        named = {each["name"]: f"{each['name']}_k{k}" for each in member.interface["output"]}
-        outputs += [{**each, "name": named[each["name"]]} for each in member.interface["output"]]
+        named = {port["name"]: f"{port['name']}_k{k}" for port in member.interface["output"]}
+        outputs += [{**port, "name": named[port["name"]]} for port in member.interface["output"]]
         steps.append(
             {
                 "model_name": member.name,

@@ -227,7 +227,7 @@ def test_polygraphy_takes_the_arguments_that_are_given(tmp_path: Path) -> None:
         weight_streaming="auto",
         tf32=True,
     )
-    options = {name: getattr(every, name) for name in every.asked()}
+    options = {name: getattr(every, name) for name in every.changed()}
     taken = {
         name
         for each in backend.CreateConfig.__mro__[:2]
