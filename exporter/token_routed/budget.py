@@ -72,9 +72,9 @@ class WeightSizes:
             raise CheckpointError(f"{file}: holds a {type(left[0]).__name__}, not keys and values")
         most = max(UNSUSPECTED, self.tensors, self.longest)
         while left:
-            each = left.pop()
-            left += [v for v in _values(each) if isinstance(v, dict | list)]
-            for key, value in each.items() if isinstance(each, dict) else ():
+            node = left.pop()
+            left += [v for v in _values(node) if isinstance(v, dict | list)]
+            for key, value in node.items() if isinstance(node, dict) else ():
                 if isinstance(value, int | float) and value > most and COUNTS.search(key):
                     raise CheckpointError(
                         f"{file}: {key} is {value}, and the weights are {self.tensors} tensors, "
@@ -133,5 +133,5 @@ class WeightSizes:
                 hook.remove()
 
 
-def _values(each: Any) -> list[Any]:
-    return list(each.values()) if isinstance(each, dict) else list(each)
+def _values(node: Any) -> list[Any]:
+    return list(node.values()) if isinstance(node, dict) else list(node)

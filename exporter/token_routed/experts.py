@@ -163,8 +163,8 @@ def _post_norm(name: str, norm: nn.Module, width: int) -> tuple[Tensor, float]:
         wanted = norm(y)
         for scale in (1.0 + of.weight, of.weight):
             scaled = y * scale
-            found = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + epsilon)
-            if torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
+            normalized = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + epsilon)
+            if torch.allclose(normalized, wanted, rtol=1e-4, atol=1e-5):
                 return scale, epsilon
     raise FamilyError(
         f"layer {name}: the norm after its experts, {type(norm).__name__}, is no scale followed by "

@@ -84,27 +84,27 @@ def architecture_of(folder: Path) -> str | None:
     """
     file = folder / CONFIG_FILE
     content = read_document(file, "json", CheckpointError) if file.is_file() else None
-    found = content.get("model_type") if isinstance(content, dict) else None
-    return found if isinstance(found, str) else None
+    name = content.get("model_type") if isinstance(content, dict) else None
+    return name if isinstance(name, str) else None
 
 
-def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = True) -> Model:
+def load_transformers(folder: Path, settings: Mapping[str, Any], *, values: bool = True) -> Model:
     """Returns the model in a folder, with a layer of ours at the place of each layer's experts.
 
-    `given` may say `use_cache`, and the `part` of a model with an encoder and a decoder. Without
+    `settings` may say `use_cache`, and the `part` of a model with an encoder and a decoder. Without
     `values` nothing of the weights is read. Raises `CheckpointError` for weights that are missing
     or damaged, and `FamilyError` for architectures that cannot be served.
     """
-    _check_given(given)
+    _check_settings(settings)
     version = transformers_library().__version__
-    found = _weight_files(folder)
-    sizes = WeightSizes.of(folder, found)
+    files = _weight_files(folder)
+    sizes = WeightSizes.of(folder, files)
     sizes.check_config()
     config = _config(folder)
     with sizes.building(version):
         left_out = _leave_out_further_outputs(config)
         class_ = _class(folder, config)
-        kind = _kind(folder, class_.__name__, config, given.get("part"))
+        kind = _kind(folder, class_.__name__, config, settings.get("part"))
         build = _builder(class_, kind)
         skeleton = build(config)
         packed = getattr(config, "quantization_config", None) is not None
@@ -113,11 +113,11 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
         experts = [int(skeleton.get_submodule(path).num_experts) for path in paths]
     with sizes.building(version):
         routers = find_routers(build, config, max(experts)) if paths else None
-        cached = bool(kind.cached and given.get("use_cache", getattr(config, "use_cache", True)))
+        cached = bool(kind.cached and settings.get("use_cache", getattr(config, "use_cache", True)))
         inputs, outputs, notes = _ports(skeleton, config, kind, cached=cached)
     takes, gives = [port.name for port in inputs], [port.name for port in outputs]
-    watched = Watched.now(found)
-    model, mapped = _weights(folder, class_, config, found) if values else (skeleton, found)
+    watched = Watched.now(files)
+    model, mapped = _weights(folder, class_, config, files) if values else (skeleton, files)
     model = _part(model, kind) if values else model
     # What scans its tokens has no cache of keys and values alone.
     scans = values and not kind.translates and not any(name.startswith(PAST) for name in takes)
@@ -148,7 +148,7 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
         family=str(config.model_type),
         config=_configuration(config, routers, kind, cached=original.cached),
         source=Source(
-            str(folder), found, mapped=mapped, watched=watched.hashed() if values else None
+            str(folder), files, mapped=mapped, watched=watched.hashed() if values else None
         ),
         inputs=inputs,
         outputs=outputs,
@@ -192,20 +192,20 @@ def _configuration(
     return {**record, "use_cache": cached}
 
 
-def _check_given(given: Mapping[str, Any]) -> None:
-    unknown = sorted(given.keys() - {"use_cache", "part"})
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    unknown = sorted(settings.keys() - {"use_cache", "part"})
     if unknown:
         raise UsageError(
             f"--set {unknown[0]}: what a model of transformers is its config.json says",
             hint="use_cache=false exports a language model without its cache, part=encoder or "
             "part=decoder a part of a model that has both; nothing else can be given",
         )
-    if given.get("part", "encoder") not in get_args(ModelPart):
+    if settings.get("part", "encoder") not in get_args(ModelPart):
         raise UsageError(
-            f"--set part={given['part']}: {' or '.join(get_args(ModelPart))} is expected"
+            f"--set part={settings['part']}: {' or '.join(get_args(ModelPart))} is expected"
         )
-    if not isinstance(given.get("use_cache", True), bool):
-        raise UsageError(f"--set use_cache={given['use_cache']}: true or false is expected")
+    if not isinstance(settings.get("use_cache", True), bool):
+        raise UsageError(f"--set use_cache={settings['use_cache']}: true or false is expected")
 
 
 def transformers_library() -> Any:
@@ -273,9 +273,9 @@ def _class(folder: Path, config: Any) -> Any:
     library = transformers_library()
     names = list(getattr(config, "architectures", None) or ())
     for name in names:
-        found = getattr(library, name, None)
-        if found is not None:
-            return found
+        class_ = getattr(library, name, None)
+        if class_ is not None:
+            return class_
     if names:
         raise FamilyError(
             f"{folder}: transformers {library.__version__} has no {names[0]}",
@@ -407,14 +407,14 @@ def _shapes(skeleton: nn.Module, kind: _Kind, hidden: int) -> dict[str, tuple[in
     """The heads and width of each part of the cache, from a run without weights."""
     with _without_weights(skeleton):
         ids = torch.zeros((2, 3), dtype=torch.int64)
-        given: dict[str, Any] = {"input_ids": ids}
+        arguments: dict[str, Any] = {"input_ids": ids}
         if kind.part == "decoder":
-            given = {DECODED: ids, "encoder_outputs": encoded(torch.zeros(2, 3, hidden))}
+            arguments = {DECODED: ids, "encoder_outputs": encoded(torch.zeros(2, 3, hidden))}
         try:
-            found = skeleton(**given, use_cache=True)
+            outputs = skeleton(**arguments, use_cache=True)
         except _FAILURES:  # it asks for what no cache of keys and values has
             return None
-    return cache_shapes(getattr(found, "past_key_values", None))
+    return cache_shapes(getattr(outputs, "past_key_values", None))
 
 
 _FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
@@ -491,7 +491,7 @@ def _without_weights(skeleton: nn.Module) -> Iterator[None]:
 
 
 def _weights(
-    folder: Path, class_: Any, config: Any, found: tuple[Path, ...]
+    folder: Path, class_: Any, config: Any, files: tuple[Path, ...]
 ) -> tuple[nn.Module, tuple[Path, ...]]:
     """The model with its weights in float32, and the files that they are mapped from.
 
@@ -505,9 +505,9 @@ def _weights(
     try:
         # In the types of the checkpoint its weights are mapped, where they are not put together of
         # several; in another type they would be copied.
-        model, told = _read(folder, class_, config, "auto")
+        model, report = _read(folder, class_, config, "auto")
         if _computed_otherwise(model):
-            model, told = _read(folder, class_, config, torch.float32)
+            model, report = _read(folder, class_, config, torch.float32)
     except MemoryError:
         raise
     except Exception as error:  # every architecture fails in its own way
@@ -515,21 +515,21 @@ def _weights(
             f"{folder}: transformers cannot load its weights: {_first(error)}",
             hint="copy or download the folder again; it may not be whole",
         ) from error
-    missing = sorted(told["missing_keys"])
+    missing = sorted(report["missing_keys"])
     if missing:
         raise CheckpointError(
             f"{folder}: {len(missing)} weights are missing, the first is {missing[0]}",
             hint="copy or download the folder again; it may not be whole",
         )
-    if told.get("mismatched_keys"):
+    if report.get("mismatched_keys"):
         raise CheckpointError(
             f"{folder}: weights are of other shapes than config.json says: "
-            f"{sorted(map(str, told['mismatched_keys']))[0]}",
+            f"{sorted(map(str, report['mismatched_keys']))[0]}",
             hint="config.json and the weights are of different models",
         )
     assert isinstance(model, nn.Module)
-    release(found)
-    return model, (*found, *_as_float32(model, found))
+    release(files)
+    return model, (*files, *_as_float32(model, files))
 
 
 def _read(folder: Path, class_: Any, config: Any, dtype: Any) -> Any:
@@ -564,7 +564,7 @@ def _as_float32(model: nn.Module, files: tuple[Path, ...]) -> tuple[Path, ...]:
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if tensor.is_floating_point() and tensor.dtype != torch.float32
     }
-    converted, file = upcast({name: each.detach() for name, each in others.items()}, files)
+    converted, file = upcast({name: tensor.detach() for name, tensor in others.items()}, files)
     for name, tensor in others.items():
         tensor.data = converted[name]
     return () if file is None else (file,)

@@ -52,24 +52,24 @@ class TransformersNetwork(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         """Returns a tensor for each name of `gives`; for a single one the tensor itself."""
-        found = self.wrapped(**self.arguments(tensors))
-        outputs = tuple(self._output(found, name) for name in self.gives)
+        results = self.wrapped(**self.arguments(tensors))
+        outputs = tuple(self._output(results, name) for name in self.gives)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def arguments(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
         """Returns the arguments of the model's own forward for a tensor of each of `takes`."""
         from transformers import DynamicCache, EncoderDecoderCache
 
-        given = dict(zip(self.takes, tensors, strict=True))
-        arguments: dict[str, Any] = {n: t for n, t in given.items() if not n.startswith(PAST)}
+        by_name = dict(zip(self.takes, tensors, strict=True))
+        arguments: dict[str, Any] = {n: t for n, t in by_name.items() if not n.startswith(PAST)}
         decodes = ENCODED in arguments
         if decodes:
             arguments["encoder_outputs"] = encoded(arguments.pop(ENCODED))
             arguments["attention_mask"] = arguments.pop(ENCODED_MASK)
         if self.cached:
             pairs = [
-                (given[f"{PAST}.{layer}.key"], given[f"{PAST}.{layer}.value"])
-                for layer in range(sum(name.startswith(PAST) for name in given) // 2)
+                (by_name[f"{PAST}.{layer}.key"], by_name[f"{PAST}.{layer}.value"])
+                for layer in range(sum(name.startswith(PAST) for name in by_name) // 2)
             ]
             # Without a config every layer keeps all that it is given: a sliding window is a matter
             # of the mask then, as it is in the graph.
@@ -79,11 +79,11 @@ class TransformersNetwork(nn.Module):
         arguments["use_cache"] = self.cached
         return arguments
 
-    def _output(self, found: Any, name: str) -> Tensor:
+    def _output(self, results: Any, name: str) -> Tensor:
         if not name.startswith(PRESENT):
-            return found[name]  # type: ignore[no-any-return]
+            return results[name]  # type: ignore[no-any-return]
         _, layer, part = name.split(".")
-        of = self_attention(found[PAST]).layers[int(layer)]
+        of = self_attention(results[PAST]).layers[int(layer)]
         return of.keys if part == "key" else of.values  # type: ignore[no-any-return]
 
 
@@ -136,7 +136,7 @@ def cache_specs(
     return tuple(inputs), tuple(outputs)
 
 
-def cache_shapes(found: Any) -> dict[str, tuple[int, int]] | None:
+def cache_shapes(past: Any) -> dict[str, tuple[int, int]] | None:
     """Returns what `cache_specs` takes, from the cache that a model returned for some tokens.
 
     None where a layer keeps anything else than keys and values of every token: states of a
@@ -144,7 +144,7 @@ def cache_shapes(found: Any) -> dict[str, tuple[int, int]] | None:
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-    cache = self_attention(found)
+    cache = self_attention(past)
     if type(cache) is not DynamicCache:
         return None
     shapes: dict[str, tuple[int, int]] = {}

@@ -175,8 +175,8 @@ def check_block(path: str, ours: SparseBlock, block: nn.Module) -> bool:
         y = ours(x)
         wanted = torch.stack(
             [
-                sum(weight * experts[e](row) for e, weight in zip(chosen, each, strict=True))
-                for row, chosen, each in zip(x[0], index.tolist(), weights, strict=True)
+                sum(weight * experts[e](row) for e, weight in zip(chosen, row_weights, strict=True))
+                for row, chosen, row_weights in zip(x[0], index.tolist(), weights, strict=True)
             ]
         )
         theirs = block(x)
@@ -196,4 +196,4 @@ def _experts(block: Any) -> list[Any]:
 
 
 def _biases(maps: list[Any]) -> Tensor | None:
-    return None if maps[0].bias is None else torch.stack([each.bias for each in maps])
+    return None if maps[0].bias is None else torch.stack([linear.bias for linear in maps])

@@ -49,10 +49,10 @@ def find_routers(build: Callable[[Any], nn.Module], config: Any, experts: int) -
     None where there is no k that could be another.
     """
     text = config.get_text_config()
-    found = k_of(text)
-    if found is None:
+    field_and_k = k_of(text)
+    if field_and_k is None:
         return None
-    field, k = found
+    field, k = field_and_k
     other = k - 1 if k > 1 else k + 1
     if not 1 <= other <= experts:
         return Routers(field=field, trained=k, attributes=())
@@ -97,7 +97,7 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
         )
     changed = sharing_weights(network)
     assert isinstance(changed, TransformersNetwork)
-    layers = {path.rpartition(".")[0]: each for path, each in k.items()}
+    layers = {path.rpartition(".")[0]: value for path, value in k.items()}
     ks = set(k.values())
     for path, name in routers.attributes:
         own = _within(path, layers)
@@ -107,8 +107,8 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
             setattr(changed.wrapped.get_submodule(path), name, next(iter(ks)))
     if len(ks) == 1:  # modules share one configuration
         setattr(changed.wrapped.config.get_text_config(), routers.field, next(iter(ks)))
-    told: Any = next(iter(ks)) if len(ks) == 1 else list(k.values())
-    return replace(model.changed(changed), config={**model.config, routers.field: told})
+    setting: Any = next(iter(ks)) if len(ks) == 1 else list(k.values())
+    return replace(model.changed(changed), config={**model.config, routers.field: setting})
 
 
 def _within(path: str, layers: Mapping[str, Any]) -> str | None:

@@ -94,13 +94,13 @@ def _windows_of_tokens() -> Iterator[None]:
 
     counts: list[torch.Tensor | None] = [None]
 
-    def prepared(*given: Any, **named: Any) -> Any:
-        found = prepare(*given, **named)
-        seen = found[1]
+    def prepared(*arguments: Any, **named: Any) -> Any:
+        inputs = prepare(*arguments, **named)
+        seen = inputs[1]
         counts[0] = (
             seen.cumsum(dim=-1) if isinstance(seen, torch.Tensor) and seen.ndim == 2 else None
         )
-        return found
+        return inputs
 
     def overlay(window: int) -> Any:
         count = counts[0]
@@ -131,14 +131,14 @@ def _shapes(
     network: TransformersNetwork, arguments: Mapping[str, Any], axes: Sequence[dict[int, Any]]
 ) -> dict[str, Any]:
     """The dynamic axes of each argument, in the form of its pytree."""
-    given: dict[str, Any] = dict(zip(network.takes, axes, strict=True))
-    if ENCODED in given:
-        given["encoder_outputs"] = [given.pop(ENCODED)]
-        given["attention_mask"] = given.pop(ENCODED_MASK)
-    past = [given.pop(name) for name in network.takes if name.startswith(PAST)]
+    shapes: dict[str, Any] = dict(zip(network.takes, axes, strict=True))
+    if ENCODED in shapes:
+        shapes["encoder_outputs"] = [shapes.pop(ENCODED)]
+        shapes["attention_mask"] = shapes.pop(ENCODED_MASK)
+    past = [shapes.pop(name) for name in network.takes if name.startswith(PAST)]
     if PAST in arguments:
-        given[PAST] = _like(arguments[PAST], past, network)
-    return {name: given[name] for name in arguments if name in given}
+        shapes[PAST] = _like(arguments[PAST], past, network)
+    return {name: shapes[name] for name in arguments if name in shapes}
 
 
 def _like(cache: Any, axes: list[dict[int, Any]], network: TransformersNetwork) -> Any:
@@ -149,8 +149,8 @@ def _like(cache: Any, axes: list[dict[int, Any]], network: TransformersNetwork) 
     )
 
     register_cache_pytrees_for_model(network.wrapped)
-    found = get_auto_dynamic_shapes(cache)
-    return found if len(found) != len(axes) else axes
+    shapes = get_auto_dynamic_shapes(cache)
+    return shapes if len(shapes) != len(axes) else axes
 
 
 def _name(
@@ -178,10 +178,10 @@ def _name(
     _name_axes(graph, names)
     for value, spec in zip(graph.graph.inputs, inputs, strict=True):
         value.shape = ir.Shape(spec.within(fixed))
-    given = {_plain(value.name): value for value in graph.graph.outputs}
+    traced = {_plain(value.name): value for value in graph.graph.outputs}
     graph.graph.outputs.clear()
     for spec in outputs:
-        value = given[_of_cache(spec.name, given)]
+        value = traced[_of_cache(spec.name, traced)]
         value.name = spec.name
         value.shape = ir.Shape(spec.within(fixed))
         graph.graph.outputs.append(value)
@@ -193,7 +193,7 @@ def _plain(name: str | None) -> str:
     return name.removeprefix("output.")
 
 
-def _of_cache(name: str, given: Mapping[str, Any]) -> str:
+def _of_cache(name: str, outputs: Mapping[str, Any]) -> str:
     """What the library's exporter calls an output: a part of a cache by its path."""
     if not name.startswith(f"{PRESENT}."):
         return name
@@ -203,14 +203,14 @@ def _of_cache(name: str, given: Mapping[str, Any]) -> str:
         for cache in CACHES
         for of in ("", ".self_attention_cache")
     ]
-    return next(path for path in paths if path in given)
+    return next(path for path in paths if path in outputs)
 
 
 def _name_axes(graph: ir.Model, names: Mapping[str, str]) -> None:
     """Writes the names of axes for the tracer's symbols, in the shape of every value."""
-    for each in graph.graphs():
-        outputs = (value for node in each for value in node.outputs)
-        for value in (*each.inputs, *outputs):
+    for subgraph in graph.graphs():
+        outputs = (value for node in subgraph for value in node.outputs)
+        for value in (*subgraph.inputs, *outputs):
             if value.shape is not None:
                 value.shape = ir.Shape([_named(size, names) for size in value.shape])
 
@@ -218,4 +218,4 @@ def _name_axes(graph: ir.Model, names: Mapping[str, str]) -> None:
 def _named(size: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | str | None:
     if isinstance(size, int) or size.value is None:
         return size if isinstance(size, int) else None
-    return _SYMBOL.sub(lambda found: names.get(found[0], found[0]), str(size.value))
+    return _SYMBOL.sub(lambda match: names.get(match[0], match[0]), str(size.value))
