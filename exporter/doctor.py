@@ -68,7 +68,7 @@ def diagnose(required: Iterable[Requirement]) -> Diagnosis:
 
     gpu = first_gpu()
     lines = (EXPORT, *dict.fromkeys(required), DEMO)
-    abilities = tuple(each.ability(gpu) for each in lines)
+    abilities = tuple(line.ability(gpu) for line in lines)
     return Diagnosis(abilities, environment(), tuple(outside_of_what_was_run()))
 
 
@@ -79,7 +79,7 @@ def in_onnx_runtime(name: str, provider: str) -> Requirement:
 
 def installed(name: str, package: str, title: str, extra: str) -> Requirement:
     """Returns the requirement of a package that an extra of moexport installs."""
-    return Requirement(name, partial(_found, package, title, extra))
+    return Requirement(name, partial(_installed_version, package, title, extra))
 
 
 def builds(backend: str, title: str) -> Requirement:
@@ -121,7 +121,7 @@ def _serves(provider: str, gpu: Gpu | None) -> str:
     return f"ONNX Runtime {ort.__version__}, {provider}"
 
 
-def _found(package: str, title: str, extra: str, gpu: Gpu | None) -> str:
+def _installed_version(package: str, title: str, extra: str, gpu: Gpu | None) -> str:
     from ..common.environment import versions
 
     del gpu

@@ -175,13 +175,13 @@ class Edits:
             for kept_experts in self.kept
         )
         merged = (replace(merge, matrices=merge.of(substitutes)) for merge in self.merged)
-        found = replace(self, kept=tuple(kept), merged=tuple(merged))
-        for name in substitutes.keys() - found.substitutes.keys():
+        edits = replace(self, kept=tuple(kept), merged=tuple(merged))
+        for name in substitutes.keys() - edits.substitutes.keys():
             raise UsageError(
                 f"{name}: what takes the places of experts is there, but none go in that layer",
                 hint="substitutes.safetensors lies beside the recipe, and in the bundle it is of",
             )
-        return found
+        return edits
 
     @property
     def at_run_time(self) -> tuple[Steer, ...]:
@@ -245,8 +245,8 @@ class Edits:
                 elif record["edit"] == MERGE:
                     merged.append(MergedExperts(**entry))
                 elif record["edit"] == STEER:
-                    told = entry["strength"] == AT_RUN_TIME
-                    entry["strength"] = None if told else _number(entry["strength"], "a strength")
+                    late = entry["strength"] == AT_RUN_TIME
+                    entry["strength"] = None if late else _number(entry["strength"], "a strength")
                     steers.append(Steer(**entry))
                 else:
                     ablations.append(Ablation(**entry))
@@ -277,7 +277,7 @@ def read_edits(
     Raises UsageError for what cannot be meant, whatever the model.
     """
     texts = [ablate] if isinstance(ablate, str) else ablate
-    ablations = [each for text in texts for each in _parse_ablate(text)]
+    ablations = [ablation for text in texts for ablation in _parse_ablate(text)]
     steers = _parse_steers([steer] if isinstance(steer, str) else steer)
     if rewrite is None:
         return Edits(tuple(dict.fromkeys(ablations)), steers=steers)
@@ -295,25 +295,25 @@ def read_edits(
 def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
     """`layer:3`, `layer:3:2.5`, `blocks.1.mlp:2.0:-1`, and `input` for strengths at run time."""
     parts = [part.strip() for text in texts for part in text.split(",")]
-    told = AT_RUN_TIME in parts
+    at_run_time = AT_RUN_TIME in parts
     steers: list[Steer] = []
-    for part in (each for each in parts if each != AT_RUN_TIME):
-        found = _STEERED.fullmatch(part)
-        if found is None:
+    for part in (entry for entry in parts if entry != AT_RUN_TIME):
+        match = _STEERED.fullmatch(part)
+        if match is None:
             raise UsageError(f"--steer {part}: names no expert of a layer", hint=_STEER_WRITTEN)
-        layer, level, expert, strength = found.groups()
-        if told and strength is not None:
+        layer, level, expert, strength = match.groups()
+        if at_run_time and strength is not None:
             raise UsageError(
                 f"--steer {part}: with --steer input its strength is given at run time",
                 hint=f"leave :{strength} out, or leave --steer input out",
             )
-        given = None if told else _strength(part, strength or "1")
-        steers.append(Steer(layer, int(expert), None if level is None else int(level), given))
+        value = None if at_run_time else _strength(part, strength or "1")
+        steers.append(Steer(layer, int(expert), None if level is None else int(level), value))
         if [steer.name for steer in steers].count(steers[-1].name) > 1:
             raise UsageError(
                 f"--steer {part}: this expert is named twice", hint="give the sum of its strengths"
             )
-    if told and not steers:
+    if at_run_time and not steers:
         raise UsageError(
             "--steer input: no expert is named that could be steered by", hint=_STEER_WRITTEN
         )
@@ -335,17 +335,17 @@ def _strength(part: str, text: str) -> float:
 
 def _parse_ablate(text: str) -> list[Ablation]:
     """`blocks.6.mlp:3,5,blocks.7.mlp:2.4`: an expert without a layer is of the one before it."""
-    found: list[Ablation] = []
+    ablations: list[Ablation] = []
     for part in text.split(","):
         layer, colon, number = part.strip().rpartition(":")
         expert = _EXPERT.fullmatch(number)
-        if expert is None or (not layer and (colon or not found)):
+        if expert is None or (not layer and (colon or not ablations)):
             raise UsageError(
                 f"--ablate {text}: '{part.strip()}' names no expert of a layer", hint=_WRITTEN
             )
         level = None if expert[1] is None else int(expert[1])
-        found.append(Ablation(layer or found[-1].layer, int(expert[2]), level))
-    return found
+        ablations.append(Ablation(layer or ablations[-1].layer, int(expert[2]), level))
+    return ablations
 
 
 def _read_json(path: Path) -> Any:
@@ -374,11 +374,12 @@ def _rewrite(entry: Any, where: str) -> LayerRewrite:
             f"{where}: output is {output!r}, not an index", hint="outputs are counted from 0"
         )
     strength = _number(entry["lambda"], f"{where}: lambda")
-    given = entry["coefficients"]
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+    coefficients = entry["coefficients"]
+    if not isinstance(coefficients, Sequence) or isinstance(coefficients, str) or not coefficients:
         raise UsageError(f"{where}: coefficients are not lists of numbers", hint=_ENTRY)
-    nested = any(isinstance(vector, Sequence) for vector in given)
-    vectors = given if nested else [given]  # the only level's, without the outer brackets
+    nested = any(isinstance(vector, Sequence) for vector in coefficients)
+    # Without the outer brackets they are the only level's.
+    vectors = coefficients if nested else [coefficients]
     return LayerRewrite(
         layer,
         Rewrite(

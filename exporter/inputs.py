@@ -102,13 +102,15 @@ Inputs = np.ndarray | Mapping[str, np.ndarray]
 """What a model or a graph is given: arrays by name, or that of its first input alone."""
 
 
-def completed(given: Inputs, ports: Sequence[TensorSpec], where: str = "") -> dict[str, np.ndarray]:
+def completed(
+    inputs: Inputs, ports: Sequence[TensorSpec], where: str = ""
+) -> dict[str, np.ndarray]:
     """Returns an array for every input of a model or graph, in their order.
 
     An array stands for the first input, and what is left out for its default. Raises `FeedError`
     for a name that is no input's, and for an input that must be given.
     """
-    arrays = dict(given) if isinstance(given, Mapping) else {ports[0].name: given}
+    arrays = dict(inputs) if isinstance(inputs, Mapping) else {ports[0].name: inputs}
     known = {port.name for port in ports}
     for name in arrays.keys() - known:
         raise FeedError(
@@ -140,10 +142,10 @@ def _check_sums(ports: Sequence[TensorSpec], sizes: Mapping[str, int], where: st
 
 
 def _strengths(
-    given: np.ndarray, port: TensorSpec, sizes: Mapping[str, int], where: str
+    strengths: np.ndarray, port: TensorSpec, sizes: Mapping[str, int], where: str
 ) -> np.ndarray:
     """Strengths [b, s]; those of one input [s] are for all of them."""
-    array = np.asarray(given)
+    array = np.asarray(strengths)
     if array.dtype.kind in "fiu" and not np.isfinite(array).all():
         raise FeedError(
             f"{where}input '{port.name}' holds a strength that is not finite",
@@ -285,10 +287,10 @@ def _with_axes(arrays: Fields, model: Model) -> Fields:
 
 
 def fitted_arrays(
-    given: Inputs, model: Model, fixed: Mapping[str, int] | None = None
+    inputs: Inputs, model: Model, fixed: Mapping[str, int] | None = None
 ) -> dict[str, np.ndarray]:
     """Returns an array for every input as the model takes it; `FeedError` where they cannot."""
-    named = dict(given) if isinstance(given, Mapping) else {model.input.name: given}
+    named = dict(inputs) if isinstance(inputs, Mapping) else {model.input.name: inputs}
     for spec in model.inputs:
         if spec.default == "zeros" and spec.name not in named:  # zeros would compare nothing
             count = len(named[model.input.name])
@@ -352,8 +354,8 @@ def random_arrays(
             within[second] = min(within[second], most // 2)
             within[first] = min(within[first], most - within[second])
     shapes = {spec.name: spec.concrete({**within, "batch": count}) for spec in model.inputs}
-    each = max(4 * int(np.prod(shape[1:], dtype=np.int64)) for shape in shapes.values())
-    fitting = count if "batch" in sizes else max(1, min(count, MAX_BYTES // each))
+    input_bytes = max(4 * int(np.prod(shape[1:], dtype=np.int64)) for shape in shapes.values())
+    fitting = count if "batch" in sizes else max(1, min(count, MAX_BYTES // input_bytes))
     random = np.random.default_rng(SEED)
     arrays: dict[str, np.ndarray] = {}
     for spec in model.inputs:

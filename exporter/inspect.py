@@ -156,7 +156,7 @@ class _NoProducts(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, function: Any, _: Any, arguments: tuple[Any, ...] = (), given: Any = None
+        self, function: Any, _: Any, arguments: tuple[Any, ...] = (), keywords: Any = None
     ) -> Any:
         if function is nn.functional.linear and len(arguments) > 1:
             x, weight, *_ = arguments
@@ -164,7 +164,7 @@ class _NoProducts(TorchFunctionMode):
         if function is nn.functional.scaled_dot_product_attention and len(arguments) > 2:
             query, _, value, *_ = arguments
             return query.new_zeros(*query.shape[:-1], value.shape[-1])
-        return function(*arguments, **(given or {}))
+        return function(*arguments, **(keywords or {}))
 
 
 def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
@@ -187,7 +187,7 @@ def _kept(specs: Mapping[str, MoESpec]) -> Iterator[tuple[str, dict[str, int]]]:
     if trained != every:
         yield _k_label("n", every), every
         what = "trained k"
-    for share in (each for each in SHARES if each <= min(trained.values())):
+    for share in (fraction for fraction in SHARES if fraction <= min(trained.values())):
         kept = {name: max(1, k // share) for name, k in trained.items()}
         yield _k_label(what if share == 1 else f"{what}/{share}", kept), kept
 
@@ -234,7 +234,7 @@ def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportRepo
     Over up to `count` inputs of a feed. Raises UsageError for a model without such layers,
     FeedError for a feed that does not fit.
     """
-    specs = {name: each.spec for name, each in model.layers.items() if each.spec.rewritable}
+    specs = {name: layer.spec for name, layer in model.layers.items() if layer.spec.rewritable}
     if not specs:
         raise UsageError(
             f"--data: a {model.family} model has no muMoE layers, whose coefficients could be zero",

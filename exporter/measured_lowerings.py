@@ -51,22 +51,22 @@ IR_VERSION = 10
 """Of the graphs that are timed; every supported ONNX Runtime takes it."""
 
 
-def tuned_choice(found: TunedLayers, work: AnyWork, target: Target) -> LoweringChoice:
+def tuned_choice(tuned: TunedLayers, work: AnyWork, target: Target) -> LoweringChoice:
     """Returns the choice for a layer that was measured, with the figures as its reason."""
-    chosen = lowerings_of(work.spec.kind)[found.chosen]
+    chosen = lowerings_of(work.spec.kind)[tuned.chosen]
     predicted_us = chosen.predict_us(work, machine_for(target, work.precision))
-    if not found.candidates:
+    if not tuned.candidates:
         reason = "the only lowering for this layer and target: nothing was measured"
         return LoweringChoice(chosen, reason, predicted_us)
-    best, *others = found.candidates
+    best, *others = tuned.candidates
     listed = [
         f"{other.lowering} {other.latency_ms.median:.3g} ms"
         + ("" if differs(best.latency_ms, other.latency_ms) else ", no difference")
         for other in others
-    ] + list(found.left_out)
+    ] + list(tuned.left_out)
     reason = (
         f"measured {best.latency_ms.median:.3g} ms, spread {best.latency_ms.spread:.0%}, for "
-        f"k = {found.k} of {found.experts} at batch {found.batch}"
+        f"k = {tuned.k} of {tuned.experts} at batch {tuned.batch}"
     )
     if listed:
         reason += f" (others: {'; '.join(listed)})"
@@ -168,9 +168,9 @@ def _measured(
     work, name = group.work, group.names[0]
     candidates = able(work, job.options.target)
     machine = machine_for(job.options.target, work.precision)
-    predicted = [candidate.predict_us(work, machine) for candidate in candidates]
+    predicted = [name.predict_us(work, machine) for name in candidates]
     most = measuring.within * min(predicted)
-    candidates = [each for each, us in zip(candidates, predicted, strict=True) if us <= most]
+    candidates = [name for name, us in zip(candidates, predicted, strict=True) if us <= most]
     latencies: dict[str, Latency] = {}
     left_out: dict[str, str] = {}
     if len(candidates) > 1 or measuring.alone:
@@ -183,7 +183,7 @@ def _measured(
                 f"layer {name}: no lowering could be measured: {reasons}",
                 hint="--lowering auto chooses by prediction",
             )
-    ranked = sorted(latencies, key=lambda each: latencies[each].median)
+    ranked = sorted(latencies, key=lambda name: latencies[name].median)
     return TunedLayers(
         layers=group.names,
         experts=work.spec.experts,
@@ -192,7 +192,7 @@ def _measured(
         tokens=work.tokens,
         precision=precision.layers[name].precision,
         chosen=ranked[0] if ranked else candidates[0].name,
-        candidates=tuple(TimedLowering(each, latencies[each]) for each in ranked),
+        candidates=tuple(TimedLowering(name, latencies[name]) for name in ranked),
         left_out=left_out,
     )
 
@@ -284,9 +284,9 @@ def _alone(node: ir.Node, opset: int, work: AnyWork) -> ir.Model:
 
     A layer whose experts are chosen outside it gets a router, the same for all candidates.
     """
-    (x, *given), (y,) = node.inputs, node.outputs
+    (x, *routing), (y,) = node.inputs, node.outputs
     assert x is not None
-    routed = [each for each in given if each is not None]
+    routed = [value for value in routing if value is not None]
     single = ir.TensorType(ir.DataType.FLOAT)
     tokens = ir.Value(name="input", shape=x.shape, type=single)
     nodes, chosen, first = list[ir.Node](), list[ir.Value](), tokens
@@ -303,9 +303,9 @@ def _alone(node: ir.Node, opset: int, work: AnyWork) -> ir.Model:
     (inner,) = cast.outputs
     inner.name, inner.shape, inner.type = "tokens", x.shape, x.type
     layer = ir.Node(node.domain, node.op_type, [inner, *chosen], node.attributes.values())
-    (found,) = layer.outputs
-    found.name, found.shape, found.type = "outputs", y.shape, y.type
-    taken = ir.node("Cast", [found], {"to": ir.DataType.FLOAT})
+    (result,) = layer.outputs
+    result.name, result.shape, result.type = "outputs", y.shape, y.type
+    taken = ir.node("Cast", [result], {"to": ir.DataType.FLOAT})
     (output,) = taken.outputs
     output.name, output.shape, output.type = "output", y.shape, single
     imports = {"": opset, DOMAIN: 1}
@@ -338,9 +338,9 @@ def _timed(
             cases[name] = partial(_call, session, batches, k)
     more = f" and {len(group.names) - 1} like it" if len(group.names) > 1 else ""
     title = f"measuring {group.names[0]}{more}"
-    found = measure(cases, measuring.protocol, title=title, progress=progress)
-    left_out |= found.failures
-    return found.latencies
+    timings = measure(cases, measuring.protocol, title=title, progress=progress)
+    left_out |= timings.failures
+    return timings.latencies
 
 
 def _call(session: Session, batches: Sequence[np.ndarray], k: int | None, index: int) -> None:
@@ -350,15 +350,15 @@ def _call(session: Session, batches: Sequence[np.ndarray], k: int | None, index:
 def _real(tokens: np.ndarray, batch: int) -> list[np.ndarray]:
     """Batches [b, m, d] to take in turn, of what a layer is given in its model."""
     rows = np.arange(PROTOCOL.inputs * batch) % len(tokens)
-    return [np.ascontiguousarray(tokens[each]) for each in np.split(rows, PROTOCOL.inputs)]
+    return [np.ascontiguousarray(tokens[indices]) for indices in np.split(rows, PROTOCOL.inputs)]
 
 
 def _tokens(work: AnyWork, node: ir.Node) -> list[np.ndarray]:
     """Batches [b, m, d] or [t, d] to take in turn, whose routing differs from input to input."""
     random, spec = np.random.default_rng(SEED), work.spec
     # A layer that is given its slots takes C.
-    given = spec.chooses_sets and len(node.inputs) > 1
-    width = spec.experts * spec.slots if given else spec.dim
+    takes_slots = spec.chooses_sets and len(node.inputs) > 1
+    width = spec.experts * spec.slots if takes_slots else spec.dim
     batches = []
     for _ in range(PROTOCOL.inputs):
         own = random.standard_normal((work.batch, 1, width), np.float32)

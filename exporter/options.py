@@ -103,16 +103,16 @@ class PrecisionOptions:
                 f"--min-retention {share:g}: a share above 0 and up to 1",
                 "--min-retention 0.99 keeps 99% of the accuracy of FP32 at the same k",
             )
-        asked = {
+        changed = {
             "--quantize": self.scope != "experts",
             "--rest": self.rest is not None,
             "--weight-bits": self.weight_bits is not None,
             "--min-retention": share is not None,
         }
-        for option, given in asked.items():
+        for option, is_set in changed.items():
             both = {"--quantize": "int4", "--rest": "fp8"}
             of_both = self.name == both.get(option)
-            if given and self.name != "int8" and not of_both:
+            if is_set and self.name != "int8" and not of_both:
                 yield _not_int8(option, self.name)
 
     @property
@@ -329,8 +329,8 @@ class ExportOptions:
         samples = self.verify_samples
         if samples is not None and samples < 1:
             yield f"--verify-samples {samples}: at least 1", "--no-verify compares nothing"
-        asked = {"--atol": self.atol, "--rtol": self.rtol, "--verify-samples": samples}
-        for option, value in asked.items():
+        numbers = {"--atol": self.atol, "--rtol": self.rtol, "--verify-samples": samples}
+        for option, value in numbers.items():
             if value is not None and not self.verify:
                 yield (
                     f"{option} {value} with --no-verify: nothing will be compared",
@@ -555,13 +555,13 @@ def resolve_k(k: KOption, specs: Mapping[str, MoESpec]) -> dict[str, int | None]
     names = list(specs)
     if k == "input":
         return dict.fromkeys(names)
-    asked: Sequence[int | Fraction | str] = k if isinstance(k, tuple) else [k] * len(names)
-    if len(asked) != len(names):
+    values: Sequence[int | Fraction | str] = k if isinstance(k, tuple) else [k] * len(names)
+    if len(values) != len(names):
         raise UsageError(
-            f"--k {','.join(map(str, asked))}: {len(asked)} values for {len(names)} MoE layers",
+            f"--k {','.join(map(str, values))}: {len(values)} values for {len(names)} MoE layers",
             hint=f"give one k for all, or one each for: {', '.join(names)}",
         )
-    return {name: _of_layer(value, specs[name]) for name, value in zip(names, asked, strict=True)}
+    return {name: _of_layer(value, specs[name]) for name, value in zip(names, values, strict=True)}
 
 
 def check_renormalize(specs: Mapping[str, MoESpec]) -> None:

@@ -198,19 +198,19 @@ class Comparison:
     ) -> None:
         self._session, self._values = session, selected_values
         self._batch, self._tolerance, self._k = batch, tolerance, k
-        self._found: list[_Found] = []
+        self._results: list[_PartResult] = []
         self._probed = tuple(size for size in probed if size != batch)
-        self._probes: dict[int, _Found] = {}
+        self._probes: dict[int, _PartResult] = {}
         self._first: Reference | None = None
         self._worst: Reference | None = None
 
     def add(self, expected: Reference) -> None:
         """Runs the graph on the reference's inputs."""
-        found = self._compared(expected, self._batch)
-        furthest = max((part.everything.max_abs for part in self._found), default=-1.0)
-        if self._first is None or not found.everything.max_abs <= furthest:
+        result = self._compared(expected, self._batch)
+        furthest = max((part.everything.max_abs for part in self._results), default=-1.0)
+        if self._first is None or not result.everything.max_abs <= furthest:
             self._worst = expected
-        self._found.append(found)
+        self._results.append(result)
         if self._first is None:
             self._first = expected
             for size in self._probed:
@@ -227,7 +227,7 @@ class Comparison:
         assert self._first is not None, "something was added"
         return self._first.rows(np.arange(size) % len(self._first.x))
 
-    def _compared(self, expected: Reference, batch: int) -> _Found:
+    def _compared(self, expected: Reference, batch: int) -> _PartResult:
         values, sets = self._outputs(expected, batch)
         wanted = {self._session.output_names[0]: expected.y, **expected.outputs}
         for name, array in wanted.items():
@@ -265,24 +265,24 @@ class Comparison:
             for name in names:
                 outputs[name].append(values[name])
             for name, value in compared.items():
-                found = values[value]
+                array = values[value]
                 shape = expected.selected[name].shape
                 wanted = (len(x), *shape[1:])
-                of_tokens = len(shape) > found.ndim  # which the layer sees one after the other
-                if len(shape) == len("smn1") and found.shape[-1:] == shape[-2:-1]:
-                    found = by_expert(found)
-                same_k = found.ndim > 0 and found.shape[-1] == shape[-1]
-                if not same_k or not (of_tokens or found.shape == wanted):
+                of_tokens = len(shape) > array.ndim  # which the layer sees one after the other
+                if len(shape) == len("smn1") and array.shape[-1:] == shape[-2:-1]:
+                    array = by_expert(array)
+                same_k = array.ndim > 0 and array.shape[-1] == shape[-1]
+                if not same_k or not (of_tokens or array.shape == wanted):
                     raise ParityError(
-                        f"layer {name}: the graph chose {found.shape}, the reference {wanted}"
+                        f"layer {name}: the graph chose {array.shape}, the reference {wanted}"
                     )
                 if of_tokens:
-                    if found.size != math.prod(wanted):  # the values alone decide
+                    if array.size != math.prod(wanted):  # the values alone decide
                         chosen.pop(name, None)
                         continue
-                    found = found.reshape(wanted)
+                    array = array.reshape(wanted)
                 if name in chosen:
-                    chosen[name].append(found)
+                    chosen[name].append(array)
         return (
             {name: np.concatenate(parts) for name, parts in outputs.items()},
             {name: np.concatenate(parts) for name, parts in chosen.items()},
@@ -295,11 +295,11 @@ class Comparison:
         """
         # Engines and PyTorch do not say it.
         said = getattr(self._session, "computed_in", None)
-        whole = replace(self._parity(self._found), computed_in=said)
+        whole = replace(self._parity(self._results), computed_in=said)
         batches = tuple(sorted({self._batch, *self._probes}))
         if whole.passed:
             # Of a few inputs one may choose otherwise by chance: the share is of all of them.
-            pooled = self._parity([*self._found, *self._probes.values()])
+            pooled = self._parity([*self._results, *self._probes.values()])
             routed = pooled.routing_agreement >= self._tolerance.routing
             for size, probe in self._probes.items():
                 off = not probe.same.within(self._tolerance)
@@ -308,25 +308,25 @@ class Comparison:
                     return replace(missed, passed=False, batch=size, batches=batches)
         return replace(whole, batches=batches)
 
-    def _parity(self, found: Sequence[_Found]) -> Parity:
+    def _parity(self, parts: Sequence[_PartResult]) -> Parity:
         bounds = self._tolerance
-        samples = sum(each.samples for each in found)
-        tokens = any(each.by_token for each in found)
-        choices = sum(each.choices for each in found)
-        agreeing = sum(each.agreeing for each in found)
-        tied = sum(each.tied for each in found)
-        everything = _Distance.of([each.everything for each in found])
-        same = _Distance.of([each.same for each in found])
+        samples = sum(part.samples for part in parts)
+        tokens = any(part.by_token for part in parts)
+        choices = sum(part.choices for part in parts)
+        agreeing = sum(part.agreeing for part in parts)
+        tied = sum(part.tied for part in parts)
+        everything = _Distance.of([part.everything for part in parts])
+        same = _Distance.of([part.same for part in parts])
         if tokens and not same.inputs:  # every input has a token that chose otherwise
             same = everything
-        apart = _Rounding.times([each.rounding for each in found if each.rounding is not None])
+        apart = _Rounding.times([part.rounding for part in parts if part.rounding is not None])
         return Parity(
             max_abs=same.max_abs,
             max_rel=same.max_rel,
             cosine=same.cosine,
             routing_agreement=agreeing / choices,
             samples=samples,
-            ties=sum(each.ties for each in found),
+            ties=sum(part.ties for part in parts),
             passed=bool(
                 same.within(bounds)
                 and agreeing / choices >= bounds.routing
@@ -334,16 +334,16 @@ class Comparison:
                 and tied <= MOST_TIES * choices
                 and (apart is None or apart <= bounds.roundings)
             ),
-            first_difference=next((each.first for each in found if each.first), None),
-            untouched_cosine=min(each.untouched_cosine for each in found),
-            jaccard=sum(each.samples * each.jaccard for each in found) / samples,
-            flip_margin=max(each.margin for each in found),
+            first_difference=next((part.first for part in parts if part.first), None),
+            untouched_cosine=min(part.untouched_cosine for part in parts),
+            jaccard=sum(part.samples * part.jaccard for part in parts) / samples,
+            flip_margin=max(part.margin for part in parts),
             **asdict(bounds),
             compared=same.inputs,
             all_max_abs=everything.max_abs,
             all_max_rel=everything.max_rel,
             all_cosine=everything.cosine,
-            differing=sum(each.differing for each in found),
+            differing=sum(part.differing for part in parts),
             chosen_by="tokens" if tokens else "inputs",
             choices=choices,
             agreeing=agreeing,
@@ -453,7 +453,7 @@ class _Distance:
     @staticmethod
     def widest(parts: Iterable[_Distance]) -> _Distance:
         """Returns the distance of the output that is furthest off, each in its own scale."""
-        return max(parts, key=lambda each: each.max_rel if each.finite else np.inf)
+        return max(parts, key=lambda distance: distance.max_rel if distance.finite else np.inf)
 
     @staticmethod
     def of(parts: Sequence[_Distance]) -> _Distance:
@@ -511,13 +511,13 @@ class _Rounding:
         if not parts:
             return None
         exact, half = all(part.exact for part in parts), all(part.half for part in parts)
-        found = 0.0
+        factor = 0.0
         single = float(np.finfo(np.float32).eps) if exact else TOLERANCES["fp32"].rtol
         combined: tuple[Callable[[list[float]], float], ...] = (max, _length, math.fsum)
         combined = combined[:2] if exact else combined
         for index, combine in enumerate(combined):
             off, own, scale = (
-                combine([each[index] for each in column])
+                combine([row[index] for row in column])
                 for column in zip(*((p.off, p.own, p.scale) for p in parts), strict=True)
             )
             chosen = combine is math.fsum
@@ -526,8 +526,8 @@ class _Rounding:
                 return float("inf")
             if half and combine is max and off <= float(np.finfo(np.float16).eps) * scale:
                 continue
-            found = max(found, max(0.0, off - slack) / max(own, slack, 1e-30))
-        return found
+            factor = max(factor, max(0.0, off - slack) / max(own, slack, 1e-30))
+        return factor
 
     @staticmethod
     def of(
@@ -577,7 +577,7 @@ def _length(squares: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _PartResult:
     """What one part of the inputs gave.
 
     `ties` samples differ by a tie alone, `differing` anywhere. Of `choices`, made by each input or
@@ -608,7 +608,7 @@ def _compared(
     further: Sequence[np.ndarray],
     sets: Mapping[str, np.ndarray],
     tolerance: Tolerance,
-) -> _Found:
+) -> _PartResult:
     """Compares outputs, and what was chosen, with the reference.
 
     After the first difference of a sample its later layers see other inputs, so only the first
@@ -636,12 +636,12 @@ def _compared(
     by_token = tolerance.routing < 1.0 and any(chosen.ndim > 2 for chosen in sets.values())
     if by_token:
         counted = {name: places(expected.selected[name], sets[name]) for name in sets}
-        choices = sum(int(each.sum()) for each in counted.values())
+        choices = sum(int(mask.sum()) for mask in counted.values())
         agreeing = sum(int((counted[name] & ~wrong[name]).sum()) for name in sets)
         same = _same_tokens([*differs.values()], expected.y.shape)
         tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
-    return _Found(
+    return _PartResult(
         samples=len(y),
         ties=int(ties.sum()),
         differing=int(apart.sum()),
@@ -657,8 +657,8 @@ def _compared(
                 _distance(expected.y, y, same),
                 # Where tokens differ by themselves a cache has their places elsewhere.
                 *(
-                    _distance(wanted, found, same)
-                    for wanted, found in zip(expected.outputs.values(), further, strict=True)
+                    _distance(wanted, actual, same)
+                    for wanted, actual in zip(expected.outputs.values(), further, strict=True)
                     if same.ndim == 1
                 ),
             ]
@@ -675,8 +675,8 @@ def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.n
     Those are the tokens [s, m] that chose alike in every layer, where outputs of this shape have
     these tokens; else the samples [s] all of whose tokens did.
     """
-    tokens = all(each.shape == output[:2] and len(output) > each.ndim for each in differs)
-    each_alike = [~each if tokens else ~each.any(axis=1) for each in differs]
+    tokens = all(mask.shape == output[:2] and len(output) > mask.ndim for mask in differs)
+    each_alike = [~mask if tokens else ~mask.any(axis=1) for mask in differs]
     same: np.ndarray = np.logical_and.reduce(each_alike)
     return same
 
@@ -723,5 +723,5 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     zero = ~a.any(axis=1) & ~b.any(axis=1)
     with np.errstate(invalid="ignore"):
         norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-        found = np.where(zero, 1.0, (a * b).sum(axis=1) / np.where(norms == 0, 1.0, norms))
-    return np.where(np.isfinite(found), found, 0.0)
+        cosine = np.where(zero, 1.0, (a * b).sum(axis=1) / np.where(norms == 0, 1.0, norms))
+    return np.where(np.isfinite(cosine), cosine, 0.0)

@@ -230,7 +230,7 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
         sized = replace(batch, min=first, opt=min(max(batch.opt, first), last), max=last)
         part = replace(job, options=replace(job.options, batch=sized))
         graph = plan_graph(part, traced, AUTO, MAIN_GRAPH)
-        taken = {each.file for each in graphs}
+        taken = {graph.file for graph in graphs}
         names = (MAIN_GRAPH, f"model-{graph.title}.onnx", f"model-batch-{first}.onnx")
         file = next(name for name in names[1 if graphs else 0 :] if name not in taken)
         graphs.append(replace(graph, file=file, batches=span))
@@ -266,9 +266,9 @@ def plan_graph(
     def chosen(work: AnyWork) -> LoweringChoice:
         if name == RECIPE:
             assert job.options.recipe is not None, "a recipe names the lowerings"
-            asked = job.options.recipe.layers[work.spec.name]
-            found = check(asked.lowering, work, job.options.target)
-            return replace(found, reason=asked.why or found.reason)
+            layer = job.options.recipe.layers[work.spec.name]
+            choice = check(layer.lowering, work, job.options.target)
+            return replace(choice, reason=layer.why or choice.reason)
         if name == AUTO:
             return choose(work, job.options.target, batches, decodes=job.decodes)
         if name == TUNE:

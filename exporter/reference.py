@@ -77,10 +77,10 @@ def exact(job: ExportJob, expected: Reference) -> Rounded | None:
                     selected.setdefault(name, []).append(chosen.reshape(wanted))
         except Exception:  # noqa: BLE001  a network may insist on float32: nothing is known then
             return None
-    found = np.concatenate(y)
-    if found.dtype != np.float64 or not np.isfinite(found).all():
+    outputs = np.concatenate(y)
+    if outputs.dtype != np.float64 or not np.isfinite(outputs).all():
         return None
-    return Rounded(found, {name: np.concatenate(parts) for name, parts in selected.items()})
+    return Rounded(outputs, {name: np.concatenate(parts) for name, parts in selected.items()})
 
 
 def kept_experts(job: ExportJob) -> dict[str, int]:
@@ -146,7 +146,7 @@ def reference(
             selected.setdefault(name, []).append(chosen)
             margin.setdefault(name, []).append(gap)
     for name, parts in selected.items():  # as many of each input, or no input's own
-        if len({each.shape[1:] for each in parts}) > 1:
+        if len({part.shape[1:] for part in parts}) > 1:
             apart.add(name)
     first, *further = (np.concatenate(parts) for parts in zip(*outputs, strict=True))
     rest = iter(arrays.items())
@@ -206,15 +206,15 @@ def _several(arrays: Fields, count: int) -> Fields:
 
     A batch of one input, several times over, does not show what depends on the others in it.
     """
-    found, *_ = (len(array) for array in arrays.values())
-    if found >= count:
+    samples, *_ = (len(array) for array in arrays.values())
+    if samples >= count:
         return arrays
     turned: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
-        rows = array[np.arange(count) % found]
+        rows = array[np.arange(count) % samples]
         if name == next(iter(arrays)) and array.ndim > 1:
             axis = next((axis for axis in range(1, array.ndim) if array.shape[axis] > 1), 1)
-            rows = np.stack([np.roll(row, i // found, axis - 1) for i, row in enumerate(rows)])
+            rows = np.stack([np.roll(row, i // samples, axis - 1) for i, row in enumerate(rows)])
         turned[name] = rows
     return turned
 
@@ -343,8 +343,8 @@ class _InFloat64(_Network):
 
     def _values(self, module: nn.Module, arrays: Fields) -> list[np.ndarray]:
         weights = {
-            name: each.double() if each.is_floating_point() else each
-            for name, each in (*module.named_parameters(), *module.named_buffers())
+            name: tensor.double() if tensor.is_floating_point() else tensor
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
         }
         tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays.values()]
         tensors = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
@@ -367,18 +367,18 @@ def routed_margins(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         yield margins
         return
     by_group = {
-        each.spec.name: each.host
-        for each in module.modules()
-        if isinstance(each, OwnForward) and isinstance(each.host, GroupRouter)
+        layer.spec.name: layer.host
+        for layer in module.modules()
+        if isinstance(layer, OwnForward) and isinstance(layer.host, GroupRouter)
     }
     with _Rankings() as rankings, ExitStack() as hooks:
 
         def record(_: nn.Module, args: tuple[Any, ...], name: str) -> None:
-            found = rankings.margin(args[1])
+            margin = rankings.margin(args[1])
             if name not in by_group:
-                margins[name] = found
+                margins[name] = margin
 
-        def told(
+        def record_groups(
             router: nn.Module, args: tuple[Any, ...], named: dict[str, Any], _: Any, name: str
         ) -> None:
             assert isinstance(router, GroupRouter)
@@ -387,7 +387,7 @@ def routed_margins(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         for name, layer in layers.items():
             hooks.enter_context(layer.register_forward_pre_hook(partial(record, name=name)))
         for name, router in by_group.items():
-            hook = partial(told, name=name)
+            hook = partial(record_groups, name=name)
             hooks.enter_context(router.register_forward_hook(hook, with_kwargs=True))
         yield margins
 
@@ -404,9 +404,9 @@ class _Rankings(TorchFunctionMode):
         self._seen: list[tuple[torch.Tensor, int | None]] | None = []
 
     def __torch_function__(
-        self, function: Any, _: Any, arguments: tuple[Any, ...] = (), given: Any = None
+        self, function: Any, _: Any, arguments: tuple[Any, ...] = (), keywords: Any = None
     ) -> Any:
-        named = given or {}
+        named = keywords or {}
         if self._seen is not None:
             ranking = _ranking(function, arguments, named)
             if ranking is not None:
@@ -494,7 +494,7 @@ def first_different_layer(
     ):
         for name, layer in model.layers.items():
             hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
-        model.module(*(torch.from_numpy(np.ascontiguousarray(each)) for each in x.values()))
+        model.module(*(torch.from_numpy(np.ascontiguousarray(array)) for array in x.values()))
     before = "the network before it"
     for name, value in values.items():
         wanted_input, wanted_output = wanted[name]

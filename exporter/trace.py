@@ -237,7 +237,7 @@ GROUPS = "groups"
 
 def _name_batch(traced: ir.Model, images: int) -> None:
     """Writes sizes that are so many times the groups as what they are of a batch."""
-    for value in (each for node in (*traced.graph, traced.graph) for each in _values(node)):
+    for value in (item for node in (*traced.graph, traced.graph) for item in _values(node)):
         if value.shape is None:
             continue
         sizes: list[int | str | None] = []

@@ -64,19 +64,19 @@ def _lower(
 ) -> Lowered:
     job, options = plan.job, plan.job.options
     requests = {
-        layer.name: LoweringRequest(
-            lowering=layer.choice.lowering,
+        fact.name: LoweringRequest(
+            lowering=fact.choice.lowering,
             layer=LayerOf(
-                spec=layer.work.spec,
-                tensors=stored[layer.name],
-                k=layer.k,
+                spec=fact.work.spec,
+                tensors=stored[fact.name],
+                k=fact.k,
                 renormalize=options.renormalize,
-                compute=plan.precision.layers[layer.name],
+                compute=plan.precision.layers[fact.name],
                 target=options.target,
-                batch=layer.work.batch,
+                batch=fact.work.batch,
             ),
         )
-        for layer in graph.layers
+        for fact in graph.layers
     }
     lowered = lower(traced, requests)
     if options.expose_routing:
@@ -88,12 +88,12 @@ def _lower(
         "precision": precision.name,
         "floats": precision.float_name(options.target),
         "layers": {
-            layer.name: {
-                "n": layer.work.spec.experts,
-                "k": layer.k if layer.k is not None else K_INPUT,
-                "lowering": layer.choice.lowering.name,
+            fact.name: {
+                "n": fact.work.spec.experts,
+                "k": fact.k if fact.k is not None else K_INPUT,
+                "lowering": fact.choice.lowering.name,
             }
-            for layer in graph.layers
+            for fact in graph.layers
         },
         "renormalize": options.renormalize,
     }
@@ -104,8 +104,8 @@ def _lower(
         facts["defaults"] = defaults
     limits = {
         str(axis_within(axis, job.fixed)): n
-        for each in job.model.inputs
-        for axis, n in each.limits.items()
+        for port in job.model.inputs
+        for axis, n in port.limits.items()
         if " + " in axis
     }
     if limits:
@@ -116,7 +116,7 @@ def _lower(
     # The same for people: a viewer shows it beside the graph.
     about = f"{job.model.family} for {options.target} in {precision.name}"
     model.doc_string = f"{about}, exported by moexport {model.producer_version}"
-    layers = {n: f"k = {each['k']} of {each['n']} experts" for n, each in facts["layers"].items()}
+    layers = {n: f"k = {fact['k']} of {fact['n']} experts" for n, fact in facts["layers"].items()}
     model.graph.doc_string = "\n".join(f"{name}: {what}" for name, what in layers.items())
     model.metadata_props.update({f"moexport.{name}": what for name, what in layers.items()})
     return lowered
@@ -133,11 +133,11 @@ def _exposed(lowered: Lowered, plan: GraphPlan) -> Lowered:
     made |= {value.name: value for value in graph.inputs}
     first = graph.inputs[0].shape
     for layer in plan.layers:
-        spec, found = layer.work.spec, values[layer.name]
-        shape, k = made[found.input].shape, K_INPUT if layer.k is None else layer.k
+        spec, values_of = layer.work.spec, values[layer.name]
+        shape, k = made[values_of.input].shape, K_INPUT if layer.k is None else layer.k
         assert shape is not None and first is not None
         choices: dict[str, str] = {}
-        for level, (choice, name) in enumerate(found.choices.items()):
+        for level, (choice, name) in enumerate(values_of.choices.items()):
             value, dtype = made[name], ir.DataType.INT64
             if spec.chooses_sets:
                 sizes = [shape[0], k]
@@ -149,7 +149,7 @@ def _exposed(lowered: Lowered, plan: GraphPlan) -> Lowered:
             value.type, value.shape = ir.TensorType(dtype), ir.Shape(sizes)
             graph.outputs.append(value)
             choices[choice] = str(value.name)
-        values[layer.name] = replace(found, choices=choices)
+        values[layer.name] = replace(values_of, choices=choices)
     return replace(lowered, values=values)
 
 

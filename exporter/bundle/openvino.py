@@ -76,16 +76,16 @@ class OpenVinoSession(Session):
 
         Read from the compiled graph.
         """
-        found = {kind for _, kind in self.products()}
-        return ", ".join(sorted(found)) or "f32"
+        types = {kind for _, kind in self.products()}
+        return ", ".join(sorted(types)) or "f32"
 
     def products(self) -> list[tuple[str, str]]:
         """Returns each matrix product of the compiled graph: its nodes, and what it computes in."""
         facts = (op.get_rt_info() for op in self._compiled.get_runtime_model().get_ordered_ops())
         return [
-            (str(each["originalLayersNames"].value), str(each["runtimePrecision"].value).lower())
-            for each in facts
-            if str(each["layerType"].value) in PRODUCTS
+            (str(fact["originalLayersNames"].value), str(fact["runtimePrecision"].value).lower())
+            for fact in facts
+            if str(fact["layerType"].value) in PRODUCTS
         ]
 
     def run(
@@ -96,14 +96,14 @@ class OpenVinoSession(Session):
         feeds = self._feeds(x, k)
         with self._request() as request:
             try:
-                found = request.infer(feeds, share_inputs=True)
+                results = request.infer(feeds, share_inputs=True)
             except RuntimeError as error:
                 raise EngineError(
                     f"{self.path.name}: the run failed in OpenVINO: {_words(error)}",
                     hint="`moexport verify` tells whether the bundle is damaged; another "
                     "--lowering may run",
                 ) from error
-            return {name: found[name] for name in wanted}
+            return {name: results[name] for name in wanted}
 
     def bound(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
@@ -142,8 +142,8 @@ def _infer(
     *,
     shared: bool = False,
 ) -> list[np.ndarray]:
-    found = request.infer(feeds, share_inputs=True, share_outputs=shared)
-    return [found[0]] if outputs is None else [found[name] for name in outputs]
+    results = request.infer(feeds, share_inputs=True, share_outputs=shared)
+    return [results[0]] if outputs is None else [results[name] for name in outputs]
 
 
 def opened(path: Path | str, options: SessionOptions | None = None) -> Session:
@@ -199,8 +199,8 @@ def check_device(device: str) -> None:
     """Raises `MissingExtraError` or `UsageError` where OpenVINO or a device of it is not here."""
     runtime = openvino_package()
     there = runtime.Core().available_devices
-    if not any(each.partition(".")[0] == DEVICES.get(device, device) for each in there):
-        listed = ", ".join(sorted({each.partition(".")[0].lower() for each in there}))
+    if not any(name.partition(".")[0] == DEVICES.get(device, device) for name in there):
+        listed = ", ".join(sorted({name.partition(".")[0].lower() for name in there}))
         raise UsageError(
             f"--device {device}: OpenVINO finds no such device on this machine",
             hint=f"it finds {listed}; an Intel GPU or NPU needs its driver",
@@ -246,9 +246,9 @@ def check_package() -> None:
 
 def instructions() -> str:
     """Returns what this CPU's instructions mean for the choice of a precision, in words."""
-    found = cpu_instructions()
-    bf16 = next((title for flag, title in _FOR_BF16.items() if flag in found), None)
-    int8 = next((title for flag, title in _FOR_INT8.items() if flag in found), None)
+    flags = cpu_instructions()
+    bf16 = next((title for flag, title in _FOR_BF16.items() if flag in flags), None)
+    int8 = next((title for flag, title in _FOR_INT8.items() if flag in flags), None)
     words = [
         f"{bf16}: bf16 is faster than fp32" if bf16 else "no BF16 instructions: bf16 is no faster",
         f"{int8}: int8 is fastest" if int8 else "no VNNI: int8 gains little",
@@ -305,5 +305,5 @@ def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
 def _words(error: RuntimeError) -> str:
     """What OpenVINO says of an error, without the places in its sources."""
     said = [line.strip() for line in str(error).splitlines()]
-    told = [s for s in said if s and not re.match(r"(Exception from|Check .* failed at) ", s)]
-    return " ".join(told) or said[0]
+    messages = [s for s in said if s and not re.match(r"(Exception from|Check .* failed at) ", s)]
+    return " ".join(messages) or said[0]

@@ -43,7 +43,7 @@ def places(chosen: np.ndarray, *others: np.ndarray) -> np.ndarray:
     if chosen.ndim < len("smn1"):
         return np.ones(chosen.shape[:-1], dtype=bool).reshape(shape)
     experts = chosen.shape[-2]
-    taken: np.ndarray = np.logical_or.reduce([each < experts for each in (chosen, *others)])
+    taken: np.ndarray = np.logical_or.reduce([indices < experts for indices in (chosen, *others)])
     return taken.reshape(shape)
 
 
@@ -120,18 +120,18 @@ class Reference:
         """
         mine, theirs = self._arrays(), later._arrays()
         shapes = [
-            {name: array.shape[1:] for name, array in each.items()} for each in (mine, theirs)
+            {name: array.shape[1:] for name, array in group.items()} for group in (mine, theirs)
         ]
         if shapes[0] != shapes[1]:
             return self
-        found = self.reached()
+        reached = self.reached()
         rows: list[int] = []
         for row in range(len(later.x)):
             chosen = later.rows(np.array([row])).reached()
-            fresh = any(chosen[name] - found[name] for name in found)
+            fresh = any(chosen[name] - reached[name] for name in reached)
             if fresh and len(self.x) + len(rows) < most:
                 rows.append(row)
-                found = {name: found[name] | chosen[name] for name in found}
+                reached = {name: reached[name] | chosen[name] for name in reached}
         if not rows:
             return self
         added = later.rows(np.array(rows))._arrays()
@@ -194,7 +194,7 @@ class Reference:
         rounded = Rounded(self.y, {}) if self.rounded is None else self.rounded
         groups = (self.selected, self.margin, self.inputs, self.outputs, rounded.selected)
         arrays = [("x", self.x), ("y", self.y), ("dense", self.dense)]
-        arrays += [each for group in groups for each in group.items()]
+        arrays += [item for group in groups for item in group.items()]
         if self.x.ndim == 0 or not self.x.size:
             yield "it holds no inputs"
         for name, array in arrays:
@@ -272,18 +272,18 @@ def unreached(
     `experts` are the numbers of the layers' experts; `reached` are those of `Reference.reached`.
     """
     missing = {
-        layer: sorted(frozenset(range(experts[layer])) - found)
-        for layer, found in reached.items()
+        layer: sorted(frozenset(range(experts[layer])) - chosen)
+        for layer, chosen in reached.items()
         if layer in experts
     }
-    return {layer: each for layer, each in missing.items() if each}
+    return {layer: indices for layer, indices in missing.items() if indices}
 
 
 def not_compared(missing: Mapping[str, list[int]], experts: Mapping[str, int]) -> str:
     """Returns in words that some experts were not compared; empty where all were."""
     layers = "; ".join(
-        f"{len(each)} of {experts[layer]} in layer {layer} "
-        f"({', '.join(map(str, each[:FEW]))}{', …' if len(each) > FEW else ''})"
-        for layer, each in missing.items()
+        f"{len(indices)} of {experts[layer]} in layer {layer} "
+        f"({', '.join(map(str, indices[:FEW]))}{', …' if len(indices) > FEW else ''})"
+        for layer, indices in missing.items()
     )
     return f"experts that no input chose were not compared: {layers}" if layers else ""

@@ -54,9 +54,9 @@ class LayerRecipe:
         if self.merged:
             return f"all experts merged into one, {self.precision}"
         n = len(self.experts) or experts
-        told = [f"{n} of {experts} experts kept"] if self.experts else []
-        told += [] if self.experts and self.k == n else [f"k = {self.k} of {n}"]
-        return ", ".join((*told, self.precision))
+        parts = [f"{n} of {experts} experts kept"] if self.experts else []
+        parts += [] if self.experts and self.k == n else [f"k = {self.k} of {n}"]
+        return ", ".join((*parts, self.precision))
 
 
 @dataclass(frozen=True, slots=True)

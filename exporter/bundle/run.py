@@ -156,8 +156,8 @@ def _others(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[
     arrays = {port.name: npz_array(path, port.name) for port in ports if port.name in names}
     for port in ports:
         if port.default == "zeros" and port.name in arrays and arrays[port.name].ndim == 1:
-            each = arrays[port.name]  # one strength for all inputs
-            arrays[port.name] = np.broadcast_to(each, (total or 1, len(each)))
+            strengths = arrays[port.name]  # one strength for all inputs
+            arrays[port.name] = np.broadcast_to(strengths, (total or 1, len(strengths)))
     for name, array in arrays.items():
         if total is not None and len(array) != total:
             raise FeedError(
@@ -194,7 +194,7 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
         return
     rest = first[:0]
     fields = ({INPUT: part} for part in chain([first], parts))
-    for batch in (each[INPUT] for each in rebatched(fields, sizes.opt)):
+    for batch in (part[INPUT] for part in rebatched(fields, sizes.opt)):
         if len(rest) and len(batch) < sizes.min:
             rest = np.concatenate((rest, batch))
             continue

@@ -116,8 +116,9 @@ def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> st
     """
     if graph.parity is None or PARITY_FILE not in manifest.files:
         return None
-    asked, bounds = recorded(manifest.parity), _bounds(manifest, None, None)
-    if asked.atol > bounds.atol or asked.rtol > bounds.rtol:  # wider, as whoever exported it chose
+    tolerances, bounds = recorded(manifest.parity), _bounds(manifest, None, None)
+    # They may be wider, as whoever exported it chose.
+    if tolerances.atol > bounds.atol or tolerances.rtol > bounds.rtol:
         return None
     expected = Reference.load(directory / PARITY_FILE)
     check = _parity_check(directory, manifest, graph, expected, bounds)
@@ -201,7 +202,7 @@ def engine_parity(
 
 def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -> dict[str, str]:
     """The engine's outputs that hold what its layers chose, by choice."""
-    graph = next((each for each in manifest.graphs if each.file == record.graph), None)
+    graph = next((entry for entry in manifest.graphs if entry.file == record.graph), None)
     named = {} if graph is None else graph.selected
     return {choice: value for choice, value in named.items() if value in session.output_names}
 
@@ -301,14 +302,14 @@ def _bounds(manifest: Manifest, atol: float | None, rtol: float | None) -> Toler
     usual = next((t for name, t in TOLERANCES.items() if name == manifest.precision), None)
     usual = usual or TOLERANCES["fp32"]
     bounds = recorded(manifest.parity) if manifest.parity is not None else usual
-    given = (atol, rtol) != (None, None) and usual == TOLERANCES["fp32"]
+    by_user = (atol, rtol) != (None, None) and usual == TOLERANCES["fp32"]
     return Tolerance(
         atol=min(usual.atol, bounds.atol) if atol is None else atol,
         rtol=min(usual.rtol, bounds.rtol) if rtol is None else rtol,
         routing=max(usual.routing, bounds.routing),
         tie=min(usual.tie, bounds.tie),
         coefficient=min(usual.coefficient, bounds.coefficient),
-        roundings=math.inf if given else min(usual.roundings, bounds.roundings),
+        roundings=math.inf if by_user else min(usual.roundings, bounds.roundings),
     )
 
 

@@ -142,19 +142,19 @@ def _is_unknown(folder: Path) -> bool:
 def _load_checkpoint(
     path: Path,
     name: str | None,
-    given: tuple[dict[str, Any], dict[str, Any]],
+    settings: tuple[dict[str, Any], dict[str, Any]],
     example: Example | None,
     *,
     values: bool,
 ) -> Model:
-    """The model of a checkpoint; `given` are a file's settings, and those that override them."""
+    """The model of a checkpoint; `settings`: a file's, and those that override them."""
     chosen = None if name is None else family_named(name)
     checkpoint = read_checkpoint(path, values=values)
     notes: list[str] = []
     where = ""
     try:
         family = chosen or detect(checkpoint.tensors)
-        config = {**family.published(given[0]), **given[1]}
+        config = {**family.published(settings[0]), **settings[1]}
         recorded, notes = _recorded_settings(checkpoint, family, config)
         where = f" ({'; '.join(notes)}; --set overrides it)" if recorded else ""
         model = _built(family, checkpoint, {**recorded, **config}, notes, values=values)
@@ -212,7 +212,7 @@ def _recorded_settings(
     describe more than the constructor, so keys that the family does not take are no error.
     """
     places = [
-        (f"the file's {key}", each, family.options) for key, each in checkpoint.arguments.items()
+        (f"the file's {key}", value, family.options) for key, value in checkpoint.arguments.items()
     ]
     if checkpoint.config is not None:
         content = read_config(checkpoint.config)
@@ -220,7 +220,7 @@ def _recorded_settings(
         flat = {**content, **inner} if isinstance(inner, dict) else content
         places.append((checkpoint.config.name, flat, family.options))
     places += [
-        (f"the file's {key}", each, family.asked) for key, each in checkpoint.options.items()
+        (f"the file's {key}", value, family.asked) for key, value in checkpoint.options.items()
     ]
     settings: dict[str, Any] = {}
     notes = []

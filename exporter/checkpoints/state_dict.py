@@ -209,7 +209,7 @@ def _settings(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[s
     values = {key: saved[key] for key in keys if key in saved}
     settings = {k: vars(v) if isinstance(v, Namespace) else v for k, v in values.items()}
     return {
-        key: {str(name): each for name, each in value.items()}
+        key: {str(name): setting for name, setting in value.items()}
         for key, value in settings.items()
         if isinstance(value, Mapping)
     }

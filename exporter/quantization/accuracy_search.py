@@ -200,17 +200,17 @@ class Trials:
                     session = checking_session(place, graph, runtime=self.runtime)
                     kept = outputs.retention(session)
             p = comparison.parity()
-            each = LayerSensitivity(
+            layer = LayerSensitivity(
                 layer=part,
                 cosine=p.cosine,
                 max_rel=p.max_rel,
                 routing=p.routing_agreement,
                 jaccard=p.jaccard,
             )
-            ranked.append((kept, each))
+            ranked.append((kept, layer))
             self.progress.advance(1)
-        ranked.sort(key=lambda each: (each[0], each[1].routing, each[1].jaccard, each[1].cosine))
-        return tuple(each for _, each in ranked)
+        ranked.sort(key=lambda pair: (pair[0], pair[1].routing, pair[1].jaccard, pair[1].cosine))
+        return tuple(layer for _, layer in ranked)
 
     def worst_first(self, outputs: ReferenceOutputs) -> list[str]:
         """Returns the parts that may go to floats, the one that retains least alone first.
@@ -223,7 +223,7 @@ class Trials:
             if sum(map(len, batches)) >= RANKED or x.shape[1:] != (batches or [x])[0].shape[1:]:
                 break
             batches.append(x)
-        return [each.layer for each in self.sensitivity(np.concatenate(batches), outputs)]
+        return [layer.layer for layer in self.sensitivity(np.concatenate(batches), outputs)]
 
 
 @dataclass(frozen=True)

@@ -157,9 +157,9 @@ def observe_share(
         size = -(-job.options.batch // together) * together
         # What is computed together with others is seen with as many alone.
         whole = (
-            rows_between(each, 0, row_count(each) // together * together)
-            for each in rebatched(job.inputs(feed_hash), size)
-            if row_count(each) >= together
+            rows_between(batch, 0, row_count(batch) // together * together)
+            for batch in rebatched(job.inputs(feed_hash), size)
+            if row_count(batch) >= together
         )
         seen = observe(path, graph, islice(_numbered(whole, progress), share[0], None, share[1]))
         if total is None:  # nobody knew before, and shards may be fewer than they should be
@@ -189,7 +189,7 @@ def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:
 
 def _observed_lowering(spec: MoESpec) -> AnyLowering:
     """The lowering of an observing graph that serves a layer."""
-    serving = (each for each in lowerings_of(spec.kind).values() if each.observable)
+    serving = (lowering for lowering in lowerings_of(spec.kind).values() if lowering.observable)
     return next(lowering for lowering in serving if lowering.unable(spec) is None)
 
 

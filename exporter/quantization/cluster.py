@@ -93,8 +93,8 @@ def _all_of(
     """What a function returns for each of some arguments, in their order."""
     count = len(arguments)
     tasks = [
-        Task(name=f"{name} {i + 1}/{count}", function=function, arguments=each)
-        for i, each in enumerate(arguments)
+        Task(name=f"{name} {i + 1}/{count}", function=function, arguments=values)
+        for i, values in enumerate(arguments)
     ]
     results = dict(cluster.finished(kind, tasks))
     cluster.check_lost("calibrated")

@@ -279,7 +279,7 @@ def _activations(plan: PrecisionPlan, form: QuantFormat) -> str:
     if form == "qdq":
         return "int8, per tensor, symmetric"
     quantised = [layer.quantized for layer in plan.layers.values()]
-    ways = {each.dynamic for each in quantised if each is not None} or {False}
+    ways = {layer.dynamic for layer in quantised if layer is not None} or {False}
     words = {False: "uint8, per tensor", True: "uint8, per row, found while the graph runs"}
     return "; ".join(words[way] for way in sorted(ways))
 
