@@ -220,7 +220,7 @@ def _recorded_settings(
         flat = {**content, **inner} if isinstance(inner, dict) else content
         places.append((checkpoint.config.name, flat, family.options))
     places += [
-        (f"the file's {key}", value, family.asked) for key, value in checkpoint.options.items()
+        (f"the file's {key}", value, family.questions) for key, value in checkpoint.options.items()
     ]
     settings: dict[str, Any] = {}
     notes = []

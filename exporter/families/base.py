@@ -52,8 +52,8 @@ class FamilyModel:
 class Family:
     """One published training code: how its checkpoints are recognised and rebuilt.
 
-    `options` are the configuration keys that `build` takes, `asked` those among them that shapes
-    never tell. `published` turns a configuration file of the training code into options.
+    `options` are the configuration keys that `build` takes, `questions` those among them that
+    shapes never tell. `published` turns a configuration file of the training code into options.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Family:
     detect: Callable[[Tensors], bool]
     build: Callable[[Tensors, Config], FamilyModel]
     layer: PublishedLayer[Any]
-    asked: tuple[str, ...] = ()
+    questions: tuple[str, ...] = ()
     published: Callable[[Config], Config] = dict
 
 
@@ -84,14 +84,14 @@ def renamed(family: Family, *, name: str, summary: str, keys: Mapping[str, str])
         changed = other.keys() != tensors.keys()
         return changed and len(other) == len(tensors) and family.detect(other)
 
-    def build(tensors: Tensors, given: Config) -> FamilyModel:
+    def build(tensors: Tensors, settings: Config) -> FamilyModel:
         other = published(tensors)
         if len(other) < len(tensors):
             raise CheckpointError(
                 f"not the weights of a {name} model: several keys are one key of {family.name}",
                 hint=INCOMPLETE,
             )
-        return family.build(other, given)
+        return family.build(other, settings)
 
     return replace(family, name=name, summary=summary, detect=detect, build=build)
 
@@ -256,7 +256,7 @@ class Constructor:
     """The arguments of a published constructor, each by what tells it.
 
     `shapes` are those that keys and shapes tell, with the constructor's defaults (`...` where it
-    has none that could be compared); `asked` change the output and are told by the user alone;
+    has none that could be compared); `questions` change the output and are told by the user alone;
     `free` change nothing, and map to what they are when they are left out. `aliases` are further
     names, which `write` turns into these: it returns what a user gave as the shapes would say it.
     Who names all of `sizes` gives the whole call: what such a call leaves out is the default.
@@ -264,74 +264,74 @@ class Constructor:
 
     family: str
     shapes: Config
-    asked: Mapping[str, Question] = field(default_factory=dict)
+    questions: Mapping[str, Question] = field(default_factory=dict)
     free: Config = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
-    write: Callable[[Config, Config], Config] = lambda given, _: given
+    write: Callable[[Config, Config], Config] = lambda settings, _: settings
 
     @property
     def options(self) -> tuple[str, ...]:
         """The keys that a configuration may have."""
-        return (*self.shapes, *self.asked, *self.free, *self.aliases, REST)
+        return (*self.shapes, *self.questions, *self.free, *self.aliases, REST)
 
     def settle(
-        self, given: Config, read: Config, asked: Mapping[str, Question] | None = None
+        self, settings: Config, read: Config, questions: Mapping[str, Question] | None = None
     ) -> dict[str, Any]:
         """Returns the whole configuration: what shapes say (`read`), and what only the user can.
 
-        What was read may not be contradicted, and is not asked for. `asked` are the questions
-        where they depend on the checkpoint. Published defaults are taken where the user says so
+        What was read may not be contradicted, and is not asked for. `questions` are those of this
+        checkpoint, where they depend on it. Published defaults are taken where the user says so
         (`rest=default`), or gives the whole call of a model with these shapes. Raises FamilyError
         for an unknown, contradicting or missing key.
         """
-        questions = self.asked if asked is None else asked
-        questions = {key: each for key, each in questions.items() if key not in read}
-        self._check(given)
-        rest, given = REST in given, self.write(given, read)
+        questions = self.questions if questions is None else questions
+        questions = {key: q for key, q in questions.items() if key not in read}
+        self._check(settings)
+        rest, settings = REST in settings, self.write(settings, read)
         for key, value in read.items():
-            if key in given and not _same(given[key], value):
+            if key in settings and not _same(settings[key], value):
                 raise FamilyError(
-                    f"{self.family}: {key}={_shown(given[key])} was given, but the shapes in the "
-                    f"checkpoint say {key}={_shown(value)}",
+                    f"{self.family}: {key}={_shown(settings[key])} was given, but the shapes in "
+                    f"the checkpoint say {key}={_shown(value)}",
                     hint=f"leave {key} out, or check that this is the right checkpoint",
                 )
-        answers = {key: given[key] for key in questions if key in given}
-        if rest or self._is_whole(given, read):
-            answers = {key: each.value for key, each in questions.items() if each.fits} | answers
-        missing = {key: each for key, each in questions.items() if key not in answers}
+        answers = {key: settings[key] for key in questions if key in settings}
+        if rest or self._is_whole(settings, read):
+            answers = {key: q.value for key, q in questions.items() if q.fits} | answers
+        missing = {key: q for key, q in questions.items() if key not in answers}
         if missing:
-            options = " ".join(f"--set {key}={_shown(each.value)}" for key, each in missing.items())
+            options = " ".join(f"--set {key}={_shown(q.value)}" for key, q in missing.items())
             default = f"; --set {REST}=default uses the published defaults"
             raise MissingSettingsError(
                 f"{self.family}: the shapes do not determine "
-                + "; ".join(f"{key} ({each.why})" for key, each in missing.items()),
+                + "; ".join(f"{key} ({q.why})" for key, q in missing.items()),
                 hint=f"add your model's values: {options}{default if self.sizes else ''}",
-                examples={key: each.value for key, each in missing.items()},
+                examples={key: q.value for key, q in missing.items()},
             )
-        free = {key: given.get(key, default) for key, default in self.free.items()}
+        free = {key: settings.get(key, default) for key, default in self.free.items()}
         return {**read, **answers, **free}
 
-    def _check(self, given: Config) -> None:
+    def _check(self, settings: Config) -> None:
         """Raises FamilyError for a key that is not known, naming the nearest."""
-        for key in given:
+        for key in settings:
             if key not in self.options:
                 raise FamilyError(
                     f"{self.family}: unknown configuration key {key!r}",
                     hint=near_miss(key, self.options),
                 )
-        if given.get(REST, "default") != "default":
+        if settings.get(REST, "default") != "default":
             raise FamilyError(
-                f"{self.family}: {REST}={_shown(given[REST])} is not a choice",
+                f"{self.family}: {REST}={_shown(settings[REST])} is not a choice",
                 hint=f"--set {REST}=default takes the published default for what was left out",
             )
 
-    def _is_whole(self, given: Config, read: Config) -> bool:
+    def _is_whole(self, settings: Config, read: Config) -> bool:
         """Whether the arguments given are a whole call of the constructor, and of these shapes."""
-        silent = (key for key in self.shapes if key not in given)
+        silent = (key for key in self.shapes if key not in settings)
         return (
             bool(self.sizes)
-            and all(key in given for key in self.sizes)
+            and all(key in settings for key in self.sizes)
             and all(self.shapes[key] in (..., read.get(key)) for key in silent)
         )
 
@@ -408,11 +408,11 @@ def check_heads(family: str, key: str, value: Any, dim: int) -> int:
     return heads
 
 
-def _same(given: Any, read: Any) -> bool:
+def _same(value: Any, read: Any) -> bool:
     """Whether two values mean the same: a pair may be written as a list or, if equal, as one."""
-    given = list(given) if isinstance(given, list | tuple) else given
+    value = list(value) if isinstance(value, list | tuple) else value
     read = list(read) if isinstance(read, list | tuple) else read
-    return bool(given == read)
+    return bool(value == read)
 
 
 def _shown(value: Any) -> str:

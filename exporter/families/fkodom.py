@@ -71,7 +71,7 @@ FAMILY = layer_family(
         shapes=dict.fromkeys(
             ("in_features", "out_features", "num_experts", "slots_per_expert", "bias"), ...
         ),
-        asked={
+        questions={
             "version": Question(
                 "0.2.0",
                 "of the soft-mixture-of-experts package that trained it: 0.1 saved the same keys "

@@ -133,11 +133,11 @@ def layer_family(
     notes; it raises FamilyError for a model that cannot be exported.
     """
 
-    def build(tensors: Tensors, given: Config) -> FamilyModel:
-        prefix, notes = choose(layer, tensors, given.get(LAYER))
+    def build(tensors: Tensors, settings: Config) -> FamilyModel:
+        prefix, notes = choose(layer, tensors, settings.get(LAYER))
         module = layer.make(prefix, tensors, "layer")
-        arguments = {key: value for key, value in given.items() if key != LAYER}
-        config = constructor.settle(arguments, read(module, under(tensors, prefix), given))
+        arguments = {key: value for key, value in settings.items() if key != LAYER}
+        config = constructor.settle(arguments, read(module, under(tensors, prefix), settings))
         if prefix:
             config[LAYER] = prefix.removesuffix(".")
         notes += apply(module, config)
@@ -157,5 +157,5 @@ def layer_family(
         detect=lambda tensors: bool(find_layers(tensors, layer)),
         build=build,
         layer=layer,
-        asked=tuple(constructor.asked),
+        questions=tuple(constructor.questions),
     )

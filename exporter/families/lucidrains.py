@@ -87,11 +87,11 @@ def _read(name: str, tensors: Tensors) -> SoftMoE:
     return SoftMoE(spec, SoftMoEWeights(_slots(tensors), *matrices, gain, beta))
 
 
-def _config(layer: SoftMoE, _: Tensors, given: Config) -> dict[str, Any]:
+def _config(layer: SoftMoE, _: Tensors, settings: Config) -> dict[str, Any]:
     spec = layer.spec
     geglu = spec.expert == "gated"
     mult = spec.hidden / spec.dim * (1.5 if geglu else 1.0)
-    wanted = given.get("expert_mult")
+    wanted = settings.get("expert_mult")
     if (
         isinstance(wanted, int | float)
         and math.isfinite(wanted)

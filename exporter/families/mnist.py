@@ -116,7 +116,7 @@ class PatchClassifier(nn.Module):
         return logits
 
 
-def _build(tensors: Tensors, given: Config) -> FamilyModel:
+def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     local = {key: t for key, t in tensors.items() if key != DECODER}
     d, _ = shape_of(NAME, local, "phi", "d, n·p")
     layer = LAYER.make("", local, "layer")
@@ -134,7 +134,7 @@ def _build(tensors: Tensors, given: Config) -> FamilyModel:
         "expert_out_dim": spec.out,
         "normalize": spec.norm != "none",
     }
-    config = CONSTRUCTOR.settle(given, read)
+    config = CONSTRUCTOR.settle(settings, read)
     with torch.device("meta"):
         backbone = PatchClassifier(grid, patch, spec.out, classes)
     return FamilyModel(

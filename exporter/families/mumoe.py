@@ -72,12 +72,12 @@ CLASS_NAMES: dict[Form, str] = {
 ASKED = Question("entmax15", f"the gate's activation: {', '.join(get_args(GateActivation))}")
 
 
-def _without_modes(given: Config, _: Config) -> Config:
+def _without_modes(settings: Config, _: Config) -> Config:
     """Ranks as `[r, None, r']`: the code fills in the mode's size, and ignores what stood there."""
-    ranks = given.get("ranks")
+    ranks = settings.get("ranks")
     if isinstance(ranks, list) and all(isinstance(r, list) and len(r) == 3 for r in ranks):
-        return {**given, "ranks": [[r[0], None, r[2]] for r in ranks]}
-    return given
+        return {**settings, "ranks": [[r[0], None, r[2]] for r in ranks]}
+    return settings
 
 
 SIZES = ("MuMoE_layer", "input_dim", "output_dim", "expert_dims", "ranks")
@@ -92,7 +92,7 @@ CONSTRUCTOR = Constructor(
         "hierarchy": 1,
         "apply_ln": False,
     },
-    asked={ACTIVATION: ASKED},
+    questions={ACTIVATION: ASKED},
     free={RANK: 3},
     sizes=SIZES,
     write=_without_modes,
@@ -105,7 +105,7 @@ def activate(family: str, layers: Iterable[MuMoE], config: dict[str, Any]) -> No
     Raises FamilyError for one that is none.
     """
     value = "entmax15" if config[ACTIVATION] == "entmax" else config[ACTIVATION]
-    known = next((each for each in get_args(GateActivation) if each == value), None)
+    known = next((name for name in get_args(GateActivation) if name == value), None)
     if known is None:
         raise FamilyError(
             f"{family}: {ACTIVATION}={value} is no activation of a gate",
@@ -152,10 +152,10 @@ def _ranks(tensor: FactorisedSpec) -> Any:
 
 def numbered(tensors: Tensors, name: str) -> list[Tensor]:
     """The tensors `name.0`, `name.1`, … as far as they go."""
-    found: list[Tensor] = []
-    while (tensor := tensors.get(f"{name}.{len(found)}")) is not None:
-        found.append(tensor)
-    return found
+    parts: list[Tensor] = []
+    while (tensor := tensors.get(f"{name}.{len(parts)}")) is not None:
+        parts.append(tensor)
+    return parts
 
 
 def tensor_names(spec: FactorisedSpec) -> tuple[str, ...]:
@@ -355,11 +355,11 @@ def backbone_family(
     constructor: Constructor,
     summary: str,
     build: Callable[[Tensors, Config], FamilyModel],
-    asked: tuple[str, ...],
+    questions: tuple[str, ...],
 ) -> Family:
     """Returns the family of a network whose MLPs are muMoE layers (`mumoe.BACKBONES` tells it).
 
-    `asked` are the arguments that shapes never tell, or not always.
+    `questions` are the arguments that shapes never tell, or not always.
     """
     return Family(
         name=constructor.family,
@@ -368,7 +368,7 @@ def backbone_family(
         detect=lambda tensors: is_backbone(tensors, constructor.family),
         build=build,
         layer=LAYOUT,
-        asked=asked,
+        questions=questions,
     )
 
 

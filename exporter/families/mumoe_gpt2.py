@@ -55,7 +55,7 @@ CONSTRUCTOR = Constructor(
     shapes=dict.fromkeys(
         ("block_size", "layer_type", "n_experts", "vocab_size", "n_layer", "n_embd", "bias"), ...
     ),
-    asked={"n_head": Question(12, "the projections of all heads are one matrix")},
+    questions={"n_head": Question(12, "the projections of all heads are one matrix")},
     free={"dropout": 0.0, "use_cache": False, ACTIVATION: "entmax15"},  # the class fixes it
     sizes=SIZES,
 )
@@ -160,7 +160,7 @@ class GPT2(nn.Module):
         return (logits, *presents) if past else logits
 
 
-def _build(tensors: Tensors, given: Config) -> FamilyModel:
+def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     tensors = {key: t for key, t in tensors.items() if not MASK.fullmatch(key)}
     head = tensors.pop(HEAD, None)
     blocks = block_numbers(NAME, tensors, BLOCKS)
@@ -170,7 +170,7 @@ def _build(tensors: Tensors, given: Config) -> FamilyModel:
     block_size, _ = shape_of(NAME, tensors, WPE, "m, d")
     first = layers[paths[0]].spec
     config = CONSTRUCTOR.settle(
-        given,
+        settings,
         {
             "block_size": block_size,
             "layer_type": CLASS_NAMES[first.tensors[0].form],
@@ -228,5 +228,5 @@ FAMILY = backbone_family(
     CONSTRUCTOR,
     "nanoGPT's GPT-2 with muMoE blocks for MLPs (james-oldfield/muMoE)",
     _build,
-    asked=("n_head",),
+    questions=("n_head",),
 )

@@ -51,7 +51,7 @@ CONSTRUCTOR = Constructor(
         "expansion_factor_token": 256,
         "n_experts": 64,
     },
-    asked={ACTIVATION: ASKED},
+    questions={ACTIVATION: ASKED},
     sizes=SIZES,
 )
 
@@ -178,7 +178,7 @@ class MlpMixer(nn.Module):
         return logits
 
 
-def _build(tensors: Tensors, given: Config) -> FamilyModel:
+def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     blocks = block_numbers(NAME, tensors, BLOCKS)
     over_tokens = [f"{BLOCKS}{block}.0.fn.1" for block in blocks]
     over_channels = [f"{BLOCKS}{block}.1.fn" for block in blocks]
@@ -187,9 +187,9 @@ def _build(tensors: Tensors, given: Config) -> FamilyModel:
     dim, pixels = shape_of(NAME, tensors, "stem.1.weight", "d, pixels")
     classes, _ = shape_of(NAME, tensors, "head.2.weight", "classes, d")
     token, channel = layers[over_tokens[0]].spec, layers[over_channels[0]].spec
-    sized = any(given.get(key) is not None for key in GEOMETRY)
+    sized = any(settings.get(key) is not None for key in GEOMETRY)
     read = {
-        **(_geometry(given, token.dim, pixels) if sized else {}),
+        **(_geometry(settings, token.dim, pixels) if sized else {}),
         "dim": dim,
         "depth": len(blocks),
         "num_classes": classes,
@@ -198,13 +198,13 @@ def _build(tensors: Tensors, given: Config) -> FamilyModel:
         "layer": CLASS_NAMES[token.tensors[0].form],
         "n_experts": token.experts,
     }
-    questions = dict(CONSTRUCTOR.asked)
+    questions = dict(CONSTRUCTOR.questions)
     if not sized:
         questions["patch_size"] = Question(
             16,
             f"{pixels} numbers in a patch may be few channels of a large one, or many of a small",
         )
-    config = CONSTRUCTOR.settle(given, read, questions)
+    config = CONSTRUCTOR.settle(settings, read, questions)
     config |= _geometry(config, token.dim, pixels)
     activate(NAME, layers.values(), config)
     height, width = height_width(NAME, "image_size", config["image_size"])
@@ -232,5 +232,5 @@ FAMILY = backbone_family(
     CONSTRUCTOR,
     "MLP-Mixer with muMoE blocks for tokens and channels (james-oldfield/muMoE)",
     _build,
-    asked=(ACTIVATION, *GEOMETRY),
+    questions=(ACTIVATION, *GEOMETRY),
 )

@@ -135,7 +135,7 @@ CONV_FAMILY = layer_family(
     Constructor(
         family=CONV_NAME,
         shapes={**dict.fromkeys(CONV_SIZES, ...), "slots_per_expert": 1},
-        asked={"act_layer": ACT_LAYER},
+        questions={"act_layer": ACT_LAYER},
         sizes=CONV_SIZES,
     ),
     lambda layer, *_: {
@@ -236,9 +236,9 @@ def _mlp(block: int) -> str:
     return f"blocks.{block}.mlp."
 
 
-def _as_read(given: Config, read: Config) -> Config:
+def _as_read(settings: Config, read: Config) -> Config:
     """The user's values, written as `read` writes the same thing, so that they can be compared."""
-    same = {key: value for key, value in given.items() if value is not None or key not in SILENT}
+    same = {key: value for key, value in settings.items() if value is not None or key not in SILENT}
     if "input_size" in same:  # what the scripts of timm and DeiT call it
         same.setdefault("img_size", same.pop("input_size"))
     for key in ("img_size", "patch_size"):
@@ -256,7 +256,7 @@ def _as_read(given: Config, read: Config) -> Config:
     if same.get("init_values") and read["init_values"]:
         same["init_values"] = read["init_values"]
     # Without a value of its own, fc_norm is there for the mean alone.
-    if "fc_norm" in given and given["fc_norm"] is None and read["fc_norm"]:
+    if "fc_norm" in settings and settings["fc_norm"] is None and read["fc_norm"]:
         same.setdefault("global_pool", "avg")
     if "norm_layer" in same:
         if same["norm_layer"] not in NORM_LAYERS:
@@ -280,10 +280,10 @@ ASKED = {
 CONSTRUCTOR = Constructor(
     family=NAME,
     shapes={
-        **{key: each for key, each in ARGUMENTS.items() if key not in ASKED},
+        **{key: value for key, value in ARGUMENTS.items() if key not in ASKED},
         **dict.fromkeys(("embed_dim", "depth", "fc_norm", "no_embed_class"), ...),
     },
-    asked=ASKED,
+    questions=ASKED,
     free=dict.fromkeys(TRAINING_ONLY),
     aliases=("norm_layer", "input_size"),
     sizes=("img_size", "embed_dim", "depth", "num_heads"),
@@ -292,7 +292,7 @@ CONSTRUCTOR = Constructor(
 
 
 def configure(
-    tensors: Tensors, given: Config, moe_blocks: Sequence[int]
+    tensors: Tensors, settings: Config, moe_blocks: Sequence[int]
 ) -> tuple[ViT, dict[str, Any]]:
     """Returns the constructor's arguments, and with those that only the training needed.
 
@@ -303,28 +303,28 @@ def configure(
     if not moe_blocks:
         raise CheckpointError(f"not the weights of a {NAME} model: no Soft MoE at blocks.*.mlp.phi")
     read = _read_sizes(tensors, moe_blocks)
-    config = CONSTRUCTOR.settle(given, read, _questions(tensors, given, read))
+    config = CONSTRUCTOR.settle(settings, read, _questions(tensors, settings, read))
     config |= {
         "img_size": one_or_pair(*height_width(NAME, "img_size", config["img_size"])),
         "num_heads": check_heads(NAME, "num_heads", config["num_heads"], read["embed_dim"]),
         "norm_eps": number_above_zero(NAME, "norm_eps", config["norm_eps"]),
     }
     spec = ViT(**{key: config[key] for key in ARGUMENTS if key in config})
-    spec = replace(spec, no_embed_class=_no_embed_class(tensors, given, spec))
+    spec = replace(spec, no_embed_class=_no_embed_class(tensors, settings, spec))
     _check_pool(spec)
     activation_of(NAME, spec.act_layer)
-    training = {key: given[key] for key in TRAINING_ONLY if key in given}
+    training = {key: settings[key] for key in TRAINING_ONLY if key in settings}
     return spec, asdict(spec) | training
 
 
-def _questions(tensors: Tensors, given: Config, read: Config) -> dict[str, Question]:
+def _questions(tensors: Tensors, settings: Config, read: Config) -> dict[str, Question]:
     """What no key and no shape tells, with the defaults that fit this model."""
     positions = tensors["pos_embed"].shape[1]
     side = math.isqrt(positions)  # rounded down, that of the patches with or without a class token
     square = side**2 in (positions, positions - int(read["class_token"]))
     patch = height_width(NAME, "patch_size", read["patch_size"])
     # The constructor has the norm behind the pooling for the mean alone, unless it is told.
-    token = read["class_token"] and (not read["fc_norm"] or bool(given.get("fc_norm")))
+    token = read["class_token"] and (not read["fc_norm"] or bool(settings.get("fc_norm")))
     return ASKED | {
         "img_size": Question(
             one_or_pair(side * patch[0], side * patch[1]) if square else 224,
@@ -389,7 +389,7 @@ def _moe_layer_index(moe_blocks: Sequence[int], depth: int) -> int | list[int]:
     return list(moe_blocks)
 
 
-def _no_embed_class(tensors: Tensors, given: Config, spec: ViT) -> bool:
+def _no_embed_class(tensors: Tensors, settings: Config, spec: ViT) -> bool:
     """Whether the class token has no position; raises FamilyError where the image does not fit.
 
     n positions are those of the patches, or of the patches and the class token.
@@ -403,7 +403,7 @@ def _no_embed_class(tensors: Tensors, given: Config, spec: ViT) -> bool:
             f"{patch_h}x{patch_w}, but pos_embed holds {positions} positions",
             hint="give the size that the model was trained for: --set img_size=224 or 224,192",
         )
-    wanted = given.get("no_embed_class")
+    wanted = settings.get("no_embed_class")
     if wanted is not None and spec.class_token and bool(wanted) != without:
         raise FamilyError(
             f"{NAME}: no_embed_class={wanted} was given, but pos_embed holds {positions} positions "
@@ -600,11 +600,11 @@ def _detect(tensors: Tensors) -> bool:
     return backbone and any(MOE_KEY.match(p + "phi") for p in find_layers(tensors, LAYER))
 
 
-def _build(tensors: Tensors, given: Config) -> FamilyModel:
+def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     depth = block_numbers(NAME, tensors, "blocks.")
     numbers = {m[1] for m in map(MOE_KEY.match, tensors) if m}
     blocks = [block for block in depth if str(block) in numbers]
-    spec, config = configure(tensors, given, blocks)
+    spec, config = configure(tensors, settings, blocks)
     with torch.device("meta"):
         backbone = VisionTransformer(spec)
     expected = shapes_of(backbone)
@@ -651,5 +651,5 @@ FAMILY = Family(
     detect=_detect,
     build=_build,
     layer=LAYER,
-    asked=(*ASKED, "input_size"),
+    questions=(*ASKED, "input_size"),
 )

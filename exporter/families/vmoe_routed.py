@@ -102,7 +102,7 @@ class TokensChoose(GroupRouter):
         gaps = (padded[..., :k] - padded[..., 1 : k + 1]) / ranked[..., :1]
         if not self.capacities:
             return gaps[..., -1]
-        ranked, order, gaps = (self._by_group(each) for each in (ranked, order, gaps))
+        ranked, order, gaps = (self._by_group(array) for array in (ranked, order, gaps))
         index, margin = order[..., :k], gaps.amin(dim=-1)  # [G, S, k] and [G, S]
         beyond = self._places(index, ranked) - self.capacities[k - 1]
         moves = torch.where(beyond > 0, beyond, 1 - beyond).clamp(max=self.group + 1)
@@ -285,7 +285,7 @@ ASKED = {
 CONSTRUCTOR = Constructor(
     family=NAME,
     shapes=dict.fromkeys(SHAPES, ...),
-    asked=ASKED,
+    questions=ASKED,
     free={
         "temperature": TEMPERATURE,
         "capacity": None,
@@ -297,25 +297,25 @@ CONSTRUCTOR = Constructor(
 )
 
 
-def _questions(given: Config, read: Config, tokens: int | None) -> dict[str, Question]:
+def _questions(settings: Config, read: Config, tokens: int | None) -> dict[str, Question]:
     """What is asked for, by what was said already, with examples that fit the shapes."""
     members = read.get("ensemble_size", 1)
     most = replace(ASKED["num_selected_experts"], value=min(2, read["num_experts"] // members))
     group = replace(ASKED["group_size"], value=(tokens or 1) * members)
-    asked = ASKED | {"num_selected_experts": most, "group_size": group}
-    lifted = "capacity_factor" in given and given["capacity_factor"] is None
-    if given.get("capacity") is not None:
-        del asked["capacity_factor"]
+    questions = ASKED | {"num_selected_experts": most, "group_size": group}
+    lifted = "capacity_factor" in settings and settings["capacity_factor"] is None
+    if settings.get("capacity") is not None:
+        del questions["capacity_factor"]
     elif lifted:  # of any group everything is taken
-        asked = {
-            key: each
-            for key, each in asked.items()
+        questions = {
+            key: question
+            for key, question in questions.items()
             if key not in ("group_size", "capacity_multiple_of", "batch_priority")
         }
-    if EXPERTS_CHOOSE in str(given.get("router")):
-        asked.pop("num_selected_experts")
-        asked.pop("batch_priority", None)
-    return asked
+    if EXPERTS_CHOOSE in str(settings.get("router")):
+        questions.pop("num_selected_experts")
+        questions.pop("batch_priority", None)
+    return questions
 
 
 def capacity_of(share: int, experts: int, config: Config) -> int:
@@ -396,7 +396,7 @@ class GroupRouting:
         else:
             group = whole_number(NAME, "group_size", config["group_size"])
             images = group // math.gcd(group, image)
-            shares = [group] * n if choose else [group * each for each in range(1, n + 1)]
+            shares = [group] * n if choose else [group * i for i in range(1, n + 1)]
             capacities = tuple(min(group, capacity_of(share, n, config)) for share in shares)
         if members > 1 and group % image:
             raise FamilyError(
@@ -450,7 +450,7 @@ class GroupRouting:
         )
 
 
-def _build(tensors: Tensors, given: Config) -> FamilyModel:
+def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     prefixes = moe_prefixes(tensors, KERNEL)
     experts = {
         number: LAYER.make(prefix, tensors, f"blocks.{number}.mlp.experts")
@@ -461,18 +461,18 @@ def _build(tensors: Tensors, given: Config) -> FamilyModel:
     first = next(iter(kernels.values()))
     if first.ndim == 3:
         read["ensemble_size"] = first.shape[1]
-    if given.get("capacity_factor") in ("none", "None"):
-        given = {**given, "capacity_factor": None}
-    asked = _questions(given, read, tokens_told(tensors, read, given))
-    config, grid = settled(NAME, CONSTRUCTOR, tensors, given, read, asked)
+    if settings.get("capacity_factor") in ("none", "None"):
+        settings = {**settings, "capacity_factor": None}
+    questions = _questions(settings, read, tokens_told(tensors, read, settings))
+    config, grid = settled(NAME, CONSTRUCTOR, tensors, settings, read, questions)
     routing = GroupRouting.of(config, math.prod(grid) + int("cls" in tensors))
     rounded = rounds(NAME, config)
     layers = {
         number: routing.layer(experts[number], kernel.flatten(1))
         for number, kernel in kernels.items()
     }
-    for each in experts.values():
-        each.spec = replace(each.spec, rounded=rounded)
+    for layer in experts.values():
+        layer.spec = replace(layer.spec, rounded=rounded)
     module, (input_, output) = network_of(NAME, tensors, config, grid, layers)
     return FamilyModel(
         module=module,
@@ -491,6 +491,6 @@ FAMILY = Family(
     detect=lambda tensors: "embedding.kernel" in tensors and bool(moe_prefixes(tensors, KERNEL)),
     build=_build,
     layer=LAYER,
-    asked=tuple(ASKED),
+    questions=tuple(ASKED),
     published=lambda config: published(NAME, CONSTRUCTOR.options, config),
 )

@@ -199,9 +199,9 @@ def read_sizes(family: str, tensors: Tensors, layers: Mapping[int, MoELayer]) ->
     return read
 
 
-def as_read(given: Config, read: Config) -> Config:
+def as_read(settings: Config, read: Config) -> Config:
     """A user's values, written as the shapes say the same thing."""
-    same = dict(given)
+    same = dict(settings)
     for key in ("image_size", "patch_size"):
         if key in same:
             same[key] = one_or_pair(*height_width(SOFT, key, same[key]))
@@ -227,17 +227,17 @@ POSITION_EMB = Question("sincos2d", "sincos2d or none: neither has parameters")
 IMAGE_SIZE = Question(224, "height and width: no parameter has them")
 
 
-def tokens_told(tensors: Tensors, read: Config, given: Config) -> int | None:
+def tokens_told(tensors: Tensors, read: Config, settings: Config) -> int | None:
     """Returns the tokens of an image, where a parameter or the configuration tells them."""
     if POSITIONS in tensors:
         return shape_of(SOFT, tensors, POSITIONS, "1, m, d")[1]
-    size = given.get("group_size")
+    size = settings.get("group_size")
     return size if isinstance(size, int) and "num_slots" in read else None
 
 
-def _square_side(tensors: Tensors, read: Config, given: Config) -> int | None:
+def _square_side(tensors: Tensors, read: Config, settings: Config) -> int | None:
     """The patches on each side of an image that is a square; None where it need not be."""
-    tokens = tokens_told(tensors, read, given)
+    tokens = tokens_told(tensors, read, settings)
     patches = 0 if tokens is None else tokens - int("cls" in tensors)
     return math.isqrt(patches) if patches > 0 and math.isqrt(patches) ** 2 == patches else None
 
@@ -328,8 +328,8 @@ class MapHead(nn.Module):
         k, v = (part.reshape(self.split).transpose(1, 2) for part in self.kv(x).chunk(2, dim=-1))
         # The same query for each input of the batch.
         y = attend(q + torch.zeros_like(k[:, :, :1]), self.k_norm(k), v)
-        found: Tensor = self.proj(y.transpose(1, 2).reshape(-1, 1, x.shape[-1]))
-        result: Tensor = found + self.mlp(self.norm(found))
+        pooled: Tensor = self.proj(y.transpose(1, 2).reshape(-1, 1, x.shape[-1]))
+        result: Tensor = pooled + self.mlp(self.norm(pooled))
         return result[:, 0]
 
 
@@ -397,27 +397,27 @@ def sincos2d(height: int, width: int, dim: int, temperature: float) -> Tensor:
 def _attention_weights(tensors: Tensors, name: str) -> dict[str, Tensor]:
     """Weights of one attention: of q, of k, of v, each [d, d], and of what follows."""
     local = under(tensors, f"{name}.")
-    found = {"proj.weight": local["out.kernel"].flatten(0, 1).T, "proj.bias": local["out.bias"]}
+    weights = {"proj.weight": local["out.kernel"].flatten(0, 1).T, "proj.bias": local["out.bias"]}
     for part in ("query", "key", "value"):
-        found[f"{part}.weight"] = local[f"{part}.kernel"].flatten(1).T
-        found[f"{part}.bias"] = local[f"{part}.bias"].flatten()
+        weights[f"{part}.weight"] = local[f"{part}.kernel"].flatten(1).T
+        weights[f"{part}.bias"] = local[f"{part}.bias"].flatten()
     for part in ("query", "key"):
         if f"{part}_ln.scale" in local:
             scale = local[f"{part}_ln.scale"]
-            found |= {
+            weights |= {
                 f"{part[0]}_norm.weight": scale,
                 f"{part[0]}_norm.bias": torch.zeros_like(scale),
             }
-    return found
+    return weights
 
 
-def _joined(found: dict[str, Tensor], parts: tuple[str, ...], name: str) -> dict[str, Tensor]:
+def _joined(weights: dict[str, Tensor], parts: tuple[str, ...], name: str) -> dict[str, Tensor]:
     """The weights with those of some parts in one, which is a copy."""
     joined = {
-        k: t for k, t in found.items() if k.partition(".")[0] not in ("query", "key", "value")
+        k: t for k, t in weights.items() if k.partition(".")[0] not in ("query", "key", "value")
     }
     for kind in ("weight", "bias"):
-        joined[f"{name}.{kind}"] = torch.cat([found[f"{part}.{kind}"] for part in parts])
+        joined[f"{name}.{kind}"] = torch.cat([weights[f"{part}.{kind}"] for part in parts])
     return joined
 
 
@@ -431,22 +431,22 @@ def _norm_weights(tensors: Tensors, name: str) -> dict[str, Tensor]:
 
 def _network_weights(tensors: Tensors, config: Config, grid: tuple[int, int]) -> dict[str, Tensor]:
     """The weights by the names that `VmoeTransformer` has for them."""
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
 
     def put(path: str, weights: Mapping[str, Tensor]) -> None:
-        found.update({f"{path}.{key}": tensor for key, tensor in weights.items()})
+        state.update({f"{path}.{key}": tensor for key, tensor in weights.items()})
 
     kernel = tensors["embedding.kernel"].permute(3, 2, 0, 1)
     put("patch_embed.proj", {"weight": kernel, "bias": tensors["embedding.bias"]})
     if "cls" in tensors:
-        found["cls_token"] = tensors["cls"]
+        state["cls_token"] = tensors["cls"]
     match config["position_emb"]:
         case "learned":
-            found["pos_embed"] = tensors[POSITIONS]
+            state["pos_embed"] = tensors[POSITIONS]
         case "sincos2d":
-            found["pos_embed"] = sincos2d(*grid, config["hidden_size"], config["temperature"])
+            state["pos_embed"] = sincos2d(*grid, config["hidden_size"], config["temperature"])
         case _:
-            found["pos_embed"] = torch.zeros(1, math.prod(grid), config["hidden_size"])
+            state["pos_embed"] = torch.zeros(1, math.prod(grid), config["hidden_size"])
     for number in range(config["num_layers"]):
         ours, theirs = f"blocks.{number}", _block(number)
         attention = _attention_weights(tensors, f"{theirs}SelfAttention")
@@ -458,7 +458,7 @@ def _network_weights(tensors: Tensors, config: Config, grid: tuple[int, int]) ->
                 put(f"{ours}.mlp.fc{fc}", _dense(tensors, f"{theirs}Mlp.Dense_{fc - 1}"))
     put("norm", _norm_weights(tensors, "Encoder.encoder_norm"))
     if config["classifier"] == "map":
-        found["map_head.probe"] = tensors[PROBE]
+        state["map_head.probe"] = tensors[PROBE]
         attention = _attention_weights(tensors, "MapHead.MultiHeadDotProductAttention")
         query = {f"q.{kind}": attention[f"query.{kind}"] for kind in ("weight", "bias")}
         put("map_head", _joined(attention, ("key", "value"), "kv") | query)
@@ -468,7 +468,7 @@ def _network_weights(tensors: Tensors, config: Config, grid: tuple[int, int]) ->
     for name in ("pre_logits", "head"):
         if f"{name}.kernel" in tensors:
             put(name, _dense(tensors, name))
-    return found
+    return state
 
 
 def _spec(config: Config, image: tuple[int, int], channels: int) -> ViT:
@@ -496,23 +496,23 @@ def _spec(config: Config, image: tuple[int, int], channels: int) -> ViT:
 def moe_prefixes(tensors: Tensors, mark: str) -> dict[int, str]:
     """The prefixes of the MoE layers by block, ascending."""
     pattern = re.compile(rf"(Encoder\.encoderblock_(\d{{1,9}})\.Moe\.){re.escape(mark)}")
-    found = (pattern.fullmatch(key) for key in tensors)
-    return dict(sorted((int(m[2]), m[1]) for m in found if m))
+    matches = (pattern.fullmatch(key) for key in tensors)
+    return dict(sorted((int(m[2]), m[1]) for m in matches if m))
 
 
 def settled(
     family: str,
     constructor: Constructor,
     tensors: Tensors,
-    given: Config,
+    settings: Config,
     read: Config,
-    asked: Mapping[str, Question] | None = None,
+    questions: Mapping[str, Question] | None = None,
 ) -> tuple[dict[str, Any], tuple[int, int]]:
     """The whole configuration, and the grid of patches; raises FamilyError for what is not said."""
-    asked = dict(constructor.asked) if asked is None else dict(asked)
-    if _square_side(tensors, read, given) is not None:
-        del asked["image_size"]
-    config = constructor.settle(given, read, asked)
+    questions = dict(constructor.questions) if questions is None else dict(questions)
+    if _square_side(tensors, read, settings) is not None:
+        del questions["image_size"]
+    config = constructor.settle(settings, read, questions)
     if config["classifier"] not in POOLS or (config["classifier"] == "token") != ("cls" in tensors):
         raise FamilyError(
             f"{family}: classifier={config['classifier']} does not fit the checkpoint, which has "
@@ -524,9 +524,9 @@ def settled(
             f"{family}: position_emb={config['position_emb']} is none of learned, sincos2d and none"
         )
     patch = height_width(family, "patch_size", config["patch_size"])
-    side = _square_side(tensors, read, given)
-    if given.get("image_size") is not None:
-        image = height_width(family, "image_size", given["image_size"])
+    side = _square_side(tensors, read, settings)
+    if settings.get("image_size") is not None:
+        image = height_width(family, "image_size", settings["image_size"])
     elif side is not None:
         image = side * patch[0], side * patch[1]
     else:
@@ -536,11 +536,11 @@ def settled(
     if 0 in grid:
         raise FamilyError(f"{family}: image_size={config['image_size']} is smaller than a patch")
     tokens = math.prod(grid) + int("cls" in tensors)
-    told = tokens_told(tensors, read, given)
-    if told is not None and tokens != told:
+    expected = tokens_told(tensors, read, settings)
+    if expected is not None and tokens != expected:
         raise FamilyError(
             f"{family}: image_size={image[0]},{image[1]} makes {tokens} tokens, but "
-            f"{POSITIONS if POSITIONS in tensors else 'group_size'} says {told}",
+            f"{POSITIONS if POSITIONS in tensors else 'group_size'} says {expected}",
             hint="give the size that the model was trained for: --set image_size=224 or 224,192",
         )
     return config, grid
@@ -590,7 +590,7 @@ SHAPES = (
 SOFT_CONSTRUCTOR = Constructor(
     family=SOFT,
     shapes=dict.fromkeys((*SHAPES, "num_slots"), ...),
-    asked={"classifier": CLASSIFIER, "position_emb": POSITION_EMB, "image_size": IMAGE_SIZE},
+    questions={"classifier": CLASSIFIER, "position_emb": POSITION_EMB, "image_size": IMAGE_SIZE},
     free={
         "group_size": None,
         "router": None,
@@ -601,14 +601,14 @@ SOFT_CONSTRUCTOR = Constructor(
 )
 
 
-def _build_soft(tensors: Tensors, given: Config) -> FamilyModel:
+def _build_soft(tensors: Tensors, settings: Config) -> FamilyModel:
     prefixes = moe_prefixes(tensors, vmoe.MU)
     layers: dict[int, MoELayer] = {
         number: vmoe.FAMILY.layer.make(prefix, tensors, f"blocks.{number}.mlp")
         for number, prefix in prefixes.items()
     }
     read = read_sizes(SOFT, tensors, layers)
-    config, grid = settled(SOFT, SOFT_CONSTRUCTOR, tensors, given, read)
+    config, grid = settled(SOFT, SOFT_CONSTRUCTOR, tensors, settings, read)
     router = str(config.pop("router") or "SoftRouter")
     if not router.endswith("SoftRouter"):
         raise FamilyError(
@@ -676,6 +676,6 @@ SOFT_FAMILY = Family(
     detect=lambda tensors: "embedding.kernel" in tensors and bool(moe_prefixes(tensors, vmoe.MU)),
     build=_build_soft,
     layer=vmoe.FAMILY.layer,
-    asked=tuple(SOFT_CONSTRUCTOR.asked),
+    questions=tuple(SOFT_CONSTRUCTOR.questions),
     published=partial(published, SOFT, SOFT_CONSTRUCTOR.options),
 )
