@@ -44,7 +44,7 @@ class OrbaxState:
 
         Raises CheckpointError for an array that cannot be read.
         """
-        tensors, place = unset({key: tuple(each.shape) for key, each in self.opened.items()})
+        tensors, place = unset({key: tuple(tensor.shape) for key, tensor in self.opened.items()})
         reading = Reading(() if place is None else (place,), watched)
         for key, array in self.opened.items():
             try:
@@ -65,15 +65,15 @@ def state_in(folder: Path) -> Path | None:
     for place in (folder, folder / "state"):
         if (place / MANIFEST).is_file() or next(place.glob(f"*/{ZARRAY}"), None) is not None:
             return place
-    steps = [each for each in sorted(folder.iterdir()) if each.name.isdigit() and each.is_dir()]
-    found = [step for step in steps if (step / "state").is_dir()]
-    if len(found) > 1:
+    steps = [step for step in sorted(folder.iterdir()) if step.name.isdigit() and step.is_dir()]
+    candidates = [step for step in steps if (step / "state").is_dir()]
+    if len(candidates) > 1:
         raise CheckpointError(
-            f"{folder}: {len(found)} steps could be the weights "
-            f"({', '.join(step.name for step in found[:6])})",
-            hint=f"give the folder of one: {found[-1]}",
+            f"{folder}: {len(candidates)} steps could be the weights "
+            f"({', '.join(step.name for step in candidates[:6])})",
+            hint=f"give the folder of one: {candidates[-1]}",
         )
-    return state_in(found[0]) if found else None
+    return state_in(candidates[0]) if candidates else None
 
 
 def read_state(folder: Path) -> OrbaxState:
@@ -131,7 +131,7 @@ def read_state(folder: Path) -> OrbaxState:
         opened[key.removeprefix(PARAMS)] = array
     numbers = sum(math.prod(array.shape) for array in opened.values())
     types = ", ".join(sorted({array.dtype.name for array in opened.values()}))
-    step = next((each.name for each in (folder, folder.parent) if each.name.isdigit()), None)
+    step = next((path.name for path in (folder, folder.parent) if path.name.isdigit()), None)
     note = (
         "Orbax checkpoint: "
         + (f"step {step}, " if step else "")

@@ -260,14 +260,14 @@ def _array(file: Path, path: tuple[str, ...], number: int, leaf: Raw, count: int
     shape, dtype, _, _ = _decoded(file, shaped, _SHAPED)
     if len(slices) != len(shards) or any(shard >= count for shard in shards):
         raise CheckpointError(f"{file}: {key[:200]} names shards that are not there")
-    chunks = zip((_slices(file, each) for each in slices), shards, strict=True)
+    chunks = zip((_slices(file, axes) for axes in slices), shards, strict=True)
     return IndexedArray(key, number, tuple(shape), dtype[:40], tuple(chunks))
 
 
 def _slices(file: Path, data: bytes | memoryview) -> Slices:
     """Where a chunk lies."""
-    found = (_decoded(file, axis, _AXIS) for axis in _decoded(file, data, _AXES))
-    return tuple((start, stop) for start, stop, _ in found)
+    ranges = (_decoded(file, axis, _AXIS) for axis in _decoded(file, data, _AXES))
+    return tuple((start, stop) for start, stop, _ in ranges)
 
 
 MOST_CELLS = 1 << 16
@@ -286,10 +286,10 @@ def _check_covered(file: Path, array: IndexedArray) -> None:
         sorted({0, size, *(edge for slices, _ in array.chunks for edge in slices[axis])})
         for axis, size in enumerate(shape)
     ]
-    cells = [len(each) - 1 for each in edges]
+    cells = [len(cuts) - 1 for cuts in edges]
     if math.prod(cells) > MOST_CELLS:
         raise CheckpointError(f"{what} cut it in more than {MOST_CELLS} cells")
-    places = [{edge: cell for cell, edge in enumerate(each)} for each in edges]
+    places = [{edge: cell for cell, edge in enumerate(cuts)} for cuts in edges]
     filled = np.zeros(cells, dtype=bool)
     for slices, _ in array.chunks:
         box = tuple(slice(place[a], place[b]) for place, (a, b) in zip(places, slices, strict=True))
@@ -341,8 +341,8 @@ def _read_shard(
     for array in index.arrays:
         wanted = {slices for slices, at in array.chunks if at == number}
         if wanted:
-            found = of_arrays.get(str(array.number))
-            _place(shard, array, wanted, found, tensors[array.key].numpy(), reading)
+            raw = of_arrays.get(str(array.number))
+            _place(shard, array, wanted, raw, tensors[array.key].numpy(), reading)
 
 
 def _check_count(shard: Path, view: memoryview, arrays: int) -> None:
@@ -352,14 +352,14 @@ def _check_count(shard: Path, view: memoryview, arrays: int) -> None:
     """
     first = view[0]
     if 0x80 <= first <= 0x8F:
-        found = first & 0x0F
+        count = first & 0x0F
     elif first in (0xDE, 0xDF):
-        found = int.from_bytes(view[1 : 3 if first == 0xDE else 5], "big")
+        count = int.from_bytes(view[1 : 3 if first == 0xDE else 5], "big")
     else:
         raise CheckpointError(f"{shard}: not a shard of google-research/vmoe")
-    if found != arrays + 1:
+    if count != arrays + 1:
         raise CheckpointError(
-            f"{shard}: holds {found - 1} arrays, and its index places {arrays} in it",
+            f"{shard}: holds {count - 1} arrays, and its index places {arrays} in it",
             hint="take index and shards of one checkpoint",
         )
 
@@ -386,7 +386,7 @@ def _place(
     shard: Path,
     array: IndexedArray,
     wanted: set[Slices],
-    found: Raw | None,
+    raw: Raw | None,
     into: np.ndarray,
     reading: Reading,
 ) -> None:
@@ -406,7 +406,7 @@ def _place(
         return _Piece(np.frombuffer(raw, DTYPES[array.dtype]))
 
     decoder = msgspec.msgpack.Decoder(_Chunks, ext_hook=hook)
-    chunks = [] if found is None else _decoded(shard, found, decoder)
+    chunks = [] if raw is None else _decoded(shard, raw, decoder)
     places = [where.slices for _, where in chunks]
     if len(places) != len(wanted) or set(places) != wanted:
         raise CheckpointError(
