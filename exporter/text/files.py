@@ -49,10 +49,10 @@ def tokenizer_problem(folder: Path, vocabulary: int) -> str | None:
     content = object_in(file, TOKENIZER_BYTES)
     model, added = content.get("model"), content.get("added_tokens")
     words = model.get("vocab") if isinstance(model, dict) else None
-    ids = [each.get("id") for each in added or () if isinstance(each, dict)]
+    ids = [entry.get("id") for entry in added or () if isinstance(entry, dict)]
     # The words of some tokenizers are a list, of which a place is an id.
     ids += [*words.values()] if isinstance(words, dict) else [len(words or ()) - 1]
-    largest = max((each for each in ids if isinstance(each, int)), default=-1)
+    largest = max((token_id for token_id in ids if isinstance(token_id, int)), default=-1)
     if largest < 0:
         return f"{file}: is no tokenizer"
     if largest >= vocabulary:

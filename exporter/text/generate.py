@@ -71,13 +71,13 @@ class TextModel:
             settings["do_sample"] = request.temperature > 0
         elif (request.top_p, request.top_k) != (None, None):
             settings["do_sample"] = True
-        given = {
+        arguments = {
             "temperature": request.temperature or None,
             "top_p": request.top_p,
             "top_k": request.top_k,
             "random_seed": request.seed,
         }
-        settings |= {name: value for name, value in given.items() if value is not None}
+        settings |= {name: value for name, value in arguments.items() if value is not None}
         params = self._genai.GeneratorParams(self._model)
         params.set_search_options(**settings)
         generator = self._genai.Generator(self._model, params)
@@ -151,14 +151,14 @@ class GeneratedText(Iterator[str]):
             self.finish = "stop"
             return self._held
         text: str = self._held + self._stream.decode(token)
-        at = min((place for each in self._stop if (place := text.find(each)) >= 0), default=None)
+        at = min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=None)
         if at is not None:
             self.finish = "stop"
             return text[:at]
         if self._generator.is_done():
             self.finish = "length"
             return text
-        kept = max((_begun(text, each) for each in self._stop), default=0)
+        kept = max((_begun(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
 

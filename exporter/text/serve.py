@@ -74,7 +74,7 @@ class Asked:
             stop=tuple(stop),
         )
 
-    def given(self) -> str | list[dict[str, str]]:
+    def content(self) -> str | list[dict[str, str]]:
         """Returns the prompt or the messages; `UsageError` for more than one prompt."""
         if self.messages is not None:
             return [{**said, "content": _content(said.get("content"))} for said in self.messages]
@@ -84,7 +84,7 @@ class Asked:
         return prompts[0]
 
 
-UNSERVED = tuple(each.name for each in fields(Asked))[11:]
+UNSERVED = tuple(field.name for field in fields(Asked))[11:]
 """Fields of the protocol that ask for what this server does not do."""
 
 
@@ -140,21 +140,23 @@ def application(model: TextModel, name: str, most: int) -> Starlette:
     async def answer(request: Request, *, chat: bool) -> Response:
         try:
             body = (await request.body()).decode(errors="replace")
-            asked = read_json(Asked, body, "the request", error=UsageError)
-            if asked.model not in ("", name):
-                error = f"model: there is no {asked.model} here, only {name}"
+            completion = read_json(Asked, body, "the request", error=UsageError)
+            if completion.model not in ("", name):
+                error = f"model: there is no {completion.model} here, only {name}"
                 return JSONResponse(_error(error), status_code=404)
-            wanted = asked.messages if chat else asked.prompt
+            wanted = completion.messages if chat else completion.prompt
             if wanted is None:
                 raise UsageError(f"{'messages' if chat else 'prompt'}: it is missing")
             text = await to_thread.run_sync(
-                model.generate, asked.given(), asked.request(most), limiter=turn
+                model.generate, completion.content(), completion.request(most), limiter=turn
             )
         except MoexportError as error:
             return JSONResponse(_error(error.message), status_code=400)
-        form = _Form(chat=chat, stream=asked.stream, model=name)
-        if asked.stream:
-            usage = asked.stream_options is not None and asked.stream_options.include_usage
+        form = _Form(chat=chat, stream=completion.stream, model=name)
+        if completion.stream:
+            usage = (
+                completion.stream_options is not None and completion.stream_options.include_usage
+            )
             return StreamingResponse(
                 _events(form, text, pieces(text), usage=usage), media_type="text/event-stream"
             )

@@ -86,8 +86,8 @@ def write_generation(
 
 def _cache(job: ExportJob, part: str) -> list[tuple[int, int]]:
     """The heads and the width of each layer's keys or values."""
-    ports = [each for each in job.model.inputs if each.name.startswith(f"{PAST}.")]
-    return [(each.shape[1], each.shape[3]) for each in ports if each.name.endswith(part)]  # type: ignore[misc]
+    ports = [port for port in job.model.inputs if port.name.startswith(f"{PAST}.")]
+    return [(port.shape[1], port.shape[3]) for port in ports if port.name.endswith(part)]  # type: ignore[misc]
 
 
 def genai_config(job: ExportJob, file: str, model: Any, *, in_place: bool) -> dict[str, Any]:
@@ -95,19 +95,19 @@ def genai_config(job: ExportJob, file: str, model: Any, *, in_place: bool) -> di
 
     `in_place`: the graph appends to the cache where it is.
     """
-    text, asked = model.config.get_text_config(), model.generation_config
+    text, generation = model.config.get_text_config(), model.generation_config
     keys = _cache(job, "key")
     heads, width = keys[0]
     vocabulary = job.model.input.below
     assert vocabulary is not None
-    end = asked.eos_token_id
+    end = generation.eos_token_id
     # Without one the loop takes the padding for the end: the last of a vocabulary is seldom used.
     ends = end if isinstance(end, list) else [vocabulary - 1 if end is None else end]
-    pad = ends[0] if asked.pad_token_id is None else asked.pad_token_id
+    pad = ends[0] if generation.pad_token_id is None else generation.pad_token_id
     context = getattr(text, "max_position_embeddings", None) or NO_POSITIONS
     provider = GENAI_PROVIDERS.get(TARGETS[job.options.target].provider or "")
-    tokens = {"bos_token_id": asked.bos_token_id, "eos_token_id": ends, "pad_token_id": pad}
-    search = {name: getattr(asked, name, None) for name in SAMPLING}
+    tokens = {"bos_token_id": generation.bos_token_id, "eos_token_id": ends, "pad_token_id": pad}
+    search = {name: getattr(generation, name, None) for name in SAMPLING}
     return {
         "model": {
             "type": "decoder",
