@@ -39,16 +39,16 @@ def adapts(*classes: type[nn.Module]) -> Callable[[A], A]:
     subclasses, too, that have no adapter of their own. Raises UsageError for a class that has
     another adapter already.
     """
-    for each in classes:
-        if not _is_layer_class(each):
+    for class_ in classes:
+        if not _is_layer_class(class_):
             raise UsageError(
-                f"adapts({each!r}): not a class of layers",
+                f"adapts({class_!r}): not a class of layers",
                 hint="@moexport.adapts(MyLayer), where MyLayer is an nn.Module class",
             )
 
     def register(adapter: A) -> A:
-        for each in classes:
-            _enter(_registered, each, adapter)
+        for class_ in classes:
+            _enter(_registered, class_, adapter)
         return adapter
 
     return register
@@ -60,7 +60,7 @@ def adapter_name(adapter: Adapter) -> str:
     return f"{where}:{getattr(adapter, '__qualname__', type(adapter).__qualname__)}"
 
 
-def adapters_for(given: Sequence[Adapter | str]) -> dict[type, Adapter]:
+def adapters_for(adapters: Sequence[Adapter | str]) -> dict[type, Adapter]:
     """Returns the classes of the adapters that a call gives, by name or as they are.
 
     The class is that of `adapts`, or else that of the first parameter's annotation. Raises
@@ -68,18 +68,18 @@ def adapters_for(given: Sequence[Adapter | str]) -> dict[type, Adapter]:
     imported.
     """
     classes: dict[type, Adapter] = {}
-    for each in given:
-        adapter: Adapter = callable_named(each, "an adapter") if isinstance(each, str) else each
+    for entry in adapters:
+        adapter: Adapter = callable_named(entry, "an adapter") if isinstance(entry, str) else entry
         decorated = [cls for cls, known in _registered.items() if known is adapter]
         for cls in decorated or _annotated(adapter):
             _enter(classes, cls, adapter)
     return classes
 
 
-def adapter_of(layer: nn.Module, given: Mapping[type, Adapter]) -> Adapter | None:
+def adapter_of(layer: nn.Module, adapters: Mapping[type, Adapter]) -> Adapter | None:
     """Returns the adapter of the nearest of a layer's classes; the call's own before decorated."""
     for cls in type(layer).__mro__:
-        adapter = given.get(cls) or _registered.get(cls)
+        adapter = adapters.get(cls) or _registered.get(cls)
         if adapter is not None:
             return adapter
     return None
@@ -129,9 +129,9 @@ def _annotated(adapter: Adapter) -> tuple[type, ...]:
         parameters = inspect.signature(adapter, eval_str=True).parameters.values()
     except (TypeError, ValueError, NameError) as error:
         raise UsageError(f"the adapter {what}: its parameters cannot be read: {error}") from error
-    annotation = next((each.annotation for each in parameters), None)
+    annotation = next((parameter.annotation for parameter in parameters), None)
     classes = get_args(annotation) or (annotation,)
-    if not all(_is_layer_class(each) for each in classes):
+    if not all(_is_layer_class(class_) for class_ in classes):
         raise UsageError(
             f"the adapter {what} does not say which class of layers it is for",
             hint="@moexport.adapts(MyLayer) above it, or def adapt(layer: MyLayer)",
@@ -139,5 +139,5 @@ def _annotated(adapter: Adapter) -> tuple[type, ...]:
     return classes
 
 
-def _is_layer_class(given: object) -> bool:
-    return isinstance(given, type) and issubclass(given, nn.Module) and given is not nn.Module
+def _is_layer_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module) and value is not nn.Module

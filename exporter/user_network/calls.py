@@ -58,7 +58,7 @@ class ForwardPass:
     def finite(self) -> bool:
         """Whether the network and all its layers returned numbers."""
         results = (self.result, *(call.y for call in self.layers.values()))
-        return all(bool(each.isfinite().all()) for each in results)
+        return all(bool(result.isfinite().all()) for result in results)
 
 
 def forward_pass(
@@ -140,7 +140,7 @@ class _Watch:
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         copies = tuple(map(_copied, args))
-        self.under_way.append((copies, {key: _copied(each) for key, each in named.items()}, args))
+        self.under_way.append((copies, {key: _copied(value) for key, value in named.items()}, args))
 
     def _after(self, _: nn.Module, args: object, named: object, returned: object) -> None:
         del args, named  # as hooks of the user's own changed them
@@ -179,7 +179,7 @@ def copied_in_depth(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(map(copied_in_depth, value))
     if isinstance(value, dict):
-        return {key: copied_in_depth(each) for key, each in value.items()}
+        return {key: copied_in_depth(item) for key, item in value.items()}
     return _copied(value)
 
 
@@ -217,7 +217,7 @@ def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
         )
     if (len(call.args) > 1 or call.named) and not place.own_code:
         more = [*map(_described, call.args[1:])]
-        more += [f"{key}={_described(each)}" for key, each in call.named.items()]
+        more += [f"{key}={_described(value)}" for key, value in call.named.items()]
         names = ", ".join([*(f"a{i}" for i in range(1, len(call.args))), *call.named])
         raise FamilyError(
             f"{what}: {place.at} is called with more than its tokens: {', '.join(more)}",

@@ -87,15 +87,15 @@ def _check_not_random(layer: nn.Module, call: LayerCall, at: str) -> None:
 
 def numbers_of(layer: nn.Module) -> dict[str, float]:
     """Returns a layer's numbers: attributes, and parameters and buffers of one number."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in vars(layer).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = float(value)
+            numbers[name] = float(value)
     for name, value in (*layer.named_parameters(), *layer.named_buffers()):
         if value.numel() == 1:
-            found[name] = float(value)
-            found[f"{name}.exp()"] = float(value.exp())
-    return found
+            numbers[name] = float(value)
+            numbers[f"{name}.exp()"] = float(value.exp())
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def _mismatch(
     if closer:
         limit = max(10 * min(trial.off for trial in closer), CLOSE)
         fitting = [trial.changed for trial in closer if trial.off <= limit]
-        fewest = [_said(each) for each in fitting if len(each) == len(fitting[0])]
+        fewest = [_said(change) for change in fitting if len(change) == len(fitting[0])]
         return ParityError(
             f"{begins}; it matches with {' or with '.join(fewest[:3])}",
             hint="moexport.SoftMoE has no such option: moexport.Experts with a forward computes it "
@@ -174,7 +174,7 @@ def _mismatch(
         if len(keys) == 1:  # with the eps that goes with it best
             single.setdefault(next(iter(keys)), trial)
     shown = [*single.values()][:MOST_SHOWN]
-    listed = ", ".join(f"{_said(each.changed)}: {_share(each.off)}" for each in shown)
+    listed = ", ".join(f"{_said(change.changed)}: {_share(change.off)}" for change in shown)
     return ParityError(
         f"{begins}; none of {len(tried)} combinations of options matches ({listed})",
         hint=f"{description.advice} ({PAGE})",
@@ -210,7 +210,7 @@ def check_alone(place: LayerPlace, layer: nn.Module, call: LayerCall, source: st
     for row in rows:
         # Twice, where the layer takes no batch of one.
         batches = (x[[row]], x[[row, row]])
-        y = next((y for each in batches if (y := _numbers(layer, each)) is not None), None)
+        y = next((y for batch in batches if (y := _numbers(layer, batch)) is not None), None)
         if y is None or y[:1].numel() != together[:1].numel():
             return
         alone.append(y[:1].reshape(together[:1].shape))
@@ -345,10 +345,10 @@ class _Counted:
 
 def _words(call: LayerCall) -> list[str]:
     """What a layer was called with, in a message."""
-    listed = [*((None, each) for each in call.args), *call.named.items()]
+    listed = [*((None, value) for value in call.args), *call.named.items()]
     return [
-        f"{f'{key}=' if key else ''}{list(each.shape) if isinstance(each, Tensor) else repr(each)}"
-        for key, each in listed
+        f"{f'{key}=' if key else ''}{list(x.shape) if isinstance(x, Tensor) else repr(x)}"
+        for key, x in listed
     ]
 
 

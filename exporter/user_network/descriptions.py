@@ -92,28 +92,28 @@ def _softmax(logits: Tensor, axes: tuple[int, ...]) -> Tensor:
 D = TypeVar("D", bound=ExpertArguments)
 
 
-def _forms(given: D, default: Activation) -> Iterator[tuple[dict[str, str], D]]:
+def _forms(description: D, default: Activation) -> Iterator[tuple[dict[str, str], D]]:
     """Yields a description with other activations, and with gate and up exchanged."""
-    form = given.form()
+    form = description.form()
     said = form.activation or default
-    between = [said, *(each for each in get_args(Activation) if each != said)]
+    between = [said, *(name for name in get_args(Activation) if name != said)]
     if form.w2 is None:
         between = [said]
     after = [form.out_activation]
-    after += [each for each in ("relu", "gelu", "silu", "identity") if each not in after]
+    after += [name for name in ("relu", "gelu", "silu", "identity") if name not in after]
     for activation, out, alpha, (turned, weights) in product(
-        between, after, dict.fromkeys([given.alpha, 1.0]), _weights_read_otherwise(form)
+        between, after, dict.fromkeys([description.alpha, 1.0]), _weights_read_otherwise(form)
     ):
         changed = {} if activation == said else {"activation": repr(activation)}
-        if alpha != given.alpha:
+        if alpha != description.alpha:
             changed["alpha"] = f"{alpha:g}"
         changed |= turned
         if out != form.out_activation:
             changed["out_activation"] = repr(out)
-        if len(changed) > 1 and (alpha != given.alpha or out != form.out_activation):
+        if len(changed) > 1 and (alpha != description.alpha or out != form.out_activation):
             continue
         read = replace(weights, activation=activation, out_activation=out)
-        yield changed, replace(given, read=read, alpha=alpha)
+        yield changed, replace(description, read=read, alpha=alpha)
 
 
 def _weights_read_otherwise(form: ExpertForm) -> Iterator[tuple[dict[str, str], ExpertForm]]:
@@ -123,7 +123,7 @@ def _weights_read_otherwise(form: ExpertForm) -> Iterator[tuple[dict[str, str], 
         yield {"gate and up": "exchanged"}, form.exchanged()
     for name, bias, matrices in (("first", "b1", form.w1), ("last", "b2", form.w2)):
         if matrices is not None and matrices[0].shape[0] == matrices[0].shape[1]:
-            turned: Any = {f"w{bias[1]}": tuple(each.T for each in matrices)}
+            turned: Any = {f"w{bias[1]}": tuple(matrix.T for matrix in matrices)}
             yield {f"the {name} weight": "transposed"}, replace(form, **turned)
         if getattr(form, bias) is not None:
             without: Any = {bias: None}
@@ -376,7 +376,10 @@ class MuMoEDescription:
             d, levels = self._sizes()
         else:
             projections, biases = self._gates()
-            d, levels = projections[0].shape[0], tuple(each.shape[1] for each in projections)
+            d, levels = (
+                projections[0].shape[0],
+                tuple(p.shape[1] for p in projections),
+            )
         means: list[Tensor] = []
         if self.gates is None:
             pass
@@ -401,7 +404,7 @@ class MuMoEDescription:
                 ) from error
             tensors.append(tuple(named[key] for key in tensor_names(specs[-1])))
             width = specs[-1].out
-        if len({each.form for each in specs}) > 1:
+        if len({spec.form for spec in specs}) > 1:
             raise UsageError(
                 f"weights is in the form {specs[0].form} and second in {specs[1].form}",
                 hint="both tensors of a layer are in one form",
@@ -458,9 +461,9 @@ class MuMoEDescription:
         if WHOLE in named:
             *levels, d, _ = named[WHOLE].shape
             return d, tuple(levels)
-        factors = [each for key, each in named.items() if key != CORE]
-        axis = 1 if all(each.ndim == 3 for each in factors) else 0
-        *sizes, d, _ = (each.shape[axis] for each in factors)
+        factors = [factor for key, factor in named.items() if key != CORE]
+        axis = 1 if all(factor.ndim == 3 for factor in factors) else 0
+        *sizes, d, _ = (factor.shape[axis] for factor in factors)
         return d, tuple(sizes)
 
     def _gates(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -641,22 +644,22 @@ def _input_norm(norm: nn.LayerNorm, d: int) -> tuple[Tensor, Tensor]:
 
 def _batch_norm(what: str, norm: object, n: int) -> tuple[Tensor, Tensor]:
     """Scale and shift [n] in float64: what a batch normalisation does in eval mode."""
-    given: tuple[object, object] = (None, None)
+    moments: tuple[object, object] = (None, None)
     gain, bias, eps = torch.ones(n), torch.zeros(n), NORM_EPS
     if isinstance(norm, nn.BatchNorm1d):
-        given, eps = (norm.running_mean, norm.running_var), norm.eps
+        moments, eps = (norm.running_mean, norm.running_var), norm.eps
         gain = gain if norm.weight is None else norm.weight.detach()
         bias = bias if norm.bias is None else norm.bias.detach()
     elif isinstance(norm, tuple) and len(norm) == 2:
-        given = norm
-    mean, variance = given
+        moments = norm
+    mean, variance = moments
     if not isinstance(mean, Tensor) or not isinstance(variance, Tensor):
         raise UsageError(
             f"{what} is a {type(norm).__name__} without statistics",
             hint="give the nn.BatchNorm1d of the level, or its (mean, variance)",
         )
-    for name, each in (("mean", mean), ("variance", variance)):
-        check_shape(f"{what}: its {name}", each, (n,), "[n], a number per expert")
+    for name, value in (("mean", mean), ("variance", variance)):
+        check_shape(f"{what}: its {name}", value, (n,), "[n], a number per expert")
     scale = gain.double() / torch.sqrt(variance.double() + eps)
     return scale, bias.double() - mean.double() * scale
 
@@ -670,12 +673,12 @@ def _named(what: str, form: TensorForm) -> dict[str, Tensor]:
     if len(parts) == 2 and not isinstance(parts[1], Tensor):
         named[CORE], parts = parts[0], several(parts[1])
     named |= {f"{FACTORS}.{i}": part for i, part in enumerate(parts)}
-    if not parts or not all(isinstance(each, Tensor) for each in named.values()):
+    if not parts or not all(isinstance(value, Tensor) for value in named.values()):
         raise UsageError(
             f"{what} is a {type(form).__name__}, not a weight tensor",
             hint="the whole tensor, a list of its factors or cores, or (core, factors) for Tucker",
         )
-    return {key: tensor(f"{what}.{key}", each, None, "") for key, each in named.items()}
+    return {key: tensor(f"{what}.{key}", value, None, "") for key, value in named.items()}
 
 
 Description = SoftMoEDescription | MuMoEDescription | ExpertsDescription

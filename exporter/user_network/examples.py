@@ -117,5 +117,5 @@ def _choices(values: Tensor) -> list[Tensor]:
     if values.is_floating_point():
         return []
     value, limits = int(values[0]), torch.iinfo(values.dtype)
-    near = [each for each in (value + 1, value - 1) if limits.min <= each <= limits.max]
-    return [torch.tensor([value, each], dtype=values.dtype) for each in near]
+    near = [other for other in (value + 1, value - 1) if limits.min <= other <= limits.max]
+    return [torch.tensor([value, other], dtype=values.dtype) for other in near]

@@ -72,7 +72,7 @@ class ExpertForm:
         """Returns the experts with gate and up exchanged."""
         return replace(
             self,
-            w1=tuple(self._other(each) for each in self.w1),
+            w1=tuple(self._other(axis) for axis in self.w1),
             b1=None if self.b1 is None else self._other(self.b1),
         )
 
@@ -89,7 +89,7 @@ class ExpertForm:
         def halves(columns: Tensor) -> Tensor:
             return torch.cat([columns[..., ::2], columns[..., 1::2]], dim=-1)
 
-        w1 = torch.stack(tuple(halves(each) for each in self.w1))
+        w1 = torch.stack(tuple(halves(matrices) for matrices in self.w1))
         b1 = None if self.b1 is None else halves(self.b1)
         return replace(self, w1=w1, b1=b1, gate="concatenated")
 
@@ -126,17 +126,17 @@ class ExpertArguments:
         """Returns the experts, read; UsageError names the argument and what was expected."""
         if self.read is not None:
             return self.read
-        for what, given, choices in (
+        for what, value, choices in (
             ("activation", self.activation, Activation),
             ("out_activation", self.out_activation, Activation),
             ("gate", self.gate, Gate),
         ):
-            if given is not None:
-                choice(what, given, choices)
+            if value is not None:
+                choice(what, value, choices)
         stacked = self.w1, self.b1, self.w2, self.b2
         if self.experts is None:
             form = self._stacked()
-        elif any(each is not None for each in stacked):
+        elif any(weight is not None for weight in stacked):
             raise UsageError(
                 "the experts are given twice: experts and w1, b1, w2 or b2", hint="give one of them"
             )
@@ -160,9 +160,9 @@ class ExpertArguments:
     def tensors(self) -> Iterator[Tensor]:
         """Yields the experts' weights as they were given."""
         if self.experts is None:
-            for given in (self.w1, self.b1, self.w2, self.b2):
-                if given is not None:
-                    yield from (given,) if isinstance(given, Tensor) else given
+            for value in (self.w1, self.b1, self.w2, self.b2):
+                if value is not None:
+                    yield from (value,) if isinstance(value, Tensor) else value
             return
         for expert in several(self.experts):
             if isinstance(expert, nn.Module):
@@ -174,7 +174,7 @@ class ExpertArguments:
                 elif isinstance(part, Tensor):
                     yield part
                 else:
-                    yield from (each for each in part if each is not None)
+                    yield from (value for value in part if value is not None)
 
     def _stacked(self) -> ExpertForm:
         """The experts from w1, b1, w2 and b2."""
@@ -200,17 +200,17 @@ class ExpertArguments:
 
     def _listed(self) -> ExpertForm:
         """The experts from a list of them; their matrices are views, one per expert."""
-        experts = [_parts(f"experts[{e}]", each) for e, each in enumerate(several(self.experts))]
+        experts = [_parts(f"experts[{e}]", part) for e, part in enumerate(several(self.experts))]
         if not experts:
             raise UsageError(
                 f"experts is a {type(self.experts).__name__} without entries", hint=PAIRS
             )
         first = experts[0]
-        for e, each in enumerate(experts):
-            if len(each.maps) != len(first.maps):
-                counts = sorted({len(first.maps), len(each.maps)})
+        for e, part in enumerate(experts):
+            if len(part.maps) != len(first.maps):
+                counts = sorted({len(first.maps), len(part.maps)})
                 raise UsageError(f"some experts have {counts[0]} maps and others {counts[1]}")
-            if each.around != first.around:
+            if part.around != first.around:
                 raise UsageError(
                     f"experts[{e}] computes something else around its maps than experts[0]",
                     hint="experts differ in their weights alone: the others belong into forward",
@@ -219,7 +219,7 @@ class ExpertArguments:
         if three and self.gate not in (None, "concatenated"):
             raise UsageError(f"gate={self.gate!r} and experts of three maps", hint="leave gate out")
         gate: Gate = "concatenated" if three or first.halves else self.gate or "none"
-        swapped = [_swapped(_joined(each)) if each.up_first else _joined(each) for each in experts]
+        swapped = [_swapped(_joined(part)) if part.up_first else _joined(part) for part in experts]
         d = swapped[0][0][0].shape[1]
         inner = swapped[0][0][0].shape[0]
         for e, maps in enumerate(swapped):
@@ -271,15 +271,15 @@ def _check_hidden(maps: tuple[str, str], gate: Gate, inner: int, second: tuple[i
     )
 
 
-def _matrices(what: str, given: Tensor | Sequence[Tensor], expected: str) -> Matrices:
+def _matrices(what: str, value: Tensor | Sequence[Tensor], expected: str) -> Matrices:
     """Stacked matrices, or n of one shape."""
-    if isinstance(given, Tensor):
-        return tensor(what, given, (3,), expected)
+    if isinstance(value, Tensor):
+        return tensor(what, value, (3,), expected)
     listed = [
-        tensor(f"{what}[{e}]", each, (2,), f"a matrix of {expected}")
-        for e, each in enumerate(several(given))
+        tensor(f"{what}[{e}]", matrix, (2,), f"a matrix of {expected}")
+        for e, matrix in enumerate(several(value))
     ]
-    if not listed or len({each.shape for each in listed}) > 1:
+    if not listed or len({matrix.shape for matrix in listed}) > 1:
         raise UsageError(f"{what} holds {len(listed)} matrices that are not of one shape")
     return tuple(listed)
 
@@ -297,11 +297,11 @@ def _parts(what: str, expert: object) -> ExpertParts:
     maps: list[Map] = []
     norms: dict[int, nn.Module] = {}
     listed = several(expert)
-    for i, each in enumerate(listed):
-        if is_norm(each) and maps:
-            norms[len(maps)] = each
+    for i, part in enumerate(listed):
+        if is_norm(part) and maps:
+            norms[len(maps)] = part
         else:
-            maps.append(linear(f"{what}[{i}]" if len(listed) > 1 else what, each))
+            maps.append(linear(f"{what}[{i}]" if len(listed) > 1 else what, part))
     if not 1 <= len(maps) <= 3:
         raise UsageError(f"{what} is a {type(expert).__name__}, not (first, second)", hint=PAIRS)
     last = norms.pop(len(maps), None)
@@ -343,9 +343,9 @@ def _norm_weights(experts: Sequence[ExpertParts]) -> NormWeights:
     """The gains and shifts of all experts, stacked."""
 
     def stacked(which: Literal["inner", "outer"], name: str) -> Tensor | None:
-        given = [getattr(getattr(each, which), name, None) for each in experts]
-        found = [each.detach().float() for each in given if each is not None]
-        return torch.stack(found) if found else None
+        weights = [getattr(getattr(expert, which), name, None) for expert in experts]
+        present = [weight.detach().float() for weight in weights if weight is not None]
+        return torch.stack(present) if present else None
 
     return NormWeights(
         g1=stacked("inner", "weight"),
@@ -355,28 +355,28 @@ def _norm_weights(experts: Sequence[ExpertParts]) -> NormWeights:
     )
 
 
-def is_weight_and_bias(given: object) -> bool:
+def is_weight_and_bias(value: object) -> bool:
     """Whether this is one map: a matrix with a vector, where two matrices are two maps."""
     return (
-        isinstance(given, tuple)
-        and len(given) == 2
-        and isinstance(given[0], Tensor)
-        and given[0].ndim > 1
-        and (given[1] is None or (isinstance(given[1], Tensor) and given[1].ndim == 1))
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[0], Tensor)
+        and value[0].ndim > 1
+        and (value[1] is None or (isinstance(value[1], Tensor) and value[1].ndim == 1))
     )
 
 
-def linear(what: str, given: object) -> Map:
+def linear(what: str, value: object) -> Map:
     """Weight and bias of a linear layer or a 1×1 convolution, or as they were given."""
-    pair: Any = given
-    if isinstance(given, nn.Module):
-        pair = getattr(given, "weight", None), getattr(given, "bias", None)
-    elif isinstance(given, Tensor):
-        pair = given, None
+    pair: Any = value
+    if isinstance(value, nn.Module):
+        pair = getattr(value, "weight", None), getattr(value, "bias", None)
+    elif isinstance(value, Tensor):
+        pair = value, None
     if not is_weight_and_bias(pair) or any(size != 1 for size in pair[0].shape[2:]):
-        shown = f" of shape {list(given.shape)}" if isinstance(given, Tensor) else ""
+        shown = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
         raise UsageError(
-            f"{what} is a {type(given).__name__}{shown}, not a linear map",
+            f"{what} is a {type(value).__name__}{shown}, not a linear map",
             hint="give an nn.Linear, its weight [out, in], or (weight, bias)",
         )
     weight = tensor(what, pair[0], (2, 3, 4, 5), "[out, in]").flatten(1)
@@ -390,38 +390,38 @@ def _biases(maps: list[Map]) -> Tensor | None:
     return torch.stack([w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in maps])
 
 
-def several(given: object) -> list[Any]:
+def several(value: object) -> list[Any]:
     """The entries of a list, of PyTorch's own kinds too; empty for what is none."""
-    is_list = isinstance(given, list | tuple | nn.ModuleList | nn.ParameterList)
-    return list(given) if is_list else []  # type: ignore[call-overload]
+    is_list = isinstance(value, list | tuple | nn.ModuleList | nn.ParameterList)
+    return list(value) if is_list else []  # type: ignore[call-overload]
 
 
-def tensor(what: str, given: object, ranks: tuple[int, ...] | None, expected: str) -> Tensor:
+def tensor(what: str, value: object, ranks: tuple[int, ...] | None, expected: str) -> Tensor:
     """A tensor of one of these ranks, detached, in float32."""
-    if not isinstance(given, Tensor):
-        raise UsageError(f"{what} is a {type(given).__name__}, not a tensor {expected}".rstrip())
-    if ranks is not None and given.ndim not in ranks:
-        raise UsageError(f"{what} has the shape {list(given.shape)}, expected {expected}")
-    return given.detach().to(torch.float32)
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{what} is a {type(value).__name__}, not a tensor {expected}".rstrip())
+    if ranks is not None and value.ndim not in ranks:
+        raise UsageError(f"{what} has the shape {list(value.shape)}, expected {expected}")
+    return value.detach().to(torch.float32)
 
 
 def vector(
     what: str,
-    given: Tensor | None,
+    value: Tensor | None,
     expected: tuple[int, ...],
     why: str = "a number per channel",
 ) -> Tensor | None:
-    if given is None:
+    if value is None:
         return None
-    found = tensor(what, given, None, str(list(expected)))
-    check_shape(what, found, expected, why)
-    return found
+    checked = tensor(what, value, None, str(list(expected)))
+    check_shape(what, checked, expected, why)
+    return checked
 
 
-def check_shape(what: str, given: Tensor, expected: tuple[int, ...], why: str) -> None:
-    if tuple(given.shape) != expected:
+def check_shape(what: str, value: Tensor, expected: tuple[int, ...], why: str) -> None:
+    if tuple(value.shape) != expected:
         raise UsageError(
-            f"{what} has the shape {list(given.shape)}, expected {list(expected)}: {why}"
+            f"{what} has the shape {list(value.shape)}, expected {list(expected)}: {why}"
         )
 
 
@@ -472,28 +472,28 @@ class ExpertParts:
     def around(self) -> tuple[object, ...]:
         """All but the weights: the same for experts of one layer."""
         norms = [
-            (_norm(each), each.weight is None, getattr(each, "bias", None) is None)
-            for each in (self.inner, self.outer)
-            if each is not None
+            (_norm(norm), norm.weight is None, getattr(norm, "bias", None) is None)
+            for norm in (self.inner, self.outer)
+            if norm is not None
         ]
         flags = (self.inner is None, self.halves, self.up_first)
         return (*flags, self.activation, self.out_activation, *norms)
 
 
-def is_map(given: object) -> bool:
+def is_map(module: object) -> bool:
     """Whether a module is a linear map: a weight, and a bias or none."""
-    if isinstance(given, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+    if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return True
-    if not isinstance(given, nn.Module) or is_norm(given) or any(True for _ in given.children()):
+    if not isinstance(module, nn.Module) or is_norm(module) or any(True for _ in module.children()):
         return False
-    weight = getattr(given, "weight", None)
-    names = {name for name, _ in given.named_parameters()}
+    weight = getattr(module, "weight", None)
+    names = {name for name, _ in module.named_parameters()}
     return isinstance(weight, Tensor) and weight.ndim > 1 and names <= {"weight", "bias"}
 
 
-def is_norm(given: object) -> bool:
+def is_norm(module: object) -> bool:
     """Whether a module is a normalisation over channels that an expert may hold."""
-    return isinstance(given, nn.LayerNorm | nn.RMSNorm)
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm)
 
 
 def _norm(module: nn.Module) -> ExpertNorm:
@@ -517,9 +517,9 @@ def parts_of(what: str, module: nn.Module) -> ExpertParts:
     known: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
         if node.op == "output":
-            found = known.get(node.args[0])
-            if isinstance(found, _Value) and found.at != "input":
-                return found.parts()
+            value = known.get(node.args[0])
+            if isinstance(value, _Value) and value.at != "input":
+                return value.parts()
             raise UsageError(f"{name}: its forward returns no expert's output", hint=READ)
         try:
             known[node] = _value(graph, node, known)
@@ -635,16 +635,16 @@ _DROPOUTS = (nn.Dropout, nn.Identity)
 
 def _value(graph: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
     """What a node computes, as far as an expert may."""
-    args = [known.get(each, each) if isinstance(each, fx.Node) else each for each in node.args]
+    args = [known.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
     first = args[0] if args else None
     if node.op == "placeholder":
         if first is not None or node.args:
             return first
         return _Value()
     if not isinstance(first, _Value):
-        found = _of_weights(graph, node, args)
-        if found is not None:
-            return found
+        value = _of_weights(graph, node, args)
+        if value is not None:
+            return value
         raise _UnknownStepError(node.format_node() or str(node))
     if node.op == "call_module":
         return _of_module(graph.get_submodule(str(node.target)), first)
@@ -654,10 +654,10 @@ def _value(graph: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -
 def _of_weights(graph: fx.GraphModule, node: fx.Node, args: list[Any]) -> Any:
     """What a node makes of parameters, or of a pair of halves; None for what is nothing known."""
     if node.op == "get_attr":
-        found: Any = graph
+        owner: Any = graph
         for part in str(node.target).split("."):
-            found = getattr(found, part)
-        return found
+            owner = getattr(owner, part)
+        return owner
     first = args[0] if args else None
     turned = node.target in ("t", "transpose") or (
         node.target is getattr and args[1] in ("T", "mT")
@@ -691,9 +691,9 @@ def _of_function(node: fx.Node, x: _Value, args: list[Any]) -> Any:
     target: Any = node.target
     second = args[1] if len(args) > 1 else None
     if isinstance(second, Tensor):
-        found = _of_parameters(node, x, args)
-        if found is not None:
-            return found
+        value = _of_parameters(node, x, args)
+        if value is not None:
+            return value
     if target in _ACTIVATIONS or target is F.gelu:
         tanh = node.kwargs.get("approximate", second) == "tanh"
         gelu: Activation = "gelu-tanh" if tanh else "gelu"

@@ -62,16 +62,16 @@ def first_adapter(source: str, config: Mapping[str, Any]) -> FirstAdapter:
     for parameter in layer.parameters():  # zeros and ones hide what multiplies and adds
         if parameter.ndim < 2 or float(parameter.std()) == 0:
             parameter.data.add_(0.3 * torch.randn_like(parameter))
-    found = _Experts.of(layer)
-    call = _called(layer, found.dim, config.get(INPUT_SHAPE), source)
-    return _Search(layer, found, call, source).result()
+    experts = _Experts.of(layer)
+    call = _called(layer, experts.dim, config.get(INPUT_SHAPE), source)
+    return _Search(layer, experts, call, source).result()
 
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
     """The experts of a layer, as arguments of a description; `problem` if they cannot be read."""
 
-    given: str
+    keywords: str
     count: int
     dim: int
     own: frozenset[int]
@@ -81,12 +81,12 @@ class _Experts:
     def of(cls, layer: nn.Module) -> _Experts:
         for name, module in layer.named_modules():
             listed = list(module) if isinstance(module, nn.ModuleList) else []
-            if len(listed) < 2 or len({type(each) for each in listed}) > 1:
+            if len(listed) < 2 or len({type(module) for module in listed}) > 1:
                 continue
-            maps = [each for each in listed[0].modules() if is_map(each)]
+            maps = [part for part in listed[0].modules() if is_map(part)]
             if not maps or not name or "." in name:
                 continue
-            own = frozenset(id(each) for each in module.parameters())
+            own = frozenset(id(parameter) for parameter in module.parameters())
             width = int(maps[0].weight.shape[1])  # type: ignore[index]
             problem = None
             try:
@@ -94,8 +94,8 @@ class _Experts:
                     parts_of(f"layer.{name}[0]", listed[0])
             except UsageError as error:
                 problem = error.message
-            given = f"experts=layer.{name}"
-            return cls(given, len(listed), width, own, problem)
+            keyword = f"experts=layer.{name}"
+            return cls(keyword, len(listed), width, own, problem)
         return cls._stacked(layer)
 
     @classmethod
@@ -109,16 +109,16 @@ class _Experts:
                     continue
                 w1_text = f"w1=layer.{one}{'.mT' if turn else ''}"
                 w2_text = f"w2=layer.{two}{'.mT' if other else ''}"
-                given, own = [w1_text, w2_text], {id(first), id(second)}
+                keywords, own = [w1_text, w2_text], {id(first), id(second)}
                 for key, matrix in (("b1", w1), ("b2", w2)):
                     for name, p in layer.named_parameters():
                         size = (len(w1), matrix.shape[2])
                         flat = {size: "", (size[0], 1, size[1]): ".squeeze(1)"}
                         if tuple(p.shape) in flat and id(p) not in own and "." not in name:
-                            given.append(f"{key}=layer.{name}{flat[tuple(p.shape)]}")
+                            keywords.append(f"{key}=layer.{name}{flat[tuple(p.shape)]}")
                             own.add(id(p))
                             break
-                return cls(", ".join(given), len(w1), w1.shape[1], frozenset(own))
+                return cls(", ".join(keywords), len(w1), w1.shape[1], frozenset(own))
         names = ", ".join(f"{n} {list(p.shape)}" for n, p in layer.named_parameters())
         raise FamilyError(
             f"{type(layer).__name__} holds no experts that moexport recognises: neither an "
@@ -132,8 +132,8 @@ def _called(layer: nn.Module, dim: int, shape: object, source: str) -> LayerCall
     sizes = [shape] if isinstance(shape, int) else shape
     shapes = [(INPUTS, *sizes)] if isinstance(sizes, list | tuple) else _shapes(dim)
     problem: Exception | None = None
-    for each in shapes:
-        x = torch.randn(each, generator=torch.Generator().manual_seed(0))
+    for dims in shapes:
+        x = torch.randn(dims, generator=torch.Generator().manual_seed(0))
         x[-1] *= SMALL
         try:
             with torch.no_grad():
@@ -221,7 +221,7 @@ class _Search:
         for phi, norm, residual in itertools.product(
             self._phis(), ["", *self._norms()], (False, True)
         ):
-            options = [f"phi={phi[0]}", *phi[1:], self.experts.given]
+            options = [f"phi={phi[0]}", *phi[1:], self.experts.keywords]
             options += [f"norm={norm}"] if norm else []
             options += ["residual=True"] if residual else []
             described = self._described(_call("moexport.SoftMoE", options))
@@ -254,8 +254,8 @@ class _Search:
         ]
         body = ["def forward(experts, x):", *(f"    {line}" for line in lines), ""]
         # What a Soft MoE's experts compute unless it is said.
-        gelu = [] if self.experts.given.startswith("experts=") else ["activation='gelu'"]
-        call = _call("moexport.Experts", [self.experts.given, *gelu, "forward=forward"])
+        gelu = [] if self.experts.keywords.startswith("experts=") else ["activation='gelu'"]
+        call = _call("moexport.Experts", [self.experts.keywords, *gelu, "forward=forward"])
         return "\n".join([*body, call])
 
     def _phis(self) -> Iterator[tuple[str, ...]]:
@@ -274,10 +274,10 @@ class _Search:
                 continue
             if isinstance(made, Tensor):
                 raw += [f"layer.{name}(){turn}" for turn in _turns(tuple(made.shape), d, n)]
-        yield from ((each,) for each in raw)
+        yield from ((name,) for name in raw)
         scalars = [name for name, p in self._others() if p.numel() == 1]
         for phi in raw:
-            yield from ((f"layer.{each} * F.normalize({phi}, dim=0)",) for each in scalars)
+            yield from ((f"layer.{name} * F.normalize({phi}, dim=0)",) for name in scalars)
             module = phi.removeprefix("layer.").partition(".weight")[0]
             if ".weight" in phi and hasattr(self.layer, module):
                 bias = getattr(getattr(self.layer, module), "bias", None)
@@ -315,14 +315,14 @@ class _Search:
                 lines.append(f"return {added}{last.replace('(x,', f'({h},')}")
                 named = f", k={k[0]}" if k[0] else ""
                 for activation in self._activations():
-                    options = [self.experts.given, *activation, "forward=forward"]
+                    options = [self.experts.keywords, *activation, "forward=forward"]
                     body = [f"def forward(experts, x{named}):", *(f"    {x}" for x in lines), ""]
                     yield "\n".join([*body, _call("moexport.Experts", options)])
 
     def _activations(self) -> Sequence[list[str]]:
-        if self.experts.given.startswith("experts="):
+        if self.experts.keywords.startswith("experts="):
             return [[]]
-        return [[f"activation='{each}'"] for each in ("silu", "gelu", "relu", "relu2")]
+        return [[f"activation='{name}'"] for name in ("silu", "gelu", "relu", "relu2")]
 
     def _gates(self) -> Iterator[str]:
         d, n = self.experts.dim, self.experts.count
@@ -361,7 +361,7 @@ class _Search:
                 shared.append(f"layer.{name}({{h}}) + ")
         out = self.call.y.shape[-1]
         shared += [f"layer.{name} + " for name, p in self._others() if tuple(p.shape) == (out,)]
-        return ["", "x + ", *shared, *(f"x + {each}" for each in shared)]
+        return ["", "x + ", *shared, *(f"x + {text}" for text in shared)]
 
     def _keeps_width(self, module: nn.Module) -> bool:
         try:
@@ -376,7 +376,7 @@ class _Search:
         if self.experts.problem is not None:
             yield f"the experts: {self.experts.problem}"
             return
-        tried = sorted(self.nearest.items(), key=lambda each: each[1])
+        tried = sorted(self.nearest.items(), key=lambda item: item[1])
         if not tried or tried[0][1] == float("inf"):
             others = ", ".join(f"{name} {list(p.shape)}" for name, p in self._others())
             yield f"the router: none of the other parameters fits one ({others or 'none'})"
@@ -388,7 +388,7 @@ class _Search:
         )
 
     def _frame(self) -> str:
-        given = self.experts.given
+        keywords = self.experts.keywords
         return "\n".join(
             [
                 "def forward(experts, x):",
@@ -398,7 +398,7 @@ class _Search:
                 "    #   experts(x, index, weights)   index and weights [..., k]",
                 "    raise NotImplementedError",
                 "",
-                _call("moexport.Experts", [given, "forward=forward"]),
+                _call("moexport.Experts", [keywords, "forward=forward"]),
             ]
         )
 
@@ -437,12 +437,12 @@ def _turns(shape: tuple[int, ...], d: int, n: int) -> list[str]:
         return ["" if order == (0, 1, 2) else f".permute{order}" for order in orders]
     if len(shape) != 2:
         return []
-    found = []
+    turns = []
     for rows, columns, turn in ((*shape, ""), (*shape[::-1], ".T")):
         if rows == d and columns % n == 0 and columns < MOST_WIDTH:
             p = columns // n
-            found.append(turn if p == 1 else f"{turn}.unflatten(1, ({n}, {p}))")
-    return found
+            turns.append(turn if p == 1 else f"{turn}.unflatten(1, ({n}, {p}))")
+    return turns
 
 
 def _call(name: str, options: Sequence[str]) -> str:
@@ -450,4 +450,4 @@ def _call(name: str, options: Sequence[str]) -> str:
     one = f"return {name}({', '.join(options)})"
     if len(one) <= 90:
         return one
-    return "\n".join([f"return {name}(", *(f"    {each}," for each in options), ")"])
+    return "\n".join([f"return {name}(", *(f"    {option}," for option in options), ")"])

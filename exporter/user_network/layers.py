@@ -113,7 +113,7 @@ def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, L
         adapter = adapter_of(sub, adapters)
         if adapter is None:
             continue
-        unused = {cls: each for cls, each in unused.items() if each is not adapter}
+        unused = {cls: other for cls, other in unused.items() if other is not adapter}
         description = describe(adapter, sub, f"the layer {path or '(the network itself)'}")
         places[path] = LayerPlace(
             path=path,

@@ -70,14 +70,14 @@ def load_factory(
     places = find_in_module(module, known)
     passes, made = _passes(module, places, inputs, source)
     places, left = _called(places, passes, source)
-    calls = {path: call for each in reversed(passes) for path, call in each.layers.items()}
+    calls = {path: call for pass_ in reversed(passes) for path, call in pass_.layers.items()}
     for place in places:
         check_alone(place, module.get_submodule(place.path), calls[place.path], source)
-        for each in passes:
-            check_adapter(place, module.get_submodule(place.path), each, source)
+        for pass_ in passes:
+            check_adapter(place, module.get_submodule(place.path), pass_, source)
     twin, layers, replaced = swapped(module, places, calls)
-    for each in passes:
-        check_same(each, twin, places, source)
+    for pass_ in passes:
+        check_same(pass_, twin, places, source)
     array, result = passes[0].inputs.numpy(), passes[0].result.numpy()
     used = {adapter_name(layer.adapter): None for layer in places if layer.adapter is not None}
     return Model(
@@ -203,7 +203,7 @@ def _called(
 ) -> tuple[tuple[LayerPlace, ...], tuple[str, ...]]:
     """The layers that the network calls, in the order in which it does, and notes on the others."""
     by_path = {place.path: place for place in places}
-    called = dict.fromkeys(path for each in passes for path in each.layers)
+    called = dict.fromkeys(path for pass_ in passes for path in pass_.layers)
     left = [place.at for path, place in by_path.items() if path not in called]
     if not called:
         raise FamilyError(
@@ -212,7 +212,7 @@ def _called(
             hint="a layer is called as y = layer(x); is another branch taken with real inputs "
             "(--data), or by another argument (--set)?",
         )
-    notes = tuple(f"{each} is not called: left as it is" for each in left)
+    notes = tuple(f"{path} is not called: left as it is" for path in left)
     return tuple(by_path[path] for path in called), notes
 
 
@@ -237,7 +237,7 @@ def _with_code(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) 
         experts = description.build(name, spec.trained_k)
     if code.alone:
         return OwnForward(experts, code, None, returned=returned)
-    ranges = [_bytes_of(each) for each in description.tensors()]
+    ranges = [_bytes_of(tensor) for tensor in description.tensors()]
     for module in host.modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
             first, last = _bytes_of(parameter)
@@ -300,9 +300,9 @@ def _ours(place: LayerPlace, name: str) -> nn.Module:
 
 def _placed(network: nn.Module, place: LayerPlace, ours: nn.Module) -> nn.Module:
     """The network with ours at a layer's place, under each of its names."""
-    for each in (place.path, *place.aliases):
-        if each:
-            network.set_submodule(each, ours.eval())
+    for path in (place.path, *place.aliases):
+        if path:
+            network.set_submodule(path, ours.eval())
         else:
             network = ours.eval()
     return network

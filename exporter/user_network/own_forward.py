@@ -121,8 +121,8 @@ class OwnForward(nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Returns what the code returns, as the user's layer does where that is a tensor alone."""
-        asked = self.k if self.code.takes_k else None
-        y = self.code.run(self._called, args, named, asked)
+        k = self.k if self.code.takes_k else None
+        y = self.code.run(self._called, args, named, k)
         return y if self.returned is None or not isinstance(y, Tensor) else like(self.returned, y)
 
     def _called(self, *args: Any, **named: Any) -> Tensor:
@@ -134,12 +134,12 @@ class OwnForward(nn.Module):
         if not bank:
             y: Tensor = self.experts(*args, **named)
             return y
-        given = ExpertsCall.of(args, named, self.spec.experts)
-        if given.combine is not None:
-            return _through_slots(self.experts, given)
-        if given.index is None:
-            given = given.with_largest(self.current_k)
-        return _through_rows(self.experts, given)
+        call = ExpertsCall.of(args, named, self.spec.experts)
+        if call.combine is not None:
+            return _through_slots(self.experts, call)
+        if call.index is None:
+            call = call.with_largest(self.current_k)
+        return _through_rows(self.experts, call)
 
 
 class GroupRouter(nn.Module):
@@ -214,19 +214,19 @@ class Tried:
     def __call__(self, *args: Any, **named: Any) -> Tensor:
         self.calls += 1
         experts = self._bank.build(self._name)
-        given = ExpertsCall.of(args, named, experts.spec.experts)
-        self.call = given
-        if given.combine is not None:
-            self.layer = self._bank.build_for_slots(self._name, given.combine.shape[3])
-            given.check(self.layer.spec.dim)
-            return _through_slots(self.layer, given)
-        given.check(experts.spec.dim)
-        if given.index is None:
-            given = given.with_largest(experts.spec.experts)
-        assert given.index is not None
-        check_experts(given.index, experts.spec.experts)
-        self.layer = self._bank.build(self._name, given.index.shape[-1])
-        return _through_rows(self.layer, given)
+        call = ExpertsCall.of(args, named, experts.spec.experts)
+        self.call = call
+        if call.combine is not None:
+            self.layer = self._bank.build_for_slots(self._name, call.combine.shape[3])
+            call.check(self.layer.spec.dim)
+            return _through_slots(self.layer, call)
+        call.check(experts.spec.dim)
+        if call.index is None:
+            call = call.with_largest(experts.spec.experts)
+        assert call.index is not None
+        check_experts(call.index, experts.spec.experts)
+        self.layer = self._bank.build(self._name, call.index.shape[-1])
+        return _through_rows(self.layer, call)
 
 
 class InPlace(nn.Module):
@@ -271,7 +271,7 @@ def result_of(returned: object) -> Tensor | None:
     if isinstance(returned, Tensor):
         return returned
     named = _by_name(returned)
-    return next((each for _, each in named if isinstance(each, Tensor)), None)
+    return next((value for _, value in named if isinstance(value, Tensor)), None)
 
 
 def like(returned: object, y: Tensor) -> Any:
@@ -280,8 +280,8 @@ def like(returned: object, y: Tensor) -> Any:
     Of the rest, numbers become NaN, which no result can be computed from, and other tensors None.
     """
     named = _by_name(returned)
-    place = next((key for key, each in named if isinstance(each, Tensor)), None)
-    others = {key: _unknown(each) for key, each in named}
+    place = next((key for key, value in named if isinstance(value, Tensor)), None)
+    others = {key: _unknown(value) for key, value in named}
     items = {key: y if key == place else others[key] for key in _order(returned)}
     if isinstance(returned, Mapping):
         return type(returned)(items)  # type: ignore[call-arg]
@@ -295,7 +295,7 @@ def _order(returned: object) -> list[Any]:
     if isinstance(returned, Mapping):
         return list(returned)
     if is_dataclass(returned):
-        return [each.name for each in fields(returned)]
+        return [field.name for field in fields(returned)]
     return list(range(len(returned))) if isinstance(returned, tuple | list) else []
 
 
@@ -341,31 +341,31 @@ class ExpertsCall:
             raise UsageError(
                 f"its forward calls experts({', '.join([*map(_kind, args), *named])})", hint=CALLS
             ) from error
-        given = {
+        tensors = {
             key: getattr(call, key)
             for key in ("x", "index", "weights", "combine")
             if getattr(call, key) is not None
         }
-        for key, each in given.items():
-            if not isinstance(each, Tensor):
+        for key, value in tensors.items():
+            if not isinstance(value, Tensor):
                 raise UsageError(
-                    f"its forward gives experts(…) a {_kind(each)} as {key}", hint=CALLS
+                    f"its forward gives experts(…) a {_kind(value)} as {key}", hint=CALLS
                 )
-        if given.keys() == {"x", "combine"}:
+        if tensors.keys() == {"x", "combine"}:
             call._check_slots(n)
-        elif given.keys() == {"x", "weights"}:
+        elif tensors.keys() == {"x", "weights"}:
             if call.weights.shape != (*call.x.shape[:-1], n):  # type: ignore[union-attr]
                 raise UsageError(
-                    f"its forward gives experts(x, weights=w) {_sizes(given)}, and w is [..., {n}] "
-                    "for the tokens x [..., d]",
+                    f"its forward gives experts(x, weights=w) {_sizes(tensors)}, and w is "
+                    f"[..., {n}] for the tokens x [..., d]",
                     hint=CALLS,
                 )
-        elif given.keys() == {"x", "index", "weights"}:
+        elif tensors.keys() == {"x", "index", "weights"}:
             whose = "its forward gives experts(x, index, weights)"
-            x, index, weights = (given[key] for key in ("x", "index", "weights"))
+            x, index, weights = (tensors[key] for key in ("x", "index", "weights"))
             call.index, call.weights = _fitting(whose, x, index, weights, CALLS)
         else:
-            raise UsageError(f"its forward calls experts({', '.join(given)})", hint=CALLS)
+            raise UsageError(f"its forward calls experts({', '.join(tensors)})", hint=CALLS)
         return call
 
     def _check_slots(self, n: int) -> None:
@@ -405,8 +405,8 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
-def _sizes(given: Mapping[str, Tensor]) -> str:
-    return " and ".join(f"{key} {list(each.shape)}" for key, each in given.items())
+def _sizes(tensors: Mapping[str, Tensor]) -> str:
+    return " and ".join(f"{key} {list(tensor.shape)}" for key, tensor in tensors.items())
 
 
 def _through_slots(layer: nn.Module, call: ExpertsCall) -> Tensor:
@@ -446,13 +446,13 @@ def routing(
     tensors of one shape with the tokens' axes before the last.
     """
     if router is None:
-        found: Any = (*inputs[1:], *named.values())
+        result: Any = (*inputs[1:], *named.values())
         whose = "the layer is called with"
     else:
-        found = router(*inputs, **named, **({} if k is None else {K: k}))
+        result = router(*inputs, **named, **({} if k is None else {K: k}))
         whose = "its router returned"
-    listed = found if isinstance(found, tuple | list) else [found]
-    if len(listed) != 2 or not all(isinstance(each, Tensor) for each in listed):
+    listed = result if isinstance(result, tuple | list) else [result]
+    if len(listed) != 2 or not all(isinstance(value, Tensor) for value in listed):
         kinds = ", ".join(map(_kind, listed))
         raise UsageError(f"{whose} {kinds or 'nothing'}, not index and weights", hint=ROUTER_HINT)
     index, weights = listed
@@ -490,42 +490,46 @@ def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
     The model itself where all are asked for what they give. Raises `UsageError` for a k that is
     none of a router's: it has no parameter `k`, or gives another number.
     """
-    for each in model.module.modules():
-        if isinstance(each, OwnForward) and each.even and k[each.spec.name] != each.spec.experts:
+    for layer in model.module.modules():
+        if (
+            isinstance(layer, OwnForward)
+            and layer.even
+            and k[layer.spec.name] != layer.spec.experts
+        ):
             raise UsageError(
-                f"--k: every expert of layer {each.spec.name} has the same sum of the combine "
+                f"--k: every expert of layer {layer.spec.name} has the same sum of the combine "
                 "weights C, by which Algorithm 1 chooses",
                 hint="leave --k out: a C that is a softmax over the tokens gives every expert the "
                 "same",
             )
     routed = _routed(model)
-    asked = {name: k[name] for name, each in routed.items() if k[name] != each.current_k}
-    for name, wanted in asked.items():
-        _check_asked(name, routed[name], wanted)
-    if not asked:
+    changes = {name: k[name] for name, layer in routed.items() if k[name] != layer.current_k}
+    for name, wanted in changes.items():
+        _check_change(name, routed[name], wanted)
+    if not changes:
         return model
     module = sharing_weights(model.module)
-    for name, each in _by_layer(module).items():
-        if name in asked:
-            each.k = asked[name]
+    for name, layer in _by_layer(module).items():
+        if name in changes:
+            layer.k = changes[name]
     changed = model.changed(module)
     if model.example is not None:  # a factory's network; a family's router knows every k
-        _try(changed, asked)
+        _try(changed, changes)
     return changed
 
 
 def _routed(model: Model) -> dict[str, OwnForward]:
-    return {name: each for name, each in _by_layer(model.module).items() if name in model.layers}
+    return {name: layer for name, layer in _by_layer(model.module).items() if name in model.layers}
 
 
 def _by_layer(module: nn.Module) -> dict[str, OwnForward]:
     """A user's own code around experts that it chooses for tokens, by the name of their layer."""
-    found = [each for each in module.modules() if isinstance(each, OwnForward)]
-    return {each.spec.name: each for each in found if isinstance(each.spec, ExpertsSpec)}
+    layers = [layer for layer in module.modules() if isinstance(layer, OwnForward)]
+    return {layer.spec.name: layer for layer in layers if isinstance(layer.spec, ExpertsSpec)}
 
 
-def _check_asked(name: str, routed: OwnForward, wanted: int | None) -> None:
-    n, given = routed.spec.experts, routed.spec.trained_k
+def _check_change(name: str, routed: OwnForward, wanted: int | None) -> None:
+    n, trained = routed.spec.experts, routed.spec.trained_k
     if wanted is None:
         raise UsageError(
             f"--k input: the router of layer {name} is part of the graph, with the k that it is "
@@ -536,20 +540,20 @@ def _check_asked(name: str, routed: OwnForward, wanted: int | None) -> None:
         )
     if routed.code.alone:
         raise UsageError(
-            f"--k {wanted}: the network around layer {name} chooses its experts, {given} for each "
-            "row, and takes no k",
+            f"--k {wanted}: the network around layer {name} chooses its experts, {trained} for "
+            "each row, and takes no k",
             hint="leave --k out, or give the factory an argument for it (--set)",
         )
     if not routed.takes_k:
-        every = f"all {n} experts" if given == n else f"{given} of {n} experts"
+        every = f"all {n} experts" if trained == n else f"{trained} of {n} experts"
         raise UsageError(
             f"--k {wanted}: the router of layer {name} gives each token {every} and takes no k",
             hint="leave --k out; a router that can choose fewer has a parameter k: "
-            f"def route(x, k={given})",
+            f"def route(x, k={trained})",
         )
 
 
-def _try(model: Model, asked: Mapping[str, int | None]) -> None:
+def _try(model: Model, changes: Mapping[str, int | None]) -> None:
     """Runs the network once on its example: a router may refuse a k, or give another number."""
     assert model.example is not None, "a factory's network has an example"
     widths: dict[str, int] = {}
@@ -563,7 +567,7 @@ def _try(model: Model, asked: Mapping[str, int | None]) -> None:
         for layer in model.layers.values()
         if isinstance(layer, Experts)
     ]
-    said = ", ".join(f"{name} {wanted}" for name, wanted in asked.items())
+    said = ", ".join(f"{name} {wanted}" for name, wanted in changes.items())
     try:
         with torch.no_grad():
             model.module(torch.from_numpy(model.example))
@@ -577,7 +581,7 @@ def _try(model: Model, asked: Mapping[str, int | None]) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    for name, wanted in asked.items():
+    for name, wanted in changes.items():
         if widths[name] != wanted:
             raise UsageError(
                 f"--k {wanted}: the router of layer {name} was asked for {wanted} experts and "
