@@ -68,8 +68,8 @@ def inspect(
         show(manifest.to_json() if as_json else bundle_text(url_of(model) or model, manifest))
         return
     with verbosity.console() as console:
-        found = api.inspect(model, replace(request, progress=console))
-    show(json_text(found.as_json()) if as_json else model_text(found))
+        contents = api.inspect(model, replace(request, progress=console))
+    show(json_text(contents.as_json()) if as_json else model_text(contents))
 
 
 def adapt(
@@ -87,14 +87,14 @@ def adapt(
     """Write a first adapter for a layer of your own, compared with what the layer gives."""
     from ..common.writing import write_text
 
-    found = api.adapt(layer, request)
+    adapter = api.adapt(layer, request)
     if output is None:
-        show(found.code)
+        show(adapter.code)
     else:
-        write_text(found.code, output)
-    if found.missing:
+        write_text(adapter.code, output)
+    if adapter.missing:
         raise CheckError(
-            f"{layer} was not recognised: {'; '.join(found.missing)}",
+            f"{layer} was not recognised: {'; '.join(adapter.missing)}",
             hint="complete the adapter's forward: docs/own-layer.md",
         )
 
@@ -217,11 +217,11 @@ def engine_text(facts: Mapping[str, Any]) -> str:
             f"from        {facts['graph']}",
             f"runs on     {facts['device'] or 'compute capability'} {cards}",
             f"took        {facts['seconds']:.1f} s, {size(facts['peak_memory_bytes'])} at the most",
-            *(f"profile     {Profile.from_json(each)}" for each in facts["profiles"]),
+            *(f"profile     {Profile.from_json(profile)}" for profile in facts["profiles"]),
             f"settings    {', '.join(f'{k}={v}' for k, v in facts['settings'].items())}",
             "products    " + ", ".join(f"{n} in {name}" for name, n in facts["precision"].items()),
         ]
-        layers = [(each["name"], each["kind"], each["precision"]) for each in facts["layers"]]
+        layers = [(layer["name"], layer["kind"], layer["precision"]) for layer in facts["layers"]]
         listed = ["", table(("layer", "kind", "precision"), layers)]
     source = {
         "header": "Read from the file's first bytes; more needs its manifest or an NVIDIA GPU.",

@@ -149,7 +149,7 @@ def measure(
     title: str = "timing",
     progress: Progress | None = None,
     done: Sequence[Round] = (),
-    keep: Callable[[Round], None] = lambda found: None,
+    keep: Callable[[Round], None] = lambda _: None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> Measured:
     """Returns the latency of each case, measured in interleaved rounds.

@@ -44,19 +44,21 @@ def answers(results: Results) -> Iterator[str]:
 
     Of what is exported, it is what keeps 99% of the accuracy, if that is known and anything does.
     """
-    found = services_in(results.analyses)
-    searched = [] if found is None else [each for each in found.of("server") if each.asked is None]
-    for model in dict.fromkeys(each.model for each in searched):
-        here = [each for each in searched if each.model == model]
+    findings = services_in(results.analyses)
+    searched = (
+        [] if findings is None else [row for row in findings.of("server") if row.asked is None]
+    )
+    for model in dict.fromkeys(row.model for row in searched):
+        here = [row for row in searched if row.model == model]
         bound = f"p99 ≤ {here[0].bound_ms:g} ms"
-        kept = {id(each): _kept(results, each) for each in here}
-        exported = [each for each in here if each.exported]
-        keeping = [each for each in exported if (kept[id(each)] or 0.0) >= KEPT]
+        kept = {id(row): _kept(results, row) for row in here}
+        exported = [row for row in here if row.exported]
+        keeping = [row for row in exported if (kept[id(row)] or 0.0) >= KEPT]
         most = best(keeping) or best(exported) or best(here)
         if most is None:
             near = min(
-                (each for each in here if each.nearest_ms is not None),
-                key=lambda each: each.nearest_ms or 0.0,
+                (row for row in here if row.nearest_ms is not None),
+                key=lambda row: row.nearest_ms or 0.0,
                 default=None,
             )
             if near is not None and near.nearest_ms is not None:
@@ -116,38 +118,40 @@ def _kept(results: Results, service: Service) -> float | None:
 
 def service_tables(results: Results) -> list[tuple[str, Sequence[str], dict[str, list[Any]]]]:
     """Returns the tables of the section: titles, headings, and rows by model."""
-    found = services_in(results.analyses)
-    if found is None:
+    findings = services_in(results.analyses)
+    if findings is None:
         return []
     tables: list[tuple[str, Sequence[str], dict[str, list[Any]]]] = []
     for scenario, title in SCENARIOS.items():
-        of = found.of(scenario)
+        of = findings.of(scenario)
         if of:
-            price = ("A million requests",) if found.price_per_hour is not None else ()
+            price = ("A million requests",) if findings.price_per_hour is not None else ()
             groups: dict[str, list[Any]] = {}
-            for each in of:
-                groups.setdefault(each.model, []).append(_cells(each, of, found))
+            for row in of:
+                groups.setdefault(row.model, []).append(_cells(row, of, findings))
             tables.append((title, (*HEADS, *price), groups))
     groups = {
-        f"{each.model}: {service_name(each)}, k = {each.k}": [
+        f"{row.model}: {service_name(row)}, k = {row.k}": [
             (
                 requests(run.offered),
                 requests(run.rate),
                 *(milliseconds(ms) for ms in (run.p50_ms, run.p90_ms, run.p99_ms)),
                 f"{run.refused:,}",
             )
-            for run in each.offered
+            for run in row.offered
         ]
-        for each in found.of("server")
-        if each.offered
+        for row in findings.of("server")
+        if row.offered
     }
     if groups:
         tables.append(("Latency over the offered rate", OFFERED_HEADS, groups))
     return tables
 
 
-def _cells(service: Service, others: Sequence[Service], found: ServiceFindings) -> tuple[Any, ...]:
-    own = [each for each in others if each.model == service.model]
+def _cells(
+    service: Service, others: Sequence[Service], findings: ServiceFindings
+) -> tuple[Any, ...]:
+    own = [other for other in others if other.model == service.model]
     percentiles = (service.p50_ms, service.p99_ms)
     if service.scenario == "offline":
         percentiles = (None, None)  # every sample waits for those before it
@@ -155,7 +159,7 @@ def _cells(service: Service, others: Sequence[Service], found: ServiceFindings) 
         f"{service.rate / other.rate:.2f}×" if service.rate and other and other.rate else "–"
         for other in (_all_experts(service, own), _pytorch(own))
     ]
-    cost = service.cost_of_a_million(found.price_per_hour)
+    cost = service.cost_of_a_million(findings.price_per_hour)
     threads = f" × {service.threads} threads" if service.threads else ""
     layout = f"{service.instances}{threads or ' in the server'}"
     return (
@@ -165,17 +169,19 @@ def _cells(service: Service, others: Sequence[Service], found: ServiceFindings) 
         *("–" if ms is None else milliseconds(ms) for ms in percentiles),
         *ratios,
         ("valid", "good") if service.valid else (service.told, "bad"),
-        *(() if found.price_per_hour is None else ("–" if cost is None else f"{cost:,.2f}",)),
+        *(() if findings.price_per_hour is None else ("–" if cost is None else f"{cost:,.2f}",)),
     )
 
 
-def service_notes(found: ServiceFindings) -> tuple[str, ...]:
+def service_notes(findings: ServiceFindings) -> tuple[str, ...]:
     """Returns how services were measured."""
-    delay = f"waited up to {found.max_delay_ms:g} ms" if found.max_delay_ms else "did not wait"
+    delay = (
+        f"waited up to {findings.max_delay_ms:g} ms" if findings.max_delay_ms else "did not wait"
+    )
     return (
         "MLPerf's LoadGen issued the queries and judged the runs; its own logs lie in the folder "
-        f"service beside the results. A run took {found.duration_s:g} s at least, and drew from "
-        f"{found.library:,} inputs. The server's rate was found by LoadGen's own search, and "
+        f"service beside the results. A run took {findings.duration_s:g} s at least, and drew from "
+        f"{findings.library:,} inputs. The server's rate was found by LoadGen's own search, and "
         f"offered again. The queue {delay} to fill a batch; instances and threads are those that "
         "answered most from a full queue. LoadGen, queue and engine shared the machine.",
     )
@@ -197,26 +203,26 @@ def service_text(results: Results) -> str:
 
 def _lines(results: Results) -> Iterator[tuple[str, str, list[Service]]]:
     """Yields each line of the chart: its model, its name, and what it serves, by k."""
-    found = services_in(results.analyses)
+    findings = services_in(results.analyses)
     lines: dict[tuple[str, str], list[Service]] = {}
-    for each in () if found is None else found.of("server"):
-        if each.exported and each.rate and each.asked is None:
-            precision = "" if each.precision == "fp32" else f", {each.precision.upper()}"
-            engine = service_name(each).partition(",")[0]
-            lines.setdefault((each.model, f"{engine}{precision}"), []).append(each)
+    for row in () if findings is None else findings.of("server"):
+        if row.exported and row.rate and row.asked is None:
+            precision = "" if row.precision == "fp32" else f", {row.precision.upper()}"
+            engine = service_name(row).partition(",")[0]
+            lines.setdefault((row.model, f"{engine}{precision}"), []).append(row)
     for (model, name), services in lines.items():
         # Of several lowerings with the same k the fastest.
         by_k: dict[int, Service] = {}
-        for each in sorted(services, key=lambda each: each.rate or 0.0):
-            by_k[each.k] = each
+        for row in sorted(services, key=lambda row: row.rate or 0.0):
+            by_k[row.k] = row
         yield model, name, [by_k[k] for k in sorted(by_k)]
 
 
 def service_points(results: Results) -> dict[str, Any] | None:
     """Returns what the page draws: the rate of each line over k, and percentiles over the rate."""
-    found = services_in(results.analyses)
-    server = [] if found is None else [each for each in found.of("server") if each.asked is None]
-    if not any(each.rate for each in server):
+    findings = services_in(results.analyses)
+    server = [] if findings is None else [row for row in findings.of("server") if row.asked is None]
+    if not any(row.rate for row in server):
         return None
     return {
         "bound": server[0].bound_ms,
@@ -225,19 +231,19 @@ def service_points(results: Results) -> dict[str, Any] | None:
             for model, name, of in _lines(results)
         ],
         "pytorch": [
-            {"model": each.model, "rate": each.rate}
-            for each in server
-            if each.rate and each.engine == PYTORCH_EAGER and each.provider == "cpu"
+            {"model": row.model, "rate": row.rate}
+            for row in server
+            if row.rate and row.engine == PYTORCH_EAGER and row.provider == "cpu"
         ],
         "offered": [
             {
-                "name": f"{service_name(each)}, k = {each.k}",
-                "rate": [run.offered for run in each.offered],
-                "p50": [run.p50_ms for run in each.offered],
-                "p99": [run.p99_ms for run in each.offered],
+                "name": f"{service_name(row)}, k = {row.k}",
+                "rate": [run.offered for run in row.offered],
+                "p50": [run.p50_ms for run in row.offered],
+                "p99": [run.p99_ms for run in row.offered],
             }
-            for each in server
-            if each.offered
+            for row in server
+            if row.offered
         ],
     }
 
@@ -248,8 +254,8 @@ def service_figure(results: Results, directory: Path) -> tuple[Path, ...]:
     models = list(dict.fromkeys(model for model, _, _ in lines))
     if not models:
         return ()
-    found = services_in(results.analyses)
-    assert found is not None
+    findings = services_in(results.analyses)
+    assert findings is not None
     names = list(dict.fromkeys(name for _, name, _ in lines))
     paths = tuple(directory / f"service_rate{kind}" for kind in (".png", ".svg"))
     with drawn(paths, (8, 0.75 + 3.1 * len(models)), rows=len(models)) as grid:
@@ -262,7 +268,7 @@ def service_figure(results: Results, directory: Path) -> tuple[Path, ...]:
             right.set_ylabel("p99, ms")
             right.set_xlabel("offered requests per second")
             right.axhline(bound, color=REFERENCE, linestyle=":", linewidth=1.2)
-            pytorch = _pytorch([each for each in found.of("server") if each.model == model])
+            pytorch = _pytorch([row for row in findings.of("server") if row.model == model])
             if pytorch is not None and pytorch.rate:
                 left.axhline(pytorch.rate, color=REFERENCE, linestyle="--", label=UNTOUCHED)
             for name, services in own:
@@ -270,13 +276,13 @@ def service_figure(results: Results, directory: Path) -> tuple[Path, ...]:
                 look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "linewidth": 1.8}
                 look |= {"marker": MARKERS[index % len(MARKERS)], "markersize": 5}
                 left.plot([s.k for s in services], [s.rate for s in services], label=name, **look)
-                for each in services:
-                    offered = [run.offered for run in each.offered]
-                    right.plot(offered, [run.p99_ms for run in each.offered], **look)
+                for row in services:
+                    offered = [run.offered for run in row.offered]
+                    right.plot(offered, [run.p99_ms for run in row.offered], **look)
                     if offered:
-                        right.annotate(f"k = {each.k}", (offered[-1], each.offered[-1].p99_ms))
+                        right.annotate(f"k = {row.k}", (offered[-1], row.offered[-1].p99_ms))
             left.set_ylim(bottom=0)
             by_factors(right)
-            ks = sorted({each.k for _, services in own for each in services})
+            ks = sorted({row.k for _, services in own for row in services})
             log2_axis(left, ks, f"experts computed, k of {own[0][1][0].experts}")
     return paths
