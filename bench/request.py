@@ -74,14 +74,9 @@ class BenchRequest(LoadRequest):
         "fp32", "A list: fp32,fp16,bf16,int8,int4 (INT8 ranges from the data)."
     )
     engine: str | Sequence[str] = option("all", _engines)
-    target: CpuTarget = option(
-        "onnx", "The target of graphs that ONNX Runtime runs on the CPU.", kind=CpuTarget
-    )
+    target: CpuTarget = option("onnx", "The target of graphs that ONNX Runtime runs on the CPU.")
     batch: str | Sequence[int] | None = option(
-        None,
-        "A list of batch sizes: 1,16.",
-        unset="1, or the size of a bundle that has only one",
-        kind=str,
+        None, "A list of batch sizes: 1,16.", unset="1, or the size of a bundle that has only one"
     )
     data: AnyPath | Labelled | np.ndarray | None = option(
         None,
@@ -103,14 +98,11 @@ class BenchRequest(LoadRequest):
     round_s: float = option(0.2, "Seconds of each engine's turn.", in_shell=False)
     warmup: int = option(3, "Calls of each engine that are not timed.", in_shell=False)
     inputs: int = option(8, "Inputs that the calls take in turn.", in_shell=False)
-    samples: int | None = option(
-        None, "Number of inputs for the accuracy.", unset="all", kind=int, min=1
-    )
+    samples: int | None = option(None, "Number of inputs for the accuracy.", unset="all", min=1)
     threads: int | None = option(
         None,
         "Threads of every engine.",
         unset="those with which the untouched model is fastest",
-        kind=int,
         min=1,
     )
     memory: bool = option(
@@ -130,16 +122,12 @@ class BenchRequest(LoadRequest):
         "experts", "What INT8 is for: the experts, or all linear layers.", in_shell=False
     )
     pixels: str | None = option(
-        None,
-        "Pixel scale of images: unit, symmetric or imagenet.",
-        unset="as the folder says",
-        kind=str,
+        None, "Pixel scale of images: unit, symmetric or imagenet.", unset="as the folder says"
     )
     tokens: int | None = option(
         None,
         "Tokens of a language model's prompt.",
         unset="128, fewer if it has fewer positions",
-        kind=int,
         min=1,
     )
     analysis: str = option(
@@ -149,17 +137,12 @@ class BenchRequest(LoadRequest):
         heading="Experts",
     )
     max_subsets: int | None = option(
-        None,
-        "Try at most this many sets of experts in an analysis.",
-        unset="all",
-        kind=int,
-        min=1,
+        None, "Try at most this many sets of experts in an analysis.", unset="all", min=1
     )
     group_by: str | None = option(
         None,
         "Compare subgroups: an array of the .npz with the labels.",
         unset="none",
-        kind=str,
         metavar="ARRAY",
     )
     scenario: str | Sequence[str] = option(
@@ -172,28 +155,23 @@ class BenchRequest(LoadRequest):
         None,
         "The longest that 99% of the requests of server may take: 50ms.",
         unset="none; server needs one",
-        kind=str,
         metavar="TIME",
     )
     offered_rate: float | None = option(
         None,
         "Offer server so many requests a second.",
         unset="the most that keeps the bound is searched for",
-        kind=float,
         metavar="RATE",
     )
     max_delay: str | float | None = option(
         None,
         "The longest that the queue waits to fill a batch: 2ms.",
         unset="it does not wait",
-        kind=str,
         metavar="TIME",
     )
-    duration: str | float = option(
-        "10s", "The least time of each run of LoadGen.", kind=str, metavar="TIME"
-    )
+    duration: str | float = option("10s", "The least time of each run of LoadGen.", metavar="TIME")
     library: int | None = option(
-        None, "Inputs that LoadGen draws from.", unset="all, 1024 at most", kind=int, min=1
+        None, "Inputs that LoadGen draws from.", unset="all, 1024 at most", min=1
     )
     triton: str | None = option(
         None,
@@ -206,7 +184,6 @@ class BenchRequest(LoadRequest):
         None,
         "What an hour of this machine costs, for the cost of a million requests.",
         unset="not known",
-        kind=float,
         metavar="PRICE",
     )
     ray: str | None = option(
@@ -214,14 +191,12 @@ class BenchRequest(LoadRequest):
         "Measure on the nodes of a Ray cluster: its address, auto (that of this machine) or local.",
         unset="no cluster",
         heading="Cluster",
-        kind=str,
         metavar="ADDRESS",
     )
     on: str | Sequence[str] | None = option(
         None,
         "A list of resources, a report for each: accelerator_type:L4.",
         unset="CPU",
-        kind=str,
         metavar="RESOURCE",
     )
     out: AnyPath | None = option(
@@ -328,42 +303,31 @@ class SpecialiseRequest(Request):
     """Whose experts are removed, which subgroups are compared, and a rewriting for one of them."""
 
     layer: str | None = option(
-        None,
-        "The layer whose experts to remove.",
-        unset="the last",
-        kind=str,
-        metavar="NAME",
+        None, "The layer whose experts to remove.", unset="the last", metavar="NAME"
     )
     group_by: str | Sequence[int | bool | str] | None = option(
         None,
         "Compare subgroups: an array of the data, or the subgroup of each input.",
         unset="none; mean coefficients by class",
         heading="Subgroups",
-        kind=str,
         metavar="ARRAY",
     )
     rewrite_class: int | None = option(
-        None,
-        "Write a rewrite.json for this class's output.",
-        unset="none",
-        kind=int,
-        metavar="CLASS",
+        None, "Write a rewrite.json for this class's output.", unset="none", metavar="CLASS"
     )
     rewrite_group: int | bool | str | None = option(
-        None, "The subgroup that the rewrite helps.", unset="none", kind=str, metavar="GROUP"
+        None, "The subgroup that the rewrite helps.", unset="none", metavar="GROUP"
     )
     strength: float | None = option(
         None,
         "The size of the rewrite; its sign follows from the wrong answers.",
         unset="the best max-min",
-        kind=float,
         metavar="λ",
     )
     budget: float | None = option(
         None,
         "The share of the accuracy that the search for it may cost.",
         unset="0.01",
-        kind=float,
         metavar="SHARE",
     )
 
@@ -392,7 +356,7 @@ class SpecialiseRequest(Request):
 class DemoRequest(Request):
     """What the demo trains."""
 
-    family: Trained = option("soft-moe", "The kind of networks to train.", kind=Trained)
+    family: Trained = option("soft-moe", "The kind of networks to train.")
     force: bool = option(False, "Replace an earlier demo.")
 
 

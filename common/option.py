@@ -96,7 +96,8 @@ def declared(request: type[Any]) -> dict[str, tuple[Field[Any], Declared]]:
 def kind_of(request: type[Any], name: str) -> Any:
     """Returns what a shell makes of an option's text, by its declaration or its annotation.
 
-    `AnyPath` is read as a path. What has no single type (`str | int`) is read as its default is.
+    `AnyPath` is read as a path. What has no single type (`str | int`) is read as its default is,
+    without one as text.
     """
     field, said = declared(request)[name]
     if said.shell is not None and "kind" in said.shell:
@@ -108,7 +109,9 @@ def kind_of(request: type[Any], name: str) -> Any:
     kind = vars(sys.modules[owner.__module__]).get(text, vars(builtins).get(text))
     if kind == str | Path:
         return Path
-    return kind if isinstance(kind, type) or get_origin(kind) is Literal else type(field.default)
+    if isinstance(kind, type) or get_origin(kind) is Literal:
+        return kind
+    return str if field.default is None and "str" in text.split(" | ") else type(field.default)
 
 
 def spelled(request: type[Any], name: str) -> str:

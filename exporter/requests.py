@@ -370,7 +370,6 @@ class ExportRequest(Request):
         None,
         "Also write a folder for this program.",
         unset="none",
-        kind=TextLayout,
     )
     force: bool = option(False, "Replace an existing bundle.")
 
@@ -389,11 +388,10 @@ class BuildRequest(Request):
         None,
         "The range of batch sizes, if no profile gives it.",
         unset="as exported",
-        kind=str,
         metavar=SIZES,
     )
     tokens: str | int | None = option(
-        None, "The same for the number of tokens.", unset="as exported", kind=str, metavar=SIZES
+        None, "The same for the number of tokens.", unset="as exported", metavar=SIZES
     )
     options: EngineOptions | None = option(
         None,

@@ -38,21 +38,15 @@ class TuneRequest(ClusterRequest):
         "The share of the untouched model's quality to keep, 99% or 0.99.",
         unset="99%, if there is no other requirement",
         heading="Requirements",
-        kind=str,
         metavar="SHARE",
     )
     max_latency: str | float | None = option(
-        None,
-        "The largest latency of a batch of OPT, 5ms.",
-        unset="any",
-        kind=str,
-        metavar="TIME",
+        None, "The largest latency of a batch of OPT, 5ms.", unset="any", metavar="TIME"
     )
     max_bytes: str | int | None = option(
         None,
         "The largest size of graph and weights, 20MB (decimal) or 20MiB (binary).",
         unset="any",
-        kind=str,
         metavar="BYTES",
     )
     scenario: Literal["server"] | None = option(
@@ -66,7 +60,6 @@ class TuneRequest(ClusterRequest):
         "The measure of quality: accuracy, perplexity, agreement with the untouched model, or "
         "package.module:function of outputs and labels.",
         unset="what the data allow",
-        kind=str,
     )
     target: str = option(
         "ort-cpu",
@@ -77,15 +70,10 @@ class TuneRequest(ClusterRequest):
         "1:1:32", "The range of batch sizes, optimised for OPT.", metavar=SIZES
     )
     tokens: str | int = option(
-        "1:196:1024",
-        "The same for the number of tokens, if that axis is dynamic.",
-        metavar=SIZES,
+        "1:196:1024", "The same for the number of tokens, if that axis is dynamic.", metavar=SIZES
     )
     precision: str | None = option(
-        None,
-        "The precisions to try, as fp32,int8.",
-        unset="all that the target computes",
-        kind=str,
+        None, "The precisions to try, as fp32,int8.", unset="all that the target computes"
     )
     all_experts: bool = option(False, "Do not remove or merge experts.")
     time: str | float | None = option(
@@ -93,27 +81,21 @@ class TuneRequest(ClusterRequest):
         "The time limit of the search, 10min.",
         unset="until no better candidate is expected",
         heading="Search",
-        kind=str,
         metavar="TIME",
     )
     threads: int | None = option(
         None,
         "Threads of every engine.",
         unset="those with which the untouched model is fastest",
-        kind=int,
         min=1,
     )
     pixels: str | None = option(
-        None,
-        "The scale of images: unit, symmetric or imagenet.",
-        unset="as the folder says",
-        kind=str,
+        None, "The scale of images: unit, symmetric or imagenet.", unset="as the folder says"
     )
     report: AnyPath | None = option(
         None,
         "The folder for results and report.",
         unset="in a shell BUNDLE-report, in Python nothing is written",
-        kind=Path,
         metavar="DIR",
     )
     command: str = option(
