@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...common.text import csv_cell, markdown, markdown_text, printable, table
 from ...common.threads import Threads
-from ...common.timing import Latency
 from ..analyses.findings import studies_in
 from ..analyses.report import text as studies_text
 from ..engines import PYTORCH_EAGER, TITLES
@@ -191,48 +190,55 @@ LATENCY = (
     "std_ms",
 )
 
-COLUMNS = (
-    *("model", "engine", "provider", "precision", "lowering", "k", "experts", "batch", "scope"),
-    *(*LATENCY, *(f"device_{name}" for name in LATENCY)),
-    *("calls", "inputs_per_s", "speedup", "top1", "top1_low", "top1_high", "top5", "perplexity"),
-    *("kept", "same_experts", "jaccard", "max_abs", "cosine", "peak_memory_mb"),
-    *("operations", "int8_operations", "bytes", "limit_ms", "over_limit", "no_limit", "error"),
-    *("phase", "tokens", "past", "tokens_per_s", "same_choices", "ties", "computed_in"),
-)
+COLUMNS: Mapping[str, str] = {
+    **{name: name for name in ("model", "engine", "provider", "precision", "lowering")},
+    **{name: name for name in ("k", "experts", "batch", "scope")},
+    **{name: f"latency_ms.{name.removesuffix('_ms')}" for name in LATENCY},
+    **{f"device_{name}": f"device_ms.{name.removesuffix('_ms')}" for name in LATENCY},
+    "calls": "latency_ms.n",
+    "inputs_per_s": "throughput",
+    "speedup": "",  # the section's, which knows what to compare with
+    "top1": "accuracy.top1",
+    "top1_low": "accuracy.top1_interval.low",
+    "top1_high": "accuracy.top1_interval.high",
+    "top5": "accuracy.top5",
+    "perplexity": "perplexity.value",
+    "kept": "kept",
+    "same_experts": "routing.exact",
+    "jaccard": "routing.jaccard",
+    "max_abs": "parity.max_abs",
+    "cosine": "parity.cosine",
+    "peak_memory_mb": "peak_memory_mb",
+    "operations": "work.operations",
+    "int8_operations": "work.int8_operations",
+    "bytes": "work.bytes",
+    **{name: name for name in ("limit_ms", "over_limit", "no_limit", "error")},
+    **{name: name for name in ("phase", "tokens", "past", "tokens_per_s")},
+    "same_choices": "routing.choices",
+    "ties": "routing.ties",
+    "computed_in": "computed_in",
+}
+"""The columns of a CSV file, and where a row has each: `a.b` is empty where the row has no a."""
 
 
 def to_csv(results: Results) -> str:
     """Returns every row as CSV, one column per number."""
     sections_by_row = by_row(sections(results))
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    writer = csv.DictWriter(text, COLUMNS.keys(), lineterminator="\n")
+    writer.writeheader()
     for row in results.rows:
-        writer.writerow(map(csv_cell, _values(row, sections_by_row[section_of(row)].speedup(row))))
+        speedup = sections_by_row[section_of(row)].speedup(row)
+        values = {name: _value(row, path) if path else speedup for name, path in COLUMNS.items()}
+        writer.writerow({name: csv_cell(value) for name, value in values.items()})
     return text.getvalue()
 
 
-def _values(row: Row, speedup: float | None) -> list[object]:
-    t, a, routing, parity, work = row.latency_ms, row.accuracy, row.routing, row.parity, row.work
-    interval = a and a.top1_interval
-    return [
-        *(row.model, row.engine, row.provider, row.precision, row.lowering, row.k, row.experts),
-        *(row.batch, row.scope, *_times(t), *_times(row.device_ms)),
-        *(t and t.n, row.throughput, speedup, a and a.top1),
-        *(interval and interval.low, interval and interval.high, a and a.top5),
-        *(row.perplexity and row.perplexity.value, row.kept),
-        *(routing and routing.exact, routing and routing.jaccard),
-        *(parity and parity.max_abs, parity and parity.cosine, row.peak_memory_mb),
-        *(work and work.operations, work and work.int8_operations, work and work.bytes),
-        *(row.limit_ms, row.over_limit, row.no_limit, row.error),
-        *(row.phase, row.tokens, row.past, row.tokens_per_s),
-        *(routing and routing.choices, routing and routing.ties, row.computed_in),
-    ]
-
-
-def _times(t: Latency | None) -> list[object]:
-    names = (name.removesuffix("_ms") for name in LATENCY)
-    return [t and getattr(t, name) for name in names]
+def _value(row: Row, path: str) -> object:
+    value: object = row
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
 
 
 def method_lines(results: Results) -> list[str]:
