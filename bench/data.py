@@ -7,7 +7,7 @@ import io
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -76,7 +76,7 @@ class LabelledData:
         """Returns the first `count` samples, fewer where there are fewer."""
         labels = None if self.labels is None else self.labels[:count]
         beside = {name: array[:count] for name, array in self.beside.items()}
-        return LabelledData(self.inputs[:count], labels, self.input_name, self.label_name, beside)
+        return replace(self, inputs=self.inputs[:count], labels=labels, beside=beside)
 
     def stream(self, size: int, limit: int | None = None) -> Iterator[InputsAndLabels]:
         """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
@@ -236,7 +236,9 @@ def several_inputs(
             classes = npz_array(path, held.label)
             labels = checked_labels(classes, ids.dtype, ids.shape, where, f"'{held.inputs}'")
     main = arrays.pop(name)
-    return LabelledData(main, labels, name, LABEL_NAMES[0], arrays)
+    return LabelledData(
+        inputs=main, labels=labels, input_name=name, label_name=LABEL_NAMES[0], beside=arrays
+    )
 
 
 def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> Labelled:
@@ -269,14 +271,26 @@ def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> La
         samples = held.header.shape[0]
         if samples == 0 or next(pairs(), None) is None:
             raise FeedError(f"{path}: array '{held.inputs}' holds no samples")
-        return Streamed(pairs, samples, held.label is not None, held.digest, held.inputs)
+        return Streamed(
+            pairs=pairs,
+            samples=samples,
+            labelled=held.label is not None,
+            fingerprint=held.digest,
+            input_name=held.inputs,
+        )
     # A folder of arrays, or what code yields, can only be told from what comes first.
     pairs = partial(_pairs, where, spec.name)
     first = next(pairs(), None)
     if first is None:
         raise FeedError(f"{where}: yields nothing", hint="yield (inputs, labels) batches")
     digest = f"{where} {fingerprint(*first)}"
-    return Streamed(pairs, None, first[1] is not None, digest, spec.name)
+    return Streamed(
+        pairs=pairs,
+        samples=None,
+        labelled=first[1] is not None,
+        fingerprint=digest,
+        input_name=spec.name,
+    )
 
 
 def _pairs(where: str, name: str) -> Iterator[LabelledBatch]:
@@ -355,7 +369,13 @@ def image_shards(
     if first is None:
         raise FeedError(f"{where}: holds no samples")
     digest = f"{where} {pixels} {fingerprint(*first)}"
-    return Streamed(pairs, None, first[1] is not None, digest, spec.name)
+    return Streamed(
+        pairs=pairs,
+        samples=None,
+        labelled=first[1] is not None,
+        fingerprint=digest,
+        input_name=spec.name,
+    )
 
 
 def _image_files(folder: Path) -> list[tuple[Path, int]]:

@@ -178,11 +178,11 @@ def fairness(
         found_positives = (inside & of_class & right).sum(axis=1)
         rates = tuple(
             SubgroupRates(
-                name,
-                int(size),
-                int(own),
-                share(int(correct), int(size)),
-                share(int(hits), int(own)) if own else None,
+                group=name,
+                samples=int(size),
+                positives=int(own),
+                accuracy=share(int(correct), int(size)),
+                true_positive_rate=share(int(hits), int(own)) if own else None,
             )
             for name, size, own, correct, hits in zip(
                 known, samples, positives, rights, found_positives, strict=True

@@ -6,6 +6,7 @@ values of the prompt in the cache.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def _archived(path: Path, model: Model) -> LabelledData:
         labels = targets_of(data.inputs, mask)
     if data.inputs.shape[1] < 2:
         raise FeedError(f"{path}: one token each foretells nothing", hint="give longer sequences")
-    return LabelledData(data.inputs, labels, data.input_name, data.label_name, data.beside)
+    return replace(data, labels=labels)
 
 
 def targets_of(ids: Array, mask: Array) -> Labels:

@@ -432,11 +432,11 @@ class NegativeLogLikelihood(Sums):
         """
         apart = untouched.mean - self.mean
         return Perplexity(
-            math.exp(self.mean),
-            math.exp(apart),
-            self.tokens,
-            self._interval(self.mean, self.squares, self.cross),
-            self._interval(apart, self.apart_squares, self.apart_cross),
+            value=math.exp(self.mean),
+            retention=math.exp(apart),
+            tokens=self.tokens,
+            interval=self._interval(self.mean, self.squares, self.cross),
+            retention_interval=self._interval(apart, self.apart_squares, self.apart_cross),
         )
 
     def _interval(self, mean: float, squares: float, cross: float) -> Interval | None:

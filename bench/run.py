@@ -120,7 +120,15 @@ def bench(
         if threads is not None and not journal.pieces("threads"):
             journal.add("threads", of=candidates[0].model.source.path, **asdict(threads))
         for candidate in candidates:
-            one = Measurement(candidate, groups, data, head, request, journal, progress)
+            one = Measurement(
+                candidate=candidate,
+                groups=groups,
+                data=data,
+                head=head,
+                request=request,
+                journal=journal,
+                progress=progress,
+            )
             one.known = (known or {}).get(candidate.name)
             rows += one.rows()
             if service is not None:
@@ -734,7 +742,14 @@ def model_info(candidate: Candidate) -> ModelInfo:
     weights = (tensor.detach().cpu().numpy() for tensor in model.module.state_dict().values())
     digest = source.sha256() if source.files else fingerprint(*weights)
     kind = next(layer.spec.kind for layer in model.layers.values())
-    return ModelInfo(candidate.name, model.family, source.path, parameters, digest, kind)
+    return ModelInfo(
+        name=candidate.name,
+        family=model.family,
+        source=source.path,
+        parameters=parameters,
+        sha256=digest,
+        kind=kind,
+    )
 
 
 def _disk_bytes(loader: Loader, model: Model) -> int | None:

@@ -316,7 +316,14 @@ def _effects(
             for was, now in zip(before, after, strict=True)
         )
         moved = polysemanticity(before, change)
-        yield ExpertEffect(level + 1, expert, len(inputs), after, change, moved)
+        yield ExpertEffect(
+            level=level + 1,
+            expert=expert,
+            inputs=len(inputs),
+            accuracy=after,
+            change=change,
+            polysemanticity=moved,
+        )
     watched.edits = NO_EDITS
 
 

@@ -175,7 +175,15 @@ def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
         nbytes = sum(spec.bytes_read(kept[name]) for name, spec in specs.items())
         all_macs = reports[0].macs if reports else macs
         all_bytes = reports[0].expert_bytes if reports else nbytes
-        reports.append(CostReport(label, macs, nbytes, macs / all_macs, nbytes / all_bytes))
+        reports.append(
+            CostReport(
+                k=label,
+                macs=macs,
+                expert_bytes=nbytes,
+                macs_share=macs / all_macs,
+                bytes_share=nbytes / all_bytes,
+            )
+        )
     return tuple(reports)
 
 

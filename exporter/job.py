@@ -113,7 +113,14 @@ class ExportJob:
         precisions = options.precision
         floats = layer in precisions.floating
         precision = precisions.float_name(options.target) if floats else precisions.name
-        return WorkOf(spec, typical, options.batch.opt, tokens, precision, tokens_fixed=fixed)
+        return WorkOf(
+            spec=spec,
+            k=typical,
+            batch=options.batch.opt,
+            tokens=tokens,
+            precision=precision,
+            tokens_fixed=fixed,
+        )
 
     def works(self, traced: ir.Model) -> dict[str, AnyWork]:
         """The work of each traced layer, in the order of execution."""
@@ -185,7 +192,7 @@ def export_job(
     k = resolve_k(options.k, _specs(changed))
     changed = with_router_k(with_k(changed, k), k)
     _check_routing(options, k, _specs(changed))
-    job = ExportJob(changed, options, k, fixed, table)
+    job = ExportJob(model=changed, options=options, k=k, fixed=fixed, table=table)
     _check_layout(job)
     _check_layers(job)
     _check_blocks(job)

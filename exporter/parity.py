@@ -459,11 +459,11 @@ class _Distance:
     def of(parts: Sequence[_Distance]) -> _Distance:
         """Returns the distance over all of them; a difference that is no number stays one."""
         return _Distance(
-            float(np.max([part.max_abs for part in parts])),
-            max(part.largest for part in parts),
-            min(part.cosine for part in parts),
-            all(part.finite for part in parts),
-            sum(part.inputs for part in parts),
+            max_abs=float(np.max([part.max_abs for part in parts])),
+            largest=max(part.largest for part in parts),
+            cosine=min(part.cosine for part in parts),
+            finite=all(part.finite for part in parts),
+            inputs=sum(part.inputs for part in parts),
         )
 
 
@@ -473,11 +473,11 @@ def _distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> _Distanc
     actual = np.where(spread, y, 0.0).astype(np.float64)
     wanted = np.where(spread, expected, 0.0).astype(np.float64)
     return _Distance(
-        float(np.abs(actual - wanted).max(initial=0.0)),
-        float(np.abs(wanted).max(initial=0.0)),
-        float(cosines(actual, wanted).min(initial=1.0)),
-        bool(np.isfinite(actual).all()),
-        int(same.reshape(len(y), -1).any(axis=1).sum()),
+        max_abs=float(np.abs(actual - wanted).max(initial=0.0)),
+        largest=float(np.abs(wanted).max(initial=0.0)),
+        cosine=float(cosines(actual, wanted).min(initial=1.0)),
+        finite=bool(np.isfinite(actual).all()),
+        inputs=int(same.reshape(len(y), -1).any(axis=1).sum()),
     )
 
 

@@ -168,7 +168,9 @@ def plan(
     tuning = None
     if job.options.recipe is not None:
         graph = plan_graph(job, traced, RECIPE, MAIN_GRAPH)
-        return _loadable(Plan(job, traced, table, precision, (graph,)))
+        return _loadable(
+            Plan(job=job, traced=traced, table=table, precision=precision, graphs=(graph,))
+        )
     if TUNE in job.options.lowerings:
         tuning = measure_lowerings(job, traced, precision, progress)
     if job.options.lowerings == (AUTO,):
@@ -178,7 +180,9 @@ def plan(
             plan_graph(job, traced, name, f"model-{name}.onnx" if index else MAIN_GRAPH, tuning)
             for index, name in enumerate(job.options.lowerings)
         )
-    return _loadable(Plan(job, traced, table, precision, graphs, tuning))
+    return _loadable(
+        Plan(job=job, traced=traced, table=table, precision=precision, graphs=graphs, tuning=tuning)
+    )
 
 
 def fuses(job: ExportJob) -> bool:

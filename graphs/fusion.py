@@ -374,7 +374,9 @@ def _decomposed(softmax: ir.Node) -> _Attention | None:
     joined = None
     if joins[0] is not None and joins[1] is not None and all(_appends(join) for join in joins):
         joined = (joins[0], joins[1])
-    return _Attention(last, q, k, v, mask, scale * of_q * of_turned * of_k, joined)
+    return _Attention(
+        last=last, q=q, k=k, v=v, mask=mask, scale=scale * of_q * of_turned * of_k, joined=joined
+    )
 
 
 def _appends(concat: ir.Node | None) -> bool:

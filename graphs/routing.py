@@ -96,7 +96,14 @@ def _external_routing(b: Builder, layer: Layer, combine: ir.Value) -> Routed:
     (slots,) = layer.routed
     slots = b.cast(slots, slots.dtype or ir.DataType.FLOAT, ir.DataType.FLOAT, "dispatch/fp32")
     selected = _select(b, layer, combine) if layer.selects else None
-    return Routed(slots, None, combine, combine, combine, selected)
+    return Routed(
+        source=slots,
+        scale=None,
+        logits=combine,
+        logits_by_slot=combine,
+        combine=combine,
+        selected=selected,
+    )
 
 
 def _rounded(b: Builder, layer: Layer, source: ir.Value) -> ir.Value:

@@ -55,7 +55,16 @@ def compared(
             targets = [one.target for one in before.classes]
             after = fairness(said, data.labels, groups, classes, targets=targets)
         outputs = sorted({one.rewrite.output for one in edits.rewrites} & {*range(classes)})
-        models.append(ModelFairness(candidate.name, group_by, k, before, after, tuple(outputs)))
+        models.append(
+            ModelFairness(
+                model=candidate.name,
+                group_by=group_by,
+                k=k,
+                untouched=before,
+                edited=after,
+                rewritten=tuple(outputs),
+            )
+        )
     return {SUBGROUPS: [asdict(model) for model in models]}
 
 

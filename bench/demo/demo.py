@@ -300,4 +300,12 @@ def _trained(directory: Path, progress: Progress) -> list[Group]:
         networks.append(
             TrainedNetwork(f"digits, n = {n}", checkpoint, tuple(bundles), target="ort-cpu")
         )
-    return [Group("report", data.test, tuple(networks), (1, 32), calibration)]
+    return [
+        Group(
+            report="report",
+            data=data.test,
+            networks=tuple(networks),
+            batches=(1, 32),
+            calibration=calibration,
+        )
+    ]

@@ -251,7 +251,7 @@ def entmax15(logits: Tensor) -> Tensor:
 def tensor(form: Form, experts: int, dim: int, out: int, rank: int) -> FactorisedSpec:
     """Returns a tensor with a bias, of a CP rank or of TR ranks that end with it."""
     ranks = (rank,) if form == "cp" else (*TR_RANKS, rank)
-    return FactorisedSpec(form, (experts,), dim, out, ranks, bias=True)
+    return FactorisedSpec(form=form, levels=(experts,), dim=dim, out=out, ranks=ranks, bias=True)
 
 
 def trainable_head(form: Form, experts: int, dim: int, classes: int, rank: int) -> TrainableMuMoE:

@@ -149,7 +149,14 @@ def _refused(
 ) -> list[GraphSource]:
     """A graph for every k and lowering that cannot be exported."""
     return [
-        GraphSource(k, lowering, Refused(reason), runtime.provider, precision, runtime.engine)
+        GraphSource(
+            k=k,
+            lowering=lowering,
+            loader=Refused(reason),
+            provider=runtime.provider,
+            precision=precision,
+            engine=runtime.engine,
+        )
         for (k, lowering), reason in reasons.items()
     ]
 

@@ -36,7 +36,9 @@ def _read(name: str, tensors: Tensors) -> SoftMoE:
     spec = SoftMoESpec(
         name=name, experts=n, slots=p, dim=d, hidden=0, out=w1.shape[2], expert="linear"
     )
-    return SoftMoE(spec, SoftMoEWeights(phi, w1, tensors.get("experts.bias"), None, None))
+    return SoftMoE(
+        spec, SoftMoEWeights(phi=phi, w1=w1, b1=tensors.get("experts.bias"), w2=None, b2=None)
+    )
 
 
 def _config(layer: SoftMoE, tensors: Tensors, _: Config) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def _read(name: str, tensors: Tensors) -> SoftMoE:
     )
     phi = unit_phi(tensors[MU], tensors[SCALE], eps=EPS, kind="l2-rsqrt")
     b1, b2 = tensors[f"{FIRST}.bias"], tensors[f"{SECOND}.bias"]
-    return SoftMoE(spec, SoftMoEWeights(phi, w1, b1, w2, b2))
+    return SoftMoE(spec, SoftMoEWeights(phi=phi, w1=w1, b1=b1, w2=w2, b2=b2))
 
 
 def _config(layer: SoftMoE, _: Tensors, __: Config) -> dict[str, Any]:

@@ -345,7 +345,9 @@ class MuMoE(MoELayer):
     def merged(self, matrices: Sequence[Tensor]) -> MuMoE:
         """Returns the layer with one matrix [d + 1, o], the bias last, in place of each tensor."""
         tensors = tuple(
-            FactorisedSpec("matrix", (), tensor.dim, tensor.out, (), bias=True)
+            FactorisedSpec(
+                form="matrix", levels=(), dim=tensor.dim, out=tensor.out, ranks=(), bias=True
+            )
             for tensor in self.spec.tensors
         )
         weights = MuMoEWeights(

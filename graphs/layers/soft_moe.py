@@ -281,7 +281,15 @@ class SoftMoE(MoELayer):
             selected = ranked.indices[:, :k].sort(dim=1).values
         else:
             selected = self.chooser(scores, k)
-        return Routing(logits, combine, dropped, dispatch, scores, selected, margin)
+        return Routing(
+            logits=logits,
+            combine=combine,
+            combine_dropped=dropped,
+            dispatch=dispatch,
+            scores=scores,
+            selected=selected,
+            margin=margin,
+        )
 
     def choices(self, x: Tensor, slots: Tensor | None = None) -> dict[str, RoutingDecision]:
         """Returns the chosen experts, with the margin relative to the k-th score."""

@@ -163,7 +163,13 @@ def stacked_linear(b: Builder, layer: LayerOf[Any], which: str, *, biased: bool 
         scale = _stacked_scale(b, layer, w)
     if biased and layer.tensors.has(bias):
         rows = stacked_rows(b, layer, f"b{which}")
-    return Linear(f"experts.{w}", _stacked_weight(b, layer, w), scale, rows, "stacked")
+    return Linear(
+        key=f"experts.{w}",
+        weight=_stacked_weight(b, layer, w),
+        scale=scale,
+        bias=rows,
+        rows="stacked",
+    )
 
 
 def batched_experts(
@@ -180,7 +186,7 @@ def batched_experts(
     def linear(which: str) -> Linear:
         w = f"w{which}"
         scale, bias = weights.get(f"{w}.scale"), weights.get(f"b{which}")
-        return Linear(f"experts.{w}", weights[w], scale, bias, "stacked")
+        return Linear(key=f"experts.{w}", weight=weights[w], scale=scale, bias=bias, rows="stacked")
 
     hidden = product(b, layer.compute, rows, linear("1"), "experts/products")
     if "w2" in weights:

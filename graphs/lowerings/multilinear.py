@@ -97,7 +97,7 @@ def factor_product(
     b.tap(met, rows)
     rows_of: Rows = "token" if layer.tokens == 1 else "tokens"
     scale = layer.optional(b, f"{key}.scale")
-    factor = Linear(key, layer.stacked(b, key), scale, bias, rows_of)
+    factor = Linear(key=key, weight=layer.stacked(b, key), scale=scale, bias=bias, rows=rows_of)
     return product(b, layer.compute, operand(b, layer.compute, key, rows, name), factor, name)
 
 

@@ -225,7 +225,13 @@ def _replace(
             ("weight", "scale"), _integers(key, matrix, compute, float_type), strict=True
         )
     )
-    y = product(b, compute, rows, Linear(key, weight, scales, None, "tokens"), "products")
+    y = product(
+        b,
+        compute,
+        rows,
+        Linear(key=key, weight=weight, scale=scales, bias=None, rows="tokens"),
+        "products",
+    )
     if by_row is not None:
         y = b.op("Mul", y, by_row, name="unscaled")
     if first.bias is not None:
