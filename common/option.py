@@ -12,7 +12,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import wraps
 from pathlib import Path
@@ -145,6 +145,16 @@ def refuse_changed(request: Any, names: Collection[str], why: str) -> None:
             if getattr(request, name) is False:
                 spelling = spelling.replace("--", "--no-", 1)
             raise UsageError(f"{spelling}{why}", hint=f"leave {spelling} out")
+
+
+Mistake = tuple[str, str]
+"""Options that cannot be meant, or not together, with the reason; and what to do."""
+
+
+def refuse(mistakes: Iterable[Mistake]) -> None:
+    """Raises `UsageError` for the first mistake."""
+    for message, hint in mistakes:
+        raise UsageError(message, hint=hint)
 
 
 _SIZE = r"([0-9]*\.?[0-9]+)\s*(?:([kmg])(i?b)?|b)?"

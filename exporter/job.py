@@ -7,7 +7,7 @@ writing; what comes after is handed the whole job and resolves nothing again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import onnx_ir as ir
 from ..calibration.feeds import Feed
 from ..calibration.methods import DEFAULT_METHOD
 from ..calibration.table import CalibrationTable
-from ..common.option import spelled
+from ..common.option import Mistake, refuse, spelled
 from ..errors import CalibrationError, LoweringError, UsageError
 from ..graphs.layers.base import MoESpec
 from ..graphs.lowerings.choice import check
@@ -27,7 +27,6 @@ from ..graphs.precision.weights import not_in_blocks
 from ..graphs.targets import TARGETS, Target
 from .bundle.destination import check_destination
 from .bundle.openvino import check_computes, check_device
-from .bundle.recipe import Recipe
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from .model import (
     Model,
@@ -172,28 +171,18 @@ def export_job(
     if isinstance(table, Path):
         table, where = CalibrationTable.read(table), str(table)
     loaded = model if isinstance(model, Model) else model()
-    _check_used(loaded, options)
+    refuse(_mistakes(loaded, options))
     options = _in_groups(loaded, options)
     if loaded.rounded and options.held_to_rounding:
         options = replace(options, rtol=ROUNDED)
     if options.precision.min_retention is not None:
         check_one_input(loaded, "--min-retention")
-    if len(loaded.inputs) > 1 and options.target in BACKENDS:
-        raise UsageError(
-            f"--target {options.target}: engines are built of graphs with one input, and this "
-            f"model has {len(loaded.inputs)}",
-            hint="use --target ort-cuda for a GPU, or ort-cpu",
-        )
-    _check_steering(options)
     fixed = fixed_axes(loaded.input, options)
-    if options.recipe is not None:
-        _check_recipe(loaded, options.recipe)
     changed = edited(loaded, options.edits)
     k = resolve_k(options.k, _specs(changed))
     changed = with_router_k(with_k(changed, k), k)
-    _check_routing(options, k, _specs(changed))
     job = ExportJob(model=changed, options=options, k=k, fixed=fixed, table=table)
-    _check_layout(job)
+    refuse(_mistakes_of_job(job))
     _check_layers(job)
     _check_blocks(job)
     if table is not None:
@@ -279,51 +268,66 @@ def _observed(k: Mapping[str, int | None], specs: Mapping[str, MoESpec]) -> dict
     return {name: specs[name].experts if kept is None else kept for name, kept in k.items()}
 
 
-def _check_used(model: Model, options: ExportOptions) -> None:
-    """Raises `UsageError` for data that nothing reads, and for --quantize where nothing is beside.
+def _mistakes(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+    """What makes no sense of a model as it was loaded.
 
     A factory's network is tried on the data when it is loaded.
     """
     if options.data is not None and not options.reads and model.family != "factory":
-        raise UsageError(
+        yield (
             "--data: nothing is calibrated and --no-verify compares nothing",
-            hint="leave --data or --no-verify out",
+            "leave --data or --no-verify out",
         )
     inside = {id(parameter) for layer in model.layers.values() for parameter in layer.parameters()}
     beside = any(id(parameter) not in inside for parameter in model.module.parameters())
     if options.precision.scope == "all" and not beside:
-        raise UsageError(
+        yield (
             "--quantize all: the model has no linear layers outside its MoE layers",
-            hint="leave --quantize out",
+            "leave --quantize out",
+        )
+    engines = options.target in BACKENDS
+    if engines and len(model.inputs) > 1:
+        yield (
+            f"--target {options.target}: engines are built of graphs with one input, and this "
+            f"model has {len(model.inputs)}",
+            "use --target ort-cuda for a GPU, or ort-cpu",
+        )
+    if options.edits.at_run_time and (engines or options.precision.integers):
+        option = f"target {options.target}" if engines else f"precision {options.precision.name}"
+        yield (
+            f"--steer input with --{option}: it supports only graphs with one input",
+            "give the strengths in the export: --steer LAYER:EXPERT:STRENGTH",
+        )
+    recipe = options.recipe
+    if recipe is not None and (
+        [*model.layers] != [*recipe.layers] or (recipe.model and recipe.model != fingerprint(model))
+    ):
+        yield (
+            "--recipe: it is of another model, or of this one with other weights or configuration",
+            "give the checkpoint and the settings that it was found with, or tune again",
         )
 
 
-def _check_steering(options: ExportOptions) -> None:
-    """Raises `UsageError` where strengths cannot be given per run, as a second input."""
-    if not options.edits.at_run_time:
-        return
-    for option, value in {
-        f"--target {options.target}": options.target in BACKENDS,
-        f"--precision {options.precision.name}": options.precision.integers,
-    }.items():
-        if value:
-            raise UsageError(
-                f"--steer input with {option}: it supports only graphs with one input",
-                hint="give the strengths in the export: --steer LAYER:EXPERT:STRENGTH",
-            )
-
-
-def _check_routing(
-    options: ExportOptions, k: Mapping[str, int | None], specs: Mapping[str, MoESpec]
-) -> None:
-    """Raises `UsageError` for --expose-routing where no layer chooses."""
-    if options.expose_routing and all(
-        k[name] == spec.experts and not spec.drops for name, spec in specs.items()
+def _mistakes_of_job(job: ExportJob) -> Iterator[Mistake]:
+    """What makes no sense of the model as it will be written, with its k."""
+    specs, layout = _specs(job.model), job.options.layout
+    if job.options.expose_routing and all(
+        job.k[name] == spec.experts and not spec.drops for name, spec in specs.items()
     ):
-        raise UsageError(
+        yield (
             "--expose-routing: every layer computes all of its experts, so there is no routing "
             "to expose",
-            hint="leave --expose-routing out, or choose a k below n",
+            "leave --expose-routing out, or choose a k below n",
+        )
+    if layout is not None and not job.writes_text:
+        yield (
+            f"--layout {layout}: it is of causal language models with a cache, and this is none",
+            "leave --layout out",
+        )
+    if layout is not None and not (job.model.source.files[0].parent / TOKENIZER_FILE).is_file():
+        yield (
+            f"--layout {layout}: {job.model.source.files[0].parent} holds no {TOKENIZER_FILE}",
+            "save the model's tokenizer there",
         )
 
 
@@ -336,24 +340,6 @@ def _check_engine(target: Target, engine: EngineOptions | bool | None) -> None:
             hint=f"engines are built for --target {' and '.join(BACKENDS)}",
         )
     check_for_export(target, engine)
-
-
-def _check_layout(job: ExportJob) -> None:
-    """Raises `UsageError` for a layout of what no text is generated from."""
-    layout = job.options.layout
-    if layout is None:
-        return
-    if not job.writes_text:
-        raise UsageError(
-            f"--layout {layout}: it is of causal language models with a cache, and this is none",
-            hint="leave --layout out",
-        )
-    folder = job.model.source.files[0].parent
-    if not (folder / TOKENIZER_FILE).is_file():
-        raise UsageError(
-            f"--layout {layout}: {folder} holds no {TOKENIZER_FILE}",
-            hint="save the model's tokenizer there",
-        )
 
 
 def _check_layers(job: ExportJob) -> None:
@@ -403,16 +389,6 @@ def _check_blocks(job: ExportJob) -> None:
         raise LoweringError(
             f"--precision int4: no layer can have it: of layer {name}, {problem}",
             hint="use --precision int8, which takes any width",
-        )
-
-
-def _check_recipe(model: Model, recipe: Recipe) -> None:
-    """Raises `UsageError` for a recipe of another model."""
-    same_layers = [*model.layers] == [*recipe.layers]
-    if not same_layers or (recipe.model and recipe.model != fingerprint(model)):
-        raise UsageError(
-            "--recipe: it is of another model, or of this one with other weights or configuration",
-            hint="give the checkpoint and the settings that it was found with, or tune again",
         )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from ..calibration.table import CALIBRATION_FILE
-from ..common.option import declared, refuse_changed
+from ..common.option import Mistake, declared, refuse, refuse_changed
 from ..common.text import listed, near_miss
 from ..errors import FeedError, LoweringError, UsageError
 from ..graphs.lowerings import check_name
@@ -89,7 +89,7 @@ class PrecisionOptions:
         _one_of("--quantize", self.scope, SCOPES)
         _one_of("--io-precision", self.io, FLOATS)
         _one_of("--rest", self.rest or "fp32", FLOATS)
-        _refuse(self._mistakes())
+        refuse(self._mistakes())
 
     def _mistakes(self) -> Iterator[Mistake]:
         share = self.min_retention
@@ -149,8 +149,10 @@ class PrecisionOptions:
 
     def check(self, target: Target) -> None:
         """Raises `UsageError` with the reason where a target cannot take these numbers."""
-        for option, problem, hint in self._problems(target):
-            raise UsageError(f"{option} for --target {target}: {problem}", hint=hint)
+        refuse(
+            (f"{option} for --target {target}: {problem}", hint)
+            for option, problem, hint in self._problems(target)
+        )
 
     def notes(self, target: Target) -> tuple[str, ...]:
         """Returns what a user should know of this precision on a target."""
@@ -181,15 +183,6 @@ class PrecisionOptions:
                 if floats == "fp32"
                 else f"use --io-precision fp32 or {floats}",
             )
-
-
-Mistake = tuple[str, str]
-"""What cannot be meant, and what to do."""
-
-
-def _refuse(mistakes: Iterator[Mistake]) -> None:
-    for message, hint in mistakes:
-        raise UsageError(message, hint=hint)
 
 
 def _one_of(option: str, value: str, known: Collection[str]) -> None:
@@ -273,8 +266,8 @@ class ExportOptions:
         for name in self.lowerings:
             if name not in CHOOSERS:
                 check_name(name)
-        _refuse(self._mistakes())
-        _refuse(self._mistakes_of_checking())
+        refuse(self._mistakes())
+        refuse(self._mistakes_of_checking())
 
     @property
     def reads(self) -> int:
@@ -344,7 +337,7 @@ class ExportOptions:
 
     def check_inputs(self) -> None:
         """Raises where there is nothing to take ranges from, or where a method has no effect."""
-        _refuse(self._mistakes_of_inputs())
+        refuse(self._mistakes_of_inputs())
         if isinstance(self.data, Iterator) and self.reads > 1:
             raise FeedError(
                 f"--data: the feed is a {type(self.data).__name__}, which can be read once, and "

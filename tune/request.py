@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..common.option import option, parse_seconds, parse_share, parse_size
+from ..common.option import Mistake, option, parse_seconds, parse_share, parse_size, refuse
 from ..common.text import listed, near_miss
 from ..errors import UsageError
 from ..exporter.requests import SIZES, AnyPath, ClusterRequest
@@ -155,8 +155,7 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for what cannot be meant, whatever the model."""
-        for message, hint in self._mistakes():
-            raise UsageError(message, hint=hint)
+        refuse(self._mistakes())
 
     def tried(self, target: Target) -> tuple[Precision, ...]:
         """Returns the precisions to try on a target."""
@@ -164,7 +163,7 @@ class SearchOptions:
             name for name in self.precisions or PRECISIONS if _refusal(target, name) is None
         )
 
-    def _mistakes(self) -> Iterator[tuple[str, str]]:
+    def _mistakes(self) -> Iterator[Mistake]:
         for target in ENGINES.intersection(self.targets):
             yield (
                 f"--target {target}: tune measures graphs in ONNX Runtime or OpenVINO, and this "
