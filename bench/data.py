@@ -279,16 +279,22 @@ def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> La
             input_name=held.inputs,
         )
     # A folder of arrays, or what code yields, can only be told from what comes first.
-    pairs = partial(_pairs, where, spec.name)
+    nothing = FeedError(f"{where}: yields nothing", hint="yield (inputs, labels) batches")
+    return _told_by_first(partial(_pairs, where, spec.name), where, spec, nothing)
+
+
+def _told_by_first(
+    pairs: Callable[[], Iterator[LabelledBatch]], source: str, spec: TensorSpec, nothing: FeedError
+) -> Streamed:
+    """Data of which only the first batch tells something; raises `nothing` where there is none."""
     first = next(pairs(), None)
     if first is None:
-        raise FeedError(f"{where}: yields nothing", hint="yield (inputs, labels) batches")
-    digest = f"{where} {fingerprint(*first)}"
+        raise nothing
     return Streamed(
         pairs=pairs,
         samples=None,
         labelled=first[1] is not None,
-        fingerprint=digest,
+        fingerprint=f"{source} {fingerprint(*first)}",
         input_name=spec.name,
     )
 
@@ -365,17 +371,8 @@ def image_shards(
                 labels = checked_labels(labels, images.dtype, images.shape, place, "the shard")
             yield images, labels
 
-    first = next(pairs(), None)
-    if first is None:
-        raise FeedError(f"{where}: holds no samples")
-    digest = f"{where} {pixels} {fingerprint(*first)}"
-    return Streamed(
-        pairs=pairs,
-        samples=None,
-        labelled=first[1] is not None,
-        fingerprint=digest,
-        input_name=spec.name,
-    )
+    nothing = FeedError(f"{where}: holds no samples")
+    return _told_by_first(pairs, f"{where} {pixels}", spec, nothing)
 
 
 def _image_files(folder: Path) -> list[tuple[Path, int]]:

@@ -145,7 +145,7 @@ def _onnxruntime(provider: str, graph: GraphFile) -> Loader:
 
 
 def _openvino(graph: GraphFile) -> Loader:
-    from .runners.openvino import OpenVinoLoader
+    from .runners.onnxruntime import OpenVinoLoader
 
     return OpenVinoLoader(graph)
 

@@ -39,15 +39,10 @@ class BenchFlags(Request):
         "Compare with these results.",
         unset="those in -o",
         heading="Comparison",
-        kind=Path,
         metavar="OLD.JSON",
     )
     fail_if_slower: str | None = option(
-        None,
-        "Exit with 3 if a row is slower than before by more.",
-        unset="none",
-        kind=str,
-        metavar="5%",
+        None, "Exit with 3 if a row is slower than before by more.", unset="none", metavar="5%"
     )
 
 

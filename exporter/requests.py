@@ -366,11 +366,7 @@ class ExportRequest(Request):
         kind=bool,
         flag="--engine/--no-engine",
     )
-    layout: TextLayout | None = option(
-        None,
-        "Also write a folder for this program.",
-        unset="none",
-    )
+    layout: TextLayout | None = option(None, "Also write a folder for this program.", unset="none")
     force: bool = option(False, "Replace an existing bundle.")
 
 

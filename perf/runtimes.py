@@ -26,7 +26,7 @@ from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.base import GraphFile, Loader, Refused, Runner, first_of
 from moexport.bench.runners.candidates import exported
-from moexport.bench.runners.openvino import OpenVinoLoader
+from moexport.bench.runners.onnxruntime import OpenVinoLoader
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown

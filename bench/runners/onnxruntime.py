@@ -1,4 +1,4 @@
-"""An exported graph in ONNX Runtime, opened here or in another process.
+"""An exported graph in ONNX Runtime or OpenVINO, opened here or in another process.
 
 Imports ONNX Runtime alone: the process that measures a graph's memory must not hold PyTorch.
 """
@@ -14,7 +14,7 @@ from ...calibration.feeds import Array
 from ...common.writing import scratch_folder
 from ...exporter.bundle.openvino import opened
 from ...exporter.inputs import Inputs
-from ...exporter.session import CPU, Session, SessionOptions
+from ...exporter.session import CPU, OPENVINO, Session, SessionOptions
 from .base import GraphLoader, Runner, chosen_experts, first_of
 
 INT64 = 7  # the element type of chosen experts: onnx.TensorProto.INT64
@@ -89,6 +89,17 @@ class OnnxLoader(GraphLoader[OnnxRunner]):
     @property
     def _options(self) -> SessionOptions:
         return SessionOptions(provider=self.provider, threads=self.graph.threads)
+
+
+@dataclass(frozen=True)
+class OpenVinoLoader(OnnxLoader):
+    """Opens a graph file in OpenVINO on the CPU, where it computes in the graph's own types."""
+
+    profiles: ClassVar[bool] = False
+
+    @property
+    def _options(self) -> SessionOptions:
+        return SessionOptions(runtime=OPENVINO, threads=self.graph.threads)
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ class Captured:
             self.close = given_back(self, made.pop_all().close)
 
     def launch(self, stream: Stream) -> None:
-        """Sends the work."""
+        """Queues the recorded work on a stream, as one."""
         call("cudaGraphLaunch", self._ready, stream.handle)
 
 
@@ -211,16 +211,16 @@ class Stopwatch:
         self._begin, self._end = call("cudaEventCreate"), call("cudaEventCreate")
 
     def begin(self, stream: Stream) -> None:
-        """The first point."""
+        """Records the first point, after what was sent so far."""
         call("cudaEventRecord", self._begin, stream.handle)
 
     def end(self, stream: Stream) -> float:
-        """The second point; waits for it and returns the time between them."""
+        """Records the second point, waits for it and returns the milliseconds between them."""
         call("cudaEventRecord", self._end, stream.handle)
         call("cudaEventSynchronize", self._end)
         return float(call("cudaEventElapsedTime", self._begin, self._end))
 
     def close(self) -> None:
-        """Forgets both points."""
+        """Destroys both events."""
         call("cudaEventDestroy", self._begin)
         call("cudaEventDestroy", self._end)

@@ -18,7 +18,7 @@ from moexport.bench.request import BenchRequest
 from moexport.bench.results import from_json, to_json
 from moexport.bench.runners.base import GraphFile
 from moexport.bench.runners.candidates import from_bundle
-from moexport.bench.runners.openvino import OpenVinoLoader
+from moexport.bench.runners.onnxruntime import OpenVinoLoader
 from moexport.errors import EngineError
 from moexport.tests.recorded import read_case
 
