@@ -17,8 +17,7 @@ from ..bench.plan import Candidate, GraphSource
 from ..bench.request import BenchRequest
 from ..bench.runners.base import GraphFile, first_of
 from ..bench.runners.models import loaders
-from ..bench.runners.onnxruntime import OnnxLoader
-from ..bench.runners.openvino import OpenVinoLoader
+from ..bench.runners.onnxruntime import OnnxLoader, OpenVinoLoader
 from ..bench.runners.pytorch import untouched
 from ..bench.service.findings import ServiceFindings
 from ..bench.service.measure import BOUNDS, MOST_IN_LIBRARY, ServiceMeasurement, settings_of
@@ -246,7 +245,7 @@ class Graphs:
         """
         job, bound_ms = self.base, request.latency_ms
         assert bound_ms is not None, "a request for a scenario has a bound"
-        asked = BenchRequest(
+        reference = BenchRequest(
             batch=(job.options.batch.opt, job.whole_batch or job.options.batch.max),
             scenario=request.scenario or "",
             latency_bound=f"{bound_ms}ms",
@@ -254,7 +253,7 @@ class Graphs:
             out=folder,
             progress=self.progress,
         )
-        settings = settings_of(asked)
+        settings = settings_of(reference)
         assert settings is not None, "it names a scenario"
         with self.opened([(trial.point, trial.lowerings) for trial in trials]) as sessions:
             candidate = Candidate(
@@ -268,8 +267,8 @@ class Graphs:
                 only_batch=job.whole_batch,
             )
             data = self.data.head(MOST_IN_LIBRARY)
-            service = ServiceMeasurement(asked, settings, data.batch(0, len(data)))
-            service.serve(candidate, loaders(candidate, asked.batches), {}, self.journal)
+            service = ServiceMeasurement(reference, settings, data.batch(0, len(data)))
+            service.serve(candidate, loaders(candidate, reference.batches), {}, self.journal)
         rates = {one.lowering: one.rate or 0.0 for one in service.services}
         named = {trial.point.key: rates[self._name(trial)] for trial in trials}
         return Served(findings=service.findings, rates=named)

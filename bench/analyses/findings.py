@@ -178,8 +178,8 @@ class TuningRecord:
         """Why the chosen point runs where it does, in a sentence; empty with one runtime."""
         if len({point.runtime for point in self.points}) < 2:
             return ""
-        told = (f"{ms:.3g} ms in {RUNTIME_TITLES[name]}" for name, ms in self.fastest.items())
-        return f"The fastest that keeps enough takes {' and '.join(told)}."
+        reasons = (f"{ms:.3g} ms in {RUNTIME_TITLES[name]}" for name, ms in self.fastest.items())
+        return f"The fastest that keeps enough takes {' and '.join(reasons)}."
 
 
 def tuning_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> TuningRecord | None:
