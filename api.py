@@ -14,12 +14,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from .bench.request import (
-    BenchRequest,
-    DemoRequest,
-    ReportRequest,
-    SpecialiseRequest,
-)
+from .bench.request import BenchRequest, DemoRequest, ReportRequest, SpecialiseRequest
 from .common.pytorch import check_pytorch
 from .errors import UsageError
 from .exporter.requests import (

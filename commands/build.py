@@ -15,14 +15,7 @@ from ..common.option import changed, declared, refuse_changed
 from ..common.text import lines, size
 from ..exporter.requests import BuildRequest, TritonRequest
 from ..exporter.tensorrt.options import EngineOptions
-from .options import (
-    AsJson,
-    BundleArgument,
-    Verbosity,
-    json_text,
-    output_option,
-    typed_path,
-)
+from .options import AsJson, BundleArgument, Verbosity, json_text, output_option, typed_path
 
 if TYPE_CHECKING:
     from ..exporter.tensorrt.build import EnginePlan

@@ -13,12 +13,7 @@ import typer
 from .. import api
 from ..common.console import Console, show
 from ..common.text import count, size, table
-from ..exporter.requests import (
-    CalibrateRequest,
-    ExportRequest,
-    LoadRequest,
-    SensitivityRequest,
-)
+from ..exporter.requests import CalibrateRequest, ExportRequest, LoadRequest, SensitivityRequest
 from ..exporter.tensorrt.options import EngineOptions
 from .build import wished
 from .look import backbone_departures, precisions_text, tuning_text

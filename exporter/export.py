@@ -37,13 +37,7 @@ from .parity import MOST_TIES, Comparison, Parity, Tolerance, describe
 from .plan import GraphPlan, Plan, plan, plan_graph
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
-from .reference import (
-    check_network,
-    exact,
-    first_different_layer,
-    run_untouched,
-    torch_reference,
-)
+from .reference import check_network, exact, first_different_layer, run_untouched, torch_reference
 from .tensorrt.engines import build_for_export
 from .text.layouts import with_layout
 from .token_routed.generation import write_generation

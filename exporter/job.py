@@ -28,13 +28,7 @@ from ..graphs.targets import TARGETS, Target
 from .bundle.destination import check_destination
 from .bundle.openvino import check_computes, check_device
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
-from .model import (
-    Model,
-    TensorSpec,
-    check_one_input,
-    edited,
-    fingerprint,
-)
+from .model import Model, TensorSpec, check_one_input, edited, fingerprint
 from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
 from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
 from .requests import CalibrateRequest

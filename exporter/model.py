@@ -31,15 +31,7 @@ from ..graphs.layers.mumoe import MuMoE
 from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.names import STEER_INPUT
 from .bundle.manifest import TensorSpec as TensorSpec  # noqa: PLC0414
-from .edits import (
-    NO_EDITS,
-    Ablation,
-    Edits,
-    KeptExperts,
-    LayerRewrite,
-    MergedExperts,
-    Steer,
-)
+from .edits import NO_EDITS, Ablation, Edits, KeptExperts, LayerRewrite, MergedExperts, Steer
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,7 @@ from ...exporter.model import Model, TensorSpec
 from ...exporter.reference import all_outputs, first_output, routed_margins
 from ...exporter.token_routed.network import TransformersNetwork
 from ...exporter.token_routed.routers import with_k
-from ...graphs.layers.base import (
-    Algorithm,
-    MoELayer,
-    moe_layers,
-    recorded_choices,
-    sharing_weights,
-)
+from ...graphs.layers.base import Algorithm, MoELayer, moe_layers, recorded_choices, sharing_weights
 from ...graphs.layers.experts import Experts
 from .base import Runner, first_of, in_batches
 

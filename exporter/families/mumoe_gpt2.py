@@ -31,14 +31,7 @@ from .base import (
     check_heads,
     shape_of,
 )
-from .mumoe import (
-    ACTIVATION,
-    CLASS_NAMES,
-    activate,
-    backbone_family,
-    read_layer,
-    with_layers,
-)
+from .mumoe import ACTIVATION, CLASS_NAMES, activate, backbone_family, read_layer, with_layers
 
 NAME = "mumoe-gpt2"
 NORM_EPS = 1e-5

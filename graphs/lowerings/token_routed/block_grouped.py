@@ -26,14 +26,7 @@ from ..block_grouped import (
 )
 from ..cost import Machine, expert_bytes, machine_for
 from ..experts import stacked_linear
-from .arithmetic import (
-    ExpertsLayer,
-    both_products,
-    by_token,
-    first_rows,
-    pair_rows,
-    routed,
-)
+from .arithmetic import ExpertsLayer, both_products, by_token, first_rows, pair_rows, routed
 from .cost import ExpertsWork, between_us, combine_us
 
 

@@ -35,14 +35,7 @@ from ..fused import (
     inexact_gelu,
     other_width,
 )
-from .arithmetic import (
-    ExpertsLayer,
-    by_token,
-    output,
-    pair_rows,
-    routed,
-    token_rows,
-)
+from .arithmetic import ExpertsLayer, by_token, output, pair_rows, routed, token_rows
 from .cost import ExpertsWork, combine_us
 
 
