@@ -29,6 +29,12 @@ MOST_LEVELS = 64
 MOST_DIGITS = 1000
 """Of a number in YAML, which has numbers of base 60: one costs the square of its length."""
 
+TUPLE = "tag:yaml.org,2002:python/tuple"
+"""Of sequences in YAML, which ml_collections prints so, and refers to one again where it recurs."""
+
+MOST_REPEATED = 1 << 12
+"""Values at most that a document in YAML repeats by references."""
+
 MOST_KEY_PARTS = 16
 """Of a dotted key of TOML."""
 
@@ -96,7 +102,9 @@ def _toml(text: str) -> Any:
 def _yaml(text: str) -> Any:
     import yaml  # which a machine that only runs bundles lacks
 
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loader: Any = type("Loader", (safe,), {})
+    loader.add_constructor(TUPLE, safe.construct_yaml_seq)
     try:
         _check_events(yaml, yaml.parse(text, Loader=loader))
         return yaml.load(text, Loader=loader)  # safe
@@ -106,23 +114,34 @@ def _yaml(text: str) -> Any:
 
 def _check_events(yaml: Any, events: Iterator[Any]) -> None:
     """Raises ValueError for what YAML has beside plain data, or deeper or longer than it may be."""
-    levels = 0
+    values, repeated, begun = 0, 0, list[tuple[str | None, int]]()
+    sizes = dict[str, int]()  # the values in each tuple that may be referred to
     for event in events:
         line = f"line {event.start_mark.line + 1}"
-        if getattr(event, "anchor", None) is not None:  # of an alias too
+        anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
+        of_tuple = isinstance(event, yaml.SequenceStartEvent) and tag == TUPLE
+        if anchor is not None and not of_tuple and anchor not in sizes:
             raise ValueError(f"{line}: anchors and aliases (&, *) are not read; write it out")
-        if isinstance(event, yaml.CollectionStartEvent):
-            levels += 1
-            _check_levels(levels)
+        if tag is not None and not of_tuple:
+            raise ValueError(f"{line}: tags ({tag}) are not read")
+        values += 1
+        if isinstance(event, yaml.AliasEvent):
+            repeated += sizes[anchor]
+            values += sizes[anchor]
+            if repeated > MOST_REPEATED:
+                raise ValueError(f"{line}: aliases (*) repeat more than {MOST_REPEATED} values")
+        elif isinstance(event, yaml.CollectionStartEvent):
+            begun.append((anchor, values))
+            _check_levels(len(begun))
         elif isinstance(event, yaml.CollectionEndEvent):
-            levels -= 1
+            name, before = begun.pop()
+            if name is not None:
+                sizes[name] = values - before
         elif isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
             if event.value == "<<":
                 raise ValueError(f"{line}: merges (<<) are not read; write the keys out")
             if len(event.value) > MOST_DIGITS and event.value[:1] in "+-.0123456789":
                 raise ValueError(f"{line}: a number of more than {MOST_DIGITS} digits")
-        if getattr(event, "tag", None) is not None:
-            raise ValueError(f"{line}: tags ({event.tag}) are not read")
 
 
 def _check_levels(levels: int) -> None:

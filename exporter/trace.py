@@ -236,15 +236,18 @@ GROUPS = "groups"
 
 
 def _name_batch(traced: ir.Model, images: int) -> None:
-    """Writes sizes that are so many times the groups as what they are of a batch."""
+    """Writes sizes that are so many times the groups as what they are of a batch.
+
+    Behind a Reshape PyTorch calls the groups by its own symbol, and no other axis varies.
+    """
     for value in (item for node in (*traced.graph, traced.graph) for item in _values(node)):
         if value.shape is None:
             continue
         sizes: list[int | str | None] = []
         for size in value.shape:
             text = str(size.value) if isinstance(size, ir.SymbolicDim) else ""
-            of_groups = re.fullmatch(rf"(\d+)\*{GROUPS}|{GROUPS}\*(\d+)", text)
-            times = int(of_groups[1] or of_groups[2]) if of_groups else 0
+            of_groups = re.fullmatch(rf"(\d+)\*({GROUPS}|s\d+)|{GROUPS}\*(\d+)", text)
+            times = int(of_groups[1] or of_groups[3]) if of_groups else 0
             if times and times % images == 0:
                 sizes.append(BATCH if times == images else f"{times // images}*{BATCH}")
             else:

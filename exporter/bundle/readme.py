@@ -74,7 +74,8 @@ def readme(manifest: Manifest) -> str:
         "## Run it",
         _program(manifest),
         f"Input {_port(manifest.inputs[0])}, output {_port(manifest.outputs[0])}; named axes take "
-        "any size. `moexport run` and `moexport verify` do the same from a shell."
+        f"any size{_multiples(manifest.inputs[0])}. `moexport run` and `moexport verify` do the same "
+        "from a shell."
         + (f" {ROUTING}" if any("/" in port.name for port in manifest.outputs) else "")
         + (f" {CACHE}" if any(port.default == "empty" for port in manifest.inputs) else ""),
         "## Files",
@@ -122,14 +123,20 @@ def _content(manifest: Manifest, name: str) -> str:
 
 
 def _one(port: TensorSpec) -> str:
-    """The sizes of a port for one input of one token, with nothing before it."""
+    """The sizes of a port for as few inputs as it takes, of one token, with nothing before it."""
+    least = {PAST_AXIS: 0, "batch": port.groups_of or 1}
     return ", ".join(
-        str(size if isinstance(size, int) else 0 if size == PAST_AXIS else 1) for size in port.shape
+        str(size if isinstance(size, int) else least.get(size, 1)) for size in port.shape
     )
 
 
 def _port(port: TensorSpec) -> str:
     return f"`{port.name}`: {port.dtype} ({', '.join(map(str, port.shape))})"
+
+
+def _multiples(port: TensorSpec) -> str:
+    """What the batch is besides, where inputs are computed together."""
+    return f", the batch multiples of {port.groups_of}" if port.groups_of else ""
 
 
 def _parity(manifest: Manifest) -> str:

@@ -18,7 +18,29 @@ ALIASES = "a0: &a0 [x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
 )
 
+TUPLES = "a0: &a0 !!python/tuple [x, x]\n" + "".join(
+    f"a{i}: &a{i} !!python/tuple [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+
+PRINTED = """\
+axes: &id001 !!python/tuple
+- Moe/Mlp/.*
+- !!python/tuple
+  - expert
+model:
+  patch_size: !!python/tuple
+  - 8
+  - 8
+resources:
+- *id001
+"""
+"""As a ConfigDict of ml_collections prints its tuples."""
+
 HOSTILE = [
+    pytest.param("yaml", TUPLES, "aliases .* repeat more than", id="aliases of tuples"),
+    pytest.param("yaml", "a: &a !!python/tuple [*a]", "anchors and aliases", id="of itself"),
+    pytest.param("yaml", "a: !!python/object:os.x {}", "tags", id="an object"),
+    pytest.param("yaml", "a: !!python/tuple {b: 1}", "tags", id="a mapping as a tuple"),
     pytest.param("yaml", MERGES, "anchors and aliases", id="nested merges"),
     pytest.param("yaml", ALIASES, "anchors and aliases", id="aliases"),
     pytest.param("yaml", "a: {<<: {b: 1}}", "merges", id="a merge"),
@@ -55,6 +77,13 @@ def test_a_hostile_configuration_is_refused_at_once_by_its_name(
         with pytest.raises(UsageError, match=said) as caught:
             read_recipe(file)
         assert f"--recipe {file}: " in caught.value.message
+
+
+def test_a_configuration_is_read_as_ml_collections_prints_it(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(PRINTED)
+    axes = ["Moe/Mlp/.*", ["expert"]]
+    expected = {"axes": axes, "model": {"patch_size": [8, 8]}, "resources": [axes]}
+    assert read_config(tmp_path / "c.yaml") == expected
 
 
 @pytest.mark.parametrize("kind", sorted(MOST_BYTES))

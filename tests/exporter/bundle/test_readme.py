@@ -11,6 +11,7 @@ import pytest
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.readme import README_FILE, with_readme
 from moexport.tests.command import run
+from moexport.tests.exporter.families.test_vmoe_vit import config_file, read_case
 from moexport.tests.recorded import DATA, VIT_SETS
 
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -52,6 +53,21 @@ def test_the_page_s_program_runs(
     exec(program, names)
     assert np.isfinite(names["y"]).all()
     assert ("Not checked" in page) == ("--no-verify" in given)
+
+
+def test_the_page_s_program_gives_a_whole_group_of_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = read_case("jax_vmoe_last2_k2")
+    given = ("--config", config_file(case, tmp_path), "--no-verify")
+    outcome = run("export", case.index, "-o", tmp_path / "out", *given)
+    assert outcome.code == 0, outcome.err
+    page = (tmp_path / "out" / README_FILE).read_text(encoding="utf-8")
+    assert "named axes take any size, the batch multiples of 4." in page
+    monkeypatch.chdir(tmp_path / "out")
+    names: dict[str, np.ndarray] = {}
+    exec(PROGRAM.findall(page)[0], names)
+    assert names["y"].shape == (4, 10)
 
 
 def test_a_bundle_without_the_page_is_whole(bundle: Path) -> None:

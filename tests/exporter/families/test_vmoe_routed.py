@@ -17,7 +17,9 @@ from moexport.exporter.families.vmoe_routed import ExpertsChoose, TokensChoose, 
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model
 from moexport.exporter.options import ExportOptions
+from moexport.exporter.plan import plan
 from moexport.exporter.session import Session
+from moexport.exporter.trace import trace
 from moexport.graphs.layers.base import recorded_choices
 from moexport.tests.exporter.families.test_vmoe_vit import (
     CLOSE,
@@ -178,6 +180,16 @@ def test_only_the_slots_are_computed(tmp_path: Path) -> None:
     assert names
     for name in names:
         assert found[name].shape[:2] == (8, 20)  # of 68 tokens, that have two choices each
+
+
+@pytest.mark.parametrize(("name", "tokens"), [(CASES[0], 17), (CASES[1], 65), (E3, 34)])
+def test_lowerings_are_predicted_for_the_tokens_of_the_batch(name: str, tokens: int) -> None:
+    """Of so many images as a batch has: not for a text of one token, or of 512."""
+    job = export_job(loaded(read_case(name)))
+    least = job.options.batch.min
+    for layer in plan(job, trace(job.model)).graphs[0].layers:
+        assert (layer.work.tokens, layer.work.tokens_fixed) == (tokens, True)
+        assert f" at {tokens * least} and {tokens * 32} tokens" in layer.choice.reason
 
 
 # --- routers -----------------------------------------------------------------------------------
