@@ -74,8 +74,8 @@ def readme(manifest: Manifest) -> str:
         "## Run it",
         _program(manifest),
         f"Input {_port(manifest.inputs[0])}, output {_port(manifest.outputs[0])}; named axes take "
-        f"any size{_multiples(manifest.inputs[0])}. `moexport run` and `moexport verify` do the same "
-        "from a shell."
+        f"any size{_multiples(manifest.inputs[0])}. `moexport run` and `moexport verify` do the "
+        "same from a shell."
         + (f" {ROUTING}" if any("/" in port.name for port in manifest.outputs) else "")
         + (f" {CACHE}" if any(port.default == "empty" for port in manifest.inputs) else ""),
         "## Files",

@@ -179,6 +179,11 @@ def read_index(file: Path) -> VmoeIndex:
     leaves = list(_leaves(file, top["index"]))
     roots = {path[0] for path, _ in leaves if path}
     state = "params" in roots
+    if not state and "opt_state" in roots:
+        raise CheckpointError(
+            f"{file}: a train state without params: it holds {', '.join(sorted(roots))[:200]}",
+            hint="give the checkpoint that the network's parameters were saved to",
+        )
     if version is None and state:
         leaves = _in_order_of_fields(file, leaves, roots)
     arrays = [_array(file, path, number, leaf, count) for number, (path, leaf) in enumerate(leaves)]

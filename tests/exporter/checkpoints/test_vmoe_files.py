@@ -113,6 +113,12 @@ def test_of_a_train_state_the_parameters_are_read(tmp_path: Path) -> None:
     check_same(read(write(tmp_path / "ckpt_7", STATE_ARRAYS)), ARRAYS)
 
 
+def test_a_train_state_without_parameters_is_said_to_be_one(tmp_path: Path) -> None:
+    rest = {path: each for path, each in STATE_ARRAYS.items() if not path.startswith("params/")}
+    with pytest.raises(CheckpointError, match="train state without params: it holds opt_state, "):
+        read(write(tmp_path / "ckpt_7", rest))
+
+
 def by_field(paths: list[str]) -> list[str]:
     fields = ("step", "params", "opt_state", "rngs")
     return sorted(paths, key=lambda path: (fields.index(path.split("/")[0]), path))
