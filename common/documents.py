@@ -118,7 +118,8 @@ def _check_events(yaml: Any, events: Iterator[Any]) -> None:
     sizes = dict[str, int]()  # the values in each tuple that may be referred to
     for event in events:
         line = f"line {event.start_mark.line + 1}"
-        anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
+        anchor: Any = getattr(event, "anchor", None)
+        tag = getattr(event, "tag", None)
         of_tuple = isinstance(event, yaml.SequenceStartEvent) and tag == TUPLE
         if anchor is not None and not of_tuple and anchor not in sizes:
             raise ValueError(f"{line}: anchors and aliases (&, *) are not read; write it out")
