@@ -65,7 +65,10 @@ def inspect(
         return
     if bundle:
         manifest = api.inspect_bundle(model)
-        show(manifest.to_json() if as_json else bundle_text(url_of(model) or model, manifest))
+        if as_json:
+            show(manifest.to_json(), end="")
+        else:
+            show(bundle_text(url_of(model) or model, manifest))
         return
     with verbosity.console() as console:
         contents = api.inspect(model, replace(request, progress=console))
@@ -112,6 +115,7 @@ LAYER_HEADER = (
 
 def model_text(report: ModelReport) -> str:
     """What `inspect` says of a model: its family, its layers and what each k costs."""
+    config = ", ".join(f"{key}={value}" for key, value in report.config.items())
     layers = [
         (r.name, r.experts, r.slots, r.dim, r.hidden, r.tokens, count(r.parameters))
         for r in report.layers
@@ -130,7 +134,7 @@ def model_text(report: ModelReport) -> str:
         (
             lines(
                 f"family      {report.family}",
-                f"config      {', '.join(f'{k}={v}' for k, v in report.config.items())}",
+                *([f"config      {config}"] if config else []),
                 f"input       {report.input}",
                 f"output      {report.output}",
                 f"parameters  {count(report.parameters)}, {count(report.moe_parameters)} in MoE "

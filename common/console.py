@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def show(text: str, end: str = "\n") -> None:
     """Prints a result to stdout."""
-    print(printable(text, several=True), end=end)
+    # At once: where stdout and stderr are one file, results stand where they were said.
+    print(printable(text, several=True), end=end, flush=True)
 
 
 _NAME = "moexport: "
@@ -73,7 +74,7 @@ class Console:
     def _plain_step(self, text: str, total: int | None, unit: str | None) -> None:
         self._end_rate()
         what, colon, _ = text.partition(": ")
-        again = bool(colon) and total is None and what == self._last and not self.verbose
+        again = bool(colon) and unit is None and what == self._last and not self.verbose
         if not again or time.monotonic() - self._said > SEARCHING_S:
             print(f"{_NAME}{text}", file=sys.stderr, flush=True)
             self._last, self._said = what, time.monotonic()

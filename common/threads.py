@@ -51,10 +51,14 @@ class Threads:
         if not self.call_ms:
             return sentence
         listed = ", ".join(
-            f"{ms:.3g} ms{'' if place else ' a call'} with {count}"
+            f"{_digits(ms)} ms{'' if place else ' a call'} with {count}"
             for place, (count, ms) in enumerate(self.call_ms.items())
         )
         return f"{sentence}, with which the untouched model is fastest ({listed})"
+
+
+def _digits(ms: float) -> str:
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 def fastest_threads(*calls: Callable[[], object]) -> Threads:

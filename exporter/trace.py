@@ -9,15 +9,20 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import linecache
 import logging
 import math
 import re
+import sys
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import onnx_ir as ir
 import torch
@@ -215,24 +220,79 @@ def _program(
     nested: tuple[Any, ...] = dynamic  # what `*past` takes is one argument to the tracer
     if listed is not None and listed < len(dynamic):
         nested = (*dynamic[:listed], dynamic[listed:])
-    program = torch.onnx.export(
-        backbone,
-        examples,
-        dynamo=True,
-        opset_version=opset,
-        input_names=[spec.name for spec in model.inputs],
-        output_names=[spec.name for spec in model.outputs],
-        dynamic_shapes=nested,
-        custom_translation_table=TRANSLATIONS,
-        verbose=False,
-    )
+    with _sizes_as_numbers() as lines:
+        program = torch.onnx.export(
+            backbone,
+            examples,
+            dynamo=True,
+            opset_version=opset,
+            input_names=[spec.name for spec in model.inputs],
+            output_names=[spec.name for spec in model.outputs],
+            dynamic_shapes=nested,
+            custom_translation_table=TRANSLATIONS,
+            verbose=False,
+        )
     assert program is not None
+    _check_dynamic(program.model, dynamic, model, lines)
     if model.batch_of > 1:
         _name_batch(program.model, model.batch_of)
     return program.model
 
 
 GROUPS = "groups"
+
+PYTORCH = str(Path(torch.__file__).parent)
+
+
+@contextlib.contextmanager
+def _sizes_as_numbers() -> Iterator[list[str]]:
+    """Lists the lines at which code makes a number of a size that is traced as a symbol."""
+    lines: list[str] = []
+
+    def noting(method: Callable[[torch.SymInt], int]) -> Callable[[torch.SymInt], int]:
+        def as_number(size: torch.SymInt) -> int:
+            if size.node.maybe_as_int() is None:
+                frames = traceback.walk_stack(sys._getframe(1))
+                frame = next((f for f, _ in frames if not _of_pytorch(f.f_code.co_filename)), None)
+                if frame is not None:
+                    file, line = frame.f_code.co_filename, frame.f_lineno
+                    code = linecache.getline(file, line).strip()
+                    lines.append(f"{Path(file).name}, line {line}: {code}")
+            return method(size)
+
+        return as_number
+
+    with contextlib.ExitStack() as patched:
+        for name in ("__int__", "__index__"):
+            as_number = noting(getattr(torch.SymInt, name))
+            patched.enter_context(mock.patch.object(torch.SymInt, name, as_number))
+        yield lines
+
+
+def _of_pytorch(file: str) -> bool:
+    return file.startswith((PYTORCH, "<"))
+
+
+def _check_dynamic(
+    traced: ir.Model,
+    dynamic: Sequence[Mapping[int, object]],
+    model: Model,
+    lines: Sequence[str],
+) -> None:
+    """Raises TraceError where the network made a constant of an axis that is to stay dynamic."""
+    for value, spec, axes in zip(traced.graph.inputs, model.inputs, dynamic, strict=True):
+        sizes = () if value.shape is None else value.shape.dims
+        for axis in axes:
+            if axis < len(sizes) and isinstance(sizes[axis], int):
+                where = f" ({lines[0]})" if lines else ""
+                of_batch = spec.shape[axis] == BATCH
+                raise TraceError(
+                    f"the network takes the {spec.shape[axis]} of its {spec.name} as a number, "
+                    f"{sizes[axis]} while it is traced, and a graph with it runs for that size "
+                    f"alone{where}",
+                    hint=f"write x.shape[{axis}] alone: no len(x), no int(…) and no loop over it"
+                    + ("; or export for one size with --batch N" if of_batch else ""),
+                )
 
 
 def _name_batch(traced: ir.Model, images: int) -> None:

@@ -2,193 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-from math import inf, isnan
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ...common.threads import fastest_threads, with_threads
 from ...errors import FamilyError, MoexportError, ParityError, UsageError
 from ...graphs.layers.base import MoELayer
-from .adapters import EXAMPLE, PAGE
+from .adapters import EXAMPLE
 from .calls import ForwardPass, LayerCall, copied_in_depth, forward_pass
-from .descriptions import Description, ExpertsDescription, SoftMoEDescription
+from .descriptions import (
+    Description,
+    ExpertsDescription,
+    MuMoEDescription,
+    SoftMoEDescription,
+    held_by,
+)
 from .examples import differ, made_up
 from .layers import LayerPlace
+from .mismatch import CLOSE, TOLERANCE, Run, difference, mismatch
 from .own_forward import InPlace, Tried, result_of
-
-TOLERANCE = 1e-4
-"""Largest difference from the user's own forward, as a fraction of max|y|, in float32."""
-
-CLOSE = 1e-5
-"""A layer that is further off than this may be another one: the other options are tried, too."""
-
-TRIED_INPUTS = 8
-
-
-def difference(expected: Tensor, actual: Tensor) -> float:
-    """Returns the largest difference as a fraction of max|expected|; NaN is infinite."""
-    largest = float(expected.abs().max())
-    error = float((expected - actual).abs().max())
-    if error == 0:
-        return 0.0
-    share = error / largest if largest else inf
-    return inf if isnan(share) else share
 
 
 def _check_described(
-    description: Description,
-    call: LayerCall,
-    layer: nn.Module,
-    run: Callable[[Description, int | None], Tensor],
-    at: str,
+    description: Description, call: LayerCall, layer: nn.Module, run: Run, at: str
 ) -> None:
     """Raises ParityError unless what was described gives y, where the user's layer gave it, for x.
 
-    `run` says what a description gives for the call, or the first inputs of it. `layer` is the
-    user's, and `at` begins the message.
+    `run` says what a description gives for a call. `layer` is the user's, and `at` begins the
+    message.
     """
     x, y = call.x, call.y
     with torch.no_grad():
-        ours = run(description, None)
+        ours = run(description, call)
         if ours.shape != y.shape:
             raise ParityError(
                 f"{at} gives {list(y.shape)} for {list(x.shape)}, and what its adapter says gives "
                 f"{list(ours.shape)}",
                 hint="are the experts' last weights those of another layer, or transposed?",
             )
-        off = difference(y, ours)
-        if off <= CLOSE:
+        if difference(y, ours) <= CLOSE:
             return
-        _check_not_random(layer, call, at)
-        tried = _tried(description, x, y, run, numbers_of(layer))
-    if off <= TOLERANCE and not _closer(tried):
-        return
-    raise _mismatch(at, off, tried, description)
+        made = _made_within(layer, call, description, at)
+        with with_threads(fastest_threads(lambda: run(description, call)).count):
+            problem = mismatch(description, call, run, held_by(layer), made, at)
+    if problem is not None:
+        raise problem
 
 
-def _check_not_random(layer: nn.Module, call: LayerCall, at: str) -> None:
-    """Raises ParityError where the user's layer gives something else for the same call."""
+def _made_within(
+    layer: nn.Module, call: LayerCall, description: Description, at: str
+) -> dict[str, Tensor]:
+    """What the parts of a layer make that has the shape of y, by their names; not its experts.
+
+    Raises ParityError where the layer gives something else for the same call.
+    """
+    experts = set() if isinstance(description, MuMoEDescription) else description.pointers()
+    made: dict[str, Tensor] = {}
+
+    def keep(name: str, returned: object) -> None:
+        if isinstance(returned, Tensor) and returned.shape == call.y.shape:
+            made[name] = returned.detach().clone()
+
+    parts = [
+        (name, part)
+        for name, part in layer.named_modules()
+        if name and (held := [*part.parameters()]) and not experts & {p.data_ptr() for p in held}
+    ]
     args, named = copied_in_depth((call.args, dict(call.named)))
-    try:
-        again = result_of(layer(*args, **named))
-    except Exception:  # noqa: BLE001  a layer may need its network to run
-        return
+    with ExitStack() as watching:
+        for name, part in parts:
+            hook = part.register_forward_hook(lambda _, __, y, name=name: keep(name, y))
+            watching.callback(hook.remove)
+        try:
+            again = result_of(layer(*args, **named))
+        except Exception:  # noqa: BLE001  a layer may need its network to run
+            return {}
     if again is not None and again.shape == call.y.shape and difference(call.y, again) > TOLERANCE:
         raise ParityError(
             f"{at} gives another result each time that it is called, in eval mode, too",
             hint="noise belongs into training alone: if self.training",
         )
-
-
-def numbers_of(layer: nn.Module) -> dict[str, float]:
-    """Returns a layer's numbers: attributes, and parameters and buffers of one number."""
-    numbers: dict[str, float] = {}
-    for name, value in vars(layer).items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            numbers[name] = float(value)
-    for name, value in (*layer.named_parameters(), *layer.named_buffers()):
-        if value.numel() == 1:
-            numbers[name] = float(value)
-            numbers[f"{name}.exp()"] = float(value.exp())
-    return numbers
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """Options that were changed, and how far off y then is, as it is and with x taken from it."""
-
-    changed: dict[str, str]
-    off: float
-    off_without_x: float
-
-
-def _tried(
-    description: Description,
-    x: Tensor,
-    y: Tensor,
-    run: Callable[[Description, int | None], Tensor],
-    numbers: Mapping[str, float],
-) -> list[_Trial]:
-    """Every combination of the options, the fewest changes first."""
-    trials = []
-    for changed, variant in description.variants(numbers):
-        try:
-            ours = run(variant, TRIED_INPUTS)
-        except (MoexportError, RuntimeError):
-            if not changed:
-                raise
-            continue  # no reading of these weights
-        own, tokens = y[: len(ours)], x[: len(ours)]
-        off = difference(own, ours) if own.shape == ours.shape else inf
-        added = own.shape == tokens.shape == ours.shape
-        without_x = difference(own - tokens, ours) if added else inf
-        trials.append(_Trial(changed=changed, off=off, off_without_x=without_x))
-    return sorted(trials, key=lambda trial: len(trial.changed))
-
-
-def _closer(tried: Sequence[_Trial]) -> list[_Trial]:
-    """Those that match, and far better than the description as it is."""
-    as_it_is = next(trial.off for trial in tried if not trial.changed)
-    return [trial for trial in tried if trial.off <= min(TOLERANCE, as_it_is / 10)]
-
-
-MOST_SHOWN = 6
-"""Options of which it is said how far off each is."""
-
-
-def _mismatch(
-    at: str, off: float, tried: Sequence[_Trial], description: Description
-) -> ParityError:
-    """What to say of a layer that is not what its adapter says: which options match, or none."""
-    begins = f"{at} does not match its adapter: off by {_share(off)} of max|y|"
-    closer = _closer(tried)
-    if closer:
-        limit = max(10 * min(trial.off for trial in closer), CLOSE)
-        fitting = [trial.changed for trial in closer if trial.off <= limit]
-        fewest = [_said(change) for change in fitting if len(change) == len(fitting[0])]
-        return ParityError(
-            f"{begins}; it matches with {' or with '.join(fewest[:3])}",
-            hint="moexport.SoftMoE has no such option: moexport.Experts with a forward computes it "
-            f"({PAGE})"
-            if any("softmax" in key for key in fitting[0])
-            else "use these options in the adapter if they describe the layer",
-        )
-    added = min(tried, key=lambda trial: trial.off_without_x)
-    if added.off_without_x <= TOLERANCE:
-        fitting = [trial.changed for trial in tried if trial.off_without_x <= TOLERANCE]
-        return ParityError(
-            f"{begins}; it matches with {_said(fitting[0])} once x is taken from y: the layer "
-            "adds its input",
-            hint="residual=True in the adapter"
-            if isinstance(description, SoftMoEDescription) and description.code is None
-            else "add it in the adapter's forward: return x + experts(…)",
-        )
-    single: dict[str, _Trial] = {}
-    for trial in sorted(tried, key=lambda trial: trial.off):
-        keys = trial.changed.keys() - {"eps"} or trial.changed.keys()
-        if len(keys) == 1:  # with the eps that goes with it best
-            single.setdefault(next(iter(keys)), trial)
-    shown = [*single.values()][:MOST_SHOWN]
-    listed = ", ".join(f"{_said(change.changed)}: {_share(change.off)}" for change in shown)
-    return ParityError(
-        f"{begins}; none of {len(tried)} combinations of options matches ({listed})",
-        hint=f"{description.advice} ({PAGE})",
-    )
-
-
-def _said(changed: Mapping[str, str]) -> str:
-    if not changed:
-        return "the options as they are"
-    return ", ".join(f"{key}={value}" for key, value in changed.items())
-
-
-def _share(share: float) -> str:
-    return f"{share:.2g}" if share >= 0.01 else f"{share:.0e}"
+    return {name: made[name] for name, _ in parts if name in made}  # what holds others before them
 
 
 TRIED_ALONE = 4
@@ -262,11 +162,10 @@ def check_adapter(place: LayerPlace, layer: nn.Module, one_pass: ForwardPass, so
             hint="phi is [d, n, p], a gate [d, n]: d is the width of a token",
         )
 
-    def run(described: Description, count: int | None) -> Tensor:
+    def run(described: Description, call: LayerCall) -> Tensor:
         if isinstance(described, ExpertsDescription):
-            part = replace(call, args=(call.x[:count],))
-            return result_of_code(described, part, at)[1]
-        y = result_of(surroundings(described, call)(described.build(""))(call.x[:count]))
+            return result_of_code(described, call, at)[1]
+        y = result_of(surroundings(described, call)(described.build(""))(call.x))
         assert y is not None
         return y
 
@@ -276,8 +175,7 @@ def check_adapter(place: LayerPlace, layer: nn.Module, one_pass: ForwardPass, so
 def _check_own_code(description: Description, call: LayerCall, layer: nn.Module, at: str) -> None:
     """Raises ParityError unless the user's code around our layer gives what the user's did."""
 
-    def run(described: Description, count: int | None) -> Tensor:
-        del count  # code may need the whole batch, and what goes with it
+    def run(described: Description, call: LayerCall) -> Tensor:
         return result_of_code(described, call, at)[1]
 
     _check_described(description, call, layer, run, at)

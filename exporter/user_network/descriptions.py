@@ -33,6 +33,7 @@ from .expert_forms import (
     ExpertForm,
     check_shape,
     choice,
+    is_map,
     linear,
     several,
     tensor,
@@ -92,8 +93,42 @@ def _softmax(logits: Tensor, axes: tuple[int, ...]) -> Tensor:
 D = TypeVar("D", bound=ExpertArguments)
 
 
-def _forms(description: D, default: Activation) -> Iterator[tuple[dict[str, str], D]]:
-    """Yields a description with other activations, and with gate and up exchanged."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a user's layer holds.
+
+    Its numbers (attributes, and parameters and buffers of one number), its parameters, each by its
+    name, and the biases of its maps by where their weights begin in memory.
+    """
+
+    numbers: Mapping[str, float]
+    parameters: Mapping[str, Tensor]
+    biases: Mapping[int, Tensor]
+
+
+def held_by(layer: nn.Module) -> Held:
+    """Returns what a user's layer holds."""
+    numbers: dict[str, float] = {}
+    for name, value in vars(layer).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[name] = float(value)
+    for name, value in (*layer.named_parameters(), *layer.named_buffers()):
+        if value.numel() == 1:
+            numbers[name] = float(value)
+            numbers[f"{name}.exp()"] = float(value.exp())
+    biases = {
+        part.weight.data_ptr(): part.bias
+        for part in layer.modules()
+        if is_map(part) and isinstance(part.weight, Tensor) and isinstance(part.bias, Tensor)
+    }
+    return Held(numbers=numbers, parameters=dict(layer.named_parameters()), biases=biases)
+
+
+def _forms(description: D, default: Activation, held: Held) -> Iterator[tuple[dict[str, str], D]]:
+    """Yields a description with other activations, and with its weights read otherwise."""
+    experts = description.with_biases(held.biases)
+    if experts is not None:
+        yield {"experts": "with their biases"}, replace(description, experts=experts)
     form = description.form()
     said = form.activation or default
     between = [said, *(name for name in get_args(Activation) if name != said)]
@@ -121,6 +156,14 @@ def _weights_read_otherwise(form: ExpertForm) -> Iterator[tuple[dict[str, str], 
     yield {}, form
     if form.gate != "none":
         yield {"gate and up": "exchanged"}, form.exchanged()
+    if form.gate == "concatenated" and form.w1[0].shape[1] == 2 * form.w1[0].shape[0]:
+        for name, turned in (("gate", (0,)), ("up", (1,)), ("gate and up", (0, 1))):
+            halves = (matrix.chunk(2, dim=1) for matrix in form.w1)
+            w1 = tuple(
+                torch.cat([half.T if i in turned else half for i, half in enumerate(both)], dim=1)
+                for both in halves
+            )
+            yield {f"the weights of {name}": "transposed"}, replace(form, w1=w1)
     for name, bias, matrices in (("first", "b1", form.w1), ("last", "b2", form.w2)):
         if matrices is not None and matrices[0].shape[0] == matrices[0].shape[1]:
             turned: Any = {f"w{bias[1]}": tuple(matrix.T for matrix in matrices)}
@@ -219,17 +262,17 @@ class SoftMoEDescription(ExpertArguments):
             )
 
     def variants(
-        self, numbers: Mapping[str, float]
+        self, held: Held
     ) -> Iterator[tuple[dict[str, str], SoftMoEDescription | ExpertsDescription]]:
         """Yields the same weights with other options, and what changed.
 
         Every combination of activation, normalisation and source of slots; and each other option
-        by itself. `numbers` are those that the user's layer holds: one may be a temperature.
+        by itself. `held` is what the user's layer holds: a number may be a temperature.
         """
         d = self.phi.shape[0]
         said = self._normalisation(d)
         norms = dict.fromkeys([said[:2], *((kind, eps) for kind in TRIED for eps in TRIED[kind])])
-        forms = list(_forms(self, "gelu"))
+        forms = list(_forms(self, "gelu", held))
         for (norm, eps), source, (experts, other), root in product(
             norms, get_args(SlotSource), forms, (False, True)
         ):
@@ -251,14 +294,13 @@ class SoftMoEDescription(ExpertArguments):
                 changed["gain"] = "d**0.5" if said[2] is None else "d**0.5 * gain"
             options = {"norm": norm, "eps": eps, "gain": gain, "shift": shift}
             yield changed, replace(other, **options, slots_from=source)
-        yield from self._rescaled(numbers)
+        yield from self._rescaled(held)
         yield from self._other_axes()
 
-    def _rescaled(
-        self, numbers: Mapping[str, float]
-    ) -> Iterator[tuple[dict[str, str], SoftMoEDescription]]:
+    def _rescaled(self, held: Held) -> Iterator[tuple[dict[str, str], SoftMoEDescription]]:
         """Yields other temperatures, phi without its bias, and other orders of phi's columns."""
         d, phi = self.phi.shape[0], self.phi
+        numbers = held.numbers
         factors = {"d**0.5": d**0.5, "d**-0.5": d**-0.5}
         factors |= {f"layer.{name}": value for name, value in numbers.items() if value > 0}
         factors |= {f"1 / layer.{name}": 1 / value for name, value in numbers.items() if value > 0}
@@ -268,12 +310,18 @@ class SoftMoEDescription(ExpertArguments):
                 yield {"temperature": name}, replace(self, temperature=temperature)
         if self.bias is not None:
             yield {"bias": "None"}, replace(self, bias=None)
+        else:
+            for name, parameter in held.parameters.items():
+                if parameter.numel() == phi[0].numel() and parameter.data_ptr() != phi.data_ptr():
+                    yield {"bias": f"layer.{name}"}, replace(self, bias=parameter)
         normed = phi / phi.norm(dim=0, keepdim=True).clamp_min(1e-12)
         yield {"phi": "F.normalize(phi, dim=0)"}, replace(self, phi=normed)
         if phi.ndim == 3 and phi.shape[2] > 1:
             n, p = phi.shape[1:]
             turned = phi.reshape(-1, p, n).mT
             yield {"phi": f"phi.flatten(1).unflatten(1, ({p}, {n})).mT"}, replace(self, phi=turned)
+            turned = phi.mT.reshape(phi.shape)
+            yield {"phi": f"phi.mT.flatten(1).unflatten(1, ({n}, {p}))"}, replace(self, phi=turned)
 
     def _other_axes(self) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
         """Yields the layer with its softmaxes over other axes, which a forward would compute."""
@@ -432,11 +480,9 @@ class MuMoEDescription:
         )
         return MuMoE(spec, weights).eval()
 
-    def variants(
-        self, numbers: Mapping[str, float]
-    ) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
+    def variants(self, held: Held) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
         """Yields the same weights with every combination of the few options, and what changed."""
-        del numbers
+        del held
         if self.gates is None:
             yield {}, self
             return
@@ -602,12 +648,11 @@ class ExpertsDescription(ExpertArguments):
         if self.router is not None and self.forward is not None:
             raise UsageError("router and forward are both given", hint="give one of them")
 
-    def variants(
-        self, numbers: Mapping[str, float]
-    ) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
+    def variants(self, held: Held) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
         """Yields the same weights with other options, and what changed."""
-        del numbers
-        for (changed, other), weights_on in product(_forms(self, "silu"), get_args(WeightsOn)):
+        for (changed, other), weights_on in product(
+            _forms(self, "silu", held), get_args(WeightsOn)
+        ):
             more = {} if weights_on == self.weights_on else {"weights_on": repr(weights_on)}
             yield changed | more, replace(other, weights_on=weights_on)
 

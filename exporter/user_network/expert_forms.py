@@ -157,6 +157,20 @@ class ExpertArguments:
         after = form.out_activation if self.out_activation is None else self.out_activation
         return replace(form, activation=activation, out_activation=after)
 
+    def pointers(self) -> set[int]:
+        """Returns where the experts' weights begin in memory."""
+        return {each.data_ptr() for each in self.tensors()}
+
+    def with_biases(self, biases: Mapping[int, Tensor]) -> Sequence[Expert] | None:
+        """Returns the experts with the biases of maps that were given as weights alone.
+
+        `biases` are those of a layer by where their weights begin in memory. None without any.
+        """
+        if self.experts is None or not all(isinstance(e, list | tuple) for e in self.experts):
+            return None
+        more = [tuple(_with_bias(part, biases) for part in several(e)) for e in self.experts]
+        return more if any(type(part) is tuple for expert in more for part in expert) else None
+
     def tensors(self) -> Iterator[Tensor]:
         """Yields the experts' weights as they were given."""
         if self.experts is None:
@@ -388,6 +402,11 @@ def _biases(maps: list[Map]) -> Tensor | None:
     if all(bias is None for _, bias in maps):
         return None
     return torch.stack([w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in maps])
+
+
+def _with_bias(part: LinearMap, biases: Mapping[int, Tensor]) -> LinearMap:
+    bias = biases.get(part.data_ptr()) if isinstance(part, Tensor) else None
+    return part if bias is None else (part, bias)  # type: ignore[return-value]
 
 
 def several(value: object) -> list[Any]:

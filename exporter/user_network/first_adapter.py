@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from ...common.user_code import callable_named
 from ...errors import FamilyError, MoexportError, UsageError
 from .calls import LayerCall
-from .comparison import CLOSE, difference, numbers_of, result_of_code, surroundings
-from .descriptions import Description, SoftMoEDescription
+from .comparison import result_of_code, surroundings
+from .descriptions import Description, SoftMoEDescription, held_by
 from .examples import INPUT_SHAPE
 from .expert_forms import is_map, is_norm, parts_of
+from .mismatch import CLOSE, difference
 from .own_forward import result_of
 
 INPUTS, TOKENS = 3, 7
@@ -227,7 +228,7 @@ class _Search:
             described = self._described(_call("moexport.SoftMoE", options))
             if not isinstance(described, SoftMoEDescription):
                 continue
-            for changed, variant in described.variants(numbers_of(self.layer)):
+            for changed, variant in described.variants(held_by(self.layer)):
                 if self._off_of(variant) > CLOSE:
                     continue
                 if _DISPATCH in changed and not residual and phi[1:] == ():

@@ -211,6 +211,29 @@ class Tried:
         sums = self.call.combine.sum(dim=(1, 3))
         return bool((sums.amax(1) - sums.amin(1) <= EVEN * sums.amax(1)).all())
 
+    def terms(self, most: int) -> tuple[Tensor, Tensor] | None:
+        """Returns what each expert gives, [t, c, o], and is weighted with, [t, c], for t tokens.
+
+        Of an expert with slots each slot counts; None where the bank was not called.
+        """
+        if self.call is None or self.layer is None:
+            return None
+        call, layer = self.call, self.layer
+        if call.combine is not None:
+            b, m = call.combine.shape[:2]
+            slots = torch.eye(call.combine[0, 0].numel()).expand(b, -1, -1)
+            outputs: Tensor = layer(slots, call.x.flatten(1, 2))  # [b, n·p, o]
+            by_token = outputs.unsqueeze(1).expand(b, m, *outputs.shape[1:]).flatten(0, 1)
+            return by_token[:most], call.combine.flatten(0, 1).flatten(1)[:most]
+        assert call.weights is not None and isinstance(layer, Experts)
+        x = call.x.flatten(0, -2)[:most]
+        each = torch.stack([layer.expert(i, x) for i in range(layer.spec.experts)], dim=1)
+        weights = call.weights.flatten(0, -2)[:most]
+        if call.index is not None:
+            index = call.index.flatten(0, -2)[:most]
+            weights = weights.new_zeros(each.shape[:2]).scatter_add(1, index, weights)
+        return each, weights
+
     def __call__(self, *args: Any, **named: Any) -> Tensor:
         self.calls += 1
         experts = self._bank.build(self._name)
