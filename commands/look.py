@@ -90,7 +90,9 @@ def adapt(
     """Write a first adapter for a layer of your own, compared with what the layer gives."""
     from ..common.writing import write_text
 
-    adapter = api.adapt(layer, request)
+    with verbosity.console() as console:
+        console.step(f"trying {layer}")
+        adapter = api.adapt(layer, request)
     if output is None:
         show(adapter.code)
     else:

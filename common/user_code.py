@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MoexportError, UsageError
 from .locations import path_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_][\w.]*")
 
@@ -67,3 +71,33 @@ def callable_named(source: str, what: str) -> Callable[..., Any]:
     if not callable(value):
         raise UsageError(f"{source}: {attribute} is a {type(value).__name__}, not callable")
     return value  # type: ignore[no-any-return]
+
+
+@contextmanager
+def user_code(what: str, hint: str) -> Iterator[None]:
+    """Raises UsageError where the user's code within the context fails, which may be in any way.
+
+    `what` is it in the message: `net:build()`. Errors of moexport's own stay what they are.
+    """
+    try:
+        yield
+    except MoexportError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{what}: {type(error).__name__}: {error}", hint=hint) from error
+
+
+def module_made(source: str, what: str, arguments: Mapping[str, Any], hint: str) -> nn.Module:
+    """Returns the network or layer that a function or class makes; UsageError where it does not."""
+    from torch import nn
+
+    function = callable_named(source, what)
+    listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    with user_code(f"{source}({listed}) failed", hint):
+        module = function(**arguments)
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            f"{source} returned a {type(module).__name__}, not a torch.nn.Module",
+            hint=f"name {what} that returns one",
+        )
+    return module

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...errors import FamilyError, MoexportError, UsageError
+from ...common.user_code import user_code
+from ...errors import FamilyError
 from .layers import LayerPlace
 from .own_forward import result_of
 
@@ -80,16 +81,10 @@ def forward_pass(
             watch = _Watch(module.get_submodule(place.path), place.path, calls)
             watching.enter_context(watch.watching())
         autocast = watching.enter_context(_Autocast())
-        try:
+        with user_code(
+            f"{what}: its forward failed on an input of shape {list(inputs.shape)}", hint
+        ):
             result = module(inputs.clone())
-        except MoexportError:
-            raise
-        except Exception as error:  # the user's code may fail in any way
-            raise UsageError(
-                f"{what}: its forward failed on an input of shape {list(inputs.shape)}: "
-                f"{type(error).__name__}: {error}",
-                hint=hint,
-            ) from error
     if autocast.dtype is not None:
         raise FamilyError(
             f"{what}: its forward computes in {_dtype(autocast.dtype)} under torch.autocast, and "

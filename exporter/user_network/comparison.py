@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.threads import fastest_threads, with_threads
+from ...common.user_code import user_code
 from ...errors import FamilyError, MoexportError, ParityError, UsageError
 from ...graphs.layers.base import MoELayer
 from .adapters import EXAMPLE
@@ -197,21 +198,18 @@ def result_of_code(
     else:
         layer = description.build("")
     counted = tried if tried is not None else _Counted(layer)
+    what = "router" if code.router is not None else "forward"
+    hint = (
+        f"it is called with {'' if what == 'router' else 'our layer and '}what the layer is called "
+        f"with ({', '.join(_words(call))}); --verbose shows where it was raised"
+    )
     try:
-        with torch.no_grad():
+        with torch.no_grad(), user_code(f"its {what} failed", hint):
             # Code may change in place what it is given.
             args, named = copied_in_depth((call.args, dict(call.named)))
             returned = code.run(counted, args, named)
     except MoexportError as error:
         raise UsageError(f"{at}: {error.message}", hint=error.hint) from error
-    except Exception as error:  # the user's code may fail in any way
-        what = "router" if code.router is not None else "forward"
-        taken = ", ".join(_words(call))
-        raise UsageError(
-            f"{at}: its {what} failed: {type(error).__name__}: {error}",
-            hint=f"it is called with {'' if what == 'router' else 'our layer and '}what the layer "
-            f"is called with ({taken}); --verbose shows where it was raised",
-        ) from error
     y = result_of(returned)
     if y is None:
         raise UsageError(

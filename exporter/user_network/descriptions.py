@@ -157,12 +157,8 @@ def _weights_read_otherwise(form: ExpertForm) -> Iterator[tuple[dict[str, str], 
     if form.gate != "none":
         yield {"gate and up": "exchanged"}, form.exchanged()
     if form.gate == "concatenated" and form.w1[0].shape[1] == 2 * form.w1[0].shape[0]:
-        for name, turned in (("gate", (0,)), ("up", (1,)), ("gate and up", (0, 1))):
-            halves = (matrix.chunk(2, dim=1) for matrix in form.w1)
-            w1 = tuple(
-                torch.cat([half.T if i in turned else half for i, half in enumerate(both)], dim=1)
-                for both in halves
-            )
+        for name, halves in (("gate", (0,)), ("up", (1,)), ("gate and up", (0, 1))):
+            w1 = tuple(_transposed(matrix, halves) for matrix in form.w1)
             yield {f"the weights of {name}": "transposed"}, replace(form, w1=w1)
     for name, bias, matrices in (("first", "b1", form.w1), ("last", "b2", form.w2)):
         if matrices is not None and matrices[0].shape[0] == matrices[0].shape[1]:
@@ -171,6 +167,12 @@ def _weights_read_otherwise(form: ExpertForm) -> Iterator[tuple[dict[str, str], 
         if getattr(form, bias) is not None:
             without: Any = {bias: None}
             yield {f"the {name} map": "without its bias"}, replace(form, **without)
+
+
+def _transposed(matrix: Tensor, halves: tuple[int, ...]) -> Tensor:
+    """The columns [d, 2d] of gate and up with these halves transposed."""
+    both = enumerate(matrix.chunk(2, dim=1))
+    return torch.cat([half.T if i in halves else half for i, half in both], dim=1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

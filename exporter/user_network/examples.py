@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...calibration.feeds import samples
+from ...common.user_code import user_code
 from ...errors import UsageError
 
 INPUT_SHAPE = "input_shape"
@@ -40,13 +41,9 @@ def example_of(
         return _inputs(source, "the example", example), ()
     own = getattr(module, EXAMPLE_INPUT, None)
     if own is not None:
-        try:
+        hint = "it takes nothing and returns inputs [b, …]; --data gives others"
+        with user_code(f"{source}: {EXAMPLE_INPUT}() failed", hint):
             value = own() if callable(own) else own
-        except Exception as error:  # the user's code may fail in any way
-            raise UsageError(
-                f"{source}: {EXAMPLE_INPUT}() failed: {type(error).__name__}: {error}",
-                hint="it takes nothing and returns inputs [b, …]; --data gives others",
-            ) from error
         return _inputs(source, EXAMPLE_INPUT, value), ()
     sizes = [shape] if isinstance(shape, int) else shape
     if not isinstance(sizes, list | tuple) or not all(isinstance(s, int) and s > 0 for s in sizes):

@@ -168,8 +168,10 @@ class ExpertArguments:
         """
         if self.experts is None or not all(isinstance(e, list | tuple) for e in self.experts):
             return None
-        more = [tuple(_with_bias(part, biases) for part in several(e)) for e in self.experts]
-        return more if any(type(part) is tuple for expert in more for part in expert) else None
+        parts = [part for expert in self.experts for part in several(expert)]
+        if not any(isinstance(part, Tensor) and part.data_ptr() in biases for part in parts):
+            return None
+        return [tuple(_with_bias(part, biases) for part in several(e)) for e in self.experts]
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields the experts' weights as they were given."""

@@ -6,15 +6,18 @@ that matches is the adapter; without one it is said which part was not recognise
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...common.user_code import callable_named
+from ...common.user_code import module_made
 from ...errors import FamilyError, MoexportError, UsageError
 from .calls import LayerCall
 from .comparison import result_of_code, surroundings
@@ -29,6 +32,8 @@ INPUTS, TOKENS = 3, 7
 
 SMALL = 1e-3
 """The last input is multiplied by it: short tokens tell normalisations apart."""
+
+ARGUMENTS = "--set gives its arguments: --set dim=64 --set num_experts=8"
 
 MOST_WIDTH = 1 << 16
 
@@ -48,24 +53,14 @@ def first_adapter(source: str, config: Mapping[str, Any]) -> FirstAdapter:
     """
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
     torch.manual_seed(0)
-    try:
-        layer = callable_named(source, "a layer")(**arguments)
-    except MoexportError:
-        raise
-    except Exception as error:  # the user's code may fail in any way
-        raise UsageError(
-            f"{source} cannot be made: {type(error).__name__}: {error}",
-            hint="--set gives its arguments: --set dim=64 --set num_experts=8",
-        ) from error
-    if not isinstance(layer, nn.Module):
-        raise UsageError(f"{source} makes a {type(layer).__name__}, not a torch.nn.Module")
+    layer = module_made(source, "a layer", arguments, ARGUMENTS)
     layer = layer.float().eval().requires_grad_(False)
     for parameter in layer.parameters():  # zeros and ones hide what multiplies and adds
         if parameter.ndim < 2 or float(parameter.std()) == 0:
             parameter.data.add_(0.3 * torch.randn_like(parameter))
-    experts = _Experts.of(layer)
-    call = _called(layer, experts.dim, config.get(INPUT_SHAPE), source)
-    return _Search(layer, experts, call, source).result()
+    found = _Experts.of(layer)
+    call = _called(layer, found.dim, found.count, config.get(INPUT_SHAPE), source)
+    return _Search(layer, found, call, source).result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +123,7 @@ class _Experts:
         )
 
 
-def _called(layer: nn.Module, dim: int, shape: object, source: str) -> LayerCall:
+def _called(layer: nn.Module, dim: int, experts: int, shape: object, source: str) -> LayerCall:
     """A call of the layer on random tokens, in the layout that it takes."""
     sizes = [shape] if isinstance(shape, int) else shape
     shapes = [(INPUTS, *sizes)] if isinstance(sizes, list | tuple) else _shapes(dim)
@@ -136,26 +131,54 @@ def _called(layer: nn.Module, dim: int, shape: object, source: str) -> LayerCall
     for dims in shapes:
         x = torch.randn(dims, generator=torch.Generator().manual_seed(0))
         x[-1] *= SMALL
-        try:
-            with torch.no_grad():
-                returned = layer(x.clone())
-        except Exception as error:  # noqa: BLE001  the user's code may fail in any way
-            problem = problem or error
-            continue
-        y = result_of(returned)
-        if y is not None:
-            structure = None if isinstance(returned, Tensor) else returned
-            return LayerCall(args=(x,), named={}, y=y, structure=structure)
+        for further in _further(layer, x, experts):
+            try:
+                with torch.no_grad():
+                    returned = layer(x.clone(), *(value.clone() for value in further))
+            except Exception as error:  # noqa: BLE001  the user's code may fail in any way
+                problem = problem or error
+                continue
+            y = result_of(returned)
+            if y is not None and bool(y.isfinite().all()):
+                structure = None if isinstance(returned, Tensor) else returned
+                return LayerCall(args=(x, *further), named={}, y=y, structure=structure)
+    names = further_inputs(layer)
+    more = f" with {', '.join(names)}" if names else ""
     raise UsageError(
-        f"{source}: its forward takes no tokens {list(shapes[0])}: {type(problem).__name__}: "
+        f"{source}: its forward takes no tokens {list(shapes[0])}{more}: {type(problem).__name__}: "
         f"{problem}",
-        hint="--set input_shape=… gives what it takes, without the batch; a layer that is called "
-        "with more needs an adapter with a forward (docs/own-layer.md)",
+        hint="--set input_shape=… gives what it takes, without the batch; further inputs that are "
+        "no mask [b, m], tokens [b, m, d], vectors [b, d] or logits [b, m, n] need an adapter with "
+        "a forward (docs/own-layer.md)",
     )
+
+
+def further_inputs(layer: nn.Module) -> list[str]:
+    """Returns what the forward of a layer must be given after its tokens."""
+    parameters = [*inspect.signature(layer.forward).parameters.values()][1:]
+    wanted = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in wanted and p.default is Parameter.empty]
+
+
+def _further(layer: nn.Module, x: Tensor, experts: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yields what a layer may be given after its tokens: masks, tokens, logits or vectors."""
+    mask = torch.ones(x.shape[:-1], dtype=torch.bool)
+    mask.flatten()[1::3] = False  # some tokens of every input, and never all
+    sizes = [x.shape, (*x.shape[:-1], experts), (len(x), x.shape[-1])]
+    generator = torch.Generator().manual_seed(1)
+    floats = [torch.randn(size, generator=generator) for size in dict.fromkeys(map(tuple, sizes))]
+    yield from itertools.product([mask, *floats], repeat=len(further_inputs(layer)))
 
 
 def _shapes(dim: int) -> list[tuple[int, ...]]:
     return [(INPUTS, TOKENS, dim), (INPUTS, dim, 3, 4), (INPUTS, dim)]
+
+
+def _distance(expected: Tensor, actual: Tensor | None) -> float:
+    """How far off a result is, in the input where that is most; infinite where it is none."""
+    if actual is None or actual.shape != expected.shape:
+        return inf
+    return max(difference(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 class _Search:
@@ -163,6 +186,7 @@ class _Search:
 
     def __init__(self, layer: nn.Module, experts: _Experts, call: LayerCall, source: str) -> None:
         self.layer, self.experts, self.call, self.source = layer, experts, call, source
+        self.further = dict(zip(further_inputs(layer), call.further, strict=False))
         self.nearest: dict[str, float] = {}
 
     def result(self) -> FirstAdapter:
@@ -199,50 +223,102 @@ class _Search:
     def _off(self, body: str) -> float:
         """How far off a text is from what the layer gives; infinite where it does not run."""
         description = self._described(body)
-        return float("inf") if description is None else self._off_of(description)
+        return inf if description is None else _distance(self.call.y, self._result(description))
 
-    def _off_of(self, description: Description) -> float:
+    def _result(self, description: Description) -> Tensor | None:
+        """What a description gives for the call; None where it does not run."""
         with torch.no_grad():
             try:
                 if isinstance(description, SoftMoEDescription):
                     ours = surroundings(description, self.call)(description.build(""))
-                    y = result_of(ours(self.call.x))
-                else:
-                    y = result_of_code(description, self.call, self.source)[1]
+                    return result_of(ours(self.call.x))
+                return result_of_code(description, self.call, self.source)[1]
             except (MoexportError, RuntimeError):
-                return float("inf")
-        if y is None or y.shape != self.call.y.shape:
-            return float("inf")
-        return max(difference(a, b) for a, b in zip(self.call.y, y, strict=True))
+                return None
 
     # --- Soft MoE -----------------------------------------------------------------------------
 
     def _soft_moe(self) -> Iterator[str]:
-        """Yields texts of Soft MoE layers, the options that match first."""
-        for phi, norm, residual in itertools.product(
-            self._phis(), ["", *self._norms()], (False, True)
-        ):
+        """Yields texts of Soft MoE layers that match, those with the fewest options first."""
+        if self.call.further:
+            yield from self._masked()
+            return
+        held, described = held_by(self.layer), {}
+        for phi, norm in itertools.product(self._phis(), ["", *self._norms()]):
             options = [f"phi={phi[0]}", *phi[1:], self.experts.keywords]
             options += [f"norm={norm}"] if norm else []
-            options += ["residual=True"] if residual else []
-            described = self._described(_call("moexport.SoftMoE", options))
-            if not isinstance(described, SoftMoEDescription):
+            description = self._described(_call("moexport.SoftMoE", options))
+            if isinstance(description, SoftMoEDescription):
+                described[phi, norm] = options, [*description.variants(held)]
+        for simple in (True, False):
+            for (phi, norm), (options, variants) in described.items():
+                for changed, variant in variants:
+                    if simple == (len(changed) < 2):
+                        yield from self._of_variant(phi, norm, options, changed, variant)
+
+    def _of_variant(
+        self,
+        phi: tuple[str, ...],
+        norm: str,
+        options: list[str],
+        changed: Mapping[str, str],
+        variant: Description,
+    ) -> Iterator[str]:
+        """Yields the text of a description with changed options where that matches."""
+        ours, x, y = self._result(variant), self.call.x, self.call.y
+        added = None if ours is None or x.shape != ours.shape else x + ours
+        residual = _distance(y, added) <= CLOSE
+        if not residual and (off := _distance(y, ours)) > CLOSE:
+            if not changed:
+                self.nearest[_call("moexport.SoftMoE", options)] = off
+            return
+        if _DISPATCH in changed:
+            if not residual and phi[1:] == ():
+                yield self._with_axes(changed, phi[0], norm)
+            return
+        named = {k: v.replace("phi", phi[0]) if k == "phi" else v for k, v in changed.items()}
+        if any(" " in key for key in named):
+            return
+        kept = [each for each in options if each.split("=", 1)[0] not in changed]
+        more = [f"{key}={value}" for key, value in named.items()]
+        last = ["residual=True"] if residual else []
+        yield _call("moexport.SoftMoE", [*kept, *more, *last])
+
+    def _masked(self) -> Iterator[str]:
+        """Yields texts of Soft MoE layers with a mask of tokens as a further input."""
+        for (phi, *more), norm, mask, end in itertools.product(
+            self._phis(), ["", *self._norms()], self._masks(), _ENDS
+        ):
+            if more:
                 continue
-            for changed, variant in described.variants(held_by(self.layer)):
-                if self._off_of(variant) > CLOSE:
-                    continue
-                if _DISPATCH in changed and not residual and phi[1:] == ():
-                    yield self._with_axes(changed, phi[0], norm)
-                kept = [o for o in options if o.split("=", 1)[0] not in changed]
-                named = {
-                    k: v.replace("phi", phi[0]) if k == "phi" else v for k, v in changed.items()
-                }
-                if not any(" " in key for key in named):
-                    more = [f"{key}={value}" for key, value in named.items()]
-                    yield _call("moexport.SoftMoE", [*kept, *more])
-                break
-            else:
-                self.nearest[_call("moexport.SoftMoE", options)] = self._off_of(described)
+            hidden = f'logits.masked_fill({mask}[:, :, None, None], float("-inf"))'
+            lines = [f"h = {norm}(x)"] if norm else []
+            h = "h" if norm else "x"
+            lines += [
+                f'logits = torch.einsum("bmd,dnp->bmnp", {h}, {phi})',
+                f"dispatch = {hidden}.softmax(dim=1)",
+                f'slots = torch.einsum("bmd,bmnp->bnpd", {h}, dispatch)',
+                f"y = experts(slots, combine={_AXES['all slots']})",
+                f"return {end.format(mask=mask)}",
+            ]
+            yield self._text(lines, "gelu")
+
+    def _masks(self) -> list[str]:
+        """What is True at tokens that do not count, as code."""
+        return [
+            turn + name
+            for name, value in self.further.items()
+            if value.dtype == torch.bool
+            for turn in ("~", "")
+        ]
+
+    def _text(self, lines: Sequence[str], activation: str = "", k: str = "") -> str:
+        """The text of experts with a forward of these lines."""
+        names = ", ".join(["experts", "x", *self.further, *([f"k={k}"] if k else [])])
+        listed = self.experts.keywords.startswith("experts=")
+        more = [f"activation='{activation}'"] if activation and not listed else []
+        call = _call("moexport.Experts", [self.experts.keywords, *more, "forward=forward"])
+        return "\n".join([f"def forward({names}):", *(f"    {x}" for x in lines), "", call])
 
     def _with_axes(self, changed: Mapping[str, str], phi: str, norm: str) -> str:
         """The text of a layer with its softmaxes over other axes."""
@@ -253,11 +329,8 @@ class _Search:
             f'slots = torch.einsum("bmd,bmnp->bnpd", x, {dispatch})',
             f"return experts(slots, combine={combine})",
         ]
-        body = ["def forward(experts, x):", *(f"    {line}" for line in lines), ""]
         # What a Soft MoE's experts compute unless it is said.
-        gelu = [] if self.experts.keywords.startswith("experts=") else ["activation='gelu'"]
-        call = _call("moexport.Experts", [self.experts.keywords, *gelu, "forward=forward"])
-        return "\n".join([*body, call])
+        return self._text(lines, "gelu")
 
     def _phis(self) -> Iterator[tuple[str, ...]]:
         """Yields what the tokens may be multiplied with, [d, n, p], as code, and a bias."""
@@ -302,52 +375,53 @@ class _Search:
 
     def _routed(self) -> Iterator[str]:
         """Yields texts of layers that choose experts for tokens."""
-        for gate, norm, form, before in itertools.product(
-            self._gates(), ["", *self._norms()], _FORMS, self._added()
+        ends = ["", *(f"y.masked_fill({mask}[..., None], 0)" for mask in self._masks())]
+        for gate, norm, form, before, end in itertools.product(
+            self._gates(), ["", *self._norms()], _FORMS, self._added(), ends
         ):
-            seen = f"{norm}(x)" if norm else "x"
-            for k in self._ks() if "{k}" in form else [("", 0)]:
-                code = form.format(logits=gate.format(x="h" if norm else "x"), k="k")
-                lines = [f"h = {seen}"] if norm else []
-                h = "h" if norm else "x"
-                *steps, last = code.splitlines()
-                lines += steps
-                added = before.format(h=h)
-                lines.append(f"return {added}{last.replace('(x,', f'({h},')}")
-                named = f", k={k[0]}" if k[0] else ""
+            h = "h" if norm else "x"
+            *steps, last = form.format(logits=gate.format(x=h), k="k").splitlines()
+            y = f"{before.format(h=h)}{last.replace('(x,', f'({h},')}"
+            lines = [f"h = {norm}(x)"] if norm else []
+            lines += [*steps, *([f"y = {y}", f"return {end}"] if end else [f"return {y}"])]
+            for k in self._ks() if "{k}" in form else [""]:
                 for activation in self._activations():
-                    options = [self.experts.keywords, *activation, "forward=forward"]
-                    body = [f"def forward(experts, x{named}):", *(f"    {x}" for x in lines), ""]
-                    yield "\n".join([*body, _call("moexport.Experts", options)])
+                    yield self._text(lines, activation, k)
 
-    def _activations(self) -> Sequence[list[str]]:
+    def _activations(self) -> Sequence[str]:
         if self.experts.keywords.startswith("experts="):
-            return [[]]
-        return [[f"activation='{name}'"] for name in ("silu", "gelu", "relu", "relu2")]
+            return [""]
+        return ["silu", "gelu", "relu", "relu2"]
 
     def _gates(self) -> Iterator[str]:
-        d, n = self.experts.dim, self.experts.count
-        for name, module in self.layer.named_modules():
-            if isinstance(module, nn.Linear) and (module.in_features, module.out_features) == (
-                d,
-                n,
-            ):
-                yield f"layer.{name}({{x}})"
-        for name, p in self._others():
+        """Yields a router's logits as code, of `{x}` or of a further input."""
+        d, n, x = self.experts.dim, self.experts.count, self.call.x
+        seen = ["{x}"]
+        for name, value in self.further.items():
+            if value.shape == (*x.shape[:-1], n):
+                yield name
+            elif value.shape == x.shape and value.is_floating_point():
+                seen.append(name)
+            elif value.shape == (len(x), d):
+                seen.append(f"{name}.unsqueeze(1).expand_as(x)")
+        for (name, module), each in itertools.product(self.layer.named_modules(), seen):
+            if isinstance(module, nn.Linear) and module.weight.shape == (n, d):
+                yield f"layer.{name}({each})"
+        for (name, p), each in itertools.product(self._others(), seen):
             if p.shape == (d, n):
-                yield f"({{x}} @ layer.{name})"
+                yield f"({each} @ layer.{name})"
             elif p.shape == (n, d) and not name.endswith(".weight"):
-                yield f"({{x}} @ layer.{name}.T)"
+                yield f"({each} @ layer.{name}.T)"
 
-    def _ks(self) -> list[tuple[str, int]]:
+    def _ks(self) -> list[str]:
         """The numbers that may be k, as code."""
         n = self.experts.count
         held = [
-            (f"layer.{name}", value)
+            f"layer.{name}"
             for name, value in vars(self.layer).items()
             if isinstance(value, int) and not isinstance(value, bool) and 0 < value < n
         ]
-        return held or [(str(k), k) for k in range(1, min(n, 5))]
+        return held or [str(k) for k in range(1, min(n, 5))]
 
     def _added(self) -> list[str]:
         """What may be added to the experts' sum, as code."""
@@ -377,34 +451,41 @@ class _Search:
         if self.experts.problem is not None:
             yield f"the experts: {self.experts.problem}"
             return
-        tried = sorted(self.nearest.items(), key=lambda item: item[1])
-        if not tried or tried[0][1] == float("inf"):
+        tried = sorted(self.nearest.items(), key=lambda each: each[1])
+        if not tried or tried[0][1] == inf:
             others = ", ".join(f"{name} {list(p.shape)}" for name, p in self._others())
             yield f"the router: none of the other parameters fits one ({others or 'none'})"
             return
         off = tried[0][1]
+        given = ", ".join(self.further)
+        around = "what is around the experts" + (f", with {given}" if given else "")
         yield (
-            f"what is around the experts: {len(tried)} usual forms were tried, and the nearest is "
+            f"{around}: {len(tried)} usual forms were tried, and the nearest is "
             f"off by {off:.2g} of max|y|"
         )
 
     def _frame(self) -> str:
-        keywords = self.experts.keywords
-        return "\n".join(
+        return self._text(
             [
-                "def forward(experts, x):",
-                "    # What the layer computes, with one of these in place of its experts:",
-                "    #   experts(slots, combine=C)    slots [b, n, p, d], C [b, m, n, p]",
-                "    #   experts(x, weights=w)        x [..., d], w [..., n]",
-                "    #   experts(x, index, weights)   index and weights [..., k]",
-                "    raise NotImplementedError",
-                "",
-                _call("moexport.Experts", [keywords, "forward=forward"]),
+                "# What the layer computes, with one of these in place of its experts:",
+                "#   experts(slots, combine=C)    slots [b, n, p, d], C [b, m, n, p]",
+                "#   experts(x, weights=w)        x [..., d], w [..., n]",
+                "#   experts(x, index, weights)   index and weights [..., k]",
+                "raise NotImplementedError",
             ]
         )
 
 
 _DISPATCH = "the softmax of dispatch"
+
+_ENDS = (
+    "y",
+    "x + y",
+    "y.masked_fill({mask}[..., None], 0)",
+    "x + y.masked_fill({mask}[..., None], 0)",
+    "(x + y).masked_fill({mask}[..., None], 0)",
+)
+"""What is returned of y where a mask says which tokens count."""
 
 _AXES = {
     "all slots": "logits.flatten(2).softmax(dim=-1).view_as(logits)",

@@ -92,7 +92,7 @@ def find_in_module(
         raise FamilyError(
             f"{type(module).__name__} holds no Soft MoE layer and no muMoE layer that moexport "
             f"knows (its parameters: {names}, …)",
-            hint=f"{EXAMPLE.format(name=_likely_class(module))}; layers known by the names and "
+            hint=f"{_adapt(module)}; layers known by the names and "
             f"shapes of their parameters: {', '.join(FAMILIES)}; the layer must be a module of "
             "its own",
         )
@@ -125,24 +125,31 @@ def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, L
         )
     if unused:
         cls, adapter = next(iter(unused.items()))
+        own = ", ".join(each.__name__ for each in _own_classes(module))
         raise UsageError(
             f"the adapter {adapter_name(adapter)} is for {cls.__name__}, and "
             f"{type(module).__name__} holds no such layer",
-            hint=f"classes in it: {', '.join(_own_classes(module)) or 'those of torch.nn alone'}",
+            hint=f"classes in it: {own or 'those of torch.nn alone'}",
         )
     return places
 
 
-def _own_classes(module: nn.Module) -> list[str]:
-    """The names of the classes in a network that are not PyTorch's, each once."""
+def _own_classes(module: nn.Module) -> list[type[nn.Module]]:
+    """The classes in a network that are not PyTorch's, each once."""
     classes = (type(sub) for sub in module.modules())
-    return list(dict.fromkeys(c.__name__ for c in classes if not c.__module__.startswith("torch.")))
+    return list(dict.fromkeys(c for c in classes if not c.__module__.startswith("torch.")))
 
 
-def _likely_class(module: nn.Module) -> str:
-    """The user's class to show in an example: one that is called a MoE, or any of the user's."""
-    inner = [name for child in module.children() for name in _own_classes(child)]
-    return next((name for name in inner if "moe" in name.lower()), (*inner, "MyLayer")[0])
+def _adapt(module: nn.Module) -> str:
+    """How to say what the user's layer is: one of a class that is called a MoE, or any."""
+    inner = list(dict.fromkeys(c for child in module.children() for c in _own_classes(child)))
+    likely = next((c for c in inner if "moe" in c.__name__.lower()), (*inner, None)[0])
+    if likely is None:
+        return EXAMPLE.format(name="MyLayer")
+    source = f"{likely.__module__}:{likely.__name__}"
+    return f"`moexport adapt {source}` writes a first adapter, or {EXAMPLE}".format(
+        name=likely.__name__
+    )
 
 
 def _renamed(layer: MoELayer, name: str) -> MoELayer:

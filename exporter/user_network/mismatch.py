@@ -8,7 +8,7 @@ from itertools import groupby
 from math import inf, isnan
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import MoexportError, ParityError
 from .adapters import PAGE
@@ -257,11 +257,12 @@ def _nothing_that_fits(
     listed = ", ".join(f"{_said(each.changed)}: {_share(each.off)}" for each in shown)
     code = description.code
     parts = ", ".join(f"layer.{name}" for name in made if "." not in name)
-    besides = f"the layer also runs {parts}, which a forward can; "
+    around = code is None or code.router is not None  # what a forward would run besides
+    around &= not isinstance(getattr(description, "norm", None), nn.Module)
+    besides = f"the layer also runs {parts}, which takes a forward; " if parts and around else ""
     return ParityError(
         f"{begins}; none of {len(trials)} combinations of options matches ({listed})",
-        hint=(besides if parts and (code is None or code.router is not None) else "")
-        + f"{description.advice} ({PAGE})",
+        hint=f"{besides}{description.advice} ({PAGE})",
     )
 
 

@@ -6,15 +6,15 @@ the names and shapes of its parameters, which are then those of a published laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...common.user_code import callable_named
-from ...errors import CheckpointError, FamilyError, MoexportError, UsageError
+from ...common.user_code import module_made
+from ...errors import CheckpointError, FamilyError, MoexportError
 from ...graphs.layers.base import MoELayer, sharing_weights
 from ..checkpoints.state_dict import Checkpoint, read_checkpoint
 from ..model import Model, Source, TensorSpec
@@ -32,6 +32,8 @@ from .descriptions import ExpertsDescription
 from .examples import INPUT_SHAPE, Example, differ, example_of, made_up
 from .layers import LayerPlace, find_in_module
 from .own_forward import OwnForward
+
+ARGUMENTS = "--config and --set are passed to the factory as its arguments"
 
 COMPILED = "_orig_mod"
 """What a module that `torch.compile` made calls the module that it is of."""
@@ -52,7 +54,7 @@ def load_factory(
     own module is kept as `Model.original`.
     """
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
-    module, notes = _uncompiled(_built(source, callable_named(source, "a factory"), arguments))
+    module, notes = _uncompiled(module_made(source, "a factory", arguments, ARGUMENTS))
     known = adapters_for(adapters)
     files: tuple[Path, ...] = ()
     mapped: tuple[Path, ...] = ()
@@ -98,20 +100,6 @@ def load_factory(
         example=array,
         order=layers,
     )
-
-
-def _built(source: str, factory: Callable[..., object], arguments: dict[str, Any]) -> nn.Module:
-    try:
-        module = factory(**arguments)
-    except Exception as error:  # the user's code may fail in any way
-        listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        raise UsageError(
-            f"{source}({listed}) failed: {type(error).__name__}: {error}",
-            hint="--config and --set are passed to the factory as its arguments",
-        ) from error
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"{source} returned a {type(module).__name__}, not a torch.nn.Module")
-    return module
 
 
 def _uncompiled(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:

@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...errors import MoexportError, UsageError
+from ...common.user_code import user_code
+from ...errors import UsageError
 from ...graphs.layers.base import MoELayer, sharing_weights
 from ...graphs.layers.experts import Experts, ExpertsSpec
 from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec
@@ -26,15 +27,20 @@ Router = Callable[..., tuple[Tensor, Tensor]]
 Forward = Callable[..., Any]
 """A user's own code around our layer: takes that, then what the user's layer is called with."""
 
+CHANNELS = "where channels come first, a forward moves them: experts(x.movedim(1, -1), …)"
+
 ROUTER_HINT = (
     "a router takes what the layer takes and returns index [..., k], of whole numbers from 0 \
-to n - 1, and weights [..., k], for the tokens x [..., d]"
+to n - 1, and weights [..., k], for the tokens x [..., d]; "
+    + CHANNELS
 )
 
 CALLS = (
     "experts(x, index, weights) for tokens x [..., d], experts(x, weights=w) for w [..., n], or "
-    "experts(slots, combine=C) for slots [b, n, p, d] and C [b, m, n, p]"
+    "experts(slots, combine=C) for slots [b, n, p, d] and C [b, m, n, p]; " + CHANNELS
 )
+
+ROUTER_K = "use a k that the router knows"
 
 K = "k"
 """What a router calls the number of experts that it can be asked for."""
@@ -410,7 +416,9 @@ class ExpertsCall:
         if self.x.shape[-1] != d:
             raise UsageError(
                 f"its forward gives experts(…) {list(self.x.shape)}, and they take tokens (…, {d})",
-                hint="a first map is an nn.Linear or [h, d], w1 is [n, d, h]: d is a token's width",
+                hint=CHANNELS
+                if d in self.x.shape[1:-1]
+                else "a first map is an nn.Linear or [h, d], w1 is [n, d, h]: d is a token's width",
             )
 
     def with_largest(self, k: int) -> ExpertsCall:
@@ -592,15 +600,8 @@ def _try(model: Model, changes: Mapping[str, int | None]) -> None:
     ]
     said = ", ".join(f"{name} {wanted}" for name, wanted in changes.items())
     try:
-        with torch.no_grad():
+        with torch.no_grad(), user_code(f"--k ({said}): the router failed", ROUTER_K):
             model.module(torch.from_numpy(model.example))
-    except MoexportError:
-        raise
-    except Exception as error:  # the user's code may fail in any way
-        raise UsageError(
-            f"--k ({said}): the router failed: {type(error).__name__}: {error}",
-            hint="use a k that the router knows",
-        ) from error
     finally:
         for hook in hooks:
             hook.remove()
