@@ -514,7 +514,7 @@ class Capacity(nn.Module):
         best, index = self.gate(x).topk(2, dim=-1)
         taken = F.one_hot(index, EXPERTS).flatten(0, 1)  # (2t, n)
         before = ((taken.cumsum(dim=0) - 1) * taken).sum(dim=-1).view_as(index)
-        return index, best.softmax(dim=-1) * (before < 2 * len(x) // EXPERTS)
+        return index, best.softmax(dim=-1) * (before < 2 * x.shape[0] // EXPERTS)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns tokens (b, m, d)."""

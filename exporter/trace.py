@@ -107,6 +107,11 @@ def _module(node: ir.Node) -> str:
     return str(modules[-1]) if modules else ""
 
 
+NOTICES = ("torch.onnx", "torch.fx.experimental.symbolic_shapes")
+
+LINE = re.compile(r'call raised this error:\n  File "([^"]+)", line (\d+), in .*\n +(.+)')
+"""Where in the user's code PyTorch could not go on, as it says so."""
+
 BATCH = "batch"
 TRACED_SIZES = {
     "tokens": 7,
@@ -164,8 +169,10 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
                 # Anew: chained to itself, it would have no end.
                 raise MemoryError(str(cause)) from None
             said = str(cause).strip().splitlines() or [type(cause).__name__]
+            line = LINE.search(str(cause))
+            where = f" ({Path(line[1]).name}, line {line[2]}: {line[3]})" if line else ""
             raise TraceError(
-                f"PyTorch cannot trace this {model.family} model: {said[0]}",
+                f"PyTorch cannot trace this {model.family} model: {said[0]}{where}",
                 hint=older_tracer()
                 or "the network's forward must not depend on the values of its inputs; "
                 "--verbose shows PyTorch's own report",
@@ -344,13 +351,20 @@ def layers_as_nodes(module: nn.Module) -> Iterator[nn.Module]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps the exporter's notices about itself (torchvision is absent, …) off the terminal."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in NOTICES]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
-        # It tells its steps on stdout, where results belong alone.
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        # It tells its steps on stdout, where results belong alone; and the graph of what it cannot
+        # trace on stderr, where a bar may be drawn.
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            mock.patch("torch.export._trace.print", create=True),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

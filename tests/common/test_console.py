@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from moexport.common.console import Console, show
@@ -111,6 +113,22 @@ def test_many_steps_are_one_line_that_goes_when_they_end(
         searching(console)
     screen = Screen(capsys.readouterr().err)
     assert (screen.most_bars, screen.lines) == (1, [])
+
+
+def test_elsewhere_many_steps_are_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console() as console:
+        for number in range(20):
+            console.step(f"measuring layer: 5 rounds, {number} in turn", total=20)
+    assert capsys.readouterr().err == "moexport: measuring layer: 5 rounds, 0 in turn\n"
+
+
+def test_results_stand_where_they_were_said_where_both_streams_are_one(tmp_path: Path) -> None:
+    code = "from moexport.common.console import Console, show\n"
+    code += "Console().step('loading'); show('12%'); Console().note('done')"
+    with (tmp_path / "both").open("w") as both:
+        subprocess.run([sys.executable, "-c", code], stdout=both, stderr=both, check=True)
+    text = (tmp_path / "both").read_text()
+    assert text == "moexport: loading\n12%\nnote: done\n"
 
 
 def test_an_error_leaves_no_bar_behind_whoever_has_drawn_it(

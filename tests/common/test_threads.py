@@ -55,3 +55,6 @@ def test_with_one_thread_there_is_nothing_to_try() -> None:
     with with_threads(1):
         assert fastest_threads(taking(lambda _: 10.0)) == Threads(1)
     assert Threads(1).sentence == "1 thread"
+    assert Threads(1, {1: 1.283, 2: 1240.4}).sentence.endswith(
+        "(1.28 ms a call with 1, 1,240 ms with 2)"
+    )

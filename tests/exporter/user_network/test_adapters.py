@@ -637,6 +637,7 @@ def test_a_network_without_a_known_layer_names_the_way(factory: str) -> None:
     assert f"@moexport.adapts({name})" in str(caught.value.hint)
     assert "moexport.SoftMoE(phi=" in str(caught.value.hint)
     assert "docs/own-layer.md" in str(caught.value.hint)
+    assert ("`moexport adapt own:Mixer` writes a" in str(caught.value.hint)) == (factory == "soft")
 
 
 # --- tensors that do not fit ---------------------------------------------------------------------

@@ -66,6 +66,10 @@ class Net(nn.Module):
         return self.scores(x)
 
     def scores(self, x):
+        if self.does == "count the batch":
+            x = x.reshape(len(x), 6, 3)
+        if self.does == "name a number":
+            x = x.reshape(int(x.shape[0]), 6, 3)
         x = self.stem(x.to(self.stem.weight.dtype))
         if self.does == "call forward":
             y = self.mix.forward(x)
@@ -105,9 +109,11 @@ def in_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delitem(sys.modules, "habits", raising=False)
 
 
+EXPORT = ("export", "habits:net", *SHAPE, "--adapter", "habits:adapt", "-o", "out")
+
+
 def exported(*given: str) -> Outcome:
-    sets = (part for each in given for part in ("--set", each))
-    return run("export", "habits:net", *SHAPE, *sets, "--adapter", "habits:adapt", "-o", "out")
+    return run(*EXPORT, *(part for each in given for part in ("--set", each)))
 
 
 def assert_right(does: str = "", **given: object) -> None:
@@ -147,6 +153,12 @@ def test_weights_of_another_type_are_exported_as_float32(dtype: str) -> None:
     assert_right(dtype=dtype)
 
 
+def test_a_network_that_counts_its_batch_is_right_for_one_size() -> None:
+    outcome = run(*EXPORT, "--set", "does=count the batch", "--batch", "3")
+    assert outcome.code == 0, outcome.err
+    assert_right("count the batch")
+
+
 def test_dropout_is_off_in_the_export_of_a_network_in_training() -> None:
     assert exported("training=true").code == 0
     assert_right()
@@ -164,6 +176,8 @@ def test_a_layer_that_changes_its_input_is_right_where_nobody_else_uses_that() -
         ("does=autocast", 1, "bfloat16 under torch.autocast", "leaves autocast out"),
         ("does=call twice", 1, "the layer mix is called 2 times", "a layer of its own"),
         ("does=return a dict", 1, "its forward returned a dict", "the logits alone"),
+        ("does=count the batch", 1, ": x = x.reshape(len(x), 6, 3))", "x.shape[0]"),
+        ("does=name a number", 1, "takes the batch of its input as a number", "no int(…)"),
         ("in_place=true", 3, "the layer mix changes its input in place", "x = x + …"),
     ],
 )

@@ -145,12 +145,16 @@ def test_a_forward_that_is_wrong_says_in_which_way(
     assert refused.value.hint and "--help" not in refused.value.hint
 
 
-def test_a_forward_that_cannot_be_traced_is_told(tmp_path: Path) -> None:
+def test_a_forward_that_cannot_be_traced_is_told_with_its_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def by_value(layer: Layer, experts: Any, x: Tensor) -> Any:
         return right(layer, experts, x) if float(x.sum()) < 1e9 else x
 
-    with pytest.raises(TraceError, match="PyTorch cannot trace this"):
+    says = r"PyTorch cannot trace this .* \(test_own_forward.py, line [0-9]+: return right\("
+    with pytest.raises(TraceError, match=says):
         moexport.export(loaded(bank(by_value)), tmp_path / "out")
+    assert capfd.readouterr() == ("", "")
 
 
 def soft(layer: Layer) -> moexport.SoftMoE:
