@@ -36,6 +36,7 @@ from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.targets import Target
 from moexport.perf import cache, calibration, granite, models, scale, tune
 from moexport.perf.experts import table as experts_table
+from moexport.perf.generation import benchmark as generation
 from moexport.perf.layers import mumoe
 from moexport.perf.measure import kept, measured_on
 from moexport.tests.bench.report.browser import browser
@@ -265,7 +266,12 @@ def token_routed_tables() -> dict[str, str]:
     return {
         "experts": _wrapped(experts_table(kept(RESULTS / "experts-cpu.json"))),
         "granite": _wrapped(granite.table(kept(RESULTS / "granite-cpu.json"))),
+        "generation": _generation_tables(RESULTS / "generation-cpu.json"),
     }
+
+
+def _generation_tables(file: Path) -> str:
+    return _wrapped(generation.table(kept(file))) if file.exists() else "Not measured yet.\n"
 
 
 def calibration_tables() -> dict[str, str]:

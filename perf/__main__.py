@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +14,14 @@ from moexport.bench.results import Results, read, write
 from moexport.common.console import Console, Progress
 
 from . import cache, calibration, experts, granite, models, runtimes, scale, startup, tune
+from .generation import benchmark as generation
 from .layers import auto, fit, mumoe, soft_moe, tables
 from .measure import keep, kept
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = tuple(RESULTS / f"{name}.json" for name in ("layers-cpu", "layers-vnni-cpu"))
 """The grid of the speed targets, as two machines measured it."""
-MINUTES, NETWORK = "--minutes=", "--network="
+MINUTES, NETWORK, QUICK = "--minutes=", "--network=", "--quick"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,15 @@ def main(arguments: list[str]) -> None:
     """Runs the named benchmarks, all without a name.
 
     `tables` prints what was kept, `fit` what it says of the cost model; `--minutes=12` is what
-    `auto` may take; `tune --network=vit` measures one network, and keeps the rows of the others.
+    `auto` may take; `tune --network=vit` measures one network, and keeps the rows of the others;
+    `generation --quick` tries all of it at tiny sizes, and keeps nothing.
     """
+    if arguments == ["generation", QUICK]:
+        with tempfile.TemporaryDirectory() as folder, Console() as console:
+            figures = generation.measure(console, generation.QUICK)
+            keep(Path(folder) / "kept.json", "generation", **figures)
+            print(generation.table(kept(Path(folder) / "kept.json")))
+        return
     minutes = [float(each.partition("=")[2]) for each in arguments if each.startswith(MINUTES)]
     single = [each.partition("=")[2] for each in arguments if each.startswith(NETWORK)]
     if single:
@@ -115,6 +124,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "mumoe": _rows("mumoe", mumoe.run, mumoe.table),
     "experts": _figures("experts", "experts-cpu.json", experts.measured, experts.table),
     "granite": _figures("granite", "granite-cpu.json", granite.measure, granite.table),
+    "generation": _figures(
+        "generation", "generation-cpu.json", generation.measure, generation.table
+    ),
     "tune": Benchmark(RESULTS / "tune-cpu.json", tune.measure, lambda file: tune.table(kept(file))),
     "cache": _figures("cache", "cache-cpu.json", cache.measure, cache.table),
     "scale": _figures("scale", "scale-cpu.json", scale.measure, scale.table),

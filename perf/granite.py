@@ -109,6 +109,11 @@ def write_checkpoint(folder: Path, layers: int) -> int:
         model = library.GraniteMoeForCausalLM(
             library.GraniteMoeConfig(num_hidden_layers=layers, **CONFIG)
         )
+    return save_random(model, folder)
+
+
+def save_random(model: Any, folder: Path) -> int:
+    """Writes a model of the device `meta` in bfloat16 with random weights; returns their count."""
     model.to(torch.bfloat16).to_empty(device="cpu").tie_weights()
     random = torch.Generator().manual_seed(0)
     for weight in model.parameters():

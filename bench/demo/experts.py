@@ -74,7 +74,7 @@ def run_experts_demo(directory: Path, progress: Progress, *, force: bool = False
     )
 
 
-def trained(directory: Path, progress: Progress) -> Sequence[Group]:
+def trained(directory: Path, progress: Progress, *, steps: int = STEPS) -> Sequence[Group]:
     """Trains the model into a folder, with its data; returns what is measured of it."""
     topics = python_topics()
     test = "\n\n".join(topics[::HELD_OUT])
@@ -82,10 +82,10 @@ def trained(directory: Path, progress: Progress) -> Sequence[Group]:
     folder = directory / NAME
     tokenizer = trained_tokenizer(train, VOCABULARY)
     tokens = {name: _ids(tokenizer, text) for name, text in (("train", train), ("test", test))}
-    progress.step(f"training {NAME} on {len(tokens['train'])} tokens of Python's help", total=STEPS)
+    progress.step(f"training {NAME} on {len(tokens['train'])} tokens of Python's help", total=steps)
     with torch.random.fork_rng(devices=[]), with_threads(THREADS):
         torch.manual_seed(0)
-        model = _fit(new_model(CONFIG), torch.from_numpy(tokens["train"]), progress)
+        model = _fit(new_model(CONFIG), torch.from_numpy(tokens["train"]), steps, progress)
     with temporary_folder(folder) as partial:
         tokenizer.save_pretrained(str(partial))
         model.save_pretrained(str(partial))
@@ -132,17 +132,17 @@ def _ids(tokenizer: Any, text: str) -> np.ndarray:
     return np.asarray(tokenizer(text, verbose=False)["input_ids"], np.int64)
 
 
-def _fit(model: Any, ids: Tensor, progress: Progress) -> Any:
+def _fit(model: Any, ids: Tensor, steps: int, progress: Progress) -> Any:
     """Trains a model to foretell the next token; returns it in eval mode."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, RATE, total_steps=STEPS)
-    losses = (model(input_ids=batch, labels=batch).loss for batch in _batches(ids))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, RATE, total_steps=steps)
+    losses = (model(input_ids=batch, labels=batch).loss for batch in _batches(ids, steps))
     digits.descend(optimiser, losses, schedule, progress)
     model.config.output_router_logits = False  # nothing but training takes them
     return model.eval()
 
 
-def _batches(ids: Tensor) -> Iterator[Tensor]:
+def _batches(ids: Tensor, steps: int) -> Iterator[Tensor]:
     within = torch.arange(LENGTH)
-    for _ in range(STEPS):
+    for _ in range(steps):
         yield ids[torch.randint(len(ids) - LENGTH, (BATCH, 1)) + within]

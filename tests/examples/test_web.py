@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,10 +209,10 @@ def test_weights_that_a_browser_cannot_load_are_refused_before_anything_is_writt
     assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture(scope="module")
-def address(place: Path) -> Iterator[str]:
-    """Where the page is served, by its own server."""
-    sys.path.insert(0, str(place))
+@contextmanager
+def served(place: Path) -> Iterator[str]:
+    """Yields the address of a folder, served by the page's own server."""
+    sys.path.insert(0, str(WEB))
     try:
         from serve import server  # type: ignore[import-not-found]
     finally:
@@ -223,6 +224,12 @@ def address(place: Path) -> Iterator[str]:
     running.shutdown()
     running.server_close()
     thread.join()
+
+
+@pytest.fixture(scope="module")
+def address(place: Path) -> Iterator[str]:
+    with served(place) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

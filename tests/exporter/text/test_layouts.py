@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import moexport
 import numpy as np
@@ -16,8 +17,9 @@ import pytest
 from moexport.errors import BundleError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.destination import others_in
+from moexport.tests.bench.report import browser
 from moexport.tests.command import run
-from moexport.tests.docs.documents import ROOT
+from moexport.tests.examples.test_web import WEB, served
 from moexport.tests.exporter.token_routed.architectures import transformers
 from moexport.tests.exporter.token_routed.test_generation import (
     NEW,
@@ -29,53 +31,87 @@ from moexport.tests.exporter.token_routed.test_generation import (
     text_model,
 )
 
-WEB = ROOT / "examples" / "web"
-
-in_node = pytest.mark.skipif(
-    shutil.which("node") is None or not (WEB / "node_modules" / "@huggingface").is_dir(),
-    reason="Node or transformers.js is not installed: make web",
+has_library = pytest.mark.skipif(
+    not (WEB / "node_modules" / "@huggingface").is_dir(),
+    reason="transformers.js is not installed: make web",
 )
 
-PROGRAM = """
-import { AutoModelForCausalLM, AutoTokenizer, env } from "@huggingface/transformers";
-env.allowRemoteModels = false;
-const [folder, tokens, ...prompts] = process.argv.slice(2);
-const tokenizer = await AutoTokenizer.from_pretrained(folder);
-const model = await AutoModelForCausalLM.from_pretrained(folder);
-const generate = async (inputs) => {
-  const out = await model.generate({ ...inputs, max_new_tokens: Number(tokens) });
-  return out.tolist().map((row) => row.slice(inputs.input_ids.dims[1]).map(Number));
-};
-const alone = [];
-for (const prompt of prompts) alone.push(...(await generate(await tokenizer(prompt))));
-Object.assign(tokenizer, { pad_token: "!", pad_token_id: 0, padding_side: "left" });
-const together = await generate(await tokenizer(prompts, { padding: true }));
-const said = [{ role: "user", content: "hi" }];
-const chat = tokenizer.apply_chat_template(said, { tokenize: false });
-console.log(JSON.stringify([alone, together, chat]));
+GENERATE = """
+import { AutoModelForCausalLM, AutoTokenizer } from "@huggingface/transformers";
+export async function generate(folder, most, prompts, options = {}) {
+  const tokenizer = await AutoTokenizer.from_pretrained(folder);
+  const model = await AutoModelForCausalLM.from_pretrained(folder, options);
+  const tokens = async (inputs) => {
+    const out = await model.generate({ ...inputs, max_new_tokens: most });
+    return out.tolist().map((row) => row.slice(inputs.input_ids.dims[1]).map(Number));
+  };
+  const alone = [];
+  for (const prompt of prompts) alone.push(...(await tokens(await tokenizer(prompt))));
+  Object.assign(tokenizer, { pad_token: "!", pad_token_id: 0, padding_side: "left" });
+  const together = await tokens(await tokenizer(prompts, { padding: true }));
+  const said = [{ role: "user", content: "hi" }];
+  return [alone, together, tokenizer.apply_chat_template(said, { tokenize: false })];
+}
 """
 
+IN_NODE = """
+import { env } from "@huggingface/transformers";
+import { generate } from "./generate.mjs";
+env.allowRemoteModels = false;
+const [folder, most, ...prompts] = process.argv.slice(2);
+console.log(JSON.stringify(await generate(folder, Number(most), prompts)));
+"""
 
-@in_node
-@pytest.mark.parametrize(
-    ("name", "options", "file"),
-    [
+IN_PAGE = """<!doctype html>
+<link rel="icon" href="data:,">
+<script type="importmap">{"imports": {
+  "@huggingface/transformers": "/LIBRARY/dist/transformers.web.js",
+  "onnxruntime-common": "/LIBRARY/node_modules/onnxruntime-common/dist/esm/index.js",
+  "onnxruntime-web/webgpu": "/LIBRARY/node_modules/onnxruntime-web/dist/ort.webgpu.bundle.min.mjs"
+}}</script>
+<script type="module">
+import { env } from "@huggingface/transformers";
+import { generate } from "./generate.mjs";
+Object.assign(env, { allowRemoteModels: false, allowLocalModels: true, localModelPath: "/" });
+env.backends.onnx.wasm.wasmPaths = "/LIBRARY/node_modules/onnxruntime-web/dist/";
+const [most, prompts] = JSON.parse(decodeURIComponent(location.hash.slice(1)));
+generate("transformers-js", most, prompts, { device: "wasm" }).then(
+  (found) => { window.found = found; },
+  (error) => { window.found = String(error.stack ?? error); },
+);
+</script>
+""".replace("LIBRARY", "node_modules/@huggingface/transformers")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
         ("olmoe", {"target": "ort-cpu"}, "model.onnx"),
         ("gpt_oss", {"target": "ort-web", "precision": "int8"}, "model_quantized.onnx"),
     ],
     ids=["an alias of olmoe", "gpt_oss in INT8"],
 )
-def test_transformers_js_generates_the_same_tokens_alone_and_in_a_batch(
-    name: str, options: dict[str, Any], file: str, tmp_path: Path
-) -> None:
-    folder = text_model(name, tmp_path / "model")
+def for_the_web(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[int]]]:
+    """A folder with a layout and the programs, and what is to be generated."""
+    name, options, file = request.param
+    place = tmp_path_factory.mktemp("web")
+    folder = text_model(name, place / "model")
     bundle = moexport.export(
-        *(moexport.load(folder), tmp_path / "out"),
+        *(moexport.load(folder), place / "out"),
         layout="transformers-js",
         verify=False,
         **options,
     )
     assert f"transformers-js/onnx/{file}" in bundle.manifest.files
+    (bundle.path / "transformers-js").rename(place / "transformers-js")
+    (place / "node_modules").symlink_to(WEB / "node_modules")
+    for program, text in (
+        *(("generate.mjs", GENERATE), ("node.mjs", IN_NODE)),
+        ("index.html", IN_PAGE),
+    ):
+        (place / program).write_text(text, "utf-8")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = [np.array(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
     if "precision" in options:  # rounded weights may have other tokens than PyTorch's
@@ -83,20 +119,44 @@ def test_transformers_js_generates_the_same_tokens_alone_and_in_a_batch(
         wanted = [generated(model, each[None].astype(np.int32))[0] for each in ids]
     else:
         wanted = [greedy(name, folder, each) for each in ids]
-    program = tmp_path / "generate.mjs"
-    program.write_text(PROGRAM, "utf-8")
-    (tmp_path / "node_modules").symlink_to(WEB / "node_modules")
+    return place, [before_the_end(each) for each in wanted]
+
+
+def assert_generated(found: Any, wanted: list[list[int]]) -> None:
+    assert isinstance(found, list), found
+    alone, together, chat = found
+    for tokens in (alone, together):
+        assert [before_the_end(each) for each in tokens] == wanted
+    assert chat == "<user> hi\n"
+
+
+@has_library
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed")
+def test_transformers_js_generates_the_same_tokens_alone_and_in_a_batch(
+    for_the_web: tuple[Path, list[list[int]]],
+) -> None:
+    place, wanted = for_the_web
     done = subprocess.run(
-        ["node", program, bundle.path / "transformers-js", str(NEW), *PROMPTS],
+        ["node", place / "node.mjs", place / "transformers-js", str(NEW), *PROMPTS],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    alone, together, chat = json.loads(done.stdout)
-    for found in (alone, together):
-        assert [before_the_end(each) for each in found] == [before_the_end(e) for e in wanted]
-    assert chat == "<user> hi\n"
+    assert_generated(json.loads(done.stdout), wanted)
+
+
+@has_library
+@pytest.mark.skipif(browser.missing() is not None, reason=f"Chromium: {browser.missing()}")
+def test_transformers_js_generates_the_same_tokens_in_a_browser(
+    for_the_web: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    place, wanted = for_the_web
+    asked = quote(json.dumps([NEW, PROMPTS]))
+    with served(place) as address, browser.browser(tmp_path) as window:
+        window.visit(f"{address}#{asked}")
+        found = window.wait("return window.found", 120.0)
+        assert_generated(found or window.console(), wanted)
 
 
 @pytest.fixture(scope="module")

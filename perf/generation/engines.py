@@ -1,0 +1,280 @@
+"""One language model in each engine that generates text, in a process of its own.
+
+An engine stays open while the others take their turns; its threads sleep by then.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any, Literal
+
+import numpy as np
+from moexport.common.timing import WAIT_S
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+EngineName = Literal["genai", "llama.cpp", "transformers"]
+
+PACKAGES: Mapping[EngineName, tuple[str, ...]] = {
+    "genai": ("onnxruntime_genai",),
+    "llama.cpp": ("llama_cpp", "gguf"),
+    "transformers": ("transformers",),
+}
+"""What each engine is imported as; that of llama.cpp with what writes its files."""
+
+DISTRIBUTIONS = ("onnxruntime-genai", "llama-cpp-python", "transformers")
+
+
+def missing(name: EngineName) -> str | None:
+    """Returns what an engine needs and this environment does not have."""
+    absent = [each for each in PACKAGES[name] if importlib.util.find_spec(each) is None]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+@dataclass(frozen=True, slots=True)
+class TextCase:
+    """A model as an engine opens it: a bundle, a GGUF file or a folder of transformers."""
+
+    engine: EngineName
+    precision: str
+    k: int
+    path: Path
+    threads: int
+
+
+class TextEngine(ABC):
+    """A language model that is open. `vocabulary` is how many tokens it knows."""
+
+    @abstractmethod
+    def steps(self, prompts: Ids, new: int) -> Callable[[], Ids]:
+        """Returns what generates the next token [b] of every prompt [b, m], greedily.
+
+        Its first call computes the prompts; `new` calls are made.
+        """
+
+    @abstractmethod
+    def logits(self, ids: Ids) -> NDArray[np.float32]:
+        """Returns the scores [m, v] of the token after each of ids [m]."""
+
+    def seconds(self, prompts: Ids, new: int) -> list[float]:
+        """Returns what each of `new` tokens after prompts [b, m] took; the first with the prompt.
+
+        Not what makes room for the cache.
+        """
+        step = self.steps(prompts, new)
+        sleep(WAIT_S)
+        times = []
+        for _ in range(new):
+            began = perf_counter()
+            step()
+            times.append(perf_counter() - began)
+        return times
+
+
+class GenAIEngine(TextEngine):
+    """A bundle in ONNX Runtime GenAI."""
+
+    def __init__(self, case: TextCase) -> None:
+        from moexport.exporter.text.generate import genai_library
+
+        self._genai = genai_library()
+        config = self._genai.Config(str(case.path))
+        options = {"session_options": {"intra_op_num_threads": case.threads}}
+        config.overlay(json.dumps({"model": {"decoder": options}}))
+        self._model = self._genai.Model(config)
+
+    def _generator(self, prompts: Ids, new: int) -> Any:
+        b, m = prompts.shape
+        params = self._genai.GeneratorParams(self._model)
+        # Random weights may come to an end token: so many tokens are generated whatever they are.
+        length = m + new
+        params.set_search_options(
+            batch_size=b, max_length=length, min_length=length, do_sample=False
+        )
+        return self._genai.Generator(self._model, params)
+
+    def steps(self, prompts: Ids, new: int) -> Callable[[], Ids]:
+        """Returns the generator's own step."""
+        generator, rest = self._generator(prompts, new), [prompts.astype(np.int32)]
+
+        def step() -> Ids:
+            if rest:
+                generator.append_tokens(rest.pop())
+            generator.generate_next_token()
+            tokens: Ids = generator.get_next_tokens()
+            return tokens
+
+        return step
+
+    def logits(self, ids: Ids) -> NDArray[np.float32]:
+        """Returns the graph's own output."""
+        generator = self._generator(ids[None], 1)
+        generator.append_tokens(ids[None].astype(np.int32))
+        scores: NDArray[np.float32] = np.array(generator.get_output("logits")[0])
+        return scores
+
+
+class TransformersEngine(TextEngine):
+    """The untouched model in float32, token by token with the cache of `transformers`."""
+
+    def __init__(self, case: TextCase) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(case.threads)
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(case.path, dtype=torch.float32).eval()
+
+    def steps(self, prompts: Ids, new: int) -> Callable[[], Ids]:
+        """Returns a call of the model with the scores of the last token alone."""
+        given, cache = self._torch.from_numpy(prompts), None
+
+        def step() -> Ids:
+            nonlocal given, cache
+            with self._torch.inference_mode():
+                out = self._model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                given, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+            tokens: Ids = given[:, 0].numpy()
+            return tokens
+
+        return step
+
+    def logits(self, ids: Ids) -> NDArray[np.float32]:
+        """Returns the scores of one call without a cache."""
+        with self._torch.inference_mode():
+            scores = self._model(self._torch.from_numpy(ids[None]), use_cache=False).logits
+        found: NDArray[np.float32] = scores[0].numpy()
+        return found
+
+
+class LlamaCppEngine(TextEngine):
+    """A GGUF file in llama.cpp, by the calls of its C interface; its settings are the defaults.
+
+    Its cache is of 16 bits.
+    """
+
+    def __init__(self, case: TextCase) -> None:
+        import llama_cpp
+
+        self._lib, self._threads = llama_cpp, case.threads
+        self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._log, None)
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = 0
+        self._model = llama_cpp.llama_model_load_from_file(str(case.path).encode(), params)
+        if self._model is None:
+            raise RuntimeError(f"{case.path}: llama.cpp cannot open it")
+        self._words = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._context: Any = None
+        self._contexts: dict[tuple[int, int, int], Any] = {}
+
+    def _open(self, sequences: int, length: int, tokens: int) -> None:
+        """An empty context for sequences of a length, which takes so many tokens in one call."""
+        key = sequences, length, tokens
+        if key not in self._contexts:
+            self._contexts[key] = self._made(sequences, length, tokens)
+        self._context = self._contexts[key]
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
+
+    def _made(self, sequences: int, length: int, tokens: int) -> Any:
+        params = self._lib.llama_context_default_params()
+        params.n_ctx = sequences * (-(-length // 256) * 256)
+        params.n_batch, params.n_seq_max = max(tokens, 32), sequences
+        params.n_threads = params.n_threads_batch = self._threads
+        context = self._lib.llama_init_from_model(self._model, params)
+        if context is None:
+            raise RuntimeError(f"llama.cpp: no context of {sequences} sequences of {length} tokens")
+        return context
+
+    def _call(self, ids: Ids, start: int, *, every: bool = False) -> NDArray[np.float32]:
+        """The scores after ids [b, m] from a position on: of the last ones [b, v], or of all."""
+        m = ids.shape[1]
+        batch = self._lib.llama_batch_init(ids.size, 0, 1)
+        batch.n_tokens = ids.size
+        at = np.arange(ids.size) % m
+        for array, values in (
+            (batch.token, ids.ravel()),
+            (batch.pos, start + at),
+            (batch.n_seq_id, 1),
+            (batch.logits, every | (at == m - 1)),
+        ):
+            np.ctypeslib.as_array(array, (ids.size,))[:] = values
+        for place in range(ids.size):
+            batch.seq_id[place][0] = place // m
+        status = self._lib.llama_decode(self._context, batch)
+        self._lib.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"llama.cpp: decode failed with {status}")
+        places = range(ids.size) if every else range(m - 1, ids.size, m)
+        rows = [self._lib.llama_get_logits_ith(self._context, place) for place in places]
+        return np.array([np.ctypeslib.as_array(row, (self._words,)) for row in rows])
+
+    def steps(self, prompts: Ids, new: int) -> Callable[[], Ids]:
+        """Returns a decode of the prompts in one batch, and then of a token of each."""
+        self._open(len(prompts), prompts.shape[1] + new, prompts.size)
+        given, start = prompts, 0
+
+        def step() -> Ids:
+            nonlocal given, start
+            best = self._call(given, start).argmax(-1)
+            given, start = best[:, None].astype(np.int64), start + given.shape[1]
+            return given[:, 0]
+
+        return step
+
+    def logits(self, ids: Ids) -> NDArray[np.float32]:
+        """Returns the scores at every place of one batch."""
+        self._open(1, len(ids), len(ids))
+        return self._call(ids[None], 0, every=True)
+
+
+ENGINES: Mapping[EngineName, Callable[[TextCase], TextEngine]] = {
+    "genai": GenAIEngine,
+    "llama.cpp": LlamaCppEngine,
+    "transformers": TransformersEngine,
+}
+
+_OPEN: list[TextEngine] = []
+"""The engine of this process."""
+
+
+class EngineProcess:
+    """An engine in a process of its own, which ends with `close` and gives its memory back."""
+
+    def __init__(self, case: TextCase) -> None:
+        self.case = case
+        context = get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, context, initializer=_open, initargs=(case,))
+
+    def seconds(self, prompts: Ids, new: int) -> list[float]:
+        """Returns what each new token took."""
+        return self._pool.submit(_seconds, prompts, new).result()
+
+    def logits(self, ids: Ids) -> NDArray[np.float32]:
+        """Returns the scores of the token after each."""
+        return self._pool.submit(_logits, ids).result()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._pool.shutdown()
+
+
+def _open(case: TextCase) -> None:
+    _OPEN.append(ENGINES[case.engine](case))
+
+
+def _seconds(prompts: Ids, new: int) -> list[float]:
+    return _OPEN[0].seconds(prompts, new)
+
+
+def _logits(ids: Ids) -> NDArray[np.float32]:
+    return _OPEN[0].logits(ids)
