@@ -19,6 +19,7 @@ import onnx_ir as ir
 from .builder import Builder
 from .lower import simplify
 from .names import MICROSOFT, PAST
+from .sinks import attention_with_sinks
 
 FUSED_OPSET = 23
 """The first with `Attention`, `RotaryEmbedding` and `RMSNormalization`."""
@@ -59,6 +60,8 @@ class _Attention:
     scale: float
     joined: tuple[ir.Node, ir.Node] | None
     """The nodes that append new keys and values to those of earlier tokens."""
+    sinks: ir.Value | None
+    """[1, heads, 1, 1], scores that take part in the softmax and in nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +161,10 @@ class _Fusion:
     def attention(self, node: ir.Node) -> None:
         """softmax(q·kᵀ·scale + mask)·v, with keys and values of earlier tokens or without."""
         parts = _decomposed(node)
-        if parts is None:
-            return
+        merged = None if parts is None else self._merged(parts.last)
+        sizes = None if parts is None or merged is None else self._cache(parts)
+        if parts is None or (parts.sinks is not None and sizes is None):
+            return  # only the op that appends in place has sinks
         b = Builder(f"{_name(parts.last)}/attention")
         q, k, v = parts.q, parts.k, parts.v
         past: list[ir.Value | None] = []
@@ -167,8 +172,6 @@ class _Fusion:
             past = [joined.inputs[0] for joined in parts.joined]
             k, v = (_new(joined) for joined in parts.joined)
         flat = [self._flat(b, value) for value in (q, k, v)]
-        merged = self._merged(parts.last)
-        sizes = None if merged is None else self._cache(parts)
         if sizes is not None:  # the op that appends in place takes no others
             flat = [join or _joined(b, value) for join, value in zip(flat, (q, k, v), strict=True)]
         options: dict[str, int | float] = {"scale": parts.scale}
@@ -213,7 +216,9 @@ class _Fusion:
         """
         here, there = b.nested("in_place"), b.nested("appended")
         names = ("output", "keys", "values")
-        counted = (sizes.last, sizes.total, None, None, None, parts.mask)
+        counted = [sizes.last, sizes.total, None, None, None, parts.mask]
+        if parts.sinks is not None:
+            counted.append(b.op("Reshape", parts.sinks, b.ints(-1), name="sinks"))
         in_place = here.ops(
             "GroupQueryAttention",
             *inputs,
@@ -225,18 +230,25 @@ class _Fusion:
             scale=options["scale"],
         )
         queries, keys, values, *past = inputs
-        appended = there.ops(
-            "Attention",
-            queries,
-            keys,
-            values,
-            parts.mask,
-            *past,
-            names=names,
-            domain="",
-            **options,
-        )
-        for value in (*in_place, *appended):
+        if parts.sinks is None:
+            appended = there.ops(
+                "Attention",
+                queries,
+                keys,
+                values,
+                parts.mask,
+                *past,
+                names=names,
+                domain="",
+                **options,
+            )
+        else:
+            assert parts.joined is not None
+            heads_first = (parts.q, *(_new(joined) for joined in parts.joined))
+            appended = attention_with_sinks(
+                there, heads_first, past, parts.mask, parts.sinks, parts.scale
+            )
+        for value in (*in_place, *(v for node in there.nodes for v in node.outputs)):
             value.type = parts.q.type
         self.graph.opset_imports.setdefault(MICROSOFT, 1)
         return b.ops(
@@ -346,13 +358,17 @@ class _Fusion:
 
 def _decomposed(softmax: ir.Node) -> _Attention | None:
     """The attention that a softmax is part of, or None."""
-    last = _only_user(softmax.outputs[0], "MatMul")
-    if last is None or last.inputs[0] is not softmax.outputs[0]:
+    weights, scores, sinks = softmax.outputs[0], softmax.inputs[0], None
+    cut = _only_user(weights, "Slice")
+    if cut is not None:
+        weights = cut.outputs[0]
+        scores, sinks = _before_sinks(softmax, cut)
+    last = _only_user(weights, "MatMul")
+    if last is None or last.inputs[0] is not weights:
         return None
     if softmax.attributes.get_int("axis", -1) not in (-1, 3):
         return None
-    masked, mask = _made(softmax.inputs[0], "Add"), None
-    scores = softmax.inputs[0]
+    masked, mask = _made(scores, "Add"), None
     if masked is not None:
         scores, mask = masked.inputs
         if _made(scores, "MatMul", "Mul") is None:
@@ -368,15 +384,44 @@ def _decomposed(softmax: ir.Node) -> _Attention | None:
     if q is None or k is None or v is None or not (_heads(q) and _heads(k) == _heads(v) != 0):
         return None
     assert q.shape is not None and k.shape is not None
-    if q.shape[3] != k.shape[3]:
+    if q.shape[3] != k.shape[3] or not (sinks is None or _is_of_heads(sinks, q)):
         return None
     joins = [_made(value, "Concat") for value in (k, v)]
     joined = None
     if joins[0] is not None and joins[1] is not None and all(_appends(join) for join in joins):
         joined = (joins[0], joins[1])
     return _Attention(
-        last=last, q=q, k=k, v=v, mask=mask, scale=scale * of_q * of_turned * of_k, joined=joined
+        last=last,
+        q=q,
+        k=k,
+        v=v,
+        mask=mask,
+        scale=scale * of_q * of_turned * of_k,
+        joined=joined,
+        sinks=sinks,
     )
+
+
+def _is_of_heads(value: ir.Value, q: ir.Value) -> bool:
+    """Whether a value has a number for each of the heads of q, [1, heads, 1, 1]."""
+    return value.shape is not None and list(value.shape) == [1, _heads(q), 1, 1]
+
+
+def _before_sinks(softmax: ir.Node, cut: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
+    """The scores and the sinks that a softmax was taken of, cut off behind it; or neither.
+
+    softmax(x − max(x)) of x = (scores, sinks), as gpt-oss computes it.
+    """
+    shifted = _made(softmax.inputs[0], "Sub")
+    joined = None if shifted is None else _made(shifted.inputs[0], "Concat")
+    highest = None if shifted is None else _made(shifted.inputs[1], "ReduceMax")
+    if joined is None or highest is None or len(joined.inputs) != 2 or _span(cut, 1) != (0, -1):
+        return None, None
+    along = [joined.attributes.get_int("axis"), *(_integers(highest.inputs[1]) or [0])]
+    spread = _made(joined.inputs[1], "Expand")
+    if highest.inputs[0] is not joined.outputs[0] or spread is None or {*along} - {-1, 3}:
+        return None, None
+    return joined.inputs[0], spread.inputs[0]
 
 
 def _appends(concat: ir.Node | None) -> bool:

@@ -281,10 +281,11 @@ def method_lines(results: Results) -> list[str]:
 
 
 PHASES = (
-    "Prefill computes a whole prompt and decode one token after it, with the keys and values of "
-    "the prompt in the cache; the same for every engine, with the logits of every new token. What "
-    "a call returns stays where the engine has it, as the next call takes it. Same experts are "
-    "those of each token in each layer; where scores are closer than rounding none are compared."
+    "Prefill computes a whole prompt, the time to the first token, and decode one token after it, "
+    "with the keys and values of the prompt in the cache: tokens/s. They are the same for every "
+    "engine, with the logits of every new token. What a call returns stays where the engine has "
+    "it, as the next call takes it. Same experts are those of each token in each layer; where "
+    "scores are closer than rounding none are compared."
 )
 
 GPU_CLOCK = (

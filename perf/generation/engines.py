@@ -227,7 +227,8 @@ class LlamaCppEngine(TextEngine):
             nonlocal given, start
             best = self._call(given, start).argmax(-1)
             given, start = best[:, None].astype(np.int64), start + given.shape[1]
-            return given[:, 0]
+            tokens: Ids = given[:, 0]
+            return tokens
 
         return step
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
+import os
+import pty
 import shutil
 import signal
 import socket
@@ -18,7 +21,8 @@ from typing import Any
 import moexport
 import pytest
 from moexport.errors import BundleError, UsageError
-from moexport.tests.command import run, start
+from moexport.tests.command import PROGRAM, run, start
+from moexport.tests.docs.documents import ROOT, blocks, lines
 from moexport.tests.exporter.token_routed.architectures import transformers
 from moexport.tests.exporter.token_routed.test_generation import END, PROMPTS, greedy, text_model
 from safetensors.torch import load_file, save_file
@@ -120,6 +124,35 @@ def test_an_interrupt_ends_the_text_with_what_it_took(out: Path) -> None:
     assert " generated at " in err and "Traceback" not in err
 
 
+def test_the_page_goes_from_a_folder_to_a_chat_in_three_commands(
+    folder: Path, tmp_path: Path
+) -> None:
+    page = ROOT / "docs" / "token-routed.md"
+    begin = page.read_text(encoding="utf-8").splitlines().index("## Generate text")
+    first = next(block for block in blocks(page) if block.line > begin)
+    install, export, chat = lines(first)
+    assert install == "pip install '.[cpu,transformers,generate]'"
+    names = {"FOLDER": str(folder), "BUNDLE": str(tmp_path / "BUNDLE")}
+    to_export, to_chat = (
+        [names.get(word, word) for word in command.split()[1:]] for command in (export, chat)
+    )
+    assert run(*to_export).code == 0
+    ours, theirs = pty.openpty()
+    chatting = subprocess.Popen(
+        [*PROGRAM, *to_chat, "--max-tokens", "8"], stdin=theirs, stdout=theirs
+    )
+    os.close(theirs)
+    os.write(ours, b"hi\nand then?\n\x04")
+    said = b""
+    with contextlib.suppress(OSError):  # which the end of the program is here
+        while part := os.read(ours, 1024):
+            said += part
+    assert chatting.wait(timeout=60) == 0
+    os.close(ours)
+    wanted = "".join(moexport.generate(tmp_path / "BUNDLE", "hi", chat=True, max_tokens=8))
+    assert wanted in said.decode()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -159,6 +192,16 @@ def test_a_bundle_that_cannot_generate_says_why(out: Path, folder: Path, tmp_pat
     moexport.export(model, tmp_path / "no-template", verify=False)
     with pytest.raises(UsageError, match="has no chat template"):
         moexport.generate(tmp_path / "no-template", PROMPT, chat=True)
+    words = AutoTokenizer.from_pretrained(bare)
+    words.add_tokens([f"<{number}>" for number in range(40)])
+    words.save_pretrained(str(tmp_path / "other"))
+    other = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    (bare / "tokenizer.json").write_text(json.dumps(other))
+    moexport.export(model, tmp_path / "other-words", verify=False)
+    done = run("generate", tmp_path / "other-words", PROMPT)
+    assert done.code == 1 and done.error.endswith(
+        "is of another model: it has the token 339, and this model's vocabulary ends at 303"
+    )
     (bare / "tokenizer.json").unlink()
     moexport.export(model, tmp_path / "no-tokenizer", verify=False)
     done = run("generate", tmp_path / "no-tokenizer", PROMPT)

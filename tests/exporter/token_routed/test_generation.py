@@ -12,6 +12,8 @@ import pytest
 import torch
 from moexport.bench.demo.experts import trained_tokenizer
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.recipe import LayerRecipe, Recipe
+from moexport.exporter.model import fingerprint
 from moexport.tests.exporter.token_routed.architectures import ARCHITECTURES, save, transformers
 
 genai: Any = pytest.importorskip("onnxruntime_genai", reason="the extra generate is not installed")
@@ -74,8 +76,7 @@ def test_genai_generates_what_transformers_does_one_by_one_and_in_a_batch(
     folder = text_model(name, tmp_path / "model", second=second)
     bundle = moexport.export(moexport.load(folder), tmp_path / "out", target="ort-cpu")
     search = json.loads((bundle.path / "genai_config.json").read_text())["search"]
-    # Sinks of attention, which gpt_oss has, are ops of their own: its cache is copied.
-    assert search["past_present_share_buffer"] == (name != "gpt_oss")
+    assert search["past_present_share_buffer"]
     model = genai.Model(str(bundle.path))
     tokenizer = genai.Tokenizer(model)
     known = transformers.AutoTokenizer.from_pretrained(folder)
@@ -85,6 +86,44 @@ def test_genai_generates_what_transformers_does_one_by_one_and_in_a_batch(
     assert [before_the_end(generated(model, each[None])[0]) for each in ids] == wanted
     together = generated(model, tokenizer.encode_batch(list(PROMPTS)).as_numpy())
     assert [before_the_end(each) for each in together] == wanted
+
+
+def test_four_bits_and_a_k_of_each_layer_generate_what_the_graph_says(tmp_path: Path) -> None:
+    """Also as a recipe says them, which `tune` writes."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32, "num_experts_per_tok": 4}
+    folder = text_model("mixtral", tmp_path / "model", eos_token_id=None, **sizes)
+    model = moexport.load(folder)
+    options: dict[str, Any] = {"target": "ort-cpu", "verify": False}
+    bundles = [
+        moexport.export(model, tmp_path / "k", k="1,3", precision="int4", quantize="all", **options)
+    ]
+    layers = {
+        name: LayerRecipe(k=k, precision="int4", lowering="fused")
+        for name, k in zip(model.layers, (1, 3), strict=True)
+    }
+    made = Recipe(
+        model=fingerprint(model),
+        data="",
+        target="ort-cpu",
+        precision="int4",
+        quantize="all",
+        batch="1:1:4",
+        tokens="1:32:90",
+        opset=20,
+        layers=layers,
+    )
+    made.write(tmp_path / "recipe.yaml")
+    recipe = tmp_path / "recipe.yaml"
+    bundles.append(moexport.export(model, tmp_path / "recipe", recipe=recipe, verify=False))
+    prompt = np.arange(5, 17)
+    for bundle in bundles:
+        assert [layer.k for layer in bundle.manifest.layers] == [1, 3]
+        text = prompt
+        for _ in range(NEW):
+            scores = bundle.session().run({"input_ids": text[None]})["logits"][0, -1]
+            text = np.append(text, scores.argmax())
+        genai_model = genai.Model(str(bundle.path))
+        assert generated(genai_model, prompt[None].astype(np.int32))[0] == text[12:].tolist()
 
 
 @pytest.fixture(scope="module")
