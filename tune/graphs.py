@@ -238,7 +238,7 @@ class Graphs:
             measured = measure(calls, protocol, title="timing the front", progress=self.progress)
         return measured.latencies
 
-    def served(self, trials: Sequence[Trial], folder: Path, request: SearchOptions) -> Served:
+    def served(self, trials: Sequence[Trial], folder: Path, request: SearchOptions) -> ServedPoints:
         """Returns what points serve within the bound of latency, beside the untouched model.
 
         LoadGen's logs are left in a folder.
@@ -271,7 +271,7 @@ class Graphs:
             service.serve(candidate, loaders(candidate, reference.batches), {}, self.journal)
         rates = {one.lowering: one.rate or 0.0 for one in service.services}
         named = {trial.point.key: rates[self._name(trial)] for trial in trials}
-        return Served(findings=service.findings, rates=named)
+        return ServedPoints(findings=service.findings, rates=named)
 
     def _name(self, trial: Trial) -> str:
         layers = self.base.model.layers
@@ -289,7 +289,7 @@ class Graphs:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedPoints:
     """What points serve: the requests a second of each, by its key, 0 where it keeps no bound."""
 
     findings: ServiceFindings
