@@ -292,7 +292,7 @@ def shortlist(
 
 
 @dataclass(frozen=True, slots=True)
-class Contract:
+class ContractResult:
     """All points that were confirmed, and those that hold, the best answer to the request first.
 
     `services` is what the fastest of them serve, where that is what was asked.
@@ -303,7 +303,7 @@ class Contract:
     services: ServiceFindings | None = None
 
 
-def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contract:
+def contract(job: SearchJob, result: SearchResult, progress: Progress) -> ContractResult:
     """Confirms the front on the other half; raises `ContractError` where nothing holds."""
     keep = job.request.keep
     most = _points(job, result.base, timed=True)
@@ -323,10 +323,10 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
     if not within:
         raise _nearest(job, held)
     if keep is None:
-        return Contract(checked, sorted(within, key=lambda point: -point.trial.quality.kept))
+        return ContractResult(checked, sorted(within, key=lambda point: -point.trial.quality.kept))
     within.sort(key=lambda point: (point.trial.ms, point.trial.bytes))
     if job.request.scenario is None:
-        return Contract(checked, within)
+        return ContractResult(checked, within)
     served = result.graphs.served(
         [point.trial for point in within[:MOST_SERVED]], job.folder, job.request
     )
@@ -339,7 +339,7 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
             hint="ask for a longer --max-latency",
         )
     serving.sort(key=lambda point: -rates[point.trial.point.key])
-    return Contract(checked, serving, served.findings)
+    return ContractResult(checked, serving, served.findings)
 
 
 def _points(job: SearchJob, base: Trial, *, timed: bool) -> int:
