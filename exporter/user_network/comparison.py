@@ -26,12 +26,12 @@ from .descriptions import (
 )
 from .examples import differ, made_up
 from .layers import LayerPlace
-from .mismatch import CLOSE, TOLERANCE, Run, difference, mismatch
+from .mismatch import CLOSE, TOLERANCE, DescribedRun, difference, mismatch
 from .own_forward import InPlace, Tried, result_of
 
 
 def _check_described(
-    description: Description, call: LayerCall, layer: nn.Module, run: Run, at: str
+    description: Description, call: LayerCall, layer: nn.Module, run: DescribedRun, at: str
 ) -> None:
     """Raises ParityError unless what was described gives y, where the user's layer gave it, for x.
 

@@ -94,7 +94,7 @@ D = TypeVar("D", bound=ExpertArguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class LayerContents:
     """What a user's layer holds.
 
     Its numbers (attributes, and parameters and buffers of one number), its parameters, each by its
@@ -106,7 +106,7 @@ class Held:
     biases: Mapping[int, Tensor]
 
 
-def held_by(layer: nn.Module) -> Held:
+def held_by(layer: nn.Module) -> LayerContents:
     """Returns what a user's layer holds."""
     numbers: dict[str, float] = {}
     for name, value in vars(layer).items():
@@ -121,10 +121,12 @@ def held_by(layer: nn.Module) -> Held:
         for part in layer.modules()
         if is_map(part) and isinstance(part.weight, Tensor) and isinstance(part.bias, Tensor)
     }
-    return Held(numbers=numbers, parameters=dict(layer.named_parameters()), biases=biases)
+    return LayerContents(numbers=numbers, parameters=dict(layer.named_parameters()), biases=biases)
 
 
-def _forms(description: D, default: Activation, held: Held) -> Iterator[tuple[dict[str, str], D]]:
+def _forms(
+    description: D, default: Activation, held: LayerContents
+) -> Iterator[tuple[dict[str, str], D]]:
     """Yields a description with other activations, and with its weights read otherwise."""
     experts = description.with_biases(held.biases)
     if experts is not None:
@@ -264,7 +266,7 @@ class SoftMoEDescription(ExpertArguments):
             )
 
     def variants(
-        self, held: Held
+        self, held: LayerContents
     ) -> Iterator[tuple[dict[str, str], SoftMoEDescription | ExpertsDescription]]:
         """Yields the same weights with other options, and what changed.
 
@@ -299,7 +301,7 @@ class SoftMoEDescription(ExpertArguments):
         yield from self._rescaled(held)
         yield from self._other_axes()
 
-    def _rescaled(self, held: Held) -> Iterator[tuple[dict[str, str], SoftMoEDescription]]:
+    def _rescaled(self, held: LayerContents) -> Iterator[tuple[dict[str, str], SoftMoEDescription]]:
         """Yields other temperatures, phi without its bias, and other orders of phi's columns."""
         d, phi = self.phi.shape[0], self.phi
         numbers = held.numbers
@@ -482,7 +484,7 @@ class MuMoEDescription:
         )
         return MuMoE(spec, weights).eval()
 
-    def variants(self, held: Held) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
+    def variants(self, held: LayerContents) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
         """Yields the same weights with every combination of the few options, and what changed."""
         del held
         if self.gates is None:
@@ -650,7 +652,7 @@ class ExpertsDescription(ExpertArguments):
         if self.router is not None and self.forward is not None:
             raise UsageError("router and forward are both given", hint="give one of them")
 
-    def variants(self, held: Held) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
+    def variants(self, held: LayerContents) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
         """Yields the same weights with other options, and what changed."""
         for (changed, other), weights_on in product(
             _forms(self, "silu", held), get_args(WeightsOn)

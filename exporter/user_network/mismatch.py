@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...errors import MoexportError, ParityError
 from .adapters import PAGE
 from .calls import LayerCall, copied_in_depth
-from .descriptions import Description, ExpertsDescription, Held, SoftMoEDescription
+from .descriptions import Description, ExpertsDescription, LayerContents, SoftMoEDescription
 from .own_forward import Tried, result_of
 
 TOLERANCE = 1e-4
@@ -30,7 +30,7 @@ ROWS, MOST_WEIGHTS, NONE = 64, 4, 1e-3
 MOST_SHOWN = 6
 """Options of which it is said how far off each is."""
 
-Run = Callable[[Description, LayerCall], Tensor]
+DescribedRun = Callable[[Description, LayerCall], Tensor]
 """What a description gives for a call."""
 
 
@@ -60,8 +60,8 @@ class _Trial:
 def mismatch(
     description: Description,
     call: LayerCall,
-    run: Run,
-    held: Held,
+    run: DescribedRun,
+    held: LayerContents,
     made: Mapping[str, Tensor],
     at: str,
 ) -> ParityError | None:
@@ -90,7 +90,11 @@ def mismatch(
 
 
 def _tried(
-    description: Description, call: LayerCall, run: Run, held: Held, made: Mapping[str, Tensor]
+    description: Description,
+    call: LayerCall,
+    run: DescribedRun,
+    held: LayerContents,
+    made: Mapping[str, Tensor],
 ) -> list[_Trial]:
     """Trials of changed options, the fewest changes first, up to as many as one that matches."""
     trials: list[_Trial] = []
@@ -183,7 +187,7 @@ def _another_input(
     begins: str,
     description: Description,
     call: LayerCall,
-    run: Run,
+    run: DescribedRun,
     made: Mapping[str, Tensor],
 ) -> ParityError | None:
     """What to say where the layer works on what a part of it makes of its input."""

@@ -513,6 +513,11 @@ def test_data_is_the_example_of_a_factorys_network(command: list[str]) -> None:
     assert outcome.code == 0, outcome.err
 
 
+def test_inspect_shows_no_line_without_contents() -> None:
+    outcome = run("inspect", "own:soft", "--adapter", "own:adapt", "--data", FEED)
+    assert outcome.out.startswith("family      factory\ninput ")
+
+
 def test_data_that_cannot_be_the_example_says_so() -> None:
     with pytest.raises(FeedError, match="no such feed"):
         load("own:soft", example="absent.npz", adapter="own:adapt")
