@@ -136,14 +136,17 @@ def batch_size(outputs: Array) -> int:
 def untouched_outputs(model: Model, data: LabelledData, progress: Progress, clock: Clock) -> Array:
     """Returns what the untouched model gives for the search's half.
 
-    Where time is short, or outputs are large, it is run on the first inputs alone.
+    Where time is short, or outputs are large, it is run on the first inputs alone; of a model that
+    computes several inputs together, on whole groups of them.
     """
+    together = model.batch_of
     base, parts = untouched(model), []
     progress.step("running the untouched model", total=len(data), unit="inputs")
-    parts.append(outputs_of(base, rows_of(data.batch(0, 1), slice(0, 1)), model.source.path))
+    parts.append(outputs_of(base, data.batch(0, together), model.source.path))
     size, began = batch_size(parts[0]), time.monotonic()
+    size = max(together, size - size % together)
     held = 0
-    for rows, x, _ in in_batches(data, size):
+    for rows, x, _ in in_batches(data.head(len(data) - len(data) % together), size):
         if rows.start:
             short = clock.over(UNTOUCHED_SHARE) and rows.start >= LEAST
             slow = rows.start >= MANY and time.monotonic() - began > MANY_S

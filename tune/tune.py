@@ -109,6 +109,7 @@ def search_and_export(
     clock = clock or Clock(request.seconds)
     check_destination(destination, force=force)
     check_folder(destination.absolute().parent)
+    request = replace(request, batch=base_job(model, request).options.batch)  # of whole groups
     threads = _threads(model, data, request, work, progress)
     with with_threads(threads.count), held_place(destination), _kept_in(work) as folder:
         clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
@@ -143,8 +144,7 @@ def search_and_export(
 def _threads(
     model: Model, data: Labelled, request: SearchOptions, work: Path | None, progress: Progress
 ) -> Threads:
-    """How many threads everything gets; refuses what needs no data to be refused."""
-    base_job(model, request)
+    """How many threads everything gets."""
     sizes = (request.batch.opt,)
     return threads_for([model], data, sizes, count=request.threads, work=work, progress=progress)
 
@@ -301,6 +301,7 @@ def plan_search(
 ) -> SearchPlan:
     """Returns how large a search is; runs the untouched model on one half, and searches nothing."""
     progress = progress or Silent()
+    request = replace(request, batch=base_job(model, request).options.batch)  # of whole groups
     threads = _threads(model, data, request, None, progress)
     with with_threads(threads.count), _kept_in(None) as folder:
         started = time.monotonic()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from moexport.bench.data import LabelledData
 from moexport.errors import FamilyError, FeedError, MoexportError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference
@@ -28,6 +29,8 @@ from moexport.tests.exporter.families.test_vmoe_vit import (
     config_file,
     read_case,
 )
+from moexport.tune.request import TuneRequest
+from moexport.tune.tune import plan_search
 
 CASES = ("jax_vmoe_last2_k2", "jax_vmoe_every2_k1_indices", "jax_vmoe_12_blocks_k2")
 E3 = "jax_e3_last2_m2"
@@ -482,6 +485,17 @@ def test_rounding_to_bfloat16_is_done_where_it_is_asked_for(name: str, tmp_path:
         job = export_job(model, ExportOptions(destination=place, lowerings=(lowering,)))
         y = as_rows(case, export(job).session()(case.x(16)))
         assert apart(y, case.io["y_oneimage_b16"]) < 1e-3
+
+
+def test_a_search_runs_whole_groups_of_images() -> None:
+    case = read_case(CASES[0])
+    model = loaded(case)
+    images = np.concatenate([case.x(16), case.x(16)])[:31]  # groups of four, and three more
+    labels = np.arange(len(images)) % 10
+    request = TuneRequest(keep="1%", precision="fp32", threads=1).search()
+    found = plan_search(model, LabelledData(images, labels), request)
+    assert found.searching % model.batch_of == 0
+    assert found.searching > 0
 
 
 def test_an_index_alone_is_looked_at_without_settings(tmp_path: Path) -> None:
