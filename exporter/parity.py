@@ -216,6 +216,19 @@ class Comparison:
             for size in self._probed:
                 self._probes[size] = self._compared(self._probe(size), size)
 
+    def alone(self, expected: Reference) -> Parity:
+        """Returns how far the graph is off on these inputs without all others."""
+        other = Comparison(
+            self._session,
+            self._values,
+            batch=self._batch,
+            tolerance=self._tolerance,
+            k=self._k,
+            probed=self._probed,
+        )
+        other.add(expected)
+        return other.parity()
+
     @property
     def worst(self) -> Reference | None:
         """The inputs with the largest difference, as many as one batch where that matters."""

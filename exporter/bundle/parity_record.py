@@ -132,10 +132,12 @@ class Reference:
             if fresh and len(self.x) + len(rows) < most:
                 rows.append(row)
                 reached = {name: reached[name] | chosen[name] for name in reached}
-        if not rows:
-            return self
-        added = later.rows(np.array(rows))._arrays()
-        arrays = {name: np.concatenate((array, added[name])) for name, array in mine.items()}
+        return self.joined(later.rows(np.array(rows))) if rows else self
+
+    def joined(self, later: Reference) -> Reference:
+        """Returns the reference of its own inputs and those of a later one, of the same shapes."""
+        added = later._arrays()
+        arrays = {n: np.concatenate((array, added[n])) for n, array in self._arrays().items()}
         return Reference._of(arrays, self.kept)
 
     def save(self, path: Path) -> None:
