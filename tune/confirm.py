@@ -335,7 +335,9 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
     if not serving:
         raise ContractError(
             f"--scenario {job.request.scenario} --max-latency {job.request.latency_ms:g}ms: "
-            + "; ".join(dict.fromkeys(one.told for one in served.findings.services if one.told)),
+            + "; ".join(
+                dict.fromkeys(one.reason for one in served.findings.services if one.reason)
+            ),
             hint="ask for a longer --max-latency",
         )
     serving.sort(key=lambda point: -rates[point.trial.point.key])

@@ -46,7 +46,7 @@ def answers(results: Results) -> Iterator[str]:
     """
     findings = services_in(results.analyses)
     searched = (
-        [] if findings is None else [row for row in findings.of("server") if row.asked is None]
+        [] if findings is None else [row for row in findings.of("server") if row.fixed_rate is None]
     )
     for model in dict.fromkeys(row.model for row in searched):
         here = [row for row in searched if row.model == model]
@@ -67,7 +67,7 @@ def answers(results: Results) -> Iterator[str]:
                     f"k = {near.k}: {milliseconds(near.nearest_ms)} ms."
                 )
             else:
-                yield f"{model}: nothing could be served: {here[0].told}."
+                yield f"{model}: nothing could be served: {here[0].reason}."
             continue
         share = kept[id(most)]
         accuracy = "" if share is None else f" (keeps {percent(share)} of the accuracy)"
@@ -78,7 +78,7 @@ def answers(results: Results) -> Iterator[str]:
             if other is not None and other is not most
         ]
         beside = f": {', '.join(against)}" if against else ""
-        doubt = "" if most.valid else f" LoadGen does not call the run valid: {most.told}"
+        doubt = "" if most.valid else f" LoadGen does not call the run valid: {most.reason}"
         yield (
             f"{model}: k = {most.k} in {most.precision.upper()} on {service_name(most)}{accuracy} "
             f"serves {requests(most.rate or 0.0)} at {bound}{beside}.{doubt}"
@@ -168,7 +168,7 @@ def _cells(
         "–" if service.rate is None else requests(service.rate),
         *("–" if ms is None else milliseconds(ms) for ms in percentiles),
         *ratios,
-        ("valid", "good") if service.valid else (service.told, "bad"),
+        ("valid", "good") if service.valid else (service.reason, "bad"),
         *(() if findings.price_per_hour is None else ("–" if cost is None else f"{cost:,.2f}",)),
     )
 
@@ -206,7 +206,7 @@ def _lines(results: Results) -> Iterator[tuple[str, str, list[Service]]]:
     findings = services_in(results.analyses)
     lines: dict[tuple[str, str], list[Service]] = {}
     for row in () if findings is None else findings.of("server"):
-        if row.exported and row.rate and row.asked is None:
+        if row.exported and row.rate and row.fixed_rate is None:
             precision = "" if row.precision == "fp32" else f", {row.precision.upper()}"
             engine = service_name(row).partition(",")[0]
             lines.setdefault((row.model, f"{engine}{precision}"), []).append(row)
@@ -221,7 +221,9 @@ def _lines(results: Results) -> Iterator[tuple[str, str, list[Service]]]:
 def service_points(results: Results) -> dict[str, Any] | None:
     """Returns what the page draws: the rate of each line over k, and percentiles over the rate."""
     findings = services_in(results.analyses)
-    server = [] if findings is None else [row for row in findings.of("server") if row.asked is None]
+    server = (
+        [] if findings is None else [row for row in findings.of("server") if row.fixed_rate is None]
+    )
     if not any(row.rate for row in server):
         return None
     return {

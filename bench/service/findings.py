@@ -40,11 +40,11 @@ class Service:
     """What one engine with one k reached in a scenario, by MLPerf's LoadGen.
 
     `rate` is in requests a second: of server the highest that keeps the bound, or the one that was
-    `asked`. The percentiles are those of that run; LoadGen found it `valid`, or `told` says why
-    not. A service without a rate kept no bound, and `told` has the nearest, `nearest_ms`; one that
-    failed says so there. `layouts` are those that were tried, of which it has the fastest. `logs`
-    is the folder of LoadGen's own, beside `results.json`. Of a language model a request is a prompt
-    of `tokens`.
+    `fixed_rate`. The percentiles are those of that run; LoadGen found it `valid`, or `reason` says
+    why not. A service without a rate kept no bound, and `reason` has the nearest, `nearest_ms`; one
+    that failed says so there. `layouts` are those that were tried, of which it has the fastest.
+    `logs` is the folder of LoadGen's own, beside `results.json`. Of a language model a request is a
+    prompt of `tokens`.
     """
 
     model: str
@@ -60,9 +60,9 @@ class Service:
     threads: int
     layouts: tuple[Layout, ...] = ()
     bound_ms: float | None = None
-    asked: float | None = None
+    fixed_rate: float | None = None
     valid: bool = False
-    told: str = ""
+    reason: str = ""
     rate: float | None = None
     p50_ms: float | None = None
     p90_ms: float | None = None
@@ -81,15 +81,15 @@ class Service:
     def reached(self) -> str:
         """The scenario and its result in words: `server: 310 requests/s at p99 ≤ 20 ms`."""
         if self.rate is None:
-            return f"{self.scenario}: {self.told}"
+            return f"{self.scenario}: {self.reason}"
         bound = "" if self.bound_ms is None else f" at p99 ≤ {self.bound_ms:g} ms"
-        if self.asked is not None:
-            bound = f" of {self.asked:g} offered"
+        if self.fixed_rate is not None:
+            bound = f" of {self.fixed_rate:g} offered"
         words = [f"{self.scenario}: {requests(self.rate)}{bound}"]
         if self.scenario != "offline":
             words.append(f"p50 {self.p50_ms:.3g}, p99 {self.p99_ms:.3g} ms")
         if not self.valid:
-            words.append(f"not valid: {self.told}")
+            words.append(f"not valid: {self.reason}")
         return "; ".join(words)
 
     def cost_of_a_million(self, price_per_hour: float | None) -> float | None:
@@ -119,11 +119,11 @@ def requests(rate: float) -> str:
     return f"{rate:,.0f} requests/s" if rate >= 10 else f"{rate:.2g} requests/s"
 
 
-def as_analyses(found: ServiceFindings) -> dict[str, Any]:
+def as_analyses(findings: ServiceFindings) -> dict[str, Any]:
     """Returns findings as an analysis of a results file: plain data, as they are read again."""
     import msgspec
 
-    return {SERVICE: msgspec.to_builtins(found)}
+    return {SERVICE: msgspec.to_builtins(findings)}
 
 
 def services_in(

@@ -238,41 +238,43 @@ class _System:
 
 def read_log(detail: Path, load: Traffic, *, refused: int = 0) -> Judgement:
     """Returns the judgement in the last run of LoadGen's detailed log."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     peak = None
     for line in detail.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith(":::MLLOG "):
             entry = json.loads(line.removeprefix(":::MLLOG "))
-            found[entry["key"]] = entry["value"]
+            entries[entry["key"]] = entry["value"]
             if entry["key"] == "generic_message" and (match := _PEAK.search(entry["value"])):
                 peak = float(match[1])
     ms = {
         (float(match[1]), bool(match[2])): value / NS_PER_MS
-        for key, value in found.items()
+        for key, value in entries.items()
         if (match := _PERCENTILE.fullmatch(key))
     }
     of_queries = load.scenario == "multi-stream"
     p50, p90, p99 = (ms.get((each, of_queries), 0.0) for each in (50.0, 90.0, 99.0))
-    kept = bool(found.get("result_perf_constraints_met", True))
-    lasted = bool(found.get("result_min_duration_met")) and bool(
-        found.get("result_min_queries_met")
+    kept = bool(entries.get("result_perf_constraints_met", True))
+    lasted = bool(entries.get("result_min_duration_met")) and bool(
+        entries.get("result_min_queries_met")
     )
-    valid = found.get("result_validity") == "VALID"
+    valid = entries.get("result_validity") == "VALID"
     reason = ""
     if not valid and not kept:
         reason = f"99% took up to {p99:.3g} ms, and the bound is {1e3 * load.bound_s:g} ms"
     elif not valid:
-        told = str(found.get("early_stopping_result") or found.get("result_invalid_reason") or "")
-        words = " ".join(told.replace("*", "").split())
+        said = str(
+            entries.get("early_stopping_result") or entries.get("result_invalid_reason") or ""
+        )
+        words = " ".join(said.replace("*", "").split())
         reason = f"too short: {words or 'LoadGen asks for a longer run'}"
-    queries = int(found.get("result_query_count", 0))
+    queries = int(entries.get("result_query_count", 0))
     rates: dict[Scenario, float] = {
-        "single-stream": found.get("result_qps_with_loadgen_overhead", 0.0),
-        "multi-stream": 1e3 * PER_QUERY / found["result_mean_query_latency_ns"] * NS_PER_MS
-        if "result_mean_query_latency_ns" in found
+        "single-stream": entries.get("result_qps_with_loadgen_overhead", 0.0),
+        "multi-stream": 1e3 * PER_QUERY / entries["result_mean_query_latency_ns"] * NS_PER_MS
+        if "result_mean_query_latency_ns" in entries
         else 0.0,
-        "server": found.get("result_completed_samples_per_sec", 0.0),
-        "offline": found.get("result_samples_per_second", 0.0),
+        "server": entries.get("result_completed_samples_per_sec", 0.0),
+        "offline": entries.get("result_samples_per_second", 0.0),
     }
     return Judgement(
         valid=valid,

@@ -67,15 +67,17 @@ def settings_of(request: BenchRequest) -> ServiceSettings | None:
 
     Raises `UsageError` for what cannot be meant, and `MissingExtraError` without LoadGen.
     """
-    given = request.scenario
-    names = list(dict.fromkeys(listed(given) if isinstance(given, str) else given))
+    scenarios = request.scenario
+    names = list(dict.fromkeys(listed(scenarios) if isinstance(scenarios, str) else scenarios))
     bounds = ("latency_bound", "offered_rate")
     own = (*bounds, "max_delay", "duration", "library", "price_per_hour", "triton")
     if not names:
         refuse_changed(request, own, ": no scenario is run (--scenario)")
         return None
     known = get_args(Scenario)
-    for name in (each for each in names if each not in known):
+    for name in names:
+        if name in known:
+            continue
         raise UsageError(
             f"--scenario {name}: there is no such scenario", hint=near_miss(name, known)
         )
@@ -106,7 +108,7 @@ def settings_of(request: BenchRequest) -> ServiceSettings | None:
     if triton is not None:
         triton_client()
     return ServiceSettings(
-        scenarios=tuple(each for each in known if each in names),
+        scenarios=tuple(name for name in known if name in names),
         duration_s=duration_s,
         max_delay_s=0.0 if delay is None else parse_seconds(delay, "--max-delay", "ms"),
         bound_s=bound_s,
@@ -159,7 +161,7 @@ class Served:
     def instances(self, layout: Layout) -> Iterator[list[Instance]]:
         """Yields instances that have run every size of a batch once; closes them."""
         with ExitStack() as stack, with_threads(layout.threads):
-            found = [
+            instances = [
                 Instance(
                     runners={
                         size: self._runner(size, layout.threads, stack) for size in self._by_size
@@ -171,10 +173,10 @@ class Served:
             ]
             most = self.max_batch
             sizes = range(1, most + 1) if most <= ALL_SIZES else (1, most)
-            with ThreadPoolExecutor(len(found)) as pool:
+            with ThreadPoolExecutor(len(instances)) as pool:
                 for size in sizes:
-                    list(pool.map(lambda one, size=size: one([0] * size), found))
-            yield found
+                    list(pool.map(lambda one, size=size: one([0] * size), instances))
+            yield instances
 
     def _runner(self, size: int, threads: int, stack: ExitStack) -> Runner:
         loader = self._by_size[size]
@@ -188,13 +190,13 @@ class Served:
 
     def tried(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
         """Returns layouts with how many requests a second they answer from a queue that is full."""
-        found = []
+        layouts_tried = []
         for count, threads in layouts:
             layout = Layout(instances=count, threads=threads, per_s=0.0)
             capacity = 2 * self.max_batch * count
             with self.queue(layout, capacity, 0.0) as queue:
-                found.append(replace(layout, per_s=requests_per_second(queue)))
-        return tuple(found)
+                layouts_tried.append(replace(layout, per_s=requests_per_second(queue)))
+        return tuple(layouts_tried)
 
     @contextmanager
     def queue(self, layout: Layout, capacity: int, max_delay_s: float) -> Iterator[Submits[int]]:
@@ -321,7 +323,7 @@ class _OfCandidate:
             loaders = {size: opening[each] for size, each in by_size.items()}
             keys = {"model": case.model, "label": f"{case.label} {case.scope}"}
             done = {
-                each["scenario"]: msgspec.convert(each["found"], Service)
+                each["scenario"]: msgspec.convert(each["service"], Service)
                 for each in self.journal.pieces(SERVICE, **keys)
             }
             if {*self.settings.scenarios} <= done.keys():
@@ -333,13 +335,15 @@ class _OfCandidate:
                     layouts = served.tried(self._layouts(case))
                 except Exception as error:  # noqa: BLE001  the service says what failed
                     for scenario in self.settings.scenarios:
-                        yield self._service(case, scenario, told=in_one_line(error))
+                        yield self._service(case, scenario, reason=in_one_line(error))
                     continue
                 for scenario in self.settings.scenarios:
-                    found = done.get(scenario) or self._scenario(case, scenario, served, layouts)
+                    service = done.get(scenario) or self._scenario(case, scenario, served, layouts)
                     if scenario not in done:
-                        self.journal.add(SERVICE, **keys, scenario=scenario, found=asdict(found))
-                    yield found
+                        self.journal.add(
+                            SERVICE, **keys, scenario=scenario, service=asdict(service)
+                        )
+                    yield service
 
     def _system(self, case: Case, by_size: Mapping[int, Loader]) -> Served | TritonService:
         """What serves a case: instances in this process, or a server."""
@@ -355,22 +359,22 @@ class _OfCandidate:
     def _together(self, failures: Mapping[Case, str]) -> dict[Case, dict[int, Case]]:
         """What is served, by the batches that each case is for: `auto` has one for each size."""
         sizes = {*self.request.batches}
-        found: dict[Case, dict[int, Case]] = {}
+        together: dict[Case, dict[int, Case]] = {}
         split: dict[tuple[Any, ...], dict[int, Case]] = {}
         for case, graph in self.candidate.cases.items():
             if case in failures:
                 continue
             if graph is None or graph.batches is None or sizes <= graph.batches:
-                found[case] = {self._max_batch: case}
+                together[case] = {self._max_batch: case}
             else:
                 key = (case.engine, case.provider, case.precision, case.k, case.scope)
                 split.setdefault(key, {}).update(dict.fromkeys(graph.batches, case))
         for by_size in split.values():
             names = dict.fromkeys(by_size[size].lowering or "" for size in sorted(by_size))
-            found[replace(by_size[max(by_size)], lowering=", ".join(names))] = by_size
+            together[replace(by_size[max(by_size)], lowering=", ".join(names))] = by_size
         if self.settings.triton is not None:
-            found[server_case(self.candidate)] = {}
-        return found
+            together[server_case(self.candidate)] = {}
+        return together
 
     def _layouts(self, case: Case) -> list[tuple[int, int]]:
         """What may fill the machine: of a GPU one instance, and no more than half of the memory."""
@@ -406,20 +410,20 @@ class _OfCandidate:
             try:
                 with served.queue(used, capacity, self.settings.max_delay_s) as queue:
                     run = _Runs(queue, len(first_of(self.samples)), self.settings, folder / logs)
-                    found = run.of(scenario, used.per_s, bound_s)
+                    reached = run.of(scenario, used.per_s, bound_s)
             except Exception as error:  # noqa: BLE001  the service says what failed
-                found = {"told": in_one_line(error)}
+                reached = {"reason": in_one_line(error)}
         service = self._service(
             case,
             scenario,
             **{"layouts": layouts, "instances": used.instances, "threads": used.threads},
             logs=logs if out else "",
-            **found,
+            **reached,
         )
         self.progress.step(f"in service: {case.label}: {service.reached}")
         return service
 
-    def _service(self, case: Case, scenario: Scenario, **found: Any) -> Service:
+    def _service(self, case: Case, scenario: Scenario, **reached: Any) -> Service:
         serves = scenario == "server"
         bound = self.settings.bound_s
         identity = {
@@ -432,10 +436,10 @@ class _OfCandidate:
             "instances": 1,
             "threads": self.threads,
             "bound_ms": 1e3 * bound if serves and bound is not None else None,
-            "asked": self.settings.rate if serves else None,
+            "fixed_rate": self.settings.rate if serves else None,
             "tokens": first_of(self.samples).shape[1] if self.candidate.phases else None,
         }
-        return Service(**(identity | facts | found))
+        return Service(**(identity | facts | reached))
 
 
 class _Runs:
@@ -452,18 +456,18 @@ class _Runs:
             scenario=scenario, duration_s=self._settings.duration_s, rate=per_s, bound_s=bound_s
         )
         if scenario != "server":
-            found = self._run(load, self._logs)
+            run = self._run(load, self._logs)
             for _ in range(2):
-                if found.long_enough or found.rate <= load.rate:
+                if run.long_enough or run.rate <= load.rate:
                     break
                 # Faster than expected: there were too few queries to last.
-                load = replace(load, rate=FASTER * found.rate)
-                found = self._run(load, self._logs)
-            return _of_run(found)
-        asked = self._settings.rate
-        if asked is not None:
-            found = self._run(replace(load, rate=asked), self._logs)
-            return _of_run(found) | {"offered": (_offered(asked, found),)}
+                load = replace(load, rate=FASTER * run.rate)
+                run = self._run(load, self._logs)
+            return _of_run(run)
+        rate = self._settings.rate
+        if rate is not None:
+            run = self._run(replace(load, rate=rate), self._logs)
+            return _of_run(run) | {"offered": (_offered(rate, run),)}
         return self._searched(load)
 
     def _searched(self, load: Traffic) -> dict[str, Any]:
@@ -487,47 +491,47 @@ class _Runs:
             peak = more.peak or beyond.rate
         for share in AGAIN:
             rate = share * peak
-            found = self._run(replace(load, rate=rate), self._logs)
-            if found.kept:
+            run = self._run(replace(load, rate=rate), self._logs)
+            if run.kept:
                 break
-            tried.append(found)
+            tried.append(run)
         else:
             return _not_kept(min(each.p99_ms for each in tried if not each.kept), load)
-        runs = [_offered(rate, found)]
+        runs = [_offered(rate, run)]
         for share in OFFERED:
             beside = self._run(
                 replace(short, rate=share * rate), self._logs / f"at-{100 * share:.0f}-percent"
             )
             runs.append(_offered(share * rate, beside))
-        return _of_run(found) | {"offered": tuple(sorted(runs, key=lambda each: each.offered))}
+        return _of_run(run) | {"offered": tuple(sorted(runs, key=lambda each: each.offered))}
 
     def _run(self, load: Traffic, logs: Path, *, search: bool = False) -> Judgement:
         return judged(self._queue, self._library, load, logs, search=search)
 
 
-def _of_run(found: Judgement) -> dict[str, Any]:
+def _of_run(run: Judgement) -> dict[str, Any]:
     return {
-        "valid": found.valid,
-        "told": found.reason,
-        "rate": found.rate,
-        **{"p50_ms": found.p50_ms, "p90_ms": found.p90_ms, "p99_ms": found.p99_ms},
+        "valid": run.valid,
+        "reason": run.reason,
+        "rate": run.rate,
+        **{"p50_ms": run.p50_ms, "p90_ms": run.p90_ms, "p99_ms": run.p99_ms},
     }
 
 
 def _not_kept(nearest_ms: float, load: Traffic) -> dict[str, Any]:
     bound = f"{1e3 * load.bound_s:g} ms"
     return {
-        "told": f"no rate keeps p99 ≤ {bound}: the nearest p99 is {nearest_ms:.3g} ms",
+        "reason": f"no rate keeps p99 ≤ {bound}: the nearest p99 is {nearest_ms:.3g} ms",
         "nearest_ms": nearest_ms,
     }
 
 
-def _offered(rate: float, found: Judgement) -> OfferedRun:
+def _offered(rate: float, run: Judgement) -> OfferedRun:
     return OfferedRun(
         offered=rate,
-        rate=found.rate,
-        **{"p50_ms": found.p50_ms, "p90_ms": found.p90_ms, "p99_ms": found.p99_ms},
-        refused=found.refused,
+        rate=run.rate,
+        **{"p50_ms": run.p50_ms, "p90_ms": run.p90_ms, "p99_ms": run.p99_ms},
+        refused=run.refused,
     )
 
 

@@ -116,8 +116,8 @@ class Queue(Generic[X, Y]):
             if not batch:
                 continue
             try:
-                found = instance([each.request for each in batch])
-                answered = list(zip(batch, found, strict=True))
+                results = instance([each.request for each in batch])
+                answered = list(zip(batch, results, strict=True))
             except BaseException as error:  # noqa: BLE001  whoever waits for an answer gets it
                 for each in batch:
                     each.answer.set_exception(error)

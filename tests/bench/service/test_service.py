@@ -86,7 +86,7 @@ def test_what_a_service_says_is_what_loadgen_wrote_beside_the_results(
             assert each.nearest_ms is not None and each.nearest_ms > 50
             continue
         assert f"Result is : {'VALID' if each.valid else 'INVALID'}" in told
-        assert each.valid == (each.told == "")
+        assert each.valid == (each.reason == "")
         if each.scenario in ("server", "offline"):
             rate = re.search(r"[Ss]amples per second\s*: ([\d.e+]+)", told)
             assert rate is not None
@@ -173,7 +173,7 @@ def test_a_service_that_fails_says_why_and_the_others_go_on(model: Model) -> Non
     service = service_of(replace(QUICK, batch=(4,), scenario="offline", duration="0.1s"), data)
     assert service is not None
     service.serve(candidate, loaders(candidate, (4,)), {}, Journal(None, {}))
-    told = {each.lowering: (each.rate is None, each.told) for each in service.services}
+    told = {each.lowering: (each.rate is None, each.reason) for each in service.services}
     assert told["dense"] == (True, "MemoryError: no room for 3")
     assert told["gather"][0] is False
 
@@ -224,7 +224,7 @@ def test_a_rate_that_is_offered_is_not_searched_for(tmp_path: Path) -> None:
     found = services_in(api.bench(WEIGHTS, request).analyses)
     assert found is not None
     for each in found.services:
-        assert each.asked == 50
+        assert each.fixed_rate == 50
         assert len(each.offered) == 1
         assert not (tmp_path / each.logs / "search").exists()
 
@@ -272,13 +272,13 @@ def test_what_loses_accuracy_is_not_the_answer_while_something_keeps_it(results:
 
 
 def test_a_run_that_is_not_valid_says_so_in_the_sentence(results: Results) -> None:
-    short = served(4, 310.0, valid=False, told="too short: only 9 queries")
+    short = served(4, 310.0, valid=False, reason="too short: only 9 queries")
     (sentence,) = answers(with_services(results, short))
     assert sentence.endswith("LoadGen does not call the run valid: too short: only 9 queries")
 
 
 def test_a_bound_that_others_do_not_keep_is_not_divided_by(results: Results) -> None:
-    none = {"told": "no rate keeps it", "nearest_ms": 33.0}
+    none = {"reason": "no rate keeps it", "nearest_ms": 33.0}
     report = with_services(
         results, served(16, None, **PYTORCH, **none), served(16, None, **none), served(4, 310.0)
     )

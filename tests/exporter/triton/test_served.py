@@ -255,7 +255,7 @@ def test_the_server_stands_beside_the_same_bundle_in_this_process(
         services = {one.engine: one for one in found.of(scenario)}
         assert services.keys() == {"pytorch-eager", "onnxruntime", "triton"}
         served = services["triton"]
-        assert served.rate, served.told
+        assert served.rate, served.reason
         assert (served.k, served.experts) == (2, 8)
         assert (tmp_path / served.logs / "mlperf_log_summary.txt").is_file()
     assert "Triton" in (tmp_path / "report.html").read_text(encoding="utf-8")
