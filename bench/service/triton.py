@@ -9,7 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import EngineError, MissingExtraError, MoexportError, QueueFullError, UsageError
+from ...errors import (
+    EngineError,
+    MissingExtraError,
+    MoexportError,
+    QueueFullError,
+    UsageError,
+    install,
+)
 from ...exporter.inputs import Inputs
 from ...graphs.names import K_INPUT
 from .findings import Layout
@@ -26,7 +33,7 @@ def triton_client() -> Any:
     except ImportError as error:
         raise MissingExtraError(
             f"--triton needs NVIDIA's client, which is not installed ({error})",
-            hint="pip install 'tritonclient[grpc]'",
+            hint=install("triton"),
         ) from error
     return client
 
