@@ -129,9 +129,12 @@ def results(
     **facts: object,
 ) -> Results:
     """Returns measured rows as results, with the medians of the machine's rates."""
+    names = [field.name for field in fields(Rates)]
+    measured = {name: [getattr(rate, name) for rate in rates] for name in names}
     typical = {
-        field.name: float(np.median([getattr(each, field.name) for each in rates]))
-        for field in fields(Rates)
+        name: float(np.median(values))
+        for name, values in measured.items()
+        if all(isinstance(value, float) for value in values)
     }
     return Results(
         tuple(models),
