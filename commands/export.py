@@ -79,6 +79,7 @@ def export(
 def _say_exported(output: Path, manifest: Manifest, console: Console, shown: Sequence[str]) -> None:
     """Says what was written and how well it does, but for what was `shown` before."""
     from ..exporter.bundle.openvino import advice
+    from ..exporter.bundle.weights import WEIGHTS_FILE
     from ..exporter.edits import Edits
     from ..exporter.parity import Parity, describe
 
@@ -102,7 +103,8 @@ def _say_exported(output: Path, manifest: Manifest, console: Console, shown: Seq
         console.note(describe(Parity(**manifest.parity)))
     for note in manifest.notes[len(shown) :]:
         console.note(note)
-    if (faster := advice(manifest.target)) is not None:
+    weights = manifest.files.get(WEIGHTS_FILE)
+    if (faster := advice(manifest.target, 0 if weights is None else weights.bytes)) is not None:
         console.note(faster)
     total = sum(record.bytes for record in manifest.files.values())
     show(f"{output}: {', '.join(manifest.files)} ({size(total)})")

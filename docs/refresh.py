@@ -26,6 +26,7 @@ from pathlib import Path
 
 import moexport
 import onnx
+from moexport.bench.engines import OPENVINO
 from moexport.bench.report.figures import figures
 from moexport.bench.report.page import write_report
 from moexport.bench.results import Results, read
@@ -34,7 +35,7 @@ from moexport.common.versions import RUN
 from moexport.docs import performance_page, results_schema, site_hooks
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.targets import Target
-from moexport.perf import cache, calibration, granite, models, scale, tune
+from moexport.perf import cache, calibration, granite, models, runtimes, scale, tune
 from moexport.perf.experts import table as experts_table
 from moexport.perf.generation import benchmark as generation
 from moexport.perf.layers import mumoe
@@ -254,11 +255,18 @@ def performance_tables() -> dict[str, str]:
         "machine": measured_by(results),
         "layer-by-k": performance_page.layer_by_k(results) + "\n",
         "models": models.table(read(RESULTS / "models-cpu.json"), 1) + "\n",
+        "runtimes": runtimes_tables(),
         "mumoe": mumoe.table(read(RESULTS / "mumoe-cpu.json")) + "\n",
         "scale": f"{where}\n\n{scale.table(scales)}\n",
         "auto": performance_page.choices(RESULTS / "auto-cpu.json") + "\n",
         "mnist": performance_page.retention(read(RESULTS / "paper-mnist.json")) + "\n",
     }
+
+
+def runtimes_tables() -> str:
+    """Returns where the two runtimes were measured, and what they took."""
+    results = read(RESULTS / "runtimes-cpu.json")
+    return f"{measured_by(results)}\n{runtimes.table(results)}\n"
 
 
 def token_routed_tables() -> dict[str, str]:
@@ -341,9 +349,11 @@ def measured_by(results: Results) -> str:
     machine = (
         f"Measured on {results.created[:10]}: {facts['cpu']['model']}, {facts['threads']} threads, "
         f"streaming {rates['stream_gb_s']:.0f} GB/s, matmul {rates['matmul_gflop_s']:.0f} GFLOP/s; "
-        f"ONNX Runtime {onnxruntime_of(packages)} (CPU), torch {packages['torch']}."
+        f"ONNX Runtime {onnxruntime_of(packages)} (CPU), torch {packages['torch']}"
     )
-    return textwrap.fill(machine, 100) + "\n"
+    if any(row.engine == OPENVINO for row in results.rows):
+        machine += f", OpenVINO {packages['openvino']}"
+    return textwrap.fill(f"{machine}.", 100) + "\n"
 
 
 def replace_marked(page: Path, name: str, content: str) -> None:
