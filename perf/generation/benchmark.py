@@ -336,7 +336,7 @@ def table(body: Any) -> str:
         f"Quality: the demo's Mixtral, trained longer, on {tokens:,} tokens that it was not "
         "trained on. `same token` is how often the likeliest next token is that of `transformers`."
     )
-    header = ("engine", "precision", "k", "perplexity", "same token")
+    header = ("program", "precision", "k", "perplexity", "same token")
     rows = [
         (*_named(row), f"{row['perplexity']:.3f}", f"{row['same_token']:.1%}")
         for row in body["quality"]
@@ -359,7 +359,7 @@ def _speed_table(rows: Sequence[Any], contexts: Sequence[int], batches: Sequence
             row = found[name, batch, context]
             cells += [f"{1e3 * row['first_s']:,.0f}", f"{batch / row['token_s']:,.1f}"]
         lines.append((*name, *cells))
-    header = ("engine", "precision", "k")
+    header = ("program", "precision", "k")
     pairs = [part for head in heads for part in (f"{head}: first, ms", "tokens/s")]
     return markdown((*header, *pairs), lines, words=2)
 
