@@ -6,9 +6,10 @@ import moexport
 import numpy as np
 import pytest
 from moexport.bench.analyses.findings import tuning_in
-from moexport.bench.demo.digits import Training, load_digits, save, train
+from moexport.bench.demo.digits import load_digits
 from moexport.bench.results import read
 from moexport.errors import UsageError
+from moexport.tests.tune.small_search import small_search
 from moexport.tune.findings import text
 from moexport.tune.request import SearchOptions, parse_targets
 from moexport.tune.tune import Tuned
@@ -18,20 +19,8 @@ pytest.importorskip("openvino", reason="OpenVINO is not installed")
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
-    folder, digits = tmp_path_factory.mktemp("runtimes"), load_digits(test_share=0.5)
-    training = Training(8, hidden=16, normalise=True, scale=16.0, epochs=6, batch=64)
-    save(train(training, digits.train), folder / "digits.pt")
-    return moexport.tune(
-        moexport.load(folder / "digits.pt"),
-        digits.test,
-        folder / "out",
-        keep="90%",
-        target="ort-cpu,openvino",
-        precision="fp32,int8",
-        all_experts=True,
-        threads=1,
-        report=folder / "report",
-    )
+    folder = tmp_path_factory.mktemp("runtimes")
+    return small_search(folder, target="ort-cpu,openvino", precision="fp32,int8")
 
 
 @pytest.mark.slow

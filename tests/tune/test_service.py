@@ -6,11 +6,11 @@ from pathlib import Path
 
 import moexport
 import pytest
-from moexport.bench.demo.digits import Training, load_digits, save, train
 from moexport.bench.results import read
 from moexport.bench.service.findings import services_in
 from moexport.errors import UsageError
 from moexport.exporter.bundle.recipe import RECIPE_FILE, read_recipe
+from moexport.tests.tune.small_search import small_search
 from moexport.tune import confirm
 from moexport.tune.confirm import ContractError
 from moexport.tune.findings import text
@@ -21,21 +21,8 @@ pytest.importorskip("mlperf_loadgen", reason="LoadGen is not installed")
 
 
 def search(folder: Path, bound: str) -> Tuned:
-    digits = load_digits(test_share=0.5)
-    training = Training(8, hidden=16, normalise=True, scale=16.0, epochs=6, batch=64)
-    save(train(training, digits.train), folder / "digits.pt")
-    return moexport.tune(
-        moexport.load(folder / "digits.pt"),
-        digits.test,
-        folder / "out",
-        keep="90%",
-        precision="fp32",
-        all_experts=True,
-        batch="1:1:8",
-        scenario="server",
-        max_latency=bound,
-        threads=1,
-        report=folder / "report",
+    return small_search(
+        folder, precision="fp32", batch="1:1:8", scenario="server", max_latency=bound
     )
 
 
