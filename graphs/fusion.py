@@ -68,11 +68,12 @@ class _Attention:
 class _Cache:
     """How much is in a cache, from the inputs beside it: in place, it has room for more.
 
-    `past` [1] are the earlier tokens, `total` all tokens, `last` [b] the place of the last one, and
-    `in_place` whether `GroupQueryAttention` takes these sizes: not several new tokens of several
+    `rows` [1] are the inputs, `past` [1] the earlier tokens, `total` all tokens, `last` [b] the
+    place of the last one, and `in_place` whether `GroupQueryAttention` takes these sizes: not several new tokens of several
     inputs after earlier ones.
     """
 
+    rows: ir.Value
     past: ir.Value
     total: ir.Value
     last: ir.Value
@@ -291,18 +292,19 @@ class _Fusion:
             for value in (total, before, last, scalar):
                 value.type = ir.TensorType(ir.DataType.INT32)
             b.insert_before(self.graph, self.graph[0])
-            self._sizes = _Cache(past=past, total=scalar, last=last, in_place=in_place)
+            self._sizes = _Cache(rows=rows, past=past, total=scalar, last=last, in_place=in_place)
         return self._sizes
 
     def free_of_past_sizes(self) -> None:
-        """Takes the number of earlier tokens from the mask where it is read from a cache."""
+        """Takes sizes from ids and mask where they are read from a cache."""
         if self._sizes is None:
             return
+        sizes = {(0, 1): self._sizes.rows, (2, 3): self._sizes.past}
         for value in self.graph.inputs:
             for node, _ in [*value.uses()] if PAST in str(value.name) else ():
-                bounds = [node.attributes.get_int(name, None) for name in ("start", "end")]
-                if node.op_type == "Shape" and bounds == [2, 3]:
-                    self._rename(node.outputs[0], self._sizes.past)
+                bounds = tuple(node.attributes.get_int(name, None) for name in ("start", "end"))
+                if node.op_type == "Shape" and bounds in sizes:
+                    self._rename(node.outputs[0], sizes[bounds])
 
     def _flat(self, b: Builder, value: ir.Value | None) -> ir.Value | None:
         """A value [b, heads, m, w] as [b, m, heads·w], if it was that before."""

@@ -65,15 +65,18 @@ def before_the_end(tokens: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "second"),
-    [("olmoe", False), ("mixtral", True), ("gpt_oss", False)],
-    ids=["olmoe", "mixtral with a window", "gpt_oss"],
+    ("name", "second", "layers"),
+    [("olmoe", False, 6), ("mixtral", True, 2), ("gpt_oss", False, 2)],
+    ids=["olmoe of six layers", "mixtral with a window", "gpt_oss"],
 )
 def test_genai_generates_what_transformers_does_one_by_one_and_in_a_batch(
-    name: str, second: bool, tmp_path: Path
+    name: str, second: bool, layers: int, tmp_path: Path
 ) -> None:
-    """Windows of gpt_oss and Mixtral count tokens, not the padding between them."""
-    folder = text_model(name, tmp_path / "model", second=second)
+    """Windows of gpt_oss and Mixtral count tokens, not the padding between them.
+
+    From five layers on, PyTorch's exporter reads the batch's size from the cache of a layer.
+    """
+    folder = text_model(name, tmp_path / "model", second=second, num_hidden_layers=layers)
     bundle = moexport.export(moexport.load(folder), tmp_path / "out", target="ort-cpu")
     search = json.loads((bundle.path / "genai_config.json").read_text())["search"]
     assert search["past_present_share_buffer"]
