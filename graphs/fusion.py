@@ -69,8 +69,8 @@ class _Cache:
     """How much is in a cache, from the inputs beside it: in place, it has room for more.
 
     `rows` [1] are the inputs, `past` [1] the earlier tokens, `total` all tokens, `last` [b] the
-    place of the last one, and `in_place` whether `GroupQueryAttention` takes these sizes: not several new tokens of several
-    inputs after earlier ones.
+    place of the last one, and `in_place` whether `GroupQueryAttention` takes these sizes: not
+    several new tokens of several inputs after earlier ones.
     """
 
     rows: ir.Value

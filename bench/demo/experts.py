@@ -74,7 +74,13 @@ def run_experts_demo(directory: Path, progress: Progress, *, force: bool = False
     )
 
 
-def trained(directory: Path, progress: Progress, *, steps: int = STEPS) -> Sequence[Group]:
+def trained(
+    directory: Path,
+    progress: Progress,
+    *,
+    steps: int = STEPS,
+    config: Mapping[str, Any] = CONFIG,
+) -> Sequence[Group]:
     """Trains the model into a folder, with its data; returns what is measured of it."""
     topics = python_topics()
     test = "\n\n".join(topics[::HELD_OUT])
@@ -85,7 +91,7 @@ def trained(directory: Path, progress: Progress, *, steps: int = STEPS) -> Seque
     progress.step(f"training {NAME} on {len(tokens['train'])} tokens of Python's help", total=steps)
     with torch.random.fork_rng(devices=[]), with_threads(THREADS):
         torch.manual_seed(0)
-        model = _fit(new_model(CONFIG), torch.from_numpy(tokens["train"]), steps, progress)
+        model = _fit(new_model(config), torch.from_numpy(tokens["train"]), steps, progress)
     with temporary_folder(folder) as partial:
         tokenizer.save_pretrained(str(partial))
         model.save_pretrained(str(partial))

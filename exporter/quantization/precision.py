@@ -33,7 +33,7 @@ from ...graphs.precision.types import (
     ComputeTypes,
     QuantizedProducts,
     Scale,
-    int4_block,
+    block_of,
 )
 from ...graphs.precision.weights import CONVERTED, activation_scale, not_in_blocks
 from ...graphs.targets import ENGINES, FloatName, QuantFormat
@@ -167,6 +167,7 @@ def apply_precision(
             precision.quant_format(target),
             precision.weight_quantization(target),
             dtype,
+            by_token=job.writes_text and target == "ort-cpu",
         )
     fp32_nodes: list[Fp32Node] = []
     if dtype in HALF_TYPES:
@@ -235,7 +236,7 @@ def _in_blocks(layer: MoELayer, options: ExportOptions, left_out: str | None) ->
     if problem is not None:
         return ComputeTypes(inner, reason=f"{problem}: kept in {floats.upper()}")
     shapes = {p.name: p.shape for p in layer.stored() if operand_of(p.name) is not None}
-    block = int4_block(form, (shape[-2] for shape in shapes.values()))
+    block = block_of(form, (shape[-2] for shape in shapes.values()))
     assert block is not None  # each of them is whole blocks of the smallest size
     blocked = BlockedWeights(format=form, weights=frozenset(shapes), block=block)
     return ComputeTypes(inner, blocked=blocked, reason="asked for")

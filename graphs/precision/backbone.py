@@ -24,12 +24,13 @@ from .routers import router_nodes
 from .types import (
     DYNAMIC_ROW,
     INT4_BLOCK,
+    Bits,
     BlockedWeights,
     ComputeTypes,
     QuantizedProducts,
     Range,
     WeightQuantization,
-    int4_block,
+    block_of,
 )
 from .weights import activation_scale, converted, quantize
 
@@ -128,12 +129,17 @@ def quantize_backbone(
     form: QuantFormat,
     weights: WeightQuantization,
     float_type: ir.DataType,
+    *,
+    by_token: bool = False,
 ) -> list[QuantizedLinear]:
     """Replaces the linear layers of a traced model by INT8 ones, in place; tells of each.
 
     `float_type` is what the model will compute in: scales are numbers that it holds. Without ranges
-    each row gets a scale of its own while the graph runs.
+    each row gets a scale of its own while the graph runs. `by_token`: it computes one token after
+    the other most of the time, for which the kernel of weights in blocks is 1.5 times as fast.
     """
+    if by_token and range_of is None:
+        return block_backbone(model, linears, form, bits=8)
     if range_of is None:
         for group in _of_one_input(linears):
             steps = {group[0].key: DYNAMIC_ROW}
@@ -155,13 +161,14 @@ def quantize_backbone(
 
 
 def block_backbone(
-    model: ir.Model, linears: list[BackboneLinear], form: QuantFormat
+    model: ir.Model, linears: list[BackboneLinear], form: QuantFormat, bits: Bits = 4
 ) -> list[QuantizedLinear]:
-    """Replaces the weights of a traced model's linear layers by ones of four bits, in place."""
+    """Replaces the weights of a traced model's linear layers by ones in blocks, in place."""
     for group in _of_one_input(linears):
-        block = int4_block(form, [group[0].width])
+        block = block_of(form, [group[0].width], bits)
         if block is not None:
-            compute = ComputeTypes(blocked=BlockedWeights(form, frozenset({group[0].key}), block))
+            blocked = BlockedWeights(form, frozenset({group[0].key}), block, bits)
+            compute = ComputeTypes(blocked=blocked)
             _replace(model.graph, group, compute, ir.DataType.FLOAT)
     made = []
     for linear in linears:

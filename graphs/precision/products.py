@@ -1,6 +1,7 @@
 """One product with a constant matrix, rows·w + b: in floats, in integers, or in Q/DQ form.
 
-In INT4 weights alone are integers, packed two in a byte: the product is one of floats.
+In blocks weights alone are integers, those of four bits packed two in a byte: the product is one of
+floats.
 
 In INT8 activations have one scale and weights one per column: x ≈ (q − z)·s and
 w[:, j] ≈ v[:, j]·t[j] with integers q, v, so that x·w ≈ (q − z)·v · s·t[j]. The sum is exact, and
@@ -144,7 +145,7 @@ def _blocked(
         domain=MICROSOFT,
         K=blocks * blocked.block,
         N=out,
-        bits=4,
+        bits=blocked.bits,
         block_size=blocked.block,
         accuracy_level=INT8_ROWS,
         name=name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -134,20 +134,25 @@ DYNAMIC_ROW = Scale(1.0, 128)
 INT4_BLOCK = 32
 """How many numbers of a column share a scale."""
 
-KERNEL_BLOCKS = (64, INT4_BLOCK)
+Bits = Literal[4, 8]
+"""Those of a weight in blocks."""
+
+KERNEL_BLOCKS: Mapping[Bits, tuple[int, ...]] = MappingProxyType(
+    {4: (128, 64, INT4_BLOCK), 8: (256, 128, 64, 32)}
+)
 """The same for ONNX Runtime's kernels, the best first that divides a column."""
 
 
-def int4_block(form: QuantFormat, widths: Iterable[int]) -> int | None:
+def block_of(form: QuantFormat, widths: Iterable[int], bits: Bits = 4) -> int | None:
     """Returns the size of a block for columns of so many numbers; None where none divides them."""
-    sizes = KERNEL_BLOCKS if form == "kernel" else (INT4_BLOCK,)
+    sizes = KERNEL_BLOCKS[bits] if form == "kernel" else (INT4_BLOCK,)
     widths = tuple(widths)
     return next((size for size in sizes if not any(width % size for width in widths)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedWeights:
-    """Products with weights of four bits; what they multiply stays a float.
+    """Products with weights of four or eight `bits`; what they multiply stays a float.
 
     Of each column of the `weights` named, `block` numbers that follow one another share a scale.
     `format` is `kernel` for ONNX Runtime's `MatMulNBits`, else DequantizeLinear and MatMul.
@@ -156,6 +161,7 @@ class BlockedWeights:
     format: QuantFormat
     weights: frozenset[str]
     block: int = INT4_BLOCK
+    bits: Bits = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +169,8 @@ class ComputeTypes:
     """In what numbers one layer computes, whatever type its tokens come in, and the reason.
 
     `inner` is the float type of the experts' (or factors') products; router and gate are FP32
-    always. `quantized` tells which products take integers, `blocked` which take weights of four
-    bits: not both.
+    always. `quantized` tells which products take integers, `blocked` which take weights in blocks:
+    not both.
     """
 
     inner: ir.DataType = ir.DataType.FLOAT
@@ -176,7 +182,7 @@ class ComputeTypes:
     def precision(self) -> Precision:
         """The precision of the layer, by the narrowest of its numbers."""
         if self.blocked is not None:
-            return "int4"
+            return "int4" if self.blocked.bits == 4 else "int8"
         if self.quantized is not None:
             return "fp8" if self.quantized.weights.floats else "int8"
         return next(name for name, dtype in FLOAT_TYPES.items() if dtype == self.inner)

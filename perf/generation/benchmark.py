@@ -54,6 +54,10 @@ GGUF_TYPES: Mapping[str, GGUFType] = {"int8": "Q8_0", "int4": "Q4_0"}
 """What stands beside each precision."""
 
 
+WIDTHS = {"hidden_size": 128, "intermediate_size": 128}
+"""Of the model whose quality is measured: whole blocks of the size that a larger model has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedCase:
     """A model of so many layers, and with what it is measured.
@@ -206,7 +210,7 @@ def measure_quality(
     folder: Path, progress: Progress, sizes: GenerationSizes, threads: int
 ) -> list[dict[str, object]]:
     """Returns a row per engine: its perplexity, and how often its likeliest token is PyTorch's."""
-    demo.trained(folder, progress, steps=sizes.steps)
+    demo.trained(folder, progress, steps=sizes.steps, config={**demo.CONFIG, **WIDTHS})
     (folder / demo.NAME).rename(folder / "model")
     windows = np.load(folder / "test.npz")["input_ids"][: sizes.windows]
     graphs = [(precision, k) for k in sizes.ks for precision in ("fp32", "int8", "int4")]

@@ -23,6 +23,7 @@ from ...builder import Builder
 from ...layers.experts import ExpertsSpec
 from ...names import MICROSOFT
 from ...precision.products import INT8_ROWS
+from ...precision.types import block_of
 from ...targets import CPU_PROVIDER, CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Precision, Target
 from ..base import LoweringOf
 from ..cost import PACKED_ROWS, Machine, expert_bytes, expert_macs, stacked_us, stream_us
@@ -164,18 +165,13 @@ class _Integers:
 def _integers(layer: ExpertsLayer) -> _Integers | None:
     blocked = layer.compute.blocked
     if blocked is not None:
-        return _Integers(4, blocked.block)
+        return _Integers(blocked.bits, blocked.block)
     return None if layer.compute.quantized is None else _Integers(8, _block(layer.spec))
-
-
-BLOCKS = (256, 128, 64, 32)
-"""Rows of a block of INT8, the fastest first; the kernel takes one size for both matrices."""
 
 
 def _block(spec: ExpertsSpec) -> int | None:
     """The block of INT8; None where no size divides both matrices, which are slow then."""
-    fitting = (block for block in BLOCKS if spec.dim % block == 0 and spec.hidden % block == 0)
-    return next(fitting, None)
+    return block_of("kernel", (spec.dim, spec.hidden), bits=8)
 
 
 def _matrices(b: Builder, layer: ExpertsLayer, key: str) -> ir.Value:

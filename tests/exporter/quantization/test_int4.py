@@ -15,6 +15,7 @@ from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.graphs.layers.soft_moe import ExpertKind, SoftMoE, SoftMoESpec, SoftMoEWeights
+from moexport.graphs.precision.types import Bits
 from moexport.graphs.precision.weights import in_blocks, pack
 from moexport.graphs.targets import Target
 from moexport.tests.command import run
@@ -139,15 +140,23 @@ def test_a_target_without_it_is_refused(tmp_path: Path) -> None:
         exported(tmp_path, "ort-cuda", "auto")
 
 
-def test_the_largest_number_of_a_block_is_kept_exactly() -> None:
-    matrix = np.random.default_rng(0).standard_normal((64, 5)).astype(np.float32)
-    integers, scale = in_blocks(matrix, 32)
-    back = (integers * scale.repeat(32, axis=0)).reshape(2, 32, 5)
-    blocks = matrix.reshape(2, 32, 5)
-    place = np.abs(blocks).argmax(axis=1, keepdims=True)
-    kept = np.take_along_axis(back, place, axis=1)
-    assert np.allclose(kept, np.take_along_axis(blocks, place, axis=1), rtol=1e-6)
-    assert np.abs(back - blocks).max() <= np.abs(scale).max() * 1.001
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_block_loses_no_more_than_with_its_largest_number_kept_exactly(bits: Bits) -> None:
+    """That is how Q4_0 of GGUF rounds; in float64 here, block by block."""
+    matrix = np.random.default_rng(0).standard_t(5, (64, 40)).astype(np.float32)
+    integers, scale = in_blocks(matrix, 32, bits=bits)
+    levels = 2 ** (bits - 1)
+    assert integers.min() >= -levels and integers.max() < levels
+    lost = {"ours": 0.0, "largest kept": 0.0}
+    for row, column in np.ndindex(2, 40):
+        block = matrix[32 * row : 32 * row + 32, column].astype(np.float64)
+        step = block[np.abs(block).argmax()] / -levels
+        kept = step * np.clip(np.rint(block / step), -levels, levels - 1)
+        ours = float(scale[row, column]) * integers[32 * row : 32 * row + 32, column]
+        errors = [float(np.square(block - back).sum()) for back in (ours, kept)]
+        assert errors[0] <= errors[1] * (1 + 1e-6)
+        lost = {name: lost[name] + error for name, error in zip(lost, errors, strict=True)}
+    assert bits == 8 or lost["ours"] < 0.97 * lost["largest kept"]
 
 
 def test_a_block_of_zeros_stays_zeros() -> None:
