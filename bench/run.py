@@ -91,10 +91,7 @@ def bench(
     """
     progress, out = request.progress or Silent(), request.folder
     groups = plan(candidates, request)
-    service = service_of(request, data)
-    if service is not None:
-        for candidate in candidates:
-            service.check(candidate)
+    service = service_of(request, data, candidates)
     head = data.head(max(request.batches) * request.protocol.inputs)
     if only is not None:
         groups = tuple(group for group in groups if group.batch == only)
@@ -128,12 +125,11 @@ def bench(
                 request=request,
                 journal=journal,
                 progress=progress,
+                known=(known or {}).get(candidate.name),
             )
-            one.known = (known or {}).get(candidate.name)
             rows += one.rows()
             if service is not None:
-                opening = loaders(candidate, request.batches)
-                service.serve(candidate, opening, one.failures, journal)
+                service.serve(candidate, one.failures, journal)
             protocol["samples"] = max(protocol["samples"], one.seen)
             for name, entries in one.beside.items():
                 protocol[name] = [*protocol.get(name, ()), *entries]

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from ..calibration.table import CalibrationTable
 from ..common.console import Progress
 from ..errors import UsageError
-from ..graphs.fusion import FUSED_OPSET, fuse
+from ..graphs.fusion import FUSED_OPSET, fuse, join_products
 from ..graphs.lowerings.choice import LoweringChoice, Span, batch_spans, check, choose
 from ..graphs.lowerings.cost import AnyWork
 from ..graphs.targets import ENGINES, TARGETS
@@ -165,6 +165,8 @@ def plan(
     if fuses(job):
         fuse(traced)
     precision = apply_precision(job, traced, table, floats=floats, retention=retention)
+    if fuses(job):
+        join_products(traced.graph)
     tuning = None
     if job.options.recipe is not None:
         graph = plan_graph(job, traced, RECIPE, MAIN_GRAPH)
@@ -188,16 +190,14 @@ def plan(
 def fuses(job: ExportJob) -> bool:
     """Whether a job's graphs have the backbone's attention and norms as one op each.
 
-    For language models in FP32 around their experts: ONNX Runtime's CPU kernels are of that type.
-    Whether onnxruntime-web has those kernels was not tried. Not where an older opset was asked for.
+    For models in FP32 around their experts: ONNX Runtime's CPU kernels are of that type. Whether
+    onnxruntime-web has those kernels was not tried. Not where an older opset was asked for.
     """
     options = job.options
     if options.exact_opset and options.opset < FUSED_OPSET:
         return False
     target = options.target
-    routed = any(layer.spec.kind == "experts" for layer in job.model.layers.values())
-    single = options.precision.float_name(target) == "fp32"
-    return routed and single and target == "ort-cpu"
+    return options.precision.float_name(target) == "fp32" and target == "ort-cpu"
 
 
 def _loadable(plan: Plan) -> Plan:

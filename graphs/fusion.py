@@ -27,6 +27,9 @@ FUSED_OPSET = 23
 HEADS_FIRST = [0, 2, 1, 3]
 """From [b, m, heads, w] to [b, heads, m, w], and back."""
 
+TOKENS_LAST = [0, 2, 3, 1]
+"""From [b, m, heads, w] to [b, heads, w, m]."""
+
 
 def fuse(model: ir.Model) -> None:
     """Replaces what it finds in a traced model, in place, and raises its opset for it."""
@@ -181,13 +184,10 @@ class _Fusion:
             inputs, last = flat, merged[-1]
         else:
             b, inputs, last, merged = Builder(b.layer), [q, k, v], parts.last, ()
-        names = ("output",) if parts.joined is None else ("output", "keys", "values")
-        if sizes is None:
-            y, *present = b.ops(
-                "Attention", *inputs, parts.mask, *past, names=names, domain="", **options
-            )
-        else:
+        if sizes is not None:
             y, *present = self._appending(b, parts, (*inputs, *past), sizes, options)
+        else:
+            y, *present = self._one_op(b, parts, inputs, past, options)
         for where in merged[:-2]:  # between the product and the change of shape
             condition = where.inputs[0]
             assert condition is not None
@@ -202,6 +202,24 @@ class _Fusion:
         self._put(b, last, last.outputs[0], y)
         for joined, value in zip(parts.joined or (), present, strict=True):
             self._rename(joined.outputs[0], value)
+
+    def _one_op(
+        self,
+        b: Builder,
+        parts: _Attention,
+        inputs: Sequence[ir.Value | None],
+        past: Sequence[ir.Value | None],
+        options: dict[str, int | float],
+    ) -> list[ir.Value]:
+        """Adds an attention as one op, ONNX Runtime's own where that has all it takes."""
+        heads = options.get("q_num_heads")
+        if heads is not None and _is_plain(parts):
+            self.graph.opset_imports.setdefault(MICROSOFT, 1)
+            rows, own = (*inputs, _added_before(inputs)), {"num_heads": heads, "scale": parts.scale}
+            y = b.op("MultiHeadAttention", *rows, name="output", domain=MICROSOFT, **own)
+            return [y]
+        names = ("output",) if parts.joined is None else ("output", "keys", "values")
+        return b.ops("Attention", *inputs, parts.mask, *past, names=names, domain="", **options)
 
     def _appending(
         self,
@@ -386,6 +404,8 @@ def _decomposed(softmax: ir.Node) -> _Attention | None:
     if q is None or k is None or v is None or not (_heads(q) and _heads(k) == _heads(v) != 0):
         return None
     assert q.shape is not None and k.shape is not None
+    if q.shape[0] != k.shape[0]:  # a query that all inputs share: the ops repeat none
+        return None
     if q.shape[3] != k.shape[3] or not (sinks is None or _is_of_heads(sinks, q)):
         return None
     joins = [_made(value, "Concat") for value in (k, v)]
@@ -402,6 +422,54 @@ def _decomposed(softmax: ir.Node) -> _Attention | None:
         joined=joined,
         sinks=sinks,
     )
+
+
+def _is_plain(attention: _Attention) -> bool:
+    """Whether every token sees all others, each head with keys of its own, as in a ViT.
+
+    For these ONNX Runtime's own op is faster than that of ONNX.
+    """
+    other = (attention.mask, attention.joined, attention.sinks)
+    return other == (None, None, None) and _heads(attention.q) == _heads(attention.k)
+
+
+def _added_before(inputs: Sequence[ir.Value | None]) -> ir.Value | None:
+    """Takes the bias of one product off that queries, keys and values are parts of; returns it."""
+    split = _made(inputs[0], "Split")
+    if split is None or list(split.outputs) != list(inputs):
+        return None
+    add = _made(split.inputs[0], "Add")
+    for product, bias in _orders(() if add is None else add.inputs):
+        tensor = None if bias is None else bias.const_value
+        if tensor is not None and len(tensor.shape) == 1 and _made(product, "MatMul") is not None:
+            split.replace_input_with(0, product)
+            return bias
+    return None
+
+
+def join_products(graph: ir.Graph) -> None:
+    """Takes the product of queries, keys and values into ONNX Runtime's op for all of them."""
+    for node in list(graph):
+        split = _made(node.inputs[0], "Split") if node.op_type == "MultiHeadAttention" else None
+        product = None if split is None else _made(split.inputs[0], "MatMul")
+        if split is None or product is None or list(split.outputs) != list(node.inputs[:3]):
+            continue
+        x, weight = product.inputs
+        alone = len(list(product.outputs[0].uses())) == 1
+        if not alone or weight is None or weight.const_value is None or x is None:
+            continue
+        if weight.shape is None or len(weight.shape) != 2 or x.shape is None or len(x.shape) != 3:
+            continue
+        b = Builder(_name(node))
+        bias = node.inputs[3] if len(node.inputs) > 3 else None
+        heads, scale = (node.attributes[name].value for name in ("num_heads", "scale"))
+        options = {"num_heads": heads, "scale": scale}
+        y = b.op("Attention", x, weight, bias, name="joined", domain=MICROSOFT, **options)
+        old = node.outputs[0]
+        y.shape, y.type = old.shape, old.type
+        b.insert_before(graph, node)
+        ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
+        graph.remove([node, split, product], safe=True)
 
 
 def _is_of_heads(value: ir.Value, q: ir.Value) -> bool:
@@ -455,7 +523,10 @@ def _new(joined: ir.Node) -> ir.Value:
 
 def _unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
     """A value without the constant that it is multiplied with, and that constant."""
-    node = _made(value, "Mul")
+    node = _made(value, "Mul", "Div")
+    if node is not None and node.op_type == "Div":
+        divisor = _number(node.inputs[1])
+        return (node.inputs[0], 1 / divisor) if divisor else (value, 1.0)
     if node is not None:
         for x, factor in _orders(node.inputs):
             number = _number(factor)
@@ -468,6 +539,8 @@ def _unturned(value: ir.Value | None) -> ir.Value | None:
     """The value [b, heads, m, w] that one [b, heads, w, m] was made of."""
     node = _made(value, "Transpose")
     if node is not None:
+        if _permutes(node, TOKENS_LAST):
+            _take_apart(node)
         return node.inputs[0] if _permutes(node, [0, 1, 3, 2]) else None
     # Where the rank is not known beforehand, PyTorch's exporter goes by three axes.
     shaped = _made(value, "Reshape")
@@ -476,6 +549,19 @@ def _unturned(value: ir.Value | None) -> ir.Value | None:
     if turned is None or flat is None or not _permutes(turned, [0, 2, 1]):
         return None
     return flat.inputs[0]
+
+
+def _take_apart(node: ir.Node) -> None:
+    """Makes a transpose to [b, heads, w, m] one to [b, heads, m, w] and another after it."""
+    x, graph = node.inputs[0], node.graph
+    if x is None or x.shape is None or graph is None:
+        return
+    b = Builder(_name(node))
+    keys = b.op("Transpose", x, perm=HEADS_FIRST, name="heads_first")
+    keys.shape, keys.type = ir.Shape([x.shape[axis] for axis in HEADS_FIRST]), x.type
+    b.insert_before(graph, node)
+    node.replace_input_with(0, keys)
+    node.attributes["perm"] = ir.AttrInt64s("perm", [0, 1, 3, 2])
 
 
 def _unrepeated(value: ir.Value | None) -> ir.Value | None:

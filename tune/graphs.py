@@ -16,7 +16,6 @@ from ..bench.data import InputsAndLabels
 from ..bench.plan import Candidate, GraphSource
 from ..bench.request import BenchRequest
 from ..bench.runners.base import GraphFile, first_of
-from ..bench.runners.models import loaders
 from ..bench.runners.onnxruntime import OnnxLoader, OpenVinoLoader
 from ..bench.runners.pytorch import untouched
 from ..bench.service.findings import ServiceFindings
@@ -268,7 +267,7 @@ class Graphs:
             )
             data = self.data.head(MOST_IN_LIBRARY)
             service = ServiceMeasurement(reference, settings, data.batch(0, len(data)))
-            service.serve(candidate, loaders(candidate, reference.batches), {}, self.journal)
+            service.serve(candidate, {}, self.journal)
         rates = {one.lowering: one.rate or 0.0 for one in service.services}
         named = {trial.point.key: rates[self._name(trial)] for trial in trials}
         return ServedPoints(findings=service.findings, rates=named)

@@ -31,6 +31,7 @@ from ..journal import Journal
 from ..plan import Candidate, Case
 from ..request import BenchRequest
 from ..runners.base import GraphLoader, Loader, Runner, first_of
+from ..runners.models import loaders
 from .findings import SERVICE, Layout, OfferedRun, Service, ServiceFindings
 from .loadgen import Judgement, Scenario, Traffic, judged, loadgen
 from .queue import Queue, Submits, requests_per_second
@@ -244,19 +245,7 @@ class ServiceMeasurement:
             price_per_hour=self.settings.price_per_hour,
         )
 
-    def check(self, candidate: Candidate) -> None:
-        """Raises `UsageError` or `EngineError` for a server that cannot be served beside it."""
-        if self.settings.triton is not None:
-            server_case(candidate)
-            TritonService(self.settings.triton, self.samples, 1).contact()
-
-    def serve(
-        self,
-        candidate: Candidate,
-        opening: Mapping[Case, Loader],
-        failures: Mapping[Case, str],
-        journal: Journal,
-    ) -> None:
+    def serve(self, candidate: Candidate, failures: Mapping[Case, str], journal: Journal) -> None:
         """Adds what each case reaches in each scenario, but of those that failed before."""
         progress = self.request.progress or Silent()
         one = _OfCandidate(
@@ -268,7 +257,7 @@ class ServiceMeasurement:
             journal=journal,
             progress=progress,
         )
-        self.services += one.services(opening, failures)
+        self.services += one.services(loaders(candidate, self.request.batches), failures)
 
 
 def server_case(candidate: Candidate) -> Case:
@@ -282,10 +271,13 @@ def server_case(candidate: Candidate) -> Case:
     return replace(graphs[0], engine=TRITON, provider="cpu")
 
 
-def service_of(request: BenchRequest, data: Labelled) -> ServiceMeasurement | None:
+def service_of(
+    request: BenchRequest, data: Labelled, candidates: Sequence[Candidate]
+) -> ServiceMeasurement | None:
     """Returns what will measure services, None where no scenario is asked for.
 
-    Raises what `settings_of` raises, and `UsageError` for a library larger than the data.
+    Raises what `settings_of` raises, `UsageError` for a library larger than the data, and
+    `UsageError` or `EngineError` for a server that cannot be served beside a candidate.
     """
     settings = settings_of(request)
     if settings is None:
@@ -296,7 +288,12 @@ def service_of(request: BenchRequest, data: Labelled) -> ServiceMeasurement | No
             f"--library {settings.library}: the data have {len(head)} inputs",
             hint=f"--library {len(head)}, or more data",
         )
-    return ServiceMeasurement(request, settings, head.batch(0, len(head)))
+    samples = head.batch(0, len(head))
+    if settings.triton is not None:
+        for candidate in candidates:
+            server_case(candidate)
+            TritonService(settings.triton, samples, 1).contact()
+    return ServiceMeasurement(request, settings, samples)
 
 
 @dataclass(frozen=True, slots=True)

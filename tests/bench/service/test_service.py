@@ -21,7 +21,6 @@ from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, read
 from moexport.bench.run import bench
 from moexport.bench.runners.base import Runner, first_of
-from moexport.bench.runners.models import loaders
 from moexport.bench.service.findings import (
     OfferedRun,
     Service,
@@ -134,22 +133,22 @@ def test_each_batch_runs_in_the_graph_that_is_for_its_size(model: Model, tmp_pat
     candidate = Candidate("digits", model, graphs=graphs, engines=())
     data = LabelledData(np.zeros((8, 1, 28, 28), np.float32), None)
     request = replace(QUICK, batch=(1, 4), scenario="offline", duration="0.1s", out=tmp_path)
-    service = service_of(request, data)
+    service = service_of(request, data, [candidate])
     assert service is not None
     journal = Journal(tmp_path / "unfinished.jsonl", {})
     untouched = next(case for case in candidate.cases if case.engine == "pytorch-eager")
-    service.serve(candidate, loaders(candidate, (1, 4)), {untouched: "not this one"}, journal)
+    service.serve(candidate, {untouched: "not this one"}, journal)
     (only,) = service.services
     assert only.lowering == "gather, dense"
     assert only.rate
     assert small.sizes == {1}
     assert large.sizes == {2, 3, 4}
 
-    again = service_of(request, data)
+    again = service_of(request, data, [candidate])
     assert again is not None
     small.sizes.clear()
     kept = Journal(tmp_path / "unfinished.jsonl", {})
-    again.serve(candidate, loaders(candidate, (1, 4)), {untouched: "not this one"}, kept)
+    again.serve(candidate, {untouched: "not this one"}, kept)
     assert again.services == service.services  # from the journal, and not run again
     assert not small.sizes
 
@@ -170,9 +169,11 @@ def test_a_service_that_fails_says_why_and_the_others_go_on(model: Model) -> Non
     )
     candidate = Candidate("digits", model, graphs=graphs, engines=())
     data = LabelledData(np.zeros((8, 1, 28, 28), np.float32), None)
-    service = service_of(replace(QUICK, batch=(4,), scenario="offline", duration="0.1s"), data)
+    service = service_of(
+        replace(QUICK, batch=(4,), scenario="offline", duration="0.1s"), data, [candidate]
+    )
     assert service is not None
-    service.serve(candidate, loaders(candidate, (4,)), {}, Journal(None, {}))
+    service.serve(candidate, {}, Journal(None, {}))
     told = {each.lowering: (each.rate is None, each.reason) for each in service.services}
     assert told["dense"] == (True, "MemoryError: no room for 3")
     assert told["gather"][0] is False

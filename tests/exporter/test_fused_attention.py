@@ -1,0 +1,91 @@
+"""Attention of a ViT as one op of ONNX Runtime, with the same values; `verify` compares them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import moexport
+import numpy as np
+import onnx
+import pytest
+import torch
+from moexport.exporter.model import Model, Source, TensorSpec
+from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
+from moexport.graphs.names import MICROSOFT
+from moexport.graphs.targets import Precision, Target
+from moexport.tests.recorded import VIT_CONFIG, read_case
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+BLOCKS, D, HEADS = 4, 32, 4
+
+
+def exported(source: Any, folder: Path, **options: Any) -> Counter[str]:
+    """The ops of a graph of ONNX Runtime's own, after the outputs were compared with PyTorch's."""
+    bundle = moexport.export(source, folder / "out", **options)
+    assert bundle.manifest.parity is not None and bundle.manifest.parity["passed"]
+    graph = onnx.load(bundle.path / "model.onnx", load_external_data=False).graph
+    return Counter(node.op_type for node in graph.node if node.domain == MICROSOFT)
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "joined", "apart"),
+    [("ort-cpu", "fp32", BLOCKS, 0), ("ort-cpu", "int8", 0, BLOCKS), ("onnx", "fp32", 0, 0)],
+)
+def test_a_vit_has_one_op_for_each_attention(
+    target: Target, precision: Precision, joined: int, apart: int, tmp_path: Path
+) -> None:
+    """With the product of queries, keys and values in it, where that stays in floats."""
+    case = read_case("soft_moe_vit")
+    model = moexport.load(case.weights, config=VIT_CONFIG)
+    np.savez(tmp_path / "seen.npz", x=case.x)
+    options: dict[str, Any] = {"target": target, "precision": precision}
+    if precision == "int8":
+        options |= {"quantize": "all", "data": tmp_path / "seen.npz"}
+    ops = exported(model, tmp_path, **options)
+    assert (ops["Attention"], ops["MultiHeadAttention"]) == (joined, apart)
+
+
+class Block(nn.Module):
+    """Attention with a product of its own for each of q, k and v, then a Soft MoE layer."""
+
+    def __init__(self, *, shared_query: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(D, D) for _ in range(4))
+        self.probe = nn.Parameter(torch.randn(1, 1, D)) if shared_query else None
+        spec = SoftMoESpec("moe", 4, 1, D, D, D, norm="l2", norm_eps=1e-6)
+        self.moe = SoftMoE(
+            spec,
+            SoftMoEWeights(
+                phi=3 * torch.randn(D, 4, 1),
+                w1=torch.randn(4, D, D) / D**0.5,
+                b1=torch.randn(4, D),
+                w2=torch.randn(4, D, D) / D**0.5,
+                b2=torch.randn(4, D),
+            ),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = x if self.probe is None else self.probe
+        q, k, v = (
+            product(rows).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for product, rows in ((self.q, query), (self.k, x), (self.v, x))
+        )
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        out: Tensor = self.moe(x + self.out(y))
+        return out
+
+
+@pytest.mark.parametrize("shared_query", [False, True])
+def test_an_own_network_has_it_but_for_a_query_that_all_inputs_share(
+    shared_query: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    network = Block(shared_query=shared_query).eval()
+    torch.save(network.state_dict(), tmp_path / "w.pt")
+    ports = [(TensorSpec(name, "float32", ("batch", 17, D)),) for name in "xy"]
+    model = Model(network, "test", {}, Source("w.pt", (tmp_path / "w.pt",)), *ports)
+    ops = exported(model, tmp_path, target="ort-cpu", k=2)
+    assert ops["MultiHeadAttention"] == (0 if shared_query else 1)
