@@ -13,7 +13,7 @@ from typing import Any
 from moexport.bench.results import Results, read, write
 from moexport.common.console import Console, Progress
 
-from . import cache, calibration, experts, granite, models, runtimes, scale, startup, tune
+from . import cache, calibration, experts, granite, models, profiles, runtimes, scale, startup, tune
 from .generation import benchmark as generation
 from .layers import auto, fit, mumoe, soft_moe, tables
 from .measure import keep, kept
@@ -121,6 +121,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "auto": Benchmark(RESULTS / "auto-cpu.json", auto.measure, auto.table),
     "models": _rows("models", models.run, models.table),
     "runtimes": _rows("runtimes", runtimes.run, runtimes.table),
+    "profiles": _figures("profiles", "profiles-cpu.json", profiles.measure, profiles.table),
     "mumoe": _rows("mumoe", mumoe.run, mumoe.table),
     "experts": _figures("experts", "experts-cpu.json", experts.measured, experts.table),
     "granite": _figures("granite", "granite-cpu.json", granite.measure, granite.table),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,12 +27,15 @@ from ...exporter.trace import trace
 from ...graphs.targets import Precision, Target
 from ..data import LabelledData
 from ..engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2
+from ..journal import Journal
 from ..plan import Candidate
 from ..report.text import rows_table
 from ..request import BenchRequest
 from ..run import bench, in_phases, threads_for
 from ..runners.candidates import from_bundle
 from ..runners.other_exporters import with_other_exporters
+from ..service.findings import as_analyses
+from ..service.measure import service_of
 from . import digits
 
 THREADS = 1
@@ -39,6 +43,9 @@ THREADS = 1
 
 ROUND_S = 0.05
 """Of each case in each of its rounds: short, and still eight calls or more of the slowest."""
+
+SERVED_S = 0.5
+"""Of a run of LoadGen: some thousand requests of these networks."""
 
 VERIFIED = 64
 """Inputs that each bundle is compared with PyTorch on; the measurements compare them on all."""
@@ -77,7 +84,8 @@ class TrainedNetwork:
 class Group:
     """Networks that are measured on the same inputs: a report in the folder `report`.
 
-    The command line takes the inputs from files, which `Exported.data` names.
+    The command line takes the inputs from files, which `Exported.data` names. The first network is
+    also served, within a `bound` of latency.
     """
 
     report: str
@@ -86,6 +94,7 @@ class Group:
     batches: tuple[int, ...] = (1,)
     calibration: Path | None = None
     engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2, ONNXRUNTIME)
+    bound: str | None = None
 
 
 Last = Callable[[TrainedNetwork, LabelledData, Path], str]
@@ -144,13 +153,15 @@ def run_job(
                 own = _side_by_side(bundles, network.name, request)
                 both = stack.enter_context(with_other_exporters(own, threads.count))
                 candidates.append(in_phases(both, group.data, None))
+            request = replace(
+                request, out=report, command=f"{command} -o {directory}", progress=progress
+            )
             progress.step(f"measuring for {report.name}")
             results = bench(
                 candidates,
                 group.data,
-                replace(
-                    request, out=report, command=f"{command} -o {directory}", progress=progress
-                ),
+                request,
+                analyses=_in_service(candidates[0], group, request),
                 calibration=None if group.calibration is None else str(group.calibration),
                 threads=threads,
             )
@@ -246,6 +257,23 @@ def _side_by_side(bundles: Sequence[Bundle], name: str, request: BenchRequest) -
     )
 
 
+def _in_service(candidate: Candidate, group: Group, request: BenchRequest) -> dict[str, Any]:
+    """What a network serves within the bound, with all experts and the fewest; none unless asked.
+
+    Nor where LoadGen is not installed.
+    """
+    if group.bound is None or importlib.util.find_spec("mlperf_loadgen") is None:
+        return {}
+    ks = [graph.k for graph in candidate.graphs]
+    few = tuple(graph for graph in candidate.graphs if graph.k in (min(ks), max(ks)))
+    served = replace(candidate, graphs=few, engines=())
+    asked = replace(request, scenario="server", latency_bound=group.bound, duration=SERVED_S)
+    service = service_of(asked, group.data, [served])
+    assert service is not None, "a scenario is asked for"
+    service.serve(served, {}, Journal(None, {}))
+    return as_analyses(service.findings)
+
+
 KEPT = {"n": "n", "n2": "1/2", "n4": "1/4", "n8": "1/8"}
 """Every k that is exported, by how its bundle is called."""
 
@@ -307,5 +335,6 @@ def _trained(directory: Path, progress: Progress) -> list[Group]:
             networks=tuple(networks),
             batches=(1, 32),
             calibration=calibration,
+            bound="20ms",
         )
     ]
