@@ -391,7 +391,7 @@ def _decomposed(softmax: ir.Node) -> _Attention | None:
     masked, mask = _made(scores, "Add"), None
     if masked is not None:
         scores, mask = masked.inputs
-        if _made(scores, "MatMul", "Mul") is None:
+        if _made(scores, "MatMul", "Mul", "Div") is None:
             scores, mask = mask, scores
     scores, scale = _unscaled(scores)
     product = _made(scores, "MatMul")
@@ -404,9 +404,9 @@ def _decomposed(softmax: ir.Node) -> _Attention | None:
     if q is None or k is None or v is None or not (_heads(q) and _heads(k) == _heads(v) != 0):
         return None
     assert q.shape is not None and k.shape is not None
-    if q.shape[0] != k.shape[0]:  # a query that all inputs share: the ops repeat none
-        return None
-    if q.shape[3] != k.shape[3] or not (sinks is None or _is_of_heads(sinks, q)):
+    # A query that all inputs share is another batch than the keys: the ops repeat none.
+    alike = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    if not alike or not (sinks is None or _is_of_heads(sinks, q)):
         return None
     joins = [_made(value, "Concat") for value in (k, v)]
     joined = None

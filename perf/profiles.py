@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +68,8 @@ class Profiled:
 def vit(folder: Path, *, experts: int, hidden: int, dim: int, heads: int, depth: int = 12) -> Model:
     """Returns a Soft MoE ViT with random weights, its last half of blocks with experts."""
     file = folder / "vit.pt"
-    vit_checkpoint(
-        file,
-        **{"experts": experts, "hidden": hidden, "dim": dim, "depth": depth},
-        moe_from=depth // 2,
-        stacked=True,
-    )
+    shape = {"experts": experts, "hidden": hidden, "dim": dim, "depth": depth}
+    vit_checkpoint(file, moe_from=depth // 2, stacked=True, **shape)  # type: ignore[arg-type]
     return moexport.load(file, config={"num_heads": heads, "rest": "default"})
 
 
@@ -173,7 +169,7 @@ def _exported(
         options: dict[str, Any] = {"target": target, "precision": precision, "verify": False}
         if precision == "int8":
             seen = np.random.default_rng(0).standard_normal((8, 3, 224, 224)).astype(np.float32)
-            np.savez(folder / "seen.npz", **{model.input.name: seen})
+            np.savez(folder / "seen.npz", **{model.input.name: seen})  # type: ignore[arg-type]
             options |= {"quantize": "all", "data": folder / "seen.npz"}
         place = folder / f"{runtime}-{precision}"
         yield runtime, moexport.export(model, place, k=each.k, **options)
@@ -237,7 +233,7 @@ def _profiled(opened: Opened, feed: Mapping[str, np.ndarray], calls: int) -> dic
     run, profile = opened
     seconds = [_seconds(lambda: run(feed)) for _ in range(calls + 1)][1:]
     ops = {op: ms for op, ms in profile(feed, calls).items() if ms > 0}
-    kinds = Counter[str]()
+    kinds: defaultdict[str, float] = defaultdict(float)
     for op, ms in ops.items():
         kinds[kind_of(op)] += ms
     return {"ms": 1e3 * median(seconds), "kinds": dict(kinds), "ops": ops}

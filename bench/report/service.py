@@ -183,8 +183,8 @@ def service_notes(findings: ServiceFindings) -> tuple[str, ...]:
         f"service beside the results. A run took {findings.duration_s:g} s at least, and drew from "
         f"{findings.library:,} inputs. The server's rate was found by LoadGen's own search, and "
         f"offered again. The queue {delay} to fill a batch; instances and threads are those that "
-        "answered most from a full queue. LoadGen, queue and engine shared the machine: the rate of "
-        "requests that take less than a millisecond is more that of the queue.",
+        "answered most from a full queue. LoadGen, queue and engine shared the machine: "
+        "the rate of requests shorter than a millisecond is more that of the queue.",
     )
 
 

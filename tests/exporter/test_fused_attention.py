@@ -85,7 +85,7 @@ def test_an_own_network_has_it_but_for_a_query_that_all_inputs_share(
     torch.manual_seed(0)
     network = Block(shared_query=shared_query).eval()
     torch.save(network.state_dict(), tmp_path / "w.pt")
-    ports = [(TensorSpec(name, "float32", ("batch", 17, D)),) for name in "xy"]
-    model = Model(network, "test", {}, Source("w.pt", (tmp_path / "w.pt",)), *ports)
+    x, y = (TensorSpec(name, "float32", ("batch", 17, D)) for name in "xy")
+    model = Model(network, "test", {}, Source("w.pt", (tmp_path / "w.pt",)), (x,), (y,))
     ops = exported(model, tmp_path, target="ort-cpu", k=2)
     assert ops["MultiHeadAttention"] == (0 if shared_query else 1)
