@@ -11,7 +11,7 @@ import onnx_ir as ir
 from ..calibration.table import CalibrationTable
 from ..common.console import Progress
 from ..errors import UsageError
-from ..graphs.fusion import FUSED_OPSET, fuse, join_products
+from ..graphs.fusion.fuse import FUSED_OPSET, fuse, join_products
 from ..graphs.lowerings.choice import LoweringChoice, Span, batch_spans, check, choose
 from ..graphs.lowerings.cost import AnyWork
 from ..graphs.targets import ENGINES, TARGETS

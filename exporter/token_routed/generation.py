@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from ...common.documents import LARGE_BITS, object_in, read_document
 from ...errors import CheckpointError
-from ...graphs.fusion import appends_in_place
+from ...graphs.fusion.fuse import appends_in_place
 from ...graphs.names import PAST, PRESENT
 from ...graphs.targets import TARGETS
 from ..job import ExportJob

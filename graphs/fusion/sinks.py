@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from .builder import Builder
+from ..builder import Builder
 
 
 def attention_with_sinks(
