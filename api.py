@@ -428,7 +428,8 @@ def bench(
         FeedError: before anything is measured, if the data do not fit the model.
     """
     check_pytorch("a benchmark")
-    from .bench.run import opened, sweep
+    from .bench.prepare import opened
+    from .bench.run import sweep
     from .common.writing import check_folder
     from .exporter.bundle.bundle import Bundle
     from .exporter.model import Model

@@ -37,9 +37,10 @@ from ..exporter.model import Model
 from .evaluate import EvaluationState, evaluate_share
 from .journal import FILE, Journal
 from .plan import Case
+from .prepare import opened, prepared
 from .request import BenchRequest
 from .results import Results
-from .run import analysed, analyses_wanted, opened, prepared, sweep
+from .run import analysed, analyses_wanted, sweep
 from .runners.base import Runner
 from .runners.models import loaders
 from .runners.pytorch import CUDA, without_tf32

@@ -35,7 +35,7 @@ from moexport.common.versions import RUN
 from moexport.docs import performance_page, results_schema, site_hooks
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.targets import Target
-from moexport.perf import cache, calibration, granite, models, runtimes, scale, tune
+from moexport.perf import cache, calibration, granite, models, profiles, runtimes, scale, tune
 from moexport.perf.experts import table as experts_table
 from moexport.perf.generation import benchmark as generation
 from moexport.perf.layers import mumoe
@@ -256,6 +256,7 @@ def performance_tables() -> dict[str, str]:
         "layer-by-k": performance_page.layer_by_k(results) + "\n",
         "models": models.table(read(RESULTS / "models-cpu.json"), 1) + "\n",
         "runtimes": runtimes_tables(),
+        "profiles": _wrapped(profiles.table(kept(RESULTS / "profiles-cpu.json"))),
         "mumoe": mumoe.table(read(RESULTS / "mumoe-cpu.json")) + "\n",
         "scale": f"{where}\n\n{scale.table(scales)}\n",
         "auto": performance_page.choices(RESULTS / "auto-cpu.json") + "\n",
@@ -274,12 +275,8 @@ def token_routed_tables() -> dict[str, str]:
     return {
         "experts": _wrapped(experts_table(kept(RESULTS / "experts-cpu.json"))),
         "granite": _wrapped(granite.table(kept(RESULTS / "granite-cpu.json"))),
-        "generation": _generation_tables(RESULTS / "generation-cpu.json"),
+        "generation": _wrapped(generation.table(kept(RESULTS / "generation-cpu.json"))),
     }
-
-
-def _generation_tables(file: Path) -> str:
-    return _wrapped(generation.table(kept(file))) if file.exists() else "Not measured yet.\n"
 
 
 def calibration_tables() -> dict[str, str]:

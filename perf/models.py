@@ -16,7 +16,7 @@ from moexport.bench.engines import ONNXRUNTIME, PYTORCH_COMPILE, PYTORCH_EAGER
 from moexport.bench.measure.roofline import Microbenchmarks, Rates
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.runners.candidates import exported
+from moexport.bench.runners.exported import exported
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown

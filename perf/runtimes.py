@@ -25,7 +25,7 @@ from moexport.bench.plan import GraphSource
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.base import GraphFile, Loader, Refused, Runner, first_of
-from moexport.bench.runners.candidates import exported
+from moexport.bench.runners.exported import exported
 from moexport.bench.runners.onnxruntime import OpenVinoLoader
 from moexport.common import timing
 from moexport.common.console import Progress

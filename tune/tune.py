@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..bench.data import Labelled
-from ..bench.run import threads_for
+from ..bench.prepare import threads_for
 from ..bench.service.findings import ServiceFindings
 from ..common.console import Progress, Silent
 from ..common.files import sha256

@@ -29,9 +29,10 @@ from ..data import LabelledData
 from ..engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 from ..journal import Journal
 from ..plan import Candidate
+from ..prepare import in_phases, threads_for
 from ..report.text import rows_table
 from ..request import BenchRequest
-from ..run import bench, in_phases, threads_for
+from ..run import bench
 from ..runners.candidates import from_bundle
 from ..runners.other_exporters import with_other_exporters
 from ..service.findings import as_analyses

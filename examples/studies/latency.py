@@ -23,7 +23,7 @@ from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, Row, write
 from moexport.bench.run import bench, model_info
 from moexport.bench.runners.base import Runner
-from moexport.bench.runners.candidates import exported
+from moexport.bench.runners.exported import exported
 from moexport.bench.runners.pytorch import untouched, with_algorithm_1
 from moexport.common.console import Progress
 from moexport.common.environment import environment, memory_bytes

@@ -19,7 +19,7 @@ from moexport.bench.plan import Candidate
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results
 from moexport.bench.run import bench
-from moexport.bench.runners.candidates import exported
+from moexport.bench.runners.exported import exported
 from moexport.common.console import Progress
 from moexport.common.writing import make_folder
 from moexport.exporter.checkpoints.load import load

@@ -23,7 +23,7 @@ from moexport.bench.report.page import write_all
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.base import Loader, Runner
-from moexport.bench.runners.candidates import exported
+from moexport.bench.runners.exported import exported
 from moexport.bench.runners.pytorch import PyTorch
 from moexport.common import timing
 from moexport.common.console import Progress

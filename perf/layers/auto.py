@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 from moexport.bench.request import BenchRequest
-from moexport.bench.runners.candidates import exported
+from moexport.bench.runners.exported import exported
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown

@@ -24,7 +24,7 @@ from moexport.bench.plan import GraphSource
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.base import GraphFile
-from moexport.bench.runners.candidates import exported
+from moexport.bench.runners.exported import exported
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.common import timing
 from moexport.common.console import Progress

@@ -17,7 +17,8 @@ import pytest
 import torch
 from moexport.bench.engines import ONNXRUNTIME
 from moexport.bench.request import BenchRequest
-from moexport.bench.runners.candidates import exported, from_bundle
+from moexport.bench.runners.candidates import from_bundle
+from moexport.bench.runners.exported import exported
 from moexport.errors import ParityError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.model import Model

@@ -10,7 +10,8 @@ import pytest
 from moexport.bench.plan import Candidate, GraphSource, plan
 from moexport.bench.request import BenchRequest
 from moexport.bench.runners.base import Refused
-from moexport.bench.runners.candidates import exported, from_bundle
+from moexport.bench.runners.candidates import from_bundle
+from moexport.bench.runners.exported import exported
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.errors import LoweringError
 from moexport.exporter.export import export_plan

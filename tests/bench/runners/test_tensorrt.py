@@ -15,7 +15,8 @@ from moexport.bench.engines import KINDS, requirements
 from moexport.bench.plan import Candidate, select
 from moexport.bench.request import BenchRequest
 from moexport.bench.runners.base import in_batches
-from moexport.bench.runners.candidates import exported, from_bundle
+from moexport.bench.runners.candidates import from_bundle
+from moexport.bench.runners.exported import exported
 from moexport.bench.runners.models import loaders
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.bench.runners.tensorrt import EngineLoader

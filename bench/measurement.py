@@ -1,0 +1,355 @@
+"""The pieces of one candidate: quality, latency, memory and parts, and how long they will take."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import msgspec
+import onnx
+import torch
+
+from ..common import timing
+from ..common.console import Progress
+from ..common.environment import memory_bytes
+from ..exporter.bundle.manifest import external_files
+from ..exporter.inputs import Inputs
+from ..exporter.model import Model
+from .data import Labelled, LabelledData
+from .engines import PYTORCH_COMPILE
+from .evaluate import EvaluationState, evaluate, wrong
+from .journal import Journal
+from .language import phase_inputs
+from .measure.latency import Scheduled, group_batches, measure_group, parts_of
+from .measure.memory import PeakMemory, measure_memories, worker_count
+from .measure.roofline import Limit, Limits, Rates, not_held
+from .plan import Candidate, Case, TimingGroup
+from .request import BenchRequest
+from .results import PartTime, Row
+from .runners.base import Loader, Runner
+from .runners.models import loaders
+from .runners.pytorch import PyTorch, outputs_of, untouched
+
+TRIAL_CALLS = 3  # calls of which the fastest stands for the others: the first one allocates
+UNKNOWN_SAMPLES = 1000  # taken for an estimate where a feed does not tell how many samples it has
+COMPILE_S = 30.0  # what compiling a small network for one batch size takes
+MACHINE_PROBES = 5  # cases of each group that measure the machine's own rates (`limits`)
+PHASE_INPUTS = 4  # distinct prompts of a language model
+PROCESS_S = 4.0  # what starting a process and loading a runtime takes
+
+
+@dataclass
+class Measurement:
+    """The pieces of one candidate, each taken from the journal where an earlier run has done it.
+
+    `seen` samples were evaluated. `beside` is what else the protocol tells: the machine's `rates`,
+    as measured with each group, the share of the time for which threads `waited` for a core, and
+    the milliseconds that the `wrapper` adds to a graph's bare call.
+    """
+
+    candidate: Candidate
+    groups: Sequence[TimingGroup]
+    data: Labelled
+    head: LabelledData
+    request: BenchRequest
+    journal: Journal
+    progress: Progress
+    seen: int = 0
+    beside: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    qualities: dict[Case, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[Case, str] = field(default_factory=dict)
+    computed_in: dict[Case, str | None] = field(default_factory=dict)
+    known: EvaluationState | None = None
+
+    def rows(self) -> list[Row]:
+        """Measures everything; returns the rows, group by group."""
+        opening = loaders(self.candidate, self.request.batches)
+        limits = None
+        if self.request.limits and not self.candidate.phases:
+            least = self.candidate.model.batch_of
+            limits = Limits(self.candidate, self.head.batch(0, least), opening)
+        runners = self._evaluated(opening)
+        memories = self._memories({c: opening[c] for c in runners})
+        rows: list[Row] = []
+        for group in self.groups:
+            if group.model != self.candidate.name:
+                continue
+            if self.request.limits and group.phase is not None:
+                base = untouched(self.candidate.model)
+                x: Inputs = phase_inputs(group.phase, self.head.batch(0, 1), base)
+                limits = Limits(self.candidate, x, opening)
+            measured = self._measured(group, runners, limits)
+            of_cases = self._limits(group, limits, measured)
+            for case in group.cases:
+                identity: dict[str, Any] = asdict(case) | {"batch": group.batch}
+                if group.phase is not None:
+                    identity |= {
+                        "phase": group.phase.name,
+                        "tokens": group.phase.tokens,
+                        "past": group.phase.past,
+                    }
+                failure = self.failures.get(case) or measured.failures.get(case.label)
+                if failure is not None:
+                    place = group.title.removeprefix(group.model)
+                    self.progress.step(f"failed: {case.label}{place}: {failure}")
+                    parity = self.qualities.get(case, {}).get("parity")
+                    rows.append(Row(**identity, error=failure, parity=parity))
+                    continue
+                latency, limit = measured.latencies[case.label], of_cases.get(case, Limit())
+                memory = memories.get(case.label)
+                if memory is not None and group.batch not in memory.peak_mb:
+                    memory = None
+                rows.append(
+                    Row(
+                        **identity,
+                        **self.qualities[case],
+                        latency_ms=latency,
+                        device_ms=measured.device.get(case.label),
+                        joules=measured.joules.get(case.label),
+                        throughput=_per_second(group.batch, latency),
+                        tokens_per_s=None
+                        if group.phase is None
+                        else _per_second(group.batch * group.phase.tokens, latency),
+                        peak_memory_mb=None if memory is None else memory.peak_mb[group.batch],
+                        runtime_memory_mb=None if memory is None else memory.runtime_mb,
+                        disk_bytes=_disk_bytes(opening[case], self.candidate.model),
+                        work=limit.work,
+                        limit_ms=limit.limit_ms,
+                        no_limit=limit.reason,
+                        parts=self._parts(case, group, opening[case]),
+                        computed_in=self.computed_in[case],
+                    )
+                )
+        return rows
+
+    def _evaluated(self, opening: Mapping[Case, Loader]) -> dict[Case, Runner | Loader]:
+        """Opens and evaluates every case; returns what to time of those that did not fail.
+
+        Where all engines do not fit in half of the memory together, each is opened for its turn
+        alone: a graph's weights are mapped and, as far as the runtime re-orders them, copied.
+        """
+        needed = self.candidate.weights_bytes * (1 + 2 * len(self.candidate.graphs))
+        together = needed < memory_bytes() / 2
+        runners: dict[Case, Runner] = {}
+        for case, loader in opening.items():
+            try:
+                runner = loader()
+            except Exception as error:  # noqa: BLE001  the row says what failed
+                self.failures[case] = timing.in_one_line(error)
+                continue
+            self.computed_in[case] = runner.computed_in
+            if together:
+                runners[case] = runner
+            else:
+                with runner:
+                    self._evaluate(case.label, {case: runner})
+        if together:
+            self._evaluate("all", runners)
+        timed = runners if together else opening
+        return {case: source for case, source in timed.items() if case not in self.failures}
+
+    def _evaluate(self, group: str, runners: Mapping[Case, Runner]) -> None:
+        """The quality of cases that are evaluated in one pass over the data."""
+        keys = {"model": self.candidate.name, "group": group}
+        pieces = self.journal.pieces("quality", **keys)
+        state = self.known or evaluate(
+            runners,
+            self.candidate,
+            self.data,
+            self.request.evaluation_batch,
+            limit=self.request.samples,
+            progress=self.progress,
+            state=msgspec.convert(pieces[-1]["state"], EvaluationState, strict=False)
+            if pieces
+            else None,
+            keep=lambda state: self.journal.add("quality", **keys, state=asdict(state)),
+        )
+        self.seen = max(self.seen, state.seen)
+        for case in runners:
+            if case.label in state.failures:
+                self.failures[case] = state.failures[case.label]
+            else:
+                self.qualities[case] = state.quality(case)
+                graph = self.candidate.cases[case]
+                bounds = None if graph is None else graph.bounds
+                reason = wrong(case, state.sums[case.label], bounds)
+                if reason is not None:
+                    self.failures[case] = reason
+
+    def _measured(
+        self, group: TimingGroup, runners: Mapping[Case, Runner | Loader], limits: Limits | None
+    ) -> timing.Measured:
+        """Times the cases of a group in turn; what disturbed them goes to `beside`."""
+        keys = group.keys
+        done = [
+            msgspec.convert(piece, timing.Round) for piece in self.journal.pieces("round", **keys)
+        ]
+        before = Scheduled.now()
+        measured, wrapper_ms = measure_group(
+            group,
+            runners,
+            self.inputs(group),
+            benchmarks={} if limits is None else limits.benchmarks,
+            progress=self.progress,
+            done=done,
+            keep=lambda piece: self.journal.add("round", **keys, **asdict(piece)),
+        )
+        # The most of an interrupted group's parts.
+        shares = [piece["share"] for piece in self.journal.pieces("waited", **keys)]
+        share = Scheduled.now().waited_share(before)
+        if share is not None and len(done) < group.protocol.rounds:
+            self.journal.add("waited", **keys, share=share)
+            shares.append(share)
+        if shares:
+            self._tell("waited", {**keys, "share": max(shares)})
+        for label, ms in wrapper_ms.items():
+            self._tell("wrapper", {**keys, "case": label, "ms": ms})
+        return measured
+
+    def _limits(
+        self, group: TimingGroup, limits: Limits | None, measured: timing.Measured
+    ) -> dict[Case, Limit]:
+        """The work of each row of a group and the least time for it; empty where nobody asks."""
+        if limits is None:
+            return {}
+        rates = limits.rates(measured)
+        if isinstance(rates, Rates):
+            self._tell("rates", group.keys | asdict(rates))
+        by_case = {}
+        for case, graph in self.candidate.cases.items():
+            if case in group.cases:
+                limit = limits.of(case, graph, group.batch, rates)
+                took = measured.latencies.get(case.label)
+                reason = None if took is None else not_held(limit, took.median, rates)
+                by_case[case] = limit if reason is None else replace(limit, reason=reason)
+        return by_case
+
+    def inputs(self, group: TimingGroup) -> list[Inputs]:
+        """The batches that a group takes in turn."""
+        return timed_inputs(group, self.candidate, self.head)
+
+    def _tell(self, name: str, entry: dict[str, Any]) -> None:
+        self.beside.setdefault(name, []).append(entry)
+
+    def _memories(self, opening: Mapping[Case, Loader]) -> dict[str, PeakMemory]:
+        """The memory of each case by its label; what could not be measured is left out."""
+        if not self.request.memory:
+            return {}
+        keys = {"model": self.candidate.name}
+        done = {
+            # JSON's keys are texts.
+            piece["label"]: msgspec.convert(piece, PeakMemory, strict=False)
+            for piece in self.journal.pieces("memory", **keys)
+        }
+        for label, memory in measure_memories(
+            {c.label: loader for c, loader in opening.items() if c.label not in done},
+            {
+                size: self.head.batch(0, size)
+                for size in self.request.batches
+                if self.candidate.only_batch in (None, size)
+            },
+            threads=torch.get_num_threads(),
+            weights_bytes=self.candidate.weights_bytes,
+            title=self.candidate.name,
+            progress=self.progress,
+        ):
+            done[label] = memory
+            self.journal.add("memory", **keys, label=label, **asdict(memory))
+        return done
+
+    def _parts(self, case: Case, group: TimingGroup, loader: Loader) -> tuple[PartTime, ...]:
+        """Where the time of a graph goes, if its runtime can tell."""
+        if not (self.request.parts and loader.profiles):
+            return ()
+        keys = {"label": case.label} | group.keys
+        done = self.journal.pieces("parts", **keys)
+        if done:
+            return msgspec.convert(done[-1]["parts"], tuple[PartTime, ...])
+        what = f"{case.label}{group.title.removeprefix(group.model)}"
+        self.progress.step(f"{what}: where the time goes")
+        layers = tuple(self.candidate.model.layers)
+        try:
+            parts = parts_of(loader, self.inputs(group), layers)
+        except Exception as error:  # noqa: BLE001  the row is measured; only its parts are missing
+            self.progress.step(f"{what}: no profile: {timing.in_one_line(error)}")
+            return ()
+        self.journal.add("parts", **keys, parts=[asdict(part) for part in parts])
+        return parts
+
+
+def timed_inputs(group: TimingGroup, candidate: Candidate, head: LabelledData) -> list[Inputs]:
+    """Returns the batches that a group takes in turn; of a language model those of its phase."""
+    batches = group_batches(group, head)
+    if group.phase is None:
+        return batches
+    base = untouched(candidate.model)
+    # Each has a cache of its own, which takes memory.
+    return [phase_inputs(group.phase, x, base) for x in batches[:PHASE_INPUTS]]
+
+
+def _per_second(count: int, latency: timing.Latency) -> float | None:
+    return 1e3 * count / latency.median if latency.median > 0 else None
+
+
+def expected_time(
+    candidates: Sequence[Candidate],
+    groups: Sequence[TimingGroup],
+    head: LabelledData,
+    samples: int | None,
+    request: BenchRequest,
+) -> str:
+    """Returns how long it takes if all engines are as fast as PyTorch, by a few calls of that."""
+    known = UNKNOWN_SAMPLES if samples is None else samples
+    batches = math.ceil(min(known, request.samples or known) / request.evaluation_batch)
+    workers = worker_count(max(candidate.weights_bytes for candidate in candidates))
+    timed = quality = compiling = memory = 0.0
+    for candidate in candidates:
+        base, cases = untouched(candidate.model), candidate.cases
+        # Every case, the untouched model, and a reference for every k.
+        passes = len(cases) + 1 + len({c.k for c in cases})
+        size = min(request.evaluation_batch, len(head))
+        batch_ms = _call_ms(base, head.batch(0, size), candidate.name)
+        batch_ms *= request.evaluation_batch / size
+        quality += passes * batches * batch_ms / 1e3
+        compiled = sum(c.engine == PYTORCH_COMPILE for c in cases)
+        compiling += compiled * len(request.batches) * COMPILE_S
+        memory += len(cases) * PROCESS_S / workers if request.memory else 0.0
+        for group in groups:
+            if group.model == candidate.name:
+                timed += group.seconds(
+                    _call_ms(base, timed_inputs(group, candidate, head)[0], candidate.name)
+                )
+    if request.limits:
+        timed += len(groups) * MACHINE_PROBES * request.protocol.rounds * request.protocol.round_s
+    names = ("timing", "accuracy and parity", "compiling", "memory")
+    spent = (timed, quality, compiling, memory)
+    listed = [f"{name} {_duration(s)}" for name, s in zip(names, spent, strict=True) if s >= 1]
+    return f"about {_duration(sum(spent))}" + (f" ({', '.join(listed)})" if listed else "")
+
+
+def _call_ms(base: PyTorch, x: Inputs, name: str) -> float:
+    times = []
+    for _ in range(TRIAL_CALLS):
+        started = time.perf_counter()
+        outputs_of(base, x, name)
+        times.append(1e3 * (time.perf_counter() - started))
+    return min(times)
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as a reader wants them: `40 s`, `3 min`, `1.5 h`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _disk_bytes(loader: Loader, model: Model) -> int | None:
+    """What lies on disk of a graph with its weights, or of a model's checkpoint."""
+    files = list(model.source.files)
+    if loader.file is not None and loader.file.is_file():
+        content = onnx.load(loader.file, load_external_data=False)
+        files = [loader.file, *(loader.file.parent / name for name in external_files(content))]
+    return sum(file.stat().st_size for file in files if file.is_file()) or None
