@@ -190,14 +190,14 @@ def plan(
 def fuses(job: ExportJob) -> bool:
     """Whether a job's graphs have the backbone's attention and norms as one op each.
 
-    For models in FP32 around their experts: ONNX Runtime's CPU kernels are of that type. Whether
-    onnxruntime-web has those kernels was not tried. Not where an older opset was asked for.
+    For models in FP32 around their experts: ONNX Runtime's CPU kernels are of that type. Not where
+    an older opset was asked for.
     """
     options = job.options
     if options.exact_opset and options.opset < FUSED_OPSET:
         return False
     target = options.target
-    return options.precision.float_name(target) == "fp32" and target == "ort-cpu"
+    return options.precision.float_name(target) == "fp32" and TARGETS[target].new_kernels
 
 
 def _loadable(plan: Plan) -> Plan:

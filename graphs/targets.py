@@ -58,10 +58,11 @@ class TargetRecord:
     `integers` is how products of integers are written, and `rest` the usual float type around INT8
     experts. A target that is not `standard_ops` alone takes ONNX Runtime's own (`com.microsoft`);
     `data_sizes` says whether it runs ops whose output's size depends on values (NonZero),
-    `branches` whether it computes `If` right at every batch size, and `cpu_forms` whether graphs
-    take the forms that ONNX Runtime's CPU kernels are fast at. It loads weights of up to
-    `most_bytes` together. `refused` has by precision a reason and what to do instead, `notes` what
-    a user should know.
+    `branches` whether it computes `If` right at every batch size, `cpu_forms` whether graphs take
+    the forms that ONNX Runtime's CPU kernels are fast at, and `new_kernels` whether it has those
+    kernels that a browser has not, or was not tried with: attention as one op, weights of eight
+    bits in blocks, integer experts. It loads weights of up to `most_bytes` together. `refused` has
+    by precision a reason and what to do instead, `notes` what a user should know.
     """
 
     name: Target
@@ -75,6 +76,7 @@ class TargetRecord:
     data_sizes: bool = True
     branches: bool = True
     cpu_forms: bool = False
+    new_kernels: bool = False
     most_bytes: int | None = None
     refused: Mapping[Precision, tuple[str, str]] = field(default_factory=dict)
     notes: Mapping[Precision, str] = field(default_factory=dict)
@@ -127,6 +129,7 @@ _RECORDS = (
         provider=CPU_PROVIDER,
         standard_ops=False,
         cpu_forms=True,
+        new_kernels=True,
         refused={
             **_NO_FP8,
             "bf16": (

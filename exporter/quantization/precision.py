@@ -36,7 +36,7 @@ from ...graphs.precision.types import (
     block_of,
 )
 from ...graphs.precision.weights import CONVERTED, activation_scale, not_in_blocks
-from ...graphs.targets import ENGINES, FloatName, QuantFormat
+from ...graphs.targets import ENGINES, TARGETS, FloatName, QuantFormat
 from ..bundle.manifest import Fp32NodeRecord, Numbers
 from ..job import ExportJob
 from ..options import ExportOptions
@@ -167,7 +167,7 @@ def apply_precision(
             precision.quant_format(target),
             precision.weight_quantization(target),
             dtype,
-            by_token=job.writes_text and target == "ort-cpu",
+            by_token=job.writes_text and TARGETS[target].new_kernels,
         )
     fp32_nodes: list[Fp32Node] = []
     if dtype in HALF_TYPES:

@@ -236,7 +236,7 @@ def _no_kernel(precision: Precision, target: Target) -> str | None:
     }
     if precision not in served.get(TARGETS[target].provider, ()):
         return f"com.microsoft.MoE has no {precision.upper()} kernel there"
-    if precision in ("int8", "int4") and target == "ort-web":
+    if precision in ("int8", "int4") and not TARGETS[target].new_kernels:
         return "com.microsoft.QMoE takes the experts' weights in no onnxruntime-web up to 1.30"
     if precision in ("int8", "int4") and older("onnxruntime", ROUTED_WEIGHTS):
         return "com.microsoft.QMoE takes the experts' weights from ONNX Runtime 1.31 on"
