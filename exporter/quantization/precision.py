@@ -172,7 +172,10 @@ def apply_precision(
     fp32_nodes: list[Fp32Node] = []
     if dtype in HALF_TYPES:
         peaks = {} if table is None else table.peaks
-        fp32_nodes = to_fp16(traced, dtype, peaks=peaks, io=FLOAT_TYPES[precision.io])
+        joined = dtype == ir.DataType.BFLOAT16 and TARGETS[target].runtime == "openvino"
+        fp32_nodes = to_fp16(
+            traced, dtype, peaks=peaks, io=FLOAT_TYPES[precision.io], attention=joined
+        )
     if linears or dtype in HALF_TYPES:
         simplify(traced)
     return PrecisionPlan(

@@ -86,13 +86,17 @@ def to_fp16(
     *,
     peaks: Mapping[str, float] = MappingProxyType({}),
     io: ir.DataType = FLOAT,
+    attention: bool = False,
 ) -> list[Fp32Node]:
     """Converts a traced model's backbone to `dtype`, in place, and returns what stayed in FP32.
 
     `peaks` are max|x| of values by name, where they were observed. Float inputs and outputs of the
-    graph become `io`.
+    graph become `io`. With `attention` its softmax has 16 bits, as what goes in and comes out has
+    anyway: for a runtime that makes one kernel of products and softmax of one type, and sums in
+    FP32 in it.
     """
-    work = _Conversion(model.graph, dtype, peaks, frozenset(router_nodes(model.graph)))
+    routers = frozenset(router_nodes(model.graph))
+    work = _Conversion(model.graph, dtype, peaks, routers, attention)
     for value in model.graph.inputs:
         if value.dtype == FLOAT:
             value.type = ir.TensorType(io)
@@ -139,6 +143,7 @@ class _Conversion:
     dtype: ir.DataType
     peaks: Mapping[str, float]
     routers: frozenset[ir.Node]
+    attention: bool
     types: dict[ir.Value, ir.DataType] = field(default_factory=dict)
     fp32_nodes: list[Fp32Node] = field(default_factory=list)
     _casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = field(default_factory=dict)
@@ -185,6 +190,8 @@ class _Conversion:
         """Why a node stays in FP32, and whether its kind always does; None where it has 16 bits."""
         if node in self.routers:
             return "it chooses experts", True
+        if self.attention and _of_attention(node):
+            return None, False
         return self._reason_of_kind(node) or self._reason_of_values(node, floats, made)
 
     def _reason_of_kind(self, node: ir.Node) -> tuple[str | None, bool] | None:
@@ -247,6 +254,20 @@ class _Conversion:
         converted = ir.Value(name=name, shape=value.shape, type=type_, const_value=lazy)
         self.graph.register_initializer(converted)
         return converted
+
+
+def _of_attention(node: ir.Node) -> bool:
+    """Whether a node is a softmax between two products, whose results have 16 bits."""
+    if node.domain or node.op_type != "Softmax" or node.inputs[0] is None:
+        return False
+    before = node.inputs[0].producer()
+    users = [user for user, _ in node.outputs[0].uses()]
+    return (
+        before is not None
+        and before.op_type == "MatMul"
+        and bool(users)
+        and all(user.op_type == "MatMul" for user in users)
+    )
 
 
 def _cast(value: ir.Value, target: ir.DataType, name: str) -> ir.Node:

@@ -48,6 +48,18 @@ def test_a_vit_has_one_op_for_each_attention(
     assert (ops["Attention"], ops["MultiHeadAttention"]) == (joined, apart)
 
 
+def test_openvino_gets_the_softmax_of_bf16_in_the_type_of_its_products(tmp_path: Path) -> None:
+    """It makes one kernel of them then, in which it sums in FP32."""
+    case = read_case("soft_moe_vit")
+    model = moexport.load(case.weights, config=VIT_CONFIG)
+    options: dict[str, Any] = {"target": "openvino", "precision": "bf16", "verify": False}
+    bundle = moexport.export(model, tmp_path / "out", **options)
+    nodes = onnx.load(bundle.path / "model.onnx", load_external_data=False).graph.node
+    made = {name: node for node in nodes for name in node.output}
+    before = [made[node.input[0]].op_type for node in nodes if node.op_type == "Softmax"]
+    assert before.count("MatMul") == BLOCKS
+
+
 class Block(nn.Module):
     """Attention with a product of its own for each of q, k and v, then a Soft MoE layer."""
 
