@@ -104,7 +104,8 @@ def _say_exported(output: Path, manifest: Manifest, console: Console, shown: Seq
     for note in manifest.notes[len(shown) :]:
         console.note(note)
     weights = manifest.files.get(WEIGHTS_FILE)
-    if (faster := advice(manifest.target, 0 if weights is None else weights.bytes)) is not None:
+    faster = advice(manifest.target, manifest.precision, 0 if weights is None else weights.bytes)
+    if faster is not None:
         console.note(faster)
     total = sum(record.bytes for record in manifest.files.values())
     show(f"{output}: {', '.join(manifest.files)} ({size(total)})")

@@ -283,14 +283,14 @@ def test_doctor_says_what_the_instructions_are_for(monkeypatch: pytest.MonkeyPat
 def test_an_export_for_another_runtime_says_that_openvino_is_faster_where_it_was_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(openvino, "cpu_instructions", lambda: frozenset({"avx512f"}))
+    monkeypatch.setattr(openvino, "cpu_instructions", lambda: frozenset({"avx512_bf16"}))
     large = 100_000_000
-    assert "--target openvino" in str(openvino.advice("onnx", large))
-    assert openvino.advice("openvino", large) is None
-    assert openvino.advice("tensorrt", large) is None
-    assert openvino.advice("onnx", 100_000) is None  # each call takes longer there
-    monkeypatch.setattr(openvino, "cpu_instructions", lambda: frozenset({"avx2"}))
-    assert openvino.advice("onnx", large) is None
+    assert "--target openvino --precision bf16" in str(openvino.advice("onnx", "fp32", large))
+    for target, precision in (("openvino", "fp32"), ("tensorrt", "fp32"), ("ort-cpu", "int8")):
+        assert openvino.advice(target, precision, large) is None
+    assert openvino.advice("onnx", "fp32", 100_000) is None  # each call takes longer there
+    monkeypatch.setattr(openvino, "cpu_instructions", lambda: frozenset({"avx512f"}))
+    assert openvino.advice("onnx", "fp32", large) is None
 
 
 def test_tune_measures_lowerings_in_openvino(tmp_path: Path) -> None:
