@@ -138,7 +138,8 @@ class Search:
                 self._move(integer)
             for by_size in self._costs():
                 options = self._options(floats, integer, by_size=by_size)
-                self._along(start.in_floats(floats), options)
+                if all(options.values()):  # else there was no time to look at a part
+                    self._along(start.in_floats(floats), options)
         self._refine()
 
     def _costs(self) -> tuple[bool, ...]:
