@@ -18,6 +18,7 @@ from .patterns import (
     permutes,
     span,
     unscaled,
+    width_of,
 )
 
 
@@ -91,7 +92,10 @@ def is_plain(attention: DecomposedAttention) -> bool:
     For these ONNX Runtime's own op is faster than that of ONNX.
     """
     other = (attention.mask, attention.joined, attention.sinks)
-    return other == (None, None, None) and heads_of(attention.q) == heads_of(attention.k)
+    sizes = {
+        (heads_of(value), width_of(value)) for value in (attention.q, attention.k, attention.v)
+    }
+    return other == (None, None, None) and len(sizes) == 1
 
 
 def _is_of_heads(value: ir.Value, q: ir.Value) -> bool:
