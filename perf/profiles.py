@@ -159,7 +159,7 @@ def measure(
     matrix = torch.randn(SQUARE, SQUARE)
     seconds = [_seconds(lambda: matrix @ matrix) for _ in range(calls + 1)]
     rate = 2 * SQUARE**3 / median(seconds[1:])
-    return {"rows": rows, "threads": count, "gflop_s": rate / 1e9}
+    return {"profiles": rows, "threads": count, "gflop_s": rate / 1e9}
 
 
 def _exported(
@@ -258,7 +258,7 @@ def table(body: Any) -> str:
     """Returns the shares as Markdown."""
     kinds = (*KINDS, REST)
     rows = []
-    for row in body["rows"]:
+    for row in body["profiles"]:
         whole = sum(row["kinds"].values())
         shares = (f"{row['kinds'].get(kind, 0) / whole:.0%}" for kind in kinds)
         named = (row["model"], row["precision"].upper(), RUNTIME_TITLES[row["runtime"]])

@@ -35,7 +35,7 @@ TINY = (
 def test_each_model_is_profiled_in_both_runtimes() -> None:
     pytest.importorskip("openvino")
     body = profiles.measure(Silent(), TINY, batches=(1, 2), calls=2)
-    rows = body["rows"]
+    rows = body["profiles"]
     assert isinstance(rows, list) and len(rows) == 16
     for row in rows:
         assert row["ms"] > 0 and row["kinds"]["products"] > 0, row
