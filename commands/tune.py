@@ -24,7 +24,8 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..tune.tune import SearchPlan, Tuned
+    from ..tune.plan import SearchPlan
+    from ..tune.tune import Tuned
 
 
 def tune(

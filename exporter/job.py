@@ -24,7 +24,7 @@ from ..graphs.lowerings.choice import check
 from ..graphs.lowerings.cost import AnyWork, WorkOf
 from ..graphs.names import DOMAIN, operand_of
 from ..graphs.precision.weights import not_in_blocks
-from ..graphs.targets import TARGETS, Target
+from ..graphs.targets import Target, runtime_of
 from .bundle.destination import check_destination
 from .bundle.openvino import check_computes, check_device
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
@@ -32,6 +32,7 @@ from .model import Model, TensorSpec, check_one_input, edited, fingerprint
 from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
 from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
 from .requests import CalibrateRequest
+from .session import OPENVINO
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions
@@ -156,7 +157,7 @@ def export_job(
     options.precision.check(options.target)
     options.check_inputs()
     _check_engine(options.target, options.engine)
-    if options.verify and TARGETS[options.target].device is not None:  # what compares, computes
+    if options.verify and runtime_of(options.target) == OPENVINO:  # what compares, computes
         check_device("cpu")
         check_computes(options.precision.name, options.target)
     if options.destination is not None:

@@ -45,9 +45,8 @@ from moexport.tune.confirm import SearchResult, contract, front_of, with_ms
 from moexport.tune.prepare import SearchJob, prepare
 from moexport.tune.quality import Quality, Tally
 from moexport.tune.request import SearchOptions
-from moexport.tune.schedule import AROUND
 from moexport.tune.search import search
-from moexport.tune.space import RANGED, Point, Trial
+from moexport.tune.space import AROUND, RANGED, Point, Trial
 from moexport.tune.tune import export_best
 from torch import nn
 from torch.nn import functional as F

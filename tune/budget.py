@@ -38,6 +38,12 @@ VERIFIED = 64
 """Inputs of the search's half that the bundle is compared with PyTorch on, layer by layer."""
 
 
+EACH_SIDE = 4
+"""Points of a path that are looked at before where it must end, and after."""
+
+TRIALS = 24
+"""Whole graphs beside the path, at the most, for each width of integers."""
+
 INPUTS = 4
 """So many batches are timed in turn."""
 

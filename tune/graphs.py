@@ -281,7 +281,7 @@ class Graphs:
         return GraphSource(
             k=max(trial.point.k.values()),
             lowering=self._name(trial),
-            loader=OnnxLoader(graph) if target.device is None else OpenVinoLoader(graph),
+            loader=OnnxLoader(graph) if target.runtime == "onnxruntime" else OpenVinoLoader(graph),
             precision=trial.point.precision,
             engine=target.runtime,
         )

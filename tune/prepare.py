@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -15,32 +16,30 @@ import onnx_ir as ir
 
 from ..bench.data import Labelled, LabelledData
 from ..bench.journal import FILE, Journal
+from ..bench.prepare import threads_for
 from ..calibration.feeds import Array
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress
 from ..common.environment import environment
 from ..common.files import STEP_BYTES
-from ..common.writing import make_folder, remove_folder
-from ..errors import MoexportError, UsageError
-from ..exporter.bundle.openvino import check_computes
+from ..common.threads import Threads
+from ..common.writing import held, make_folder, remove_folder, scratch_folder
 from ..exporter.bundle.recipe import LayerRecipe
 from ..exporter.job import ExportJob, calibration_job, export_job
 from ..exporter.model import Model, check_one_input, fingerprint
 from ..exporter.options import ExportOptions
 from ..exporter.quantization.calibrate import calibrate
-from ..exporter.quantization.precision import apply_precision
 from ..exporter.requests import CalibrateRequest
 from ..exporter.trace import trace
 from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.layers.soft_moe import SoftMoESpec
-from ..graphs.targets import TARGETS, Precision, Target
+from ..graphs.targets import Precision, Target
 from .budget import RANGES_SHARE, TRACE, Clock, End
 from .holdout import Holdout, untouched_outputs
 from .quality import Metric, check_enough, metric_for
 from .request import SearchOptions
-from .routed import may_choose, routed_layers
-from .schedule import AROUND
-from .space import FEW, INTEGERS, RANGED, Point, Trial, ks_of, unlowered
+from .routed import routed_layers
+from .space import RANGED, Point, Space, Trial, computed_on, ks_of, space_of
 from .substitutes.substitutes import FOLDER
 
 CALIBRATED, CALIBRATED_FEW = 256, 32
@@ -51,39 +50,6 @@ OBSERVED = 4.0
 
 UNIFORM = (1, 2, 4, 8, 16)
 """The shares of its experts that every layer computes in the models that are looked at first."""
-
-
-@dataclass(frozen=True)
-class Space:
-    """What a model's layers may become: the choices of each, in FP32, and the integers that serve.
-
-    `integers` names the layers that compute in a precision, and the network around them where it
-    has layers that can. `floats` are those in which all of a model may compute.
-    """
-
-    choices: dict[str, tuple[LayerRecipe, ...]]
-    integers: dict[Precision, tuple[str, ...]]
-    floats: tuple[Precision, ...] = ("fp32",)
-
-    @property
-    def size(self) -> int:
-        """How many different models there are."""
-        total = 0
-        for parts in ((), *self.integers.values()):
-            layers = math.prod(
-                len(listed) * (2 if name in parts else 1) for name, listed in self.choices.items()
-            )
-            total += layers * (2 if AROUND in parts else 1)
-        return total + (len(self.floats) - 1) * math.prod(map(len, self.choices.values()))
-
-    @property
-    def forms(self) -> int:
-        """How many forms of layers are to be measured."""
-        return sum(
-            len(sizes_measured(listed))
-            * (len(self.floats) + sum(name in parts for parts in self.integers.values()))
-            for name, listed in self.choices.items()
-        )
 
 
 @dataclass(frozen=True)
@@ -213,7 +179,7 @@ def prepare(
     progress.step("tracing")
     with clock.step(TRACE):
         traced = trace(base.model, opset=base.options.opset, fixed=base.fixed)
-    wanted = {target: _computed(request, target) for target in request.targets}
+    wanted = {target: computed_on(target, request) for target in request.targets}
     ranged = any(name in RANGED for names in wanted.values() for name in names)
     if ranged and len(model.inputs) == 1:
         own = None if base.fixed else traced
@@ -234,7 +200,7 @@ def prepare(
         metric=metric,
         base=base,
         traced=traced,
-        spaces={target: _space(base, traced, target, names) for target, names in wanted.items()},
+        spaces={target: space_of(base, traced, target, names) for target, names in wanted.items()},
         journal=journal,
         folder=folder,
         clock=clock,
@@ -288,86 +254,20 @@ def _ranges(
     return CalibrationTable.read(path)
 
 
-def _computed(request: SearchOptions, target: Target) -> list[Precision]:
-    """The precisions to try on a target, without those that its device here does not compute."""
-    computed: list[Precision] = []
-    for precision in request.tried(target):
-        try:
-            if TARGETS[target].device is not None:
-                check_computes(precision, target)
-        except UsageError:
-            if precision in request.precisions and len(request.targets) == 1:
-                raise
-        else:
-            computed.append(precision)
-    return computed
+def threads_of(
+    model: Model, data: Labelled, request: SearchOptions, work: Path | None, progress: Progress
+) -> Threads:
+    """How many threads everything gets."""
+    sizes = (request.batch.opt,)
+    return threads_for([model], data, sizes, count=request.threads, work=work, progress=progress)
 
 
-def _space(base: ExportJob, traced: ir.Model, target: Target, wanted: Sequence[Precision]) -> Space:
-    """What the model's layers may become on a target."""
-    routed = routed_layers(base.model)
-    choices = {
-        name: tuple(
-            LayerRecipe(k)
-            for k in ks_of(layer.spec.trained_k)
-            if not routed or (name in routed and may_choose(base.model, name, k))
-        )
-        for name, layer in base.model.layers.items()
-    }
-    choices = {
-        name: listed or (LayerRecipe(base.model.layers[name].spec.trained_k),)
-        for name, listed in choices.items()
-    }
-    first = {name: listed[0].k for name, listed in choices.items()}
-    integers: dict[Precision, tuple[str, ...]] = {}
-    for precision in wanted:
-        if precision not in INTEGERS:
-            continue
-        try:
-            layers = _served(base, traced, choices, precision, first, target)
-        except MoexportError:  # this model's layers do not take it
-            continue
-        around = (
-            [AROUND] if layers and _has_integers_around(base, traced, precision, target) else []
-        )
-        if layers:
-            integers[precision] = (*layers, *around)
-    floats: tuple[Precision, ...] = tuple(name for name in wanted if name not in INTEGERS)
-    return Space(choices=choices, integers=integers, floats=floats)
-
-
-def _served(
-    base: ExportJob,
-    traced: ir.Model,
-    layers: Iterable[str],
-    precision: Precision,
-    k: Mapping[str, int],
-    target: Target,
-) -> list[str]:
-    """The layers that really compute in a precision: others keep floats, with a reason."""
-    point = Point(tuple((name, LayerRecipe(k[name], precision)) for name in layers), target)
-    plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
-    return [name for name, layer in plan.layers.items() if layer.precision == precision]
-
-
-def _has_integers_around(
-    base: ExportJob, traced: ir.Model, precision: Precision, target: Target
-) -> bool:
-    layers = tuple((name, LayerRecipe(k or 1)) for name, k in base.k.items())
-    point = Point(layers, target).with_around(precision)
-    try:
-        plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
-    except MoexportError:
-        return False
-    return any(linear.reason is None for linear in plan.linears)
-
-
-def sizes_measured(listed: Sequence[LayerRecipe]) -> list[LayerRecipe]:
-    """Returns the choices whose time is measured: for others it is taken from those around."""
-    n = listed[0].k
-    if n <= FEW:
-        return [*listed]
-    sizes = [*ks_of(n)]
-    # Not beyond the largest subset either: it would seem as fast as the next one that was measured.
-    measured = {*sizes[::2], sizes[1], sizes[-1]}
-    return [choice for choice in listed if (choice.n or choice.k) in measured]
+@contextmanager
+def kept_in(work: Path | None) -> Iterator[Path]:
+    """Yields the folder of a search, which goes on from there, or one that ends with it."""
+    if work is not None:
+        with held(work):
+            yield work
+        return
+    with scratch_folder("tune") as folder:
+        yield folder

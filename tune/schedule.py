@@ -12,10 +12,7 @@ import numpy as np
 
 from ..exporter.bundle.recipe import LayerRecipe
 from ..graphs.targets import Precision
-from .space import Point
-
-AROUND = ""
-"""The part of a model that is no layer: the network around them."""
+from .space import AROUND, Point
 
 MOST_PREDICTED = 512
 """Points of a predicted front, at the most."""

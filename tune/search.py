@@ -21,6 +21,7 @@ from ..errors import MoexportError
 from ..exporter.bundle.recipe import LayerRecipe
 from ..graphs.targets import Precision, Target
 from .budget import (
+    EACH_SIDE,
     EFFECT,
     EFFECTS_SHARE,
     LAST_SHARE,
@@ -28,14 +29,14 @@ from .budget import (
     RUN,
     TIMES_SHARE,
     TRIAL,
+    TRIALS,
     TRIALS_SHARE,
 )
 from .confirm import ContractError, SearchResult, shortlist, would_decide
 from .graphs import Graphs
 from .layers import Replay, in_turn
-from .prepare import SearchJob, Space, sizes_measured
+from .prepare import SearchJob
 from .schedule import (
-    AROUND,
     Option,
     PartOptions,
     Predicted,
@@ -45,12 +46,9 @@ from .schedule import (
     steps,
 )
 from .shards import Evaluate, evaluate_here
-from .space import Point, Trial, weight_bytes
+from .space import AROUND, Point, Space, Trial, sizes_measured, weight_bytes
 from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
-
-EACH_SIDE = 4
-"""Points of a path that are looked at before where it must end, and after."""
 
 WORTH_KEEPING = 0.9
 """Who keeps less deploys nothing: what is riskier still is not looked at."""
@@ -59,9 +57,6 @@ TINY = 1e-9
 
 FINEST = 8
 """Sizes of a layer are told apart by so many parts of it, at the most."""
-
-TRIALS = 24
-"""Whole graphs beside the path, at the most, for each width of integers."""
 
 FURTHER = 2
 """How often what takes the places of experts is trained further, in what promises most."""

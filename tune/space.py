@@ -1,26 +1,39 @@
-"""What may vary: for each MoE layer its k, its experts and its precision; the network around."""
+"""What may vary: for each MoE layer its k, its experts and its precision; the network around.
+
+A `Point` is one model of a `Space`, which has what serves on a target.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
+from ..errors import MoexportError, UsageError
+from ..exporter.bundle.openvino import check_computes
 from ..exporter.bundle.recipe import LayerRecipe, Recipe
 from ..exporter.bundle.weights import layer_bytes
 from ..exporter.edits import Edits, KeptExperts, MergedExperts
 from ..exporter.job import ExportJob
 from ..exporter.model import edited
 from ..exporter.options import ExportOptions, recipe_options
+from ..exporter.quantization.precision import apply_precision
+from ..exporter.session import OPENVINO
 from ..graphs.layers.base import MoELayer
 from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.precision.types import FP32
 from ..graphs.targets import RUNTIME_TITLES, Precision, Scope, Target, runtime_of
 from .quality import Quality
-from .routed import asked_for
+from .request import SearchOptions
+from .routed import asked_for, may_choose, routed_layers
+
+AROUND = ""
+"""The part of a model that is no layer: the network around them."""
 
 INTEGERS: tuple[Precision, ...] = ("int8", "int4")
 """Of these each part of a model may have its own share; floats are those of all of it."""
@@ -131,6 +144,50 @@ def ks_of(n: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(max(1, round(n / 2 ** (step / 2))) for step in steps))
 
 
+def sizes_measured(listed: Sequence[LayerRecipe]) -> list[LayerRecipe]:
+    """Returns the choices whose time is measured: for others it is taken from those around."""
+    n = listed[0].k
+    if n <= FEW:
+        return [*listed]
+    sizes = [*ks_of(n)]
+    # Not beyond the largest subset either: it would seem as fast as the next one that was measured.
+    measured = {*sizes[::2], sizes[1], sizes[-1]}
+    return [choice for choice in listed if (choice.n or choice.k) in measured]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a model's layers may become: the choices of each, in FP32, and the integers that serve.
+
+    `integers` names the layers that compute in a precision, and the network around them where it
+    has layers that can. `floats` are those in which all of a model may compute.
+    """
+
+    choices: dict[str, tuple[LayerRecipe, ...]]
+    integers: dict[Precision, tuple[str, ...]]
+    floats: tuple[Precision, ...] = ("fp32",)
+
+    @property
+    def size(self) -> int:
+        """How many different models there are."""
+        total = 0
+        for parts in ((), *self.integers.values()):
+            layers = math.prod(
+                len(listed) * (2 if name in parts else 1) for name, listed in self.choices.items()
+            )
+            total += layers * (2 if AROUND in parts else 1)
+        return total + (len(self.floats) - 1) * math.prod(map(len, self.choices.values()))
+
+    @property
+    def forms(self) -> int:
+        """How many forms of layers are to be measured."""
+        return sum(
+            len(sizes_measured(listed))
+            * (len(self.floats) + sum(name in parts for parts in self.integers.values()))
+            for name, listed in self.choices.items()
+        )
+
+
 def job_of(
     base: ExportJob,
     point: Point,
@@ -216,3 +273,79 @@ def weight_bytes(layer: MoELayer, choice: LayerRecipe) -> float:
         choice.precision, 1.0
     )
     return layer_bytes(layer, FP32) * share * width
+
+
+def computed_on(target: Target, request: SearchOptions) -> list[Precision]:
+    """The precisions to try on a target, without those that its device here does not compute."""
+    computed: list[Precision] = []
+    for precision in request.tried(target):
+        try:
+            if runtime_of(target) == OPENVINO:
+                check_computes(precision, target)
+        except UsageError:
+            if precision in request.precisions and len(request.targets) == 1:
+                raise
+        else:
+            computed.append(precision)
+    return computed
+
+
+def space_of(
+    base: ExportJob, traced: ir.Model, target: Target, wanted: Sequence[Precision]
+) -> Space:
+    """What the model's layers may become on a target."""
+    routed = routed_layers(base.model)
+    choices = {
+        name: tuple(
+            LayerRecipe(k)
+            for k in ks_of(layer.spec.trained_k)
+            if not routed or (name in routed and may_choose(base.model, name, k))
+        )
+        for name, layer in base.model.layers.items()
+    }
+    choices = {
+        name: listed or (LayerRecipe(base.model.layers[name].spec.trained_k),)
+        for name, listed in choices.items()
+    }
+    first = {name: listed[0].k for name, listed in choices.items()}
+    integers: dict[Precision, tuple[str, ...]] = {}
+    for precision in wanted:
+        if precision not in INTEGERS:
+            continue
+        try:
+            layers = _served(base, traced, choices, precision, first, target)
+        except MoexportError:  # this model's layers do not take it
+            continue
+        around = (
+            [AROUND] if layers and _has_integers_around(base, traced, precision, target) else []
+        )
+        if layers:
+            integers[precision] = (*layers, *around)
+    floats: tuple[Precision, ...] = tuple(name for name in wanted if name not in INTEGERS)
+    return Space(choices=choices, integers=integers, floats=floats)
+
+
+def _served(
+    base: ExportJob,
+    traced: ir.Model,
+    layers: Iterable[str],
+    precision: Precision,
+    k: Mapping[str, int],
+    target: Target,
+) -> list[str]:
+    """The layers that really compute in a precision: others keep floats, with a reason."""
+    point = Point(tuple((name, LayerRecipe(k[name], precision)) for name in layers), target)
+    plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
+    return [name for name, layer in plan.layers.items() if layer.precision == precision]
+
+
+def _has_integers_around(
+    base: ExportJob, traced: ir.Model, precision: Precision, target: Target
+) -> bool:
+    layers = tuple((name, LayerRecipe(k or 1)) for name, k in base.k.items())
+    point = Point(layers, target).with_around(precision)
+    try:
+        plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
+    except MoexportError:
+        return False
+    return any(linear.reason is None for linear in plan.linears)

@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 
 from ..bench.data import Labelled
-from ..bench.prepare import threads_for
 from ..bench.service.findings import ServiceFindings
 from ..common.console import Progress, Silent
 from ..common.files import sha256
@@ -20,12 +19,10 @@ from ..common.threads import Threads, with_threads
 from ..common.timing import Latency, Protocol
 from ..common.writing import (
     check_folder,
-    held,
     held_place,
     make_folder,
     output_errors,
     remove_folder,
-    scratch_folder,
 )
 from ..errors import MoexportError, ParityError
 from ..exporter.bundle.bundle import Bundle
@@ -36,23 +33,18 @@ from ..exporter.export import export
 from ..exporter.job import export_job
 from ..exporter.model import Model, fingerprint
 from ..exporter.options import ExportOptions, recipe_options
-from . import layers
-from .budget import TRAINING_S, VERIFIED, Clock
+from .budget import VERIFIED, Clock
 from .confirm import Confirmed, SearchResult, check_same, contract, contract_record, reasons
-from .prepare import CALIBRATED, SearchJob, base_job, prepare
+from .prepare import CALIBRATED, SearchJob, base_job, kept_in, prepare, threads_of
 from .quality import Metric
 from .request import SearchOptions
 from .routed import routed_layers
-from .search import EACH_SIDE, TRIALS, search
+from .search import search
 from .shards import Evaluate, evaluate_here
 from .space import RANGED, Trial, recipe_of
-from .substitutes.distill import longest_s
 
 FINISH_S, REPORT_S = 1.5, 3.0
 """About what a bundle takes beside its graph and its check, and what a report takes."""
-
-FORM_S, GRAPH_S = 0.6, 0.5
-"""About what a form of a layer takes, and a whole graph beside running the model itself."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +102,8 @@ def search_and_export(
     check_destination(destination, force=force)
     check_folder(destination.absolute().parent)
     request = replace(request, batch=base_job(model, request).options.batch)  # of whole groups
-    threads = _threads(model, data, request, work, progress)
-    with with_threads(threads.count), held_place(destination), _kept_in(work) as folder:
+    threads = threads_of(model, data, request, work, progress)
+    with with_threads(threads.count), held_place(destination), kept_in(work) as folder:
         clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
         job = prepare(model, data, request, folder, progress, clock)
         if not job.journal.pieces("threads"):
@@ -139,24 +131,6 @@ def search_and_export(
         seconds=time.monotonic() - started,
         threads=threads,
     )
-
-
-def _threads(
-    model: Model, data: Labelled, request: SearchOptions, work: Path | None, progress: Progress
-) -> Threads:
-    """How many threads everything gets."""
-    sizes = (request.batch.opt,)
-    return threads_for([model], data, sizes, count=request.threads, work=work, progress=progress)
-
-
-@contextmanager
-def _kept_in(work: Path | None) -> Iterator[Path]:
-    if work is not None:
-        with held(work):
-            yield work
-        return
-    with scratch_folder("tune") as folder:
-        yield folder
 
 
 def export_best(
@@ -277,60 +251,3 @@ def _recipe_kept(options: ExportOptions, folder: Path) -> Iterator[None]:
         error.add_note(again)
         raise
     remove_folder(folder)
-
-
-@dataclass(frozen=True, slots=True)
-class SearchPlan:
-    """How large a search is: the models that there are, and what will be looked at of them.
-
-    `choices` are those of single layers, `forms` those that are timed alone and `graphs` the whole
-    graphs, at the most; `seconds` is about how long all of it takes then.
-    """
-
-    models: int
-    choices: int
-    forms: int
-    graphs: int
-    searching: int
-    confirming: int | None
-    seconds: float
-
-
-def plan_search(
-    model: Model, data: Labelled, request: SearchOptions, progress: Progress | None = None
-) -> SearchPlan:
-    """Returns how large a search is; runs the untouched model on one half, and searches nothing."""
-    progress = progress or Silent()
-    request = replace(request, batch=base_job(model, request).options.batch)  # of whole groups
-    threads = _threads(model, data, request, None, progress)
-    with with_threads(threads.count), _kept_in(None) as folder:
-        started = time.monotonic()
-        job = prepare(model, data, request, folder, progress, Clock(None))
-        began, count, one = time.monotonic() - started, len(job.holdout.search), job.one_s
-    listed = {
-        name: (*known, *job.fewer(name, lambda size: tuple(range(size))))
-        for name, known in job.choices.items()
-    }
-    spaces = [replace(space, choices=listed) for space in job.spaces.values()]
-    choices = sum(map(len, listed.values()))
-    parts = sum(len(names) for space in spaces for names in space.integers.values())
-    paths = sum(len(space.floats) + len(space.integers) for space in spaces)
-    forms = sum(space.forms for space in spaces)
-    graphs = 1 + parts + paths * (TRIALS // 2 + EACH_SIDE)
-    fewer = any(choice.fewer for known in listed.values() for choice in known)
-    trained_s = min(TRAINING_S, longest_s(layers.BATCH * one))
-    seconds = (
-        began
-        + forms * FORM_S
-        + choices * one * min(count, layers.MOST)
-        + graphs * (GRAPH_S + one * count + (trained_s if fewer else 0.0))
-    )
-    return SearchPlan(
-        models=sum(space.size for space in spaces),
-        choices=choices,
-        forms=forms,
-        graphs=graphs,
-        searching=count,
-        confirming=job.holdout.confirming_count,
-        seconds=seconds,
-    )

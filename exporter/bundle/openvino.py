@@ -157,7 +157,7 @@ def options_for(
 ) -> SessionOptions:
     """Returns how a target's graphs run on this machine: in its own runtime."""
     record = TARGETS[target]
-    if record.device is not None:
+    if record.runtime == OPENVINO:
         return SessionOptions(runtime=OPENVINO, threads=threads)
     assert record.provider is not None, "graphs of this target run as engines"
     return SessionOptions(provider=record.provider, threads=threads, spin_ms=spin_ms)
@@ -169,7 +169,7 @@ def check_runs(target: Target) -> None:
     Of engines another check tells.
     """
     record = TARGETS[target]
-    if record.device is not None:
+    if record.runtime == OPENVINO:
         check_device("cpu")
     elif record.provider is not None:
         check_provider(record.provider)

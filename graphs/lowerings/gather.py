@@ -78,7 +78,7 @@ def predict_us(work: Work, machine: Machine) -> float:
 
 def no_kernel(precision: Precision, target: Target) -> str | None:
     """OpenVINO's integer products are those with constant weights, where rows have a zero point."""
-    if precision == "int8" and TARGETS[target].device is not None:
+    if precision == "int8" and TARGETS[target].runtime == "openvino":
         return "OpenVINO multiplies gathered INT8 weights as floats"
     return no_int4(precision, target)
 

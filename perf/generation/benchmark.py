@@ -1,14 +1,16 @@
 """Time to the first token and tokens per second of a bundle in GenAI, beside other engines.
 
 Speed is that of Qwen3-MoE models with random weights; quality is that of the demo's small Mixtral.
-All engines are open at once and take turns; llama.cpp is measured where it is installed.
+All engines are open at once and take turns; llama.cpp and OpenVINO GenAI where they are installed.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +34,7 @@ from moexport.exporter.trace import trace
 
 from ..granite import save_random
 from ..measure import measured_on
-from .engines import DISTRIBUTIONS, EngineProcess, TextCase, missing
+from .engines import CONVERTER, DISTRIBUTIONS, EngineName, EngineProcess, TextCase, missing
 from .gguf_files import GGUFType, write_gguf
 
 SHAPE: Mapping[str, Any] = {
@@ -51,8 +53,10 @@ SHAPE: Mapping[str, Any] = {
 }
 
 GGUF_TYPES: Mapping[str, GGUFType] = {"int8": "Q8_0", "int4": "Q4_0"}
-"""What stands beside each precision."""
+"""What llama.cpp has beside each precision."""
 
+PEERS: tuple[EngineName, ...] = ("llama.cpp", "openvino-genai")
+"""Engines that are measured where they are."""
 
 WIDTHS = {"hidden_size": 128, "intermediate_size": 128}
 """Of the model whose quality is measured: whole blocks of the size that a larger model has."""
@@ -128,7 +132,7 @@ def measure(progress: Progress, sizes: GenerationSizes = GenerationSizes()) -> d
         deadline = began + 60 * sizes.minutes * (place + 1) / (parts + 1)
         with tempfile.TemporaryDirectory(prefix="moexport-generation-") as folder:
             speed.append(measure_speed(Path(folder), progress, sizes, case, threads, deadline))
-    peers = {"llama.cpp": missing("llama.cpp")}
+    peers = {name: missing(name) for name in PEERS}
     return {
         "speed": speed,
         "quality": quality,
@@ -261,7 +265,22 @@ def text_cases(
             file = folder / f"{kind}.gguf"
             write_gguf(model, file, kind)
             cases.append(TextCase("llama.cpp", kind, trained, file, threads))
+    if missing("openvino-genai") is None:
+        for precision in GGUF_TYPES:
+            progress.step(f"converting to {precision} for OpenVINO")
+            place = folder / f"openvino-{precision}"
+            convert_for_openvino(model, place, precision)
+            cases.append(TextCase("openvino-genai", precision, trained, place, threads))
     return cases
+
+
+def convert_for_openvino(model: Path, place: Path, precision: str) -> None:
+    """Writes a model of transformers as OpenVINO GenAI opens it, with the converter's defaults."""
+    options = ("--task", "text-generation-with-past", "--weight-format", precision)
+    command = (CONVERTER, "export", "openvino", "--model", str(model), *options, str(place))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{CONVERTER}: {done.stderr[-2000:]}")
 
 
 def exports(
@@ -304,7 +323,12 @@ def _identity(case: TextCase) -> dict[str, object]:
     return {name: found[name] for name in ("engine", "precision", "k")}
 
 
-TITLES = {"genai": "moexport in GenAI", "transformers": "transformers", "llama.cpp": "llama.cpp"}
+TITLES: Mapping[EngineName, str] = {
+    "genai": "moexport in GenAI",
+    "transformers": "transformers",
+    "llama.cpp": "llama.cpp",
+    "openvino-genai": "OpenVINO GenAI",
+}
 
 
 def table(body: Any) -> str:
@@ -332,9 +356,11 @@ def table(body: Any) -> str:
             "all together:"
         )
         parts.append(_speed_table(first, contexts[:1], batches))
-    if "llama.cpp" not in body["absent"]:
-        parts.append("Times as fast as llama.cpp, INT8 as Q8_0 and INT4 as Q4_0, batch 1:")
-        parts.append(_ratio_table(body["speed"], contexts))
+    there = [name for name in PEERS if name not in body["absent"]]
+    if there:
+        names = " and as ".join(TITLES[name] for name in there)
+        parts.append(f"Times as fast as {names}, INT8 beside Q8_0 and INT4 beside Q4_0, batch 1:")
+        parts.append(_ratio_table(body["speed"], contexts, there))
     tokens = body["quality"][0]["tokens"]
     parts.append(
         f"Quality: the demo's Mixtral, trained longer, on {tokens:,} tokens that it was not "
@@ -368,20 +394,24 @@ def _speed_table(rows: Sequence[Any], contexts: Sequence[int], batches: Sequence
     return markdown((*header, *pairs), lines, words=2)
 
 
-def _ratio_table(models: Sequence[Any], contexts: Sequence[int]) -> str:
+def _ratio_table(
+    models: Sequence[Any], contexts: Sequence[int], peers: Sequence[EngineName]
+) -> str:
     lines = []
     for model in models:
         alone = [row for row in model["rows"] if row["batch"] == 1]
         found = {(row["engine"], row["precision"], row["k"], row["context"]): row for row in alone}
         trained = max(row["k"] for row in alone)
-        for precision, kind in GGUF_TYPES.items():
+        for peer, (precision, kind) in itertools.product(peers, GGUF_TYPES.items()):
             if ("genai", precision, trained, contexts[0]) not in found:
                 continue
+            theirs = kind if peer == "llama.cpp" else precision
             pairs = [
-                (found["llama.cpp", kind, trained, c], found["genai", precision, trained, c])
+                (found[peer, theirs, trained, c], found["genai", precision, trained, c])
                 for c in contexts
             ]
             for name, part in (("first token", "first_s"), ("further tokens", "token_s")):
-                cells = [f"{theirs[part] / ours[part]:.2f}" for theirs, ours in pairs]
-                lines.append((str(model["layers"]), precision, name, *cells))
-    return markdown(("layers", "precision", "", *(f"{c:,}" for c in contexts)), lines, words=3)
+                cells = [f"{slow[part] / fast[part]:.2f}" for slow, fast in pairs]
+                lines.append((TITLES[peer], str(model["layers"]), precision, name, *cells))
+    header = ("beside", "layers", "precision", "", *(f"{c:,}" for c in contexts))
+    return markdown(header, lines, words=4)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -21,27 +22,33 @@ from moexport.common.timing import WAIT_S
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
-EngineName = Literal["genai", "llama.cpp", "transformers"]
+EngineName = Literal["genai", "llama.cpp", "openvino-genai", "transformers"]
 
 PACKAGES: Mapping[EngineName, tuple[str, ...]] = {
     "genai": ("onnxruntime_genai",),
     "llama.cpp": ("llama_cpp", "gguf"),
+    "openvino-genai": ("openvino_genai",),
     "transformers": ("transformers",),
 }
 """What each engine is imported as; that of llama.cpp with what writes its files."""
 
-DISTRIBUTIONS = ("onnxruntime-genai", "llama-cpp-python", "transformers")
+CONVERTER = "optimum-cli"
+"""Converts models for OpenVINO GenAI; a program of another environment, where it needs one."""
+
+DISTRIBUTIONS = ("onnxruntime-genai", "llama-cpp-python", "openvino-genai", "transformers")
 
 
 def missing(name: EngineName) -> str | None:
     """Returns what an engine needs and this environment does not have."""
     absent = [each for each in PACKAGES[name] if importlib.util.find_spec(each) is None]
+    if name == "openvino-genai" and shutil.which(CONVERTER) is None:
+        absent.append(CONVERTER)
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
 @dataclass(frozen=True, slots=True)
 class TextCase:
-    """A model as an engine opens it: a bundle, a GGUF file or a folder of transformers."""
+    """A model as an engine opens it: a bundle, a GGUF file or a folder."""
 
     engine: EngineName
     precision: str
@@ -51,7 +58,22 @@ class TextCase:
 
 
 class TextEngine(ABC):
-    """A language model that is open. `vocabulary` is how many tokens it knows."""
+    """A language model that is open."""
+
+    @abstractmethod
+    def generate(self, prompts: Ids, new: int) -> tuple[Ids, list[float]]:
+        """Returns the next tokens [b, new] of prompts [b, m], greedily, and the seconds of each.
+
+        Those of the first hold what the prompts took, and not what made room for the cache.
+        """
+
+    @abstractmethod
+    def logits(self, ids: Ids) -> NDArray[np.float32]:
+        """Returns the scores [m, v] of the token after each of ids [m]."""
+
+
+class SteppedEngine(TextEngine):
+    """An engine whose tokens are asked for one by one."""
 
     @abstractmethod
     def steps(self, prompts: Ids, new: int) -> Callable[[], Ids]:
@@ -60,26 +82,19 @@ class TextEngine(ABC):
         Its first call computes the prompts; `new` calls are made.
         """
 
-    @abstractmethod
-    def logits(self, ids: Ids) -> NDArray[np.float32]:
-        """Returns the scores [m, v] of the token after each of ids [m]."""
-
-    def seconds(self, prompts: Ids, new: int) -> list[float]:
-        """Returns what each of `new` tokens after prompts [b, m] took; the first with the prompt.
-
-        Not what makes room for the cache.
-        """
+    def generate(self, prompts: Ids, new: int) -> tuple[Ids, list[float]]:
+        """Returns the tokens of the steps, and what each took."""
         step = self.steps(prompts, new)
         sleep(WAIT_S)
-        times = []
+        tokens, times = [], []
         for _ in range(new):
             began = perf_counter()
-            step()
+            tokens.append(step())
             times.append(perf_counter() - began)
-        return times
+        return np.stack(tokens, axis=1), times
 
 
-class GenAIEngine(TextEngine):
+class GenAIEngine(SteppedEngine):
     """A bundle in ONNX Runtime GenAI."""
 
     def __init__(self, case: TextCase) -> None:
@@ -122,7 +137,7 @@ class GenAIEngine(TextEngine):
         return scores
 
 
-class TransformersEngine(TextEngine):
+class TransformersEngine(SteppedEngine):
     """The untouched model in float32, token by token with the cache of `transformers`."""
 
     def __init__(self, case: TextCase) -> None:
@@ -155,7 +170,7 @@ class TransformersEngine(TextEngine):
         return found
 
 
-class LlamaCppEngine(TextEngine):
+class LlamaCppEngine(SteppedEngine):
     """A GGUF file in llama.cpp, by the calls of its C interface; its settings are the defaults.
 
     Its cache is of 16 bits.
@@ -238,9 +253,62 @@ class LlamaCppEngine(TextEngine):
         return self._call(ids[None], 0, every=True)
 
 
+class OpenVinoGenAIEngine(TextEngine):
+    """A folder of `optimum-cli export openvino` in OpenVINO GenAI.
+
+    Its settings are the defaults, but that it keeps no prompts: each is given in several rounds.
+    """
+
+    def __init__(self, case: TextCase) -> None:
+        import openvino
+        import openvino_genai
+
+        self._openvino, self._genai = openvino, openvino_genai
+        self._settings = {"INFERENCE_NUM_THREADS": case.threads}
+        schedule = openvino_genai.SchedulerConfig()
+        schedule.enable_prefix_caching = False
+        schedule.max_num_batched_tokens = 1 << 20  # a prompt is computed at once, as elsewhere
+        self._folder = case.path
+        self._pipeline = openvino_genai.LLMPipeline(
+            case.path, self._no_tokenizer(), "CPU", scheduler_config=schedule, **self._settings
+        )
+        self._graph: Any = None
+
+    def generate(self, prompts: Ids, new: int) -> tuple[Ids, list[float]]:
+        """Returns its tokens, and the times between those that it notes itself."""
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = new
+        config.ignore_eos, config.do_sample = True, False
+        tensors = (self._openvino.Tensor(each) for each in (prompts, np.ones_like(prompts)))
+        sleep(WAIT_S)
+        found = self._pipeline.generate(self._genai.TokenizedInputs(*tensors), config)
+        raw = found.perf_metrics.raw_metrics
+        further = np.diff(np.array(raw.m_new_token_times)) / 1e3
+        return np.array(found.tokens), [raw.m_times_to_first_token[0] / 1e3, *further.tolist()]
+
+    def logits(self, ids: Ids) -> NDArray[np.float32]:
+        """Returns what the same file of a graph computes in OpenVINO without the pipeline."""
+        if self._graph is None:
+            file = self._folder / "openvino_model.xml"
+            compiled = self._openvino.Core().compile_model(file, "CPU", self._settings)
+            self._graph = compiled.create_infer_request()
+        self._graph.reset_state()
+        feeds = {
+            "input_ids": ids[None],
+            "attention_mask": np.ones((1, ids.size), np.int64),
+            "position_ids": np.arange(ids.size)[None],
+            "beam_idx": np.zeros(1, np.int32),
+        }
+        names = {name for port in self._graph.model_inputs for name in port.names}
+        found = self._graph.infer({name: feeds[name] for name in feeds if name in names})
+        scores: NDArray[np.float32] = np.array(found["logits"][0])
+        return scores
+
+
 ENGINES: Mapping[EngineName, Callable[[TextCase], TextEngine]] = {
     "genai": GenAIEngine,
     "llama.cpp": LlamaCppEngine,
+    "openvino-genai": OpenVinoGenAIEngine,
     "transformers": TransformersEngine,
 }
 
@@ -274,7 +342,7 @@ def _open(case: TextCase) -> None:
 
 
 def _seconds(prompts: Ids, new: int) -> list[float]:
-    return _OPEN[0].seconds(prompts, new)
+    return _OPEN[0].generate(prompts, new)[1]
 
 
 def _logits(ids: Ids) -> NDArray[np.float32]:

@@ -16,6 +16,7 @@ from moexport.perf.generation.engines import (
     EngineName,
     GenAIEngine,
     LlamaCppEngine,
+    OpenVinoGenAIEngine,
     TextCase,
     TextEngine,
     TransformersEngine,
@@ -44,13 +45,16 @@ def made(engine: EngineName, name: str, place: Path) -> TextEngine:
     if engine == "llama.cpp":
         write_gguf(folder, place / "model.gguf", "F32")
         return LlamaCppEngine(TextCase(engine, "F32", 2, place / "model.gguf", 1))
+    if engine == "openvino-genai":
+        benchmark.convert_for_openvino(folder, place / "openvino", "fp32")
+        return OpenVinoGenAIEngine(TextCase(engine, "fp32", 2, place / "openvino", 1))
     options: dict[str, Any] = {"target": "ort-cpu", "verify": False}
     bundle = moexport.export(moexport.load(folder), place / "out", **options)
     return GenAIEngine(TextCase(engine, "fp32", 2, bundle.path, 1))
 
 
 @pytest.mark.parametrize("name", list(OF))
-@pytest.mark.parametrize("engine", ["genai", "llama.cpp"])
+@pytest.mark.parametrize("engine", ["genai", "llama.cpp", "openvino-genai"])
 def test_an_engine_scores_text_as_transformers_does(
     engine: EngineName, name: str, tmp_path: Path
 ) -> None:
@@ -63,19 +67,18 @@ def test_an_engine_scores_text_as_transformers_does(
     assert error < (5e-3 if engine == "llama.cpp" else 1e-5)
 
 
-@pytest.mark.parametrize("engine", ["genai", "llama.cpp", "transformers"])
+@pytest.mark.parametrize("engine", ["genai", "llama.cpp", "openvino-genai", "transformers"])
 def test_a_step_is_the_next_token_of_every_prompt(engine: EngineName, tmp_path: Path) -> None:
     """With what it keeps of earlier tokens, and without."""
     opened = made(engine, "mixtral", tmp_path)
     prompts = np.random.default_rng(1).integers(0, 300, (2, 9))
-    step = opened.steps(prompts, NEW)
-    found = np.stack([step() for _ in range(NEW)], axis=1)
+    found, seconds = opened.generate(prompts, NEW)
     texts = prompts
     for _ in range(NEW):
         best = [opened.logits(text)[-1].argmax() for text in texts]
         texts = np.concatenate([texts, np.array(best)[:, None]], axis=1)
     assert found.tolist() == texts[:, -NEW:].tolist()
-    assert len(opened.seconds(prompts, NEW)) == NEW
+    assert len(seconds) == NEW and min(seconds) > 0
 
 
 def test_a_gguf_holds_the_rows_of_the_checkpoint(tmp_path: Path) -> None:
@@ -111,7 +114,7 @@ def test_it_runs_whole_at_tiny_sizes_and_its_tables_tell_all(tmp_path: Path) -> 
     )
     keep(tmp_path / "kept.json", "generation", **benchmark.measure(Silent(), sizes))
     body = kept(tmp_path / "kept.json")
-    engines = {"genai"} | ({"llama.cpp"} if missing("llama.cpp") is None else set())
+    engines = {"genai", *(name for name in benchmark.PEERS if missing(name) is None)}
     (speed,) = body["speed"]
     assert {row["engine"] for row in speed["rows"]} == engines
     assert {(row["batch"], row["context"]) for row in speed["rows"]} == {(1, 8), (1, 40), (2, 8)}
@@ -120,7 +123,7 @@ def test_it_runs_whole_at_tiny_sizes_and_its_tables_tell_all(tmp_path: Path) -> 
     assert "| moexport in GenAI | int4 | 8 |" in benchmark.table(body)
 
 
-def test_the_tables_compare_with_llama_cpp_where_it_was_measured(tmp_path: Path) -> None:
+def test_the_tables_compare_with_the_peers_that_were_measured(tmp_path: Path) -> None:
     def row(engine: str, precision: str, seconds: float) -> dict[str, object]:
         identity = {"engine": engine, "precision": precision, "k": 8}
         times = {"first_s": 10 * seconds, "token_s": seconds}
@@ -137,11 +140,12 @@ def test_the_tables_compare_with_llama_cpp_where_it_was_measured(tmp_path: Path)
         "shape": benchmark.SHAPE,
         "threads": 2,
         "engines": {"llama-cpp-python": "0.3"},
-        "absent": {},
+        "absent": {"openvino-genai": "not installed: openvino_genai"},
     }
     keep(tmp_path / "kept.json", "generation", **figures)
     table = benchmark.table(kept(tmp_path / "kept.json"))
     assert "| moexport in GenAI | int4 | 8 | 20 | 500.0 |" in table
-    assert "| 8 | int4 | first token | 1.50 |" in table
+    assert "| llama.cpp | 8 | int4 | first token | 1.50 |" in table
+    assert "openvino-genai was not installed" in table
     assert "| moexport in GenAI | int4 | 4 | 7.500 | 87.5% |" in table
     assert "llama-cpp-python 0.3" in table

@@ -15,10 +15,9 @@ from moexport.errors import UsageError
 from moexport.exporter.bundle.recipe import LayerRecipe
 from moexport.tune.confirm import front_of
 from moexport.tune.holdout import Holdout
-from moexport.tune.prepare import sizes_measured
 from moexport.tune.quality import Metric, Quality, Tally, metric_for
 from moexport.tune.schedule import Option, predicted_front, steps
-from moexport.tune.space import Point, Trial, ks_of
+from moexport.tune.space import Point, Trial, ks_of, sizes_measured
 from moexport.tune.substitutes.constants import given_up
 from moexport.tune.times import FormTime, LayerTimes
 

@@ -21,7 +21,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     if layer.spec.weights_on == "input":
         tokens = weighted_tokens(b, layer, tokens, shares)
         shares = by_expert(b, layer, index, None)
-    elif TARGETS[layer.target].device is not None:  # OpenVINO fails where tokens are broadcast
+    elif TARGETS[layer.target].runtime == "openvino":  # which fails where tokens are broadcast
         copies = b.ints(layer.spec.experts, 1, 1)
         tokens = b.op("Expand", tokens, copies, name="dispatch/tokens")  # [n, t, d]
     outputs = all_experts(b, layer, tokens)
