@@ -165,20 +165,33 @@ class TuningRecord:
     points: tuple[FrontPoint, ...]
 
     @property
-    def fastest(self) -> dict[Runtime, float]:
-        """What the fastest point of each runtime takes, in ms, that keeps enough by its search."""
-        enough = [point for point in self.points if point.searched.low >= (self.keep or 0.0)]
-        return {
-            runtime: min(point.ms for point in enough if point.runtime == runtime)
-            for runtime in dict.fromkeys(point.runtime for point in enough)
-        }
+    def fastest(self) -> dict[Runtime, FrontPoint]:
+        """The fastest point of each runtime that keeps enough: a confirmed one, if there is any.
+
+        Others were looked at by the search alone.
+        """
+        found: dict[Runtime, FrontPoint] = {}
+        for runtime in dict.fromkeys(point.runtime for point in self.points):
+            own = [point for point in self.points if point.runtime == runtime]
+            confirmed = [point for point in own if self._enough(point.confirmed)]
+            enough = confirmed or [point for point in own if self._enough(point.searched)]
+            if enough:
+                found[runtime] = min(enough, key=lambda point: point.ms)
+        return found
+
+    def _enough(self, interval: Interval | None) -> bool:
+        return interval is not None and interval.low >= (self.keep or 0.0)
 
     @property
     def why_runtime(self) -> str:
         """Why the chosen point runs where it does, in a sentence; empty with one runtime."""
         if len({point.runtime for point in self.points}) < 2:
             return ""
-        reasons = (f"{ms:.3g} ms in {RUNTIME_TITLES[name]}" for name, ms in self.fastest.items())
+        reasons = (
+            f"{point.ms:.3g} ms in {RUNTIME_TITLES[name]}"
+            f"{'' if self._enough(point.confirmed) else ' (not confirmed)'}"
+            for name, point in self.fastest.items()
+        )
         return f"The fastest that keeps enough takes {' and '.join(reasons)}."
 
 

@@ -111,7 +111,7 @@ class ServiceFindings:
 
     def of(self, scenario: str) -> tuple[Service, ...]:
         """The services of a scenario."""
-        return tuple(each for each in self.services if each.scenario == scenario)
+        return tuple(service for service in self.services if service.scenario == scenario)
 
 
 def requests(rate: float) -> str:
@@ -140,5 +140,5 @@ def services_in(
 
 def best(services: Sequence[Service]) -> Service | None:
     """Returns the service of the highest rate, None where none has one."""
-    served = [each for each in services if each.rate]
-    return max(served, key=lambda each: each.rate or 0.0, default=None)
+    served = [service for service in services if service.rate]
+    return max(served, key=lambda service: service.rate or 0.0, default=None)

@@ -184,14 +184,14 @@ class _System:
 
     def issue(self, queries: Sequence[Any]) -> None:
         """Hands the samples of queries to the queue."""
-        for each in queries:
-            number = each.id
+        for sample in queries:
+            number = sample.id
             if self.error is not None:
                 time.sleep(WAIT_S)  # one after the other, or there would be millions
                 self._not_answered(number)
                 continue
             try:
-                answer = self._queue.submit(each.index, wait=not self._serves)
+                answer = self._queue.submit(sample.index, wait=not self._serves)
             except QueueFullError:
                 self.refused += 1
                 self._not_answered(number)
@@ -252,7 +252,7 @@ def read_log(detail: Path, load: Traffic, *, refused: int = 0) -> Judgement:
         if (match := _PERCENTILE.fullmatch(key))
     }
     of_queries = load.scenario == "multi-stream"
-    p50, p90, p99 = (ms.get((each, of_queries), 0.0) for each in (50.0, 90.0, 99.0))
+    p50, p90, p99 = (ms.get((percentile, of_queries), 0.0) for percentile in (50.0, 90.0, 99.0))
     kept = bool(entries.get("result_perf_constraints_met", True))
     lasted = bool(entries.get("result_min_duration_met")) and bool(
         entries.get("result_min_queries_met")

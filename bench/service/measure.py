@@ -212,8 +212,8 @@ class Served:
 
     def close(self) -> None:
         """Closes what is shared."""
-        for each in self._shared.values():
-            each.close()
+        for runner in self._shared.values():
+            runner.close()
 
 
 def layouts_of(cores: int, most: int) -> list[tuple[int, int]]:
@@ -313,18 +313,18 @@ class _OfCandidate:
     ) -> Iterator[Service]:
         """Yields what each case reached in each scenario."""
         together = self._together(failures)
-        runs = sum(RUNS if each == "server" else 1 for each in self.settings.scenarios)
+        runs = sum(RUNS if scenario == "server" else 1 for scenario in self.settings.scenarios)
         seconds = len(together) * runs * self.settings.duration_s
         self.progress.step(f"in service: {len(together)} cases, at least {seconds:.0f} s")
         for case, by_size in together.items():
-            loaders = {size: opening[each] for size, each in by_size.items()}
+            loaders = {size: opening[case] for size, case in by_size.items()}
             keys = {"model": case.model, "label": f"{case.label} {case.scope}"}
             done = {
-                each["scenario"]: msgspec.convert(each["service"], Service)
-                for each in self.journal.pieces(SERVICE, **keys)
+                piece["scenario"]: msgspec.convert(piece["service"], Service)
+                for piece in self.journal.pieces(SERVICE, **keys)
             }
             if {*self.settings.scenarios} <= done.keys():
-                yield from (done[each] for each in self.settings.scenarios)
+                yield from (done[scenario] for scenario in self.settings.scenarios)
                 continue
             self.progress.step(f"in service: {case.label}")
             with closing(self._system(case, loaders)) as served:
@@ -388,7 +388,7 @@ class _OfCandidate:
         layouts: tuple[Layout, ...],
     ) -> Service:
         """What a case reached in a scenario."""
-        fastest = max(layouts, key=lambda each: each.per_s)
+        fastest = max(layouts, key=lambda layout: layout.per_s)
         # One query after the other runs on one instance, with the threads of the latencies.
         used = (
             Layout(instances=1, threads=self.threads, per_s=fastest.per_s)
@@ -477,7 +477,7 @@ class _Runs:
             if tried[-1].kept:
                 break
         else:
-            return _not_kept(min(each.p99_ms for each in tried), load)
+            return _not_kept(min(run.p99_ms for run in tried), load)
         peak = tried[-1].peak or tried[-1].rate
         # One disturbed run ends a search: it goes on from beyond its end, as long as that is kept.
         for _ in range(FURTHER):
@@ -493,14 +493,14 @@ class _Runs:
                 break
             tried.append(run)
         else:
-            return _not_kept(min(each.p99_ms for each in tried if not each.kept), load)
+            return _not_kept(min(run.p99_ms for run in tried if not run.kept), load)
         runs = [_offered(rate, run)]
         for share in OFFERED:
             beside = self._run(
                 replace(short, rate=share * rate), self._logs / f"at-{100 * share:.0f}-percent"
             )
             runs.append(_offered(share * rate, beside))
-        return _of_run(run) | {"offered": tuple(sorted(runs, key=lambda each: each.offered))}
+        return _of_run(run) | {"offered": tuple(sorted(runs, key=lambda run: run.offered))}
 
     def _run(self, load: Traffic, logs: Path, *, search: bool = False) -> Judgement:
         return judged(self._queue, self._library, load, logs, search=search)

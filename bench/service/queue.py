@@ -71,8 +71,8 @@ class Queue(Generic[X, Y]):
         lock = threading.Lock()
         self._arrived, self._left = threading.Condition(lock), threading.Condition(lock)
         self._threads = [
-            threading.Thread(target=self._serve, args=(each,), name=f"instance {index}")
-            for index, each in enumerate(instances)
+            threading.Thread(target=self._serve, args=(instance,), name=f"instance {index}")
+            for index, instance in enumerate(instances)
         ]
         for thread in self._threads:
             thread.start()
@@ -112,18 +112,18 @@ class Queue(Generic[X, Y]):
     def _serve(self, instance: Callable[[Sequence[X]], Iterable[Y]]) -> None:
         """Computes batches until the queue is closed and empty."""
         while taken := self._batch():
-            batch = [each for each in taken if each.answer.set_running_or_notify_cancel()]
+            batch = [waiting for waiting in taken if waiting.answer.set_running_or_notify_cancel()]
             if not batch:
                 continue
             try:
-                results = instance([each.request for each in batch])
+                results = instance([waiting.request for waiting in batch])
                 answered = list(zip(batch, results, strict=True))
             except BaseException as error:  # noqa: BLE001  whoever waits for an answer gets it
-                for each in batch:
-                    each.answer.set_exception(error)
+                for waiting in batch:
+                    waiting.answer.set_exception(error)
             else:
-                for each, y in answered:
-                    each.answer.set_result(y)
+                for waiting, y in answered:
+                    waiting.answer.set_result(y)
 
     def _batch(self) -> list[_Waiting[X, Y]]:
         """Waits for the next batch; empty when there will be no more."""

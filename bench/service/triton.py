@@ -80,7 +80,7 @@ class TritonService:
                 f"--triton {model.address}/{model.name}: {error}",
                 hint="docs/deploy.md says how to start the server; this is its port for gRPC",
             ) from error
-        self._inputs = [each.name for each in facts.inputs if each.name != K_INPUT]
+        self._inputs = [port.name for port in facts.inputs if port.name != K_INPUT]
         return sum(group.count for group in config.instance_group) or 1
 
     def tried(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:

@@ -159,7 +159,7 @@ class ExpertArguments:
 
     def pointers(self) -> set[int]:
         """Returns where the experts' weights begin in memory."""
-        return {each.data_ptr() for each in self.tensors()}
+        return {tensor.data_ptr() for tensor in self.tensors()}
 
     def with_biases(self, biases: Mapping[int, Tensor]) -> Sequence[Expert] | None:
         """Returns the experts with the biases of maps that were given as weights alone.

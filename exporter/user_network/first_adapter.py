@@ -279,7 +279,7 @@ class _Search:
         named = {k: v.replace("phi", phi[0]) if k == "phi" else v for k, v in changed.items()}
         if any(" " in key for key in named):
             return
-        kept = [each for each in options if each.split("=", 1)[0] not in changed]
+        kept = [option for option in options if option.split("=", 1)[0] not in changed]
         more = [f"{key}={value}" for key, value in named.items()]
         last = ["residual=True"] if residual else []
         yield _call("moexport.SoftMoE", [*kept, *more, *last])
@@ -404,14 +404,14 @@ class _Search:
                 seen.append(name)
             elif value.shape == (len(x), d):
                 seen.append(f"{name}.unsqueeze(1).expand_as(x)")
-        for (name, module), each in itertools.product(self.layer.named_modules(), seen):
+        for (name, module), value in itertools.product(self.layer.named_modules(), seen):
             if isinstance(module, nn.Linear) and module.weight.shape == (n, d):
-                yield f"layer.{name}({each})"
-        for (name, p), each in itertools.product(self._others(), seen):
+                yield f"layer.{name}({value})"
+        for (name, p), value in itertools.product(self._others(), seen):
             if p.shape == (d, n):
-                yield f"({each} @ layer.{name})"
+                yield f"({value} @ layer.{name})"
             elif p.shape == (n, d) and not name.endswith(".weight"):
-                yield f"({each} @ layer.{name}.T)"
+                yield f"({value} @ layer.{name}.T)"
 
     def _ks(self) -> list[str]:
         """The numbers that may be k, as code."""
@@ -451,7 +451,7 @@ class _Search:
         if self.experts.problem is not None:
             yield f"the experts: {self.experts.problem}"
             return
-        tried = sorted(self.nearest.items(), key=lambda each: each[1])
+        tried = sorted(self.nearest.items(), key=lambda item: item[1])
         if not tried or tried[0][1] == inf:
             others = ", ".join(f"{name} {list(p.shape)}" for name, p in self._others())
             yield f"the router: none of the other parameters fits one ({others or 'none'})"

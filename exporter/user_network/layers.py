@@ -125,7 +125,7 @@ def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, L
         )
     if unused:
         cls, adapter = next(iter(unused.items()))
-        own = ", ".join(each.__name__ for each in _own_classes(module))
+        own = ", ".join(cls.__name__ for cls in _own_classes(module))
         raise UsageError(
             f"the adapter {adapter_name(adapter)} is for {cls.__name__}, and "
             f"{type(module).__name__} holds no such layer",

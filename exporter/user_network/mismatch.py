@@ -74,7 +74,7 @@ def mismatch(
     if description.code is None:
         count = slice(TRIED_INPUTS)
         call = replace(call, args=(call.x[count], *call.further), y=call.y[count])
-        made = {name: each[count] for name, each in made.items()}
+        made = {name: values[count] for name, values in made.items()}
     trials = _tried(description, call, run, held, made)
     closer = _closer(trials)
     if off <= TOLERANCE and not closer:
@@ -145,7 +145,7 @@ def _closer(trials: Sequence[_Trial]) -> list[_Trial]:
 def _other_options(begins: str, closer: Sequence[_Trial]) -> ParityError:
     limit = max(10 * min(trial.off for trial in closer), CLOSE)
     fitting = [trial.changed for trial in closer if trial.off <= limit]
-    fewest = [_said(each) for each in fitting if len(each) == len(fitting[0])]
+    fewest = [_said(changes) for changes in fitting if len(changes) == len(fitting[0])]
     return ParityError(
         f"{begins}; it matches with {' or with '.join(fewest[:3])}",
         hint="moexport.SoftMoE has no such option: moexport.Experts with a forward computes it "
@@ -159,7 +159,7 @@ def _something_added(
     begins: str, trials: Sequence[_Trial], description: Description
 ) -> ParityError | None:
     """What to say where the layer adds its input, or what a part of it makes."""
-    trial = next((each for each in trials if each.off_without <= TOLERANCE), None)
+    trial = next((candidate for candidate in trials if candidate.off_without <= TOLERANCE), None)
     if trial is None:
         return None
     both = trial.added.startswith(f"{X} and")
@@ -202,7 +202,8 @@ def _another_input(
         if ours.shape != call.y.shape:
             continue
         # The input that is added may be the one or the other.
-        if min(difference(call.y - each, ours) for each in (0 * h, call.x, call.x - h)) > TOLERANCE:
+        added = (0 * h, call.x, call.x - h)
+        if min(difference(call.y - x, ours) for x in added) > TOLERANCE:
             continue
         return ParityError(
             f"{begins}; it matches where it takes what layer.{name} returns, and not x",
@@ -222,7 +223,7 @@ def _other_weights(begins: str, description: Description, call: LayerCall) -> Pa
     terms = bank.terms(ROWS)
     if ours is None or terms is None or ours.shape != call.y.shape:
         return None
-    outputs, weights = (each.double() for each in terms)  # [t, c, o] and [t, c]
+    outputs, weights = (term.double() for term in terms)  # [t, c, o] and [t, c]
     width = outputs.shape[-1]
     if outputs.shape[1] >= width:
         return None  # some weights would always do
@@ -233,7 +234,7 @@ def _other_weights(begins: str, description: Description, call: LayerCall) -> Pa
     if difference(target, torch.einsum("tc,tco->to", fitting, outputs)) > TOLERANCE:
         return None
     token = int((fitting - weights).abs().amax(1).argmax())
-    has, takes = (_weighted(each[token]) for each in (weights, fitting))
+    has, takes = (_weighted(values[token]) for values in (weights, fitting))
     return ParityError(
         f"{begins}; its experts are right and what they are weighted with is not: token {token} "
         f"has {has}, and y takes {takes}",
@@ -258,7 +259,7 @@ def _nothing_that_fits(
         if len(keys) == 1:  # with the eps that goes with it best
             single.setdefault(next(iter(keys)), trial)
     shown = [*single.values()][:MOST_SHOWN]
-    listed = ", ".join(f"{_said(each.changed)}: {_share(each.off)}" for each in shown)
+    listed = ", ".join(f"{_said(trial.changed)}: {_share(trial.off)}" for trial in shown)
     code = description.code
     parts = ", ".join(f"layer.{name}" for name in made if "." not in name)
     around = code is None or code.router is not None  # what a forward would run besides

@@ -233,12 +233,12 @@ class Tried:
             return by_token[:most], call.combine.flatten(0, 1).flatten(1)[:most]
         assert call.weights is not None and isinstance(layer, Experts)
         x = call.x.flatten(0, -2)[:most]
-        each = torch.stack([layer.expert(i, x) for i in range(layer.spec.experts)], dim=1)
+        outputs = torch.stack([layer.expert(i, x) for i in range(layer.spec.experts)], dim=1)
         weights = call.weights.flatten(0, -2)[:most]
         if call.index is not None:
             index = call.index.flatten(0, -2)[:most]
-            weights = weights.new_zeros(each.shape[:2]).scatter_add(1, index, weights)
-        return each, weights
+            weights = weights.new_zeros(outputs.shape[:2]).scatter_add(1, index, weights)
+        return outputs, weights
 
     def __call__(self, *args: Any, **named: Any) -> Tensor:
         self.calls += 1

@@ -51,7 +51,8 @@ def test_the_report_says_why_that_runtime(tuned: Tuned) -> None:
     assert search is not None
     assert search.fastest.keys() == {"onnxruntime", "openvino"}
     (chosen,) = (point for point in search.points if point.chosen)
-    assert search.fastest[chosen.runtime] <= chosen.ms
+    assert search.fastest[chosen.runtime].ms <= chosen.ms
+    assert search.fastest[chosen.runtime].confirmed is not None
     why = search.why_runtime
     assert "ms in ONNX Runtime" in why
     assert "ms in OpenVINO" in why
