@@ -36,7 +36,7 @@ def soak(seconds: float, bound_s: float, folder: Path) -> list[str]:
     """Serves for so long; prints each window, and returns what was not as it must be."""
     digits = load_digits()
     # Large enough that the graph takes the time, not the queue, and not trained to be right.
-    save(train(Training(experts=64, hidden=512, epochs=1), digits.train), folder / "digits.pt")
+    save(train(Training(experts=64, hidden=2048, epochs=1), digits.train), folder / "digits.pt")
     model = moexport.load(folder / "digits.pt")
     session = moexport.export(model, folder / "bundle", k="16").session(threads=1)
 

@@ -1,4 +1,4 @@
-"""The ways of CONTRIBUTING.md to add a family, a lowering and an engine work as they are written.
+"""The ways of CONTRIBUTING.md to add a family, a lowering, a target and an engine work as written.
 
 Each is done in a copy of the sources, in the files that CONTRIBUTING.md names and no others, and
 tried in a process of its own.
@@ -209,6 +209,41 @@ def test_a_lowering(copy: Copy, tmp_path: Path) -> None:
     bundle = tmp_path / "out"
     copy.run("export", CASE.weights, "-o", bundle, *VIT_SETS, "--k", 2, "--lowering", "masked")
     assert json.loads(copy.run("verify", bundle, "--json"))["passed"] is True
+
+
+TARGET = """    TargetRecord(
+        "ort-board",
+        "cpu",
+        "standard",
+        provider=CPU_PROVIDER,
+        data_sizes=False,
+        branches=False,
+        refused={**_NO_FP8, **_NO_INT4},
+    ),
+"""
+
+
+def test_a_target_in_a_runtime_that_is_known(copy: Copy, tmp_path: Path) -> None:
+    copy.insert("graphs/targets.py", '"openvino", "tensorrt", "tensorrt-rtx"]', '"ort-board", ')
+    copy.insert("graphs/targets.py", '    TargetRecord(\n        "ort-cuda",\n', TARGET)
+    documents = ("tests/docs/test_registries.py", LISTED)
+    assert "test_the_readme_lists_every_target" in copy.tests(documents[0]).stdout
+    copy.insert("README.md", "| `openvino` |", "| `ort-board` | a board | not yet |\n")
+    for file in documents:
+        listed = copy.tests(file)
+        assert listed.returncode == 0, listed.stdout
+    assert copy.changed() == {"graphs/targets.py", "README.md"}
+    assert "graphs/targets.py" in named_in_contributing("To add a target", "ort-board")
+
+    bundle, options = tmp_path / "out", (*VIT_SETS, "--k", 2, "--target", "ort-board")
+    copy.run("export", CASE.weights, "-o", bundle, *options)
+    assert json.loads(copy.run("verify", bundle, "--json"))["passed"] is True
+    assert json.loads((bundle / "manifest.json").read_text())["target"] == "ort-board"
+    refused = copy.python(
+        *("-m", "moexport", "export", CASE.weights, "-o", tmp_path / "grouped", *options),
+        *("--lowering", "grouped"),
+    )
+    assert "the target ort-board does not run it" in refused.stderr
 
 
 RUNNER = '''"""`zeros`: a runtime that computes nothing."""
