@@ -58,13 +58,13 @@ def made(engine: EngineName, name: str, place: Path) -> TextEngine:
 def test_an_engine_scores_text_as_transformers_does(
     engine: EngineName, name: str, tmp_path: Path
 ) -> None:
-    """llama.cpp keeps keys and values in 16 bits, and is off by that."""
+    """llama.cpp keeps keys and values in 16 bits, OpenVINO may compute in BF16: off by that."""
     ids = np.random.default_rng(0).integers(0, 300, 40)
     wanted = made("transformers", name, tmp_path / "untouched").logits(ids)
     found = made(engine, name, tmp_path).logits(ids)
     assert found.shape == wanted.shape == (40, 304)
     error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
-    assert error < (5e-3 if engine == "llama.cpp" else 1e-5)
+    assert error < {"genai": 1e-5, "llama.cpp": 5e-3, "openvino-genai": 2e-2}[engine]
 
 
 @pytest.mark.parametrize("engine", ["genai", "llama.cpp", "openvino-genai", "transformers"])
