@@ -350,7 +350,7 @@ def table(body: Any) -> str:
         f"with random weights: width {shape['hidden_size']:,}, {shape['num_experts']} experts of "
         f"{shape['moe_intermediate_size']}, k = {shape['num_experts_per_tok']}, vocabulary "
         f"{shape['vocab_size']:,}. Per context, the milliseconds to the first token and the tokens "
-        "per second after it; medians of rounds in which all take turns, the longest prompts in one."
+        "per second after it; medians of rounds in which all take turns, the longest prompts once."
     ]
     for model in body["speed"]:
         parts.append(f"**{model['layers']} layers, {model['parameters'] / 1e9:.2f} B parameters**")
