@@ -58,8 +58,7 @@ if TYPE_CHECKING:
     from .exporter.text.generate import GeneratedText, Message, TextModel
     from .exporter.triton.repository import ServedModel
     from .exporter.user_network.first_adapter import FirstAdapter
-    from .tune.plan import SearchPlan
-    from .tune.tune import Tuned
+    from .tune.tune import SearchPlan, Tuned
 
     AnyModel = Model | Callable[[], Model]
 
@@ -605,7 +604,7 @@ def tune_plan(
 ) -> SearchPlan:
     """Returns how large the search of `tune` is with the same arguments; writes nothing."""
     check_pytorch("tune")
-    from .tune.plan import plan_search
+    from .tune.tune import plan_search
 
     options = request.search()
     return plan_search(*_tune_data(model, data, request), options, request.progress)

@@ -24,8 +24,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..tune.plan import SearchPlan
-    from ..tune.tune import Tuned
+    from ..tune.tune import SearchPlan, Tuned
 
 
 def tune(

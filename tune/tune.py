@@ -33,8 +33,9 @@ from ..exporter.export import export
 from ..exporter.job import export_job
 from ..exporter.model import Model, fingerprint
 from ..exporter.options import ExportOptions, recipe_options
-from .budget import VERIFIED, Clock
+from .budget import EACH_SIDE, TRAINING_S, TRIALS, VERIFIED, Clock
 from .confirm import Confirmed, SearchResult, check_same, contract, contract_record, reasons
+from .layers import BATCH, MOST
 from .prepare import CALIBRATED, SearchJob, base_job, kept_in, prepare, threads_of
 from .quality import Metric
 from .request import SearchOptions
@@ -42,9 +43,14 @@ from .routed import routed_layers
 from .search import search
 from .shards import Evaluate, evaluate_here
 from .space import RANGED, Trial, recipe_of
+from .substitutes.distill import longest_s
 
 FINISH_S, REPORT_S = 1.5, 3.0
 """About what a bundle takes beside its graph and its check, and what a report takes."""
+
+
+FORM_S, GRAPH_S = 0.6, 0.5
+"""About what a form of a layer takes, and a whole graph beside running the model itself."""
 
 
 @dataclass(frozen=True)
@@ -251,3 +257,60 @@ def _recipe_kept(options: ExportOptions, folder: Path) -> Iterator[None]:
         error.add_note(again)
         raise
     remove_folder(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPlan:
+    """How large a search is: the models that there are, and what will be looked at of them.
+
+    `choices` are those of single layers, `forms` those that are timed alone and `graphs` the whole
+    graphs, at the most; `seconds` is about how long all of it takes then.
+    """
+
+    models: int
+    choices: int
+    forms: int
+    graphs: int
+    searching: int
+    confirming: int | None
+    seconds: float
+
+
+def plan_search(
+    model: Model, data: Labelled, request: SearchOptions, progress: Progress | None = None
+) -> SearchPlan:
+    """Returns how large a search is; runs the untouched model on one half, and searches nothing."""
+    progress = progress or Silent()
+    request = replace(request, batch=base_job(model, request).options.batch)  # of whole groups
+    threads = threads_of(model, data, request, None, progress)
+    with with_threads(threads.count), kept_in(None) as folder:
+        started = time.monotonic()
+        job = prepare(model, data, request, folder, progress, Clock(None))
+        began, count, one = time.monotonic() - started, len(job.holdout.search), job.one_s
+    listed = {
+        name: (*known, *job.fewer(name, lambda size: tuple(range(size))))
+        for name, known in job.choices.items()
+    }
+    spaces = [replace(space, choices=listed) for space in job.spaces.values()]
+    choices = sum(map(len, listed.values()))
+    parts = sum(len(names) for space in spaces for names in space.integers.values())
+    paths = sum(len(space.floats) + len(space.integers) for space in spaces)
+    forms = sum(space.forms for space in spaces)
+    graphs = 1 + parts + paths * (TRIALS // 2 + EACH_SIDE)
+    fewer = any(choice.fewer for known in listed.values() for choice in known)
+    trained_s = min(TRAINING_S, longest_s(BATCH * one))
+    seconds = (
+        began
+        + forms * FORM_S
+        + choices * one * min(count, MOST)
+        + graphs * (GRAPH_S + one * count + (trained_s if fewer else 0.0))
+    )
+    return SearchPlan(
+        models=sum(space.size for space in spaces),
+        choices=choices,
+        forms=forms,
+        graphs=graphs,
+        searching=count,
+        confirming=job.holdout.confirming_count,
+        seconds=seconds,
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import moexport
 import numpy as np
 import pytest
@@ -9,9 +11,12 @@ from moexport.bench.analyses.findings import tuning_in
 from moexport.bench.demo.digits import load_digits
 from moexport.bench.results import read
 from moexport.errors import UsageError
+from moexport.exporter.bundle.recipe import LayerRecipe
+from moexport.tests.exporter.test_openvino import computes
 from moexport.tests.tune.small_search import small_search
 from moexport.tune.findings import text
 from moexport.tune.request import SearchOptions, parse_targets
+from moexport.tune.times import FormTime, LayerTimes
 from moexport.tune.tune import Tuned
 
 pytest.importorskip("openvino", reason="OpenVINO is not installed")
@@ -58,6 +63,23 @@ def test_the_report_says_why_that_runtime(tuned: Tuned) -> None:
     assert "ms in OpenVINO" in why
     assert why in text(tuned, report)
     assert why in (report / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_floats_in_which_there_was_no_time_for_a_layer_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not computes("bf16"):
+        pytest.skip("this CPU has no BF16")
+    known = LayerTimes.known
+
+    def in_fp32(times: LayerTimes, layer: str, choice: LayerRecipe) -> FormTime | None:
+        return known(times, layer, choice) if choice.precision == "fp32" else None
+
+    monkeypatch.setattr(LayerTimes, "known", in_fp32)
+    found = small_search(tmp_path, target="openvino", precision="fp32,bf16")
+    assert {trial.point.precision for trial in found.all_trials} == {"fp32"}
+    assert found.chosen.quality.low >= 0.9
 
 
 @pytest.mark.parametrize(

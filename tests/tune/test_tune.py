@@ -35,12 +35,10 @@ from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 from moexport.tests.threads import SlowOnManyThreads
 from moexport.tune.confirm import ContractError, holding
-from moexport.tune.plan import plan_search
 from moexport.tune.request import SearchOptions
 from moexport.tune.space import Point, job_of
 from moexport.tune.substitutes.substitutes import FOLDER
-from moexport.tune.times import FormTime, LayerTimes
-from moexport.tune.tune import Tuned
+from moexport.tune.tune import Tuned, plan_search
 from safetensors.numpy import load_file, save_file
 
 pytestmark = pytest.mark.slow
@@ -294,28 +292,6 @@ def test_a_graph_that_is_too_far_from_pytorch_gives_way_to_the_next_that_was_con
     contract = found.bundle.manifest.contract
     assert contract is not None
     assert contract["kept"] == found.chosen.quality.kept
-
-
-def test_a_type_in_which_there_was_no_time_for_a_layer_is_left_out(
-    checkpoint: Path, digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = LayerTimes.known
-
-    def in_fp32(times: LayerTimes, layer: str, choice: LayerRecipe) -> FormTime | None:
-        return known(times, layer, choice) if choice.precision == "fp32" else None
-
-    monkeypatch.setattr(LayerTimes, "known", in_fp32)
-    found = moexport.tune(
-        moexport.load(checkpoint),
-        digits.test,
-        tmp_path / "out",
-        keep="90%",
-        all_experts=True,
-        precision="fp32,fp16",
-        threads=1,
-    )
-    assert {trial.point.precision for trial in found.all_trials} == {"fp32"}
-    assert found.chosen.quality.low >= 0.9
 
 
 def test_constants_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoint: Path) -> None:

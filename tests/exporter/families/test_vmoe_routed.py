@@ -30,8 +30,8 @@ from moexport.tests.exporter.families.test_vmoe_vit import (
     config_file,
     read_case,
 )
-from moexport.tune.plan import plan_search
 from moexport.tune.request import TuneRequest
+from moexport.tune.tune import plan_search
 
 CASES = ("jax_vmoe_last2_k2", "jax_vmoe_every2_k1_indices", "jax_vmoe_12_blocks_k2")
 E3 = "jax_e3_last2_m2"
