@@ -33,9 +33,10 @@ VIT = DATA / "soft_moe_vit" / "weights.pt"
 
 Moexport = Callable[..., Outcome]
 
-pytestmark = pytest.mark.skipif(
-    sys.platform == "win32", reason="its environments are laid out else"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="its environments are laid out else"),
+]
 
 
 @pytest.fixture(scope="module")

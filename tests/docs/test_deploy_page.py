@@ -26,6 +26,7 @@ ROW = re.compile(r"\| `([\w-]+)` \| `(\w+)` (\w+) \(([^)]*)\) \| `(\w+)` (\w+) \
 TRITON = {"float32": "TYPE_FP32", "int64": "TYPE_INT64"}
 
 
+@pytest.mark.slow
 def test_the_page_runs_and_its_triton_configuration_is_that_of_the_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

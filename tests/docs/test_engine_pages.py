@@ -39,6 +39,7 @@ def part(begin: str, end: str | None = None) -> list[Block]:
     return [block for block in blocks(PAGE) if headings.index(begin) < block.line <= last]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "written"),
     [

@@ -13,6 +13,7 @@ PAGE = ROOT / "docs" / "own-layer.md"
 EXAMPLE = ROOT / "examples" / "own_layer.py"
 
 
+@pytest.mark.slow
 def test_the_path_from_a_layer_of_ones_own_to_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

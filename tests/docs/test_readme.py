@@ -59,6 +59,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
+@pytest.mark.slow
 def test_the_readme_s_use_section_runs(tmp_path: Path) -> None:
     case = DATA / "soft_moe_vit"  # a ViT of width 48, which 12 heads divide
     shutil.copy(case / "weights.pt", tmp_path / "vit.pt")

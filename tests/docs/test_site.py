@@ -20,6 +20,8 @@ EXTERNAL = re.compile(
     r'<(?:script|img|iframe|source)[^>]*\ssrc=["\']?https?:|<link[^>]*stylesheet[^>]*https?:'
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:

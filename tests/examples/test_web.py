@@ -110,6 +110,7 @@ def test_node_computes_what_python_does(runtime: str, place: Path, bundle: moexp
     assert_same(json.loads(done.stdout), bundle, x, 4)
 
 
+@pytest.mark.slow
 @needs_node
 def test_every_lowering_runs_in_wasm(place: Path, bundle: moexport.Bundle) -> None:
     program = """
@@ -151,6 +152,7 @@ def test_every_lowering_runs_in_wasm(place: Path, bundle: moexport.Bundle) -> No
         assert_same(each, bundle, x, 2)
 
 
+@pytest.mark.slow
 @needs_node
 @pytest.mark.parametrize(
     ("precision", "case", "k"),
@@ -256,6 +258,7 @@ slider.dispatchEvent(new Event("input"));
 TEXT = "return document.getElementById(arguments[0]).textContent"
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_drawn_digit_has_pythons_class_and_experts_at_every_k(
     window: browser.Browser, address: str, bundle: moexport.Bundle
@@ -286,6 +289,7 @@ WEBGPU = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enabl
 """WebGPU computed by the CPU, where Chromium comes with what that takes."""
 
 
+@pytest.mark.slow
 @needs_browser
 def test_webgpu_computes_what_python_does(
     address: str, bundle: moexport.Bundle, tmp_path: Path
@@ -308,6 +312,7 @@ def test_webgpu_computes_what_python_does(
         assert window.run(TEXT, "problem") == ""
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_page_says_what_it_cannot_do(
     window: browser.Browser, address: str, place: Path

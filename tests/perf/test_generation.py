@@ -53,6 +53,7 @@ def made(engine: EngineName, name: str, place: Path) -> TextEngine:
     return GenAIEngine(TextCase(engine, "fp32", 2, bundle.path, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(OF))
 @pytest.mark.parametrize("engine", ["genai", "llama.cpp", "openvino-genai"])
 def test_an_engine_scores_text_as_transformers_does(

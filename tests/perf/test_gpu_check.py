@@ -67,6 +67,7 @@ def test_a_unit_that_says_nothing_is_a_result() -> None:
     assert outcome("x", python("pass"), "{}")["failure"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(first_gpu() is not None, reason="what the check says without a GPU")
 def test_failures_are_kept_with_their_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,6 +90,7 @@ def test_failures_are_kept_with_their_messages(
 
 
 @needs_rtx
+@pytest.mark.slow
 @pytest.mark.skipif(first_gpu() is not None, reason="what the check says without a GPU")
 def test_four_bit_weights_reach_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the opset that they need; a lowering whose export is refused takes no other with it."""

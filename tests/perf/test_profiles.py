@@ -32,6 +32,7 @@ TINY = (
 )
 
 
+@pytest.mark.slow
 def test_each_model_is_profiled_in_both_runtimes() -> None:
     pytest.importorskip("openvino")
     body = profiles.measure(Silent(), TINY, batches=(1, 2), calls=2)

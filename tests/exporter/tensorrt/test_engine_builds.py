@@ -268,6 +268,7 @@ def test_a_build_that_fails_leaves_the_bundle_and_says_what_to_do(
     assert hint in outcome.hint
 
 
+@pytest.mark.slow
 @needs_rtx
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the processes as Linux shows them")
 def test_a_build_that_the_system_kills_for_memory_says_what_to_lower(bundle: Path) -> None:
@@ -282,6 +283,7 @@ def test_a_build_that_the_system_kills_for_memory_says_what_to_lower(bundle: Pat
     assert not list(bundle.glob("*.plan"))
 
 
+@pytest.mark.slow
 @needs_rtx
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_a_build_that_runs_out_of_memory_says_what_to_lower(bundle: Path) -> None:
@@ -301,6 +303,7 @@ def test_a_build_that_runs_out_of_memory_says_what_to_lower(bundle: Path) -> Non
     assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
 
 
+@pytest.mark.slow
 @needs_rtx
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_build_leaves_nothing_behind(number: signal.Signals, bundle: Path) -> None:
@@ -316,6 +319,7 @@ def test_an_interrupted_build_leaves_nothing_behind(number: signal.Signals, bund
     assert sorted(path.name for path in bundle.iterdir()) == before
 
 
+@pytest.mark.slow
 @needs_rtx
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the processes as Linux shows them")
 def test_an_interrupt_while_the_builder_is_at_work_ends_both_processes(
@@ -353,6 +357,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @needs_rtx
 @pytest.mark.skipif(sys.platform == "win32", reason="kills as Unix does")
 def test_what_a_killed_build_left_is_removed_by_the_next_after_a_day(

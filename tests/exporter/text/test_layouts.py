@@ -130,6 +130,7 @@ def assert_generated(found: Any, wanted: list[list[int]]) -> None:
     assert chat == "<user> hi\n"
 
 
+@pytest.mark.slow
 @has_library
 @pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed")
 def test_transformers_js_generates_the_same_tokens_alone_and_in_a_batch(
@@ -146,6 +147,7 @@ def test_transformers_js_generates_the_same_tokens_alone_and_in_a_batch(
     assert_generated(json.loads(done.stdout), wanted)
 
 
+@pytest.mark.slow
 @has_library
 @pytest.mark.skipif(browser.missing() is not None, reason=f"Chromium: {browser.missing()}")
 def test_transformers_js_generates_the_same_tokens_in_a_browser(

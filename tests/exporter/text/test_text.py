@@ -124,6 +124,7 @@ def test_an_interrupt_ends_the_text_with_what_it_took(out: Path) -> None:
     assert " generated at " in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_the_page_goes_from_a_folder_to_a_chat_in_three_commands(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -233,6 +234,7 @@ def wait_for(port: int, process: subprocess.Popen[str]) -> None:
     raise TimeoutError
 
 
+@pytest.mark.slow
 def test_a_client_of_openai_gets_the_same_text(served: str, wanted: str) -> None:
     client = openai.OpenAI(base_url=served, api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["mixtral"]
@@ -255,6 +257,7 @@ def test_a_client_of_openai_gets_the_same_text(served: str, wanted: str) -> None
     assert last.usage == plain.usage
 
 
+@pytest.mark.slow
 def test_a_server_outlives_clients_that_go_away_or_ask_for_what_cannot_be(served: str) -> None:
     client = openai.OpenAI(base_url=served, api_key="none", max_retries=0)
     asked = {"model": "mixtral", "prompt": PROMPT}
@@ -276,6 +279,7 @@ def test_a_server_outlives_clients_that_go_away_or_ask_for_what_cannot_be(served
     assert client.completions.create(max_tokens=4, **asked).usage.completion_tokens == 4
 
 
+@pytest.mark.slow
 def test_32_clients_at_once_get_their_own_texts(served: str) -> None:
     async def answers() -> list[str]:
         client = openai.AsyncOpenAI(base_url=served, api_key="none", max_retries=0)
