@@ -47,7 +47,7 @@ PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 test: $(VENV)/ready $(WEB)
 	$(PYTEST) -m 'not slow'
 
-# With the long ones: kills, fuzzing, whole documents, servers and clusters.
+# With the long ones: kills, fuzzing, whole documents, servers, browsers and clusters.
 test-all: $(VENV)/ready $(WEB)
 	$(PYTEST)
 
