@@ -70,6 +70,9 @@ def main() -> None:
             console.error(f"interrupted; left behind: {left}", hint)
         else:
             console.error("interrupted; nothing half-written was left behind", again)
+        # Python ends by the signal, and not with a code, where the last interrupt came out of an
+        # `exec` of text, which makes dataclasses, for one; the next `exec` forgets it.
+        exec("")
         sys.exit(INTERRUPTED)
     except SystemExit:
         if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # the parser's, for a closed pipe

@@ -412,9 +412,21 @@ def test_an_interrupt_while_a_model_is_traced_is_told_as_one(name: str, tmp_path
         text=True,
         check=False,
     )
-    assert done.returncode in (130, -signal.SIGINT)
+    assert done.returncode == 130
     assert done.stderr == "error: interrupted; nothing half-written was left behind\n"
     assert [*tmp_path.iterdir()] == []
+
+
+def test_an_interrupt_out_of_an_exec_ends_with_the_code_of_one(tmp_path: Path) -> None:
+    """Dataclasses are made by `exec`; Python then ends a module that it runs by the signal."""
+    (tmp_path / "interrupted.py").write_text(
+        "from moexport import __main__\n"
+        "import moexport.common.writing\n"
+        "__main__._run = lambda console: exec('raise KeyboardInterrupt')\n"
+        "__main__.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, check=False)
+    assert done.returncode == 130
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals as Unix does")
