@@ -257,7 +257,9 @@ class ServiceMeasurement:
             journal=journal,
             progress=progress,
         )
-        self.services += one.services(loaders(candidate, self.request.batches), failures)
+        # A single request must not be filled up to a batch by what is compiled for its sizes.
+        sizes = {*self.request.batches} | ({1} if candidate.only_batch is None else set())
+        self.services += one.services(loaders(candidate, sorted(sizes)), failures)
 
 
 def server_case(candidate: Candidate) -> Case:

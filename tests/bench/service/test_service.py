@@ -21,6 +21,7 @@ from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, read
 from moexport.bench.run import bench
 from moexport.bench.runners.base import Runner, first_of
+from moexport.bench.runners.pytorch import PyTorch
 from moexport.bench.service.findings import (
     OfferedRun,
     Service,
@@ -103,6 +104,26 @@ def test_the_layout_is_the_fastest_of_those_that_were_tried(found: ServiceFindin
         fastest = max(each.layouts, key=lambda layout: layout.per_s)
         assert (each.instances, each.threads) == (fastest.instances, fastest.threads)
     assert {each.instances for each in found.of("single-stream")} == {1}
+
+
+@pytest.mark.slow
+def test_a_single_request_is_not_filled_up_to_a_batch_by_what_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[int] = []
+    infer = PyTorch.infer
+
+    def seen(self: PyTorch, x: Inputs) -> Array:
+        ran.append(len(first_of(x)))
+        return infer(self, x)
+
+    monkeypatch.setattr(PyTorch, "infer", seen)
+    request = replace(QUICK, engine="pytorch-compile", batch="4", duration="0.5s")
+    found = api.bench(WEIGHTS, replace(request, k="n", scenario="single-stream"))
+    services = services_in(found.analyses)
+    assert services is not None
+    assert [each.reason for each in services.of("single-stream")] == ["", ""]
+    assert set(ran[-100:]) == {1}
 
 
 def test_cores_are_filled_by_instances_of_equal_threads() -> None:
