@@ -41,7 +41,8 @@ from .results import Absent, ModelInfo, Results, Row
 from .runners.base import Loader
 from .runners.pytorch import CUDA, without_tf32
 from .service.findings import as_analyses
-from .service.measure import service_of, settings_of
+from .service.measure import service_of
+from .service.settings import settings_of
 
 
 def bench(

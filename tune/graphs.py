@@ -19,7 +19,8 @@ from ..bench.runners.base import GraphFile, first_of
 from ..bench.runners.onnxruntime import OnnxLoader, OpenVinoLoader
 from ..bench.runners.pytorch import untouched
 from ..bench.service.findings import ServiceFindings
-from ..bench.service.measure import BOUNDS, MOST_IN_LIBRARY, ServiceMeasurement, settings_of
+from ..bench.service.measure import MOST_IN_LIBRARY, ServiceMeasurement
+from ..bench.service.settings import BOUNDS, settings_of
 from ..calibration.feeds import rebatched_pairs
 from ..common.console import Progress
 from ..common.timing import Latency, Protocol, measure

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,8 +18,6 @@ import torch
 from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
 from ...common.environment import memory_bytes, usable_cores
-from ...common.option import parse_seconds, refuse_changed
-from ...common.text import listed, near_miss
 from ...common.threads import with_threads
 from ...common.timing import in_one_line
 from ...common.writing import scratch_folder
@@ -33,9 +31,10 @@ from ..request import BenchRequest
 from ..runners.base import GraphLoader, Loader, Runner, first_of
 from ..runners.models import loaders
 from .findings import SERVICE, Layout, OfferedRun, Service, ServiceFindings
-from .loadgen import Judgement, Scenario, Traffic, judged, loadgen
+from .loadgen import Judgement, Scenario, Traffic, judged
 from .queue import Queue, Submits, requests_per_second
-from .triton import TritonModel, TritonService, triton_client
+from .settings import ServiceSettings, settings_of
+from .triton import TritonService
 
 MOST_IN_LIBRARY = 1024
 SHORT = 5  # times shorter than the last run are those of a search, and those at other rates
@@ -45,79 +44,7 @@ AGAIN = (1.0, 0.95, 0.9, 0.8, 0.6, 0.3)  # of what a search found: offered until
 OFFERED = (0.25, 0.5, 0.75, 1.1)  # of the rate that was found, beside it
 FASTER = 1.2  # than expected may be what was measured, or LoadGen has too few queries ready
 RUNS = 4  # of the whole duration, that server takes: a search of ten runs or more, and the others
-BOUNDS = 10  # of latency, that a run lasts at least
 ALL_SIZES = 32  # every size of a batch up to this one is run once before the first query
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceSettings:
-    """What is asked of services, parsed."""
-
-    scenarios: tuple[Scenario, ...]
-    duration_s: float
-    max_delay_s: float
-    bound_s: float | None
-    rate: float | None
-    library: int | None
-    price_per_hour: float | None
-    triton: TritonModel | None
-
-
-def settings_of(request: BenchRequest) -> ServiceSettings | None:
-    """Returns what is asked of services, None where nothing is.
-
-    Raises `UsageError` for what cannot be meant, and `MissingExtraError` without LoadGen.
-    """
-    scenarios = request.scenario
-    names = list(dict.fromkeys(listed(scenarios) if isinstance(scenarios, str) else scenarios))
-    bounds = ("latency_bound", "offered_rate")
-    own = (*bounds, "max_delay", "duration", "library", "price_per_hour", "triton")
-    if not names:
-        refuse_changed(request, own, ": no scenario is run (--scenario)")
-        return None
-    known = get_args(Scenario)
-    for name in names:
-        if name in known:
-            continue
-        raise UsageError(
-            f"--scenario {name}: there is no such scenario", hint=near_miss(name, known)
-        )
-    if "server" not in names:
-        refuse_changed(request, bounds, ": is for --scenario server alone")
-    elif request.latency_bound is None:
-        raise UsageError(
-            "--scenario server: there is no bound of latency",
-            hint="for example --latency-bound 50ms",
-        )
-    for option, value in (
-        ("--offered-rate", request.offered_rate),
-        ("--price-per-hour", request.price_per_hour),
-    ):
-        if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"{option} {value:g}: must be more than 0")
-    bound, delay = request.latency_bound, request.max_delay
-    duration_s = parse_seconds(request.duration, "--duration", "s")
-    bound_s = None if bound is None else parse_seconds(bound, "--latency-bound", "ms")
-    if bound_s is not None and duration_s < BOUNDS * bound_s:
-        # Requests that come too fast for the system have to pile up before the run ends.
-        raise UsageError(
-            f"--duration {request.duration}: too short to tell what keeps {bound}",
-            hint=f"--duration {BOUNDS * bound_s:g}s at least",
-        )
-    loadgen()
-    triton = None if request.triton is None else TritonModel.parse(request.triton)
-    if triton is not None:
-        triton_client()
-    return ServiceSettings(
-        scenarios=tuple(name for name in known if name in names),
-        duration_s=duration_s,
-        max_delay_s=0.0 if delay is None else parse_seconds(delay, "--max-delay", "ms"),
-        bound_s=bound_s,
-        rate=request.offered_rate,
-        library=request.library,
-        price_per_hour=request.price_per_hour,
-        triton=triton,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class GenerationSizes:
     steps: int = 4 * demo.STEPS
     ks: tuple[int, ...] = (4, 2, 1)
     windows: int = demo.TEST_WINDOWS
-    minutes: float = 20.0
+    minutes: float = 35.0
 
 
 QUICK = GenerationSizes(

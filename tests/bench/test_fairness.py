@@ -189,6 +189,7 @@ def test_a_strength_gets_the_sign_of_the_right_answer(unfair: tuple[Path, Path, 
     assert wrong.rewriting is not None and wrong.rewriting.strength == -5.0
 
 
+@pytest.mark.slow
 def test_a_benchmark_shows_the_edited_model_beside_the_untouched(
     unfair: tuple[Path, Path, Path], rewritten: Path, tmp_path: Path
 ) -> None:

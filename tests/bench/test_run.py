@@ -265,6 +265,7 @@ def test_an_interrupted_run_goes_on_with_the_threads_that_it_had(
     assert not any("fastest" in line for line in told.lines)
 
 
+@pytest.mark.slow
 def test_the_program_itself_measures(tmp_path: Path) -> None:
     outcome = run_program(
         *("bench", DATA / "soft_moe_lucidrains" / "weights.pt", "-o", "report", "--k", "2"),
@@ -361,6 +362,7 @@ def test_a_bundle_with_a_k_for_each_layer_is_compared_with_so_many_of_each(
 FKODOM = (DATA / "soft_moe_fkodom" / "weights.pt", "--set", "version=0.2.0", "--k", "2")
 
 
+@pytest.mark.slow
 def test_a_bundle_of_one_batch_size_is_measured_in_whole_batches_of_it(tmp_path: Path) -> None:
     out, data, report = tmp_path / "out", tmp_path / "x.npz", tmp_path / "report"
     done = run("export", *FKODOM, "-o", out, "--batch", "3", "--tokens", "5")

@@ -208,6 +208,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_does_not_grow_with_the_number_of_samples(tmp_path: Path) -> None:
     count, pixels = 10_000, 28 * 28
     images = np.random.default_rng(0).random((count, 1, 28, 28), dtype=np.float32)

@@ -322,6 +322,7 @@ def test_an_input_that_does_not_exist_is_said_before_what_is_not_measured(tmp_pa
         assert "not measured" not in outcome.err
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_says_that_the_same_command_goes_on(tmp_path: Path) -> None:
     asked = ("bench", LAYER, *SET, "-o", "out", "--engine", "onnxruntime", "--rounds", "500")
     process = start(*asked, cwd=tmp_path)

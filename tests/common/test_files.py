@@ -109,6 +109,7 @@ def most_mapped_bytes() -> Iterator[list[int]]:
         watcher.join()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_loaded_written_and_run_a_part_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,7 @@ def test_without_edits_the_manifest_says_so(exported: Path) -> None:
     assert "edited" not in run("inspect", exported).out
 
 
+@pytest.mark.slow
 def test_a_benchmark_keeps_the_untouched_model_beside_the_edited(
     mumoe_bundle: Path, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def test_a_mumoe_gives_the_coefficients_of_every_level(name: str, tmp_path: Path
     assert len(values) == 1 + levels
 
 
+@pytest.mark.slow
 def test_token_routed_layers_give_the_experts_of_each_token_by_input(tmp_path: Path) -> None:
     folder = save(ARCHITECTURES["mixtral"], tmp_path / "model")
     bundle = moexport.export(moexport.load(folder), tmp_path / "out", expose_routing=True)

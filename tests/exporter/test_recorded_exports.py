@@ -211,6 +211,7 @@ def test_renormalised_outputs_weigh_the_kept_experts_to_one(tmp_path: Path) -> N
         assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lowering"),
     [("soft_moe_vit_stacked", "auto"), ("soft_moe_fkodom", "grouped"), ("soft_moe_conv", "gather")],

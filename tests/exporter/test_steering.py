@@ -121,6 +121,7 @@ def test_a_language_model_is_steered_in_the_layer_that_is_named(tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 def test_a_steered_bundle_is_measured_beside_the_untouched_model(tmp_path: Path) -> None:
     bundle = moexport.export(loaded(CP), tmp_path / "out", steer="layer:3:2")
     results = moexport.bench(bundle, data=tokens(8, 1), engine="onnxruntime", round_s=0.001)

@@ -35,6 +35,7 @@ def sample(seed: str) -> Iterator[Row]:
 SEED = commit("%cd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row", list(sample(SEED)), ids=lambda row: f"{SEED}: {' '.join(row.values())}"
 )

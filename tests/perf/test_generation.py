@@ -68,6 +68,7 @@ def test_an_engine_scores_text_as_transformers_does(
     assert error < {"genai": 1e-5, "llama.cpp": 5e-3, "openvino-genai": 2e-2}[engine]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["genai", "llama.cpp", "openvino-genai", "transformers"])
 def test_a_step_is_the_next_token_of_every_prompt(engine: EngineName, tmp_path: Path) -> None:
     """With what it keeps of earlier tokens, and without."""

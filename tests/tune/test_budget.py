@@ -64,6 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return moexport.load(path)
 
 
+@pytest.mark.slow
 def test_the_shorter_the_time_the_fewer_looks_and_a_bundle_all_the_same(
     model: Model, tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_two_traces_tell_those_of_every_k_of_every_layer(model: Model, base: Exp
     assert traces._places is not None
 
 
+@pytest.mark.slow
 def test_a_token_routed_model_is_tuned_by_the_perplexity_of_its_next_tokens(
     model: Model, tmp_path: Path
 ) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from moexport.bench.analyses.findings import studies_in
 from moexport.bench.demo.digits import Digits, SoftMoEMnist, save
 from moexport.bench.results import read
 from moexport.tests.command import run
 
 
+@pytest.mark.slow
 def test_analyses_go_into_results_tables_and_figures(
     digits: Digits, trained: SoftMoEMnist, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ CASE = read_case("soft_moe_vit")
 X = np.random.default_rng(1).standard_normal((6, *CASE.x.shape[1:])).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_rows_of_openvino_have_pytorchs_values_and_experts_and_say_their_precision() -> None:
     model = moexport.load(CASE.weights, config=CASE.config)
     found = moexport.bench(

@@ -68,6 +68,7 @@ def test_a_refused_request_counts_as_later_than_the_bound(tmp_path: Path) -> Non
     assert found.p99_ms > 100
 
 
+@pytest.mark.slow
 def test_loadgens_own_search_ends_at_a_rate_that_is_too_much(tmp_path: Path) -> None:
     def four_at_a_time(numbers: Sequence[int]) -> Sequence[int]:
         time.sleep(0.02)

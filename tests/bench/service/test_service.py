@@ -29,7 +29,8 @@ from moexport.bench.service.findings import (
     as_analyses,
     services_in,
 )
-from moexport.bench.service.measure import layouts_of, service_of, settings_of
+from moexport.bench.service.measure import layouts_of, service_of
+from moexport.bench.service.settings import settings_of
 from moexport.calibration.feeds import Array
 from moexport.errors import ResultsError, UsageError
 from moexport.exporter.inputs import Inputs
@@ -239,6 +240,7 @@ def test_a_bound_that_nothing_keeps_names_the_nearest() -> None:
     assert re.search(r"no rate keeps p99 ≤ 0.001 ms\. The nearest is .*: [\d.]+ ms\.", sentence)
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_offered_is_not_searched_for(tmp_path: Path) -> None:
     request = replace(
         SERVED, batch="4", scenario="server", offered_rate=50.0, duration="0.5s", out=tmp_path

@@ -333,6 +333,7 @@ def test_a_report_does_not_take_the_place_of_its_results(
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "number"),
     [

@@ -55,6 +55,7 @@ def test_the_page_s_program_runs(
     assert ("Not checked" in page) == ("--no-verify" in given)
 
 
+@pytest.mark.slow
 def test_the_page_s_program_gives_a_whole_group_of_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def test_outputs_are_those_of_the_authors(name: str, form: str) -> None:
         assert apart(as_rows(case, computed(model, case.x(batch))), case.io[key]) < CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["slots", "grouped", "dense"])
 @pytest.mark.parametrize("name", [CASES[0], E3])
 def test_a_graph_of_whole_groups_is_the_authors(name: str, lowering: str, tmp_path: Path) -> None:
@@ -116,6 +117,7 @@ def test_a_graph_of_whole_groups_is_the_authors(name: str, lowering: str, tmp_pa
     assert all(check.passed for check in bundle.verify())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["slots", "grouped"])
 @pytest.mark.parametrize(("form", "factor"), [("oneimage_", 1.05), ("uncapped_", None)])
 def test_a_graph_of_single_images_takes_any_batch(
@@ -186,6 +188,7 @@ def test_only_the_slots_are_computed(tmp_path: Path) -> None:
         assert found[name].shape[:2] == (8, 20)  # of 68 tokens, that have two choices each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tokens"), [(CASES[0], 17), (CASES[1], 65), (E3, 34)])
 def test_lowerings_are_predicted_for_the_tokens_of_the_batch(name: str, tokens: int) -> None:
     """Of so many images as a batch has: not for a text of one token, or of 512."""
@@ -289,6 +292,7 @@ def test_a_choice_or_drop_with_a_larger_margin_survives_rounding(router: str, of
     assert moved or off < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "damage"),
     [
@@ -358,6 +362,7 @@ def test_a_capacity_is_what_the_code_computes(
     assert capacity_of(share, experts, {**config, **settings}) == capacity
 
 
+@pytest.mark.slow
 def test_experts_that_choose_are_exported_and_their_choices_compared(tmp_path: Path) -> None:
     case = read_case(CASES[0])
     model = loaded(case, router="NoisyTopItemsPerExpertRouter", group_size=17)
@@ -466,6 +471,7 @@ def test_run_refuses_images_that_are_no_whole_groups(tmp_path: Path) -> None:
     assert apart(y, case.io["y_nobf16_b16"][:8]) < CLOSE * 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [CASES[0], CASES[1], E3])
 def test_rounding_to_bfloat16_is_done_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
     case = read_case(name)
@@ -501,6 +507,7 @@ def test_what_an_export_takes_verify_takes_too(tmp_path: Path) -> None:
     assert len(Reference.load(tmp_path / "out" / PARITY_FILE).x) == 16
 
 
+@pytest.mark.slow
 def test_a_search_runs_whole_groups_of_images() -> None:
     case = read_case(CASES[0])
     model = loaded(case)

@@ -174,6 +174,7 @@ def test_layers_are_ranked_and_kept_in_floats_as_asked(tmp_path: Path) -> None:
     assert {layer.precision for layer in manifest.layers} <= {"int8", "fp32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "rank"), [("cp", 48), ("tr", 12)])
 def test_int8_keeps_the_accuracy_of_a_trained_head(form: Form, rank: int, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -153,6 +153,7 @@ def test_a_weights_file_that_has_changed_is_not_bound(tmp_path: Path) -> None:
         checked(bundle, bound)
 
 
+@pytest.mark.slow
 @needs_rtx
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_engines_with_bound_weights_compile_and_leave_the_weights_out(

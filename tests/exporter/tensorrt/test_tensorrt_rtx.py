@@ -24,6 +24,7 @@ PROFILES: Mapping[str, str] = {
 }
 
 
+@pytest.mark.slow
 @needs_rtx
 @pytest.mark.parametrize("k", ["2", "input"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])

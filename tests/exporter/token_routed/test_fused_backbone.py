@@ -116,6 +116,7 @@ def test_inputs_that_are_padded_on_the_left_are_not_attended_to(exported: Path) 
     check_values(logits[0, 2:], expected[0, 2:])
 
 
+@pytest.mark.slow
 def test_a_head_that_is_also_the_embedding_becomes_integers(tmp_path: Path) -> None:
     """It is stored as the embedding, and the graph transposes it, as it does with large heads."""
     folder = save(ARCHITECTURES["mixtral"], tmp_path / "model", tie_word_embeddings=True)

@@ -64,6 +64,7 @@ def before_the_end(tokens: list[int]) -> list[int]:
     return tokens[: tokens.index(END)] if END in tokens else tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "second", "layers"),
     [("olmoe", False, 6), ("mixtral", True, 2), ("gpt_oss", False, 2)],
@@ -91,6 +92,7 @@ def test_genai_generates_what_transformers_does_one_by_one_and_in_a_batch(
     assert [before_the_end(each) for each in together] == wanted
 
 
+@pytest.mark.slow
 def test_four_bits_and_a_k_of_each_layer_generate_what_the_graph_says(tmp_path: Path) -> None:
     """Also as a recipe says them, which `tune` writes."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32, "num_experts_per_tok": 4}
@@ -171,6 +173,7 @@ def test_configurations_are_those_of_the_graph(bundle: Bundle, folder: Path) -> 
     assert type(config) is transformers.MixtralConfig
 
 
+@pytest.mark.slow
 def test_what_cannot_generate_says_so(tmp_path: Path) -> None:
     no_tokenizer = save(ARCHITECTURES["mixtral"], tmp_path / "model")
     bundle = moexport.export(moexport.load(no_tokenizer), tmp_path / "none", verify=False)

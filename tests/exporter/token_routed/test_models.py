@@ -47,6 +47,7 @@ from safetensors.torch import load_file, save_file
 MIXTRAL = ARCHITECTURES["mixtral"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h", "muse_spark_text", "olmoe"])
 def test_an_architecture_gives_the_values_and_the_experts_of_the_library(
     name: str, tmp_path: Path
@@ -78,6 +79,7 @@ def test_k_of_each_layer_is_what_its_router_chooses(mixtral: Path, bundle: Bundl
     check_steps(bundle, library)
 
 
+@pytest.mark.slow
 def test_one_k_is_the_model_whose_configuration_says_so(mixtral: Path, tmp_path: Path) -> None:
     model = moexport.load(mixtral, config={"use_cache": False})
     out = moexport.export(model, tmp_path / "out", k=0.5)
@@ -92,6 +94,7 @@ def test_one_k_is_the_model_whose_configuration_says_so(mixtral: Path, tmp_path:
     assert moexport.export(model, tmp_path / "trained").manifest.layers[0].k == 2
 
 
+@pytest.mark.slow
 def test_fixed_tokens_leave_out_what_has_a_default(mixtral: Path, tmp_path: Path) -> None:
     """An axis is then a sum with a constant, `past + 5`: of a mask that is left out, too."""
     out = moexport.export(moexport.load(mixtral), tmp_path / "out", tokens=5)
@@ -150,6 +153,7 @@ def test_further_outputs_that_a_configuration_asks_for_are_left_out(tmp_path: Pa
     check_steps(bundle, Library(MIXTRAL, folder, return_dict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_a_cache_of_more_than_keys_and_values_is_left_out_with_a_note(
     name: str, tmp_path: Path

@@ -34,12 +34,14 @@ def nllb(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(NLLB, tmp_path_factory.mktemp("nllb") / "model")
 
 
+@pytest.mark.slow
 def test_a_switch_encoder_leaves_tokens_out_as_the_library_does(
     switch: Path, tmp_path: Path
 ) -> None:
     check_parts(SWITCH, switch, tmp_path, ("encoder",))
 
 
+@pytest.mark.slow
 def test_an_nllb_decoder_computes_step_by_step_what_its_router_chooses(
     nllb: Path, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ class Waves(Tasks):
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "lines"),
     [
@@ -104,6 +105,7 @@ def test_the_adapter_that_is_written_serves_the_layer(name: str, tmp_path: Path)
     )
 
 
+@pytest.mark.slow
 def test_what_was_not_recognised_is_said_and_a_frame_is_written(tmp_path: Path) -> None:
     outcome = run("adapt", "bare_layers:ExpertChoice", "-o", "found.py")
     assert outcome.code != 0
