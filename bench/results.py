@@ -353,6 +353,7 @@ class _Rates:
     stream_gb_s: float | None = None
     matmul_gflop_s: float | None = None
     int8_gop_s: float | None = None
+    bf16_gflop_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

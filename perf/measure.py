@@ -17,8 +17,11 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.measure.latency import group_batches, measure_group
 from moexport.bench.measure.roofline import (
+    FP32_BYTES,
+    NUMBER_BYTES,
     Microbenchmarks,
     Rates,
+    arithmetic_of,
     limit_ms,
     products_of,
     work_of,
@@ -93,6 +96,8 @@ def timed(
             batch,
             int8=layers if case.precision == "int8" else (),
             int8_backbone=products_of(graph.integers if graph else (), {"batch": 1}),
+            number_bytes=NUMBER_BYTES.get(case.precision, FP32_BYTES),
+            arithmetic=arithmetic_of(case),
         )
         identity = asdict(case) | {"lowering": case.lowering or names[case.engine]}
         rows.append(

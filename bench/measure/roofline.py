@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -35,6 +35,7 @@ from ...exporter.inputs import Inputs, completed
 from ...exporter.model import Model
 from ...exporter.trace import layers_as_nodes
 from ...graphs.lowerings.cost import AnyWork, WorkOf
+from ..engines import OPENVINO
 from ..plan import Candidate, Case, GraphSource, IntegerLinear
 from ..results import Workload
 
@@ -64,6 +65,10 @@ FEWER_EXPERTS = "the work is that of the layers of the bundle, which have fewer 
 NO_GPU_RATES = "the rates of a GPU are not measured"
 
 
+Arithmetic = Literal["fp32", "bf16", "int8"]
+"""What products are computed in."""
+
+
 @dataclass(frozen=True, slots=True)
 class RooflineStep:
     """One step of a model on one batch: its multiply-adds, and the bytes it must move once."""
@@ -71,7 +76,7 @@ class RooflineStep:
     name: str
     macs: float
     bytes: float
-    integer: bool = False
+    arithmetic: Arithmetic = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +107,23 @@ class ModelWork:
         int8: Collection[str] = (),
         int8_backbone: Products = NO_PRODUCTS,
         number_bytes: int = FP32_BYTES,
+        arithmetic: Arithmetic = "fp32",
     ) -> tuple[RooflineStep, ...]:
         """Returns the work of a batch with k = `ks[layer]` experts, the backbone first.
 
         Of the layers in `int8` the experts' weights are bytes and their products integer products,
         and so are the `int8_backbone` products of the backbone. All other numbers take
-        `number_bytes`.
+        `number_bytes`, and all other products but those of routing are computed in `arithmetic`.
         """
         numbers = self.backbone_numbers - int8_backbone.numbers
         parts = (
             RooflineStep(
-                "host", batch * (self.backbone_macs - int8_backbone.macs), number_bytes * numbers
+                "host",
+                batch * (self.backbone_macs - int8_backbone.macs),
+                number_bytes * numbers,
+                arithmetic,
             ),
-            RooflineStep(
-                "host/int8", batch * int8_backbone.macs, int8_backbone.numbers, integer=True
-            ),
+            RooflineStep("host/int8", batch * int8_backbone.macs, int8_backbone.numbers, "int8"),
         )
         backbone = (part for part in parts if part.macs)
         layers = (
@@ -126,6 +133,7 @@ class ModelWork:
                 WorkOf(layer.spec, ks[name], batch, self.tokens[name]),
                 int8_experts=name in int8,
                 number_bytes=number_bytes,
+                arithmetic=arithmetic,
             )
         )
         return (*backbone, *layers)
@@ -225,14 +233,18 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's i
 
 
 def layer_parts(
-    work: AnyWork, *, int8_experts: bool = False, number_bytes: int = FP32_BYTES
+    work: AnyWork,
+    *,
+    int8_experts: bool = False,
+    number_bytes: int = FP32_BYTES,
+    arithmetic: Arithmetic = "fp32",
 ) -> Iterator[RooflineStep]:
     """Yields a layer's two kinds of work on one batch: passes over the tokens, and the experts.
 
     The tokens [b, m, d] are read and the outputs [b, m, o] written once. Experts that nobody chose
     are not read; with b·k ≥ n all are taken to be in use, and where tokens are routed as many as
     they would choose evenly. A layer that chooses no sets of experts is one step, of which INT8
-    makes two: what it quantises, and the rest.
+    makes two: what it quantises, and the rest. Routing is computed in FP32.
     """
     spec, macs = work.spec, work.spec.macs(work.tokens, work.k)
     active = min(spec.experts, work.selections) if spec.chooses_sets else work.k
@@ -244,13 +256,14 @@ def layer_parts(
     rest_macs = work.batch * sum(macs.values()) - experts_macs
     weights = share * spec.bytes_read(active)
     if not (spec.chooses_sets or int8_experts):
-        yield RooflineStep(spec.name, rest_macs + experts_macs, moved + weights)
+        yield RooflineStep(spec.name, rest_macs + experts_macs, moved + weights, arithmetic)
         return
     quantized = spec.quantized_bytes(active)
     beside = weights - share * quantized
     yield RooflineStep(f"{spec.name}/routing", rest_macs, moved + beside)
     narrow = quantized / FP32_BYTES if int8_experts else share * quantized
-    yield RooflineStep(f"{spec.name}/experts", experts_macs, narrow, integer=int8_experts)
+    experts_in: Arithmetic = "int8" if int8_experts else arithmetic
+    yield RooflineStep(f"{spec.name}/experts", experts_macs, narrow, experts_in)
 
 
 def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, ...]:
@@ -304,13 +317,15 @@ class Rates:
 
     `stream_gb_s` is a plain sum in PyTorch. `matmul_gflop_s` is the product of two square matrices
     in PyTorch or ONNX Runtime, whichever is faster; `int8_gop_s` the same of unsigned by signed
-    bytes in ONNX Runtime, None where nothing needs it. A multiply-add is two operations.
+    bytes in ONNX Runtime, and `bf16_gflop_s` of BF16 in PyTorch, None where nothing needs them. A
+    multiply-add is two operations.
     `cached_gb_s` are the rates of sums over fewer bytes, by their number.
     """
 
     stream_gb_s: float
     matmul_gflop_s: float
     int8_gop_s: float | None = None
+    bf16_gflop_s: float | None = None
     cached_gb_s: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, moved: float) -> Rates:
@@ -324,9 +339,14 @@ class Rates:
 
 def least_ms(part: RooflineStep, rates: Rates) -> float:
     """Returns the milliseconds of one part, moving and computing at the same time."""
-    rate = rates.int8_gop_s if part.integer else rates.matmul_gflop_s
+    known: dict[Arithmetic, float | None] = {
+        "fp32": rates.matmul_gflop_s,
+        "bf16": rates.bf16_gflop_s,
+        "int8": rates.int8_gop_s,
+    }
+    rate = known[part.arithmetic]
     if rate is None:
-        raise ValueError(f"{part.name}: the rate of integer products was not measured")
+        raise ValueError(f"{part.name}: the rate of {part.arithmetic} products was not measured")
     return max(2e-6 * part.macs / rate, 1e-6 * part.bytes / rates.stream_gb_s)
 
 
@@ -344,6 +364,14 @@ class Limit:
     reason: str | None = None
 
 
+def arithmetic_of(case: Case) -> Arithmetic:
+    """Returns what a case's products of floats are computed in on a CPU.
+
+    ONNX Runtime multiplies 16-bit numbers in FP32 there, and OpenVINO FP16.
+    """
+    return "bf16" if (case.engine, case.precision) == (OPENVINO, "bf16") else "fp32"
+
+
 class Limits:
     """What the rows of a candidate ask of the machine.
 
@@ -358,6 +386,7 @@ class Limits:
             stream_bytes=min(max(candidate.weights_bytes, SMALLEST_STREAM_BYTES), STREAM_BYTES),
             square=SQUARE,
             integer=any(c.precision == "int8" for c in cases),
+            bf16=any(arithmetic_of(c) == "bf16" for c in cases),
         )
         self.benchmarks = self._machine.calls
         inputs = {candidate.model.input.name: x} if isinstance(x, np.ndarray) else x
@@ -386,8 +415,8 @@ class Limits:
     def of(self, case: Case, graph: GraphSource | None, batch: int, rates: Rates | str) -> Limit:
         """Returns the work of a row and the least time for it; `graph` is the row's, if it is one.
 
-        A GPU's row has no limit. 16-bit numbers are counted with two bytes and multiplied at the
-        rate of FP32: so ONNX Runtime does on a CPU.
+        A GPU's row has no limit. 16-bit numbers are counted with two bytes; `arithmetic_of` says
+        at which rate they are multiplied.
         """
         if isinstance(self._work, str):
             return Limit(reason=self._work)
@@ -405,12 +434,13 @@ class Limits:
                 int8=layers.keys() - floating if case.precision == "int8" else (),
                 int8_backbone=products_of(() if graph is None else graph.integers, self._sizes),
                 number_bytes=NUMBER_BYTES.get(case.precision, FP32_BYTES),
+                arithmetic=arithmetic_of(case),
             )
         except TraceError as error:
             return Limit(reason=error.message)
         work = Workload(
-            operations=2 * sum(part.macs for part in parts if not part.integer),
-            int8_operations=2 * sum(part.macs for part in parts if part.integer),
+            operations=2 * sum(part.macs for part in parts if part.arithmetic != "int8"),
+            int8_operations=2 * sum(part.macs for part in parts if part.arithmetic == "int8"),
             bytes=sum(part.bytes for part in parts),
         )
         known = rates if case.provider == "cpu" else NO_GPU_RATES
@@ -453,8 +483,8 @@ class Microbenchmark(timing.TimedCall):
 class Microbenchmarks:
     """Calls that measure the machine: put beside others, they see the same disturbances.
 
-    Streams `stream_bytes` and multiplies matrices of `square` rows and columns; integers only where
-    `integer` asks for them.
+    Streams `stream_bytes` and multiplies matrices of `square` rows and columns; integers and BF16
+    only where `integer` and `bf16` ask for them.
     """
 
     def __init__(
@@ -464,6 +494,7 @@ class Microbenchmarks:
         stream_bytes: int = STREAM_BYTES,
         square: int = 2048,
         integer: bool = True,
+        bf16: bool = False,
     ) -> None:
         stream, matrix = torch.ones(stream_bytes // FP32_BYTES), torch.randn(square, square)
         self._stream_bytes, self._operations = FP32_BYTES * stream.numel(), 2 * square**3
@@ -481,6 +512,9 @@ class Microbenchmarks:
         }
         if integer:
             calls["probe: int8"] = _product(np.int8, square, threads)
+        if bf16:
+            half = matrix.bfloat16()
+            calls["probe: bf16"] = lambda: half @ half
         self.calls: dict[str, timing.IndexedCall] = {
             name: Microbenchmark(call) for name, call in calls.items()
         }
@@ -488,13 +522,14 @@ class Microbenchmarks:
     def rates(self, latencies: Mapping[str, timing.Latency]) -> Rates:
         """Returns the rates from the medians among measured latencies."""
         ms = {name: latencies[name].median for name in self.calls}
-        int8 = ms.get("probe: int8")
+        int8, bf16 = ms.get("probe: int8"), ms.get("probe: bf16")
         return Rates(
             stream_gb_s=self._stream_bytes / 1e6 / ms["probe: stream"],
             matmul_gflop_s=self._operations
             / 1e6
             / min(ms["probe: torch"], ms["probe: onnxruntime"]),
             int8_gop_s=None if int8 is None else self._operations / 1e6 / int8,
+            bf16_gflop_s=None if bf16 is None else self._operations / 1e6 / bf16,
             cached_gb_s={str(n): n / 1e6 / ms[name] for name, n in self._parts.items()},
         )
 

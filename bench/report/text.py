@@ -335,6 +335,7 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
     said = {
         "stream_gb_s": "streaming at {} GB/s",
         "matmul_gflop_s": "FP32 products at {} GFLOP/s",
+        "bf16_gflop_s": "BF16 products at {} GFLOP/s",
         "int8_gop_s": "INT8 products at {} GOP/s",
     }
     rates = []

@@ -75,6 +75,20 @@ def test_half_precision_moves_half_the_bytes(limits: Limits) -> None:
     assert half.work == Workload(full.work.operations, 0, full.work.bytes / 2)
 
 
+def test_bf16_has_its_own_rate_in_openvino_alone(model: Model) -> None:
+    openvino = replace(ROW, engine="openvino", precision="bf16")
+    rates = replace(RATES, stream_gb_s=1e9, matmul_gflop_s=1.0, bf16_gflop_s=2.0)
+    of = Limits(Candidate("digits", model), X, [openvino])
+    assert "probe: bf16" in of.benchmarks
+    fast, slow = (
+        of.of(case, GRAPH, 100, rates) for case in (openvino, replace(ROW, precision="bf16"))
+    )
+    assert fast.work == slow.work
+    assert fast.limit_ms is not None and slow.limit_ms is not None
+    assert 0.5 < fast.limit_ms / slow.limit_ms < 0.9  # routing stays in FP32
+    assert "probe: bf16" not in Limits(Candidate("digits", model), X, [ROW]).benchmarks
+
+
 def test_a_row_without_a_limit_says_why(limits: Limits, model: Model) -> None:
     on_gpu = limits.of(replace(ROW, provider="cuda"), GRAPH, 1, RATES)
     assert on_gpu.work is not None and on_gpu.limit_ms is None

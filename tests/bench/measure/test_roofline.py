@@ -32,9 +32,22 @@ SPEC = SoftMoESpec("layer", experts=8, slots=2, dim=16, hidden=32, out=16, norm=
 def test_a_part_takes_the_longer_of_moving_and_computing() -> None:
     assert least_ms(RooflineStep("moves", macs=0, bytes=10e9), RATES) == pytest.approx(1000.0)
     assert least_ms(RooflineStep("computes", macs=50e9, bytes=1.0), RATES) == pytest.approx(1000.0)
-    assert least_ms(RooflineStep("integers", 50e9, 1.0, integer=True), RATES) == pytest.approx(
-        250.0
-    )
+    assert least_ms(RooflineStep("integers", 50e9, 1.0, "int8"), RATES) == pytest.approx(250.0)
+
+
+def test_bf16_is_multiplied_at_its_own_rate_but_for_routing() -> None:
+    work = WorkOf(SPEC, k=2, batch=1, tokens=5)
+    routing, experts = layer_parts(work, number_bytes=2, arithmetic="bf16")
+    assert (routing.arithmetic, experts.arithmetic) == ("fp32", "bf16")
+    rates = replace(RATES, stream_gb_s=1e9, bf16_gflop_s=300.0)
+    assert least_ms(experts, rates) == pytest.approx(2e-6 * experts.macs / 300)
+    with pytest.raises(ValueError, match="bf16 products was not measured"):
+        least_ms(experts, RATES)
+    machine = Microbenchmarks(threads=1, stream_bytes=1 << 20, square=64, bf16=True)
+    for case in machine.calls.values():
+        case(0)
+    latencies = {name: summarise([[10.0]]) for name in machine.calls}
+    assert machine.rates(latencies).bf16_gflop_s == pytest.approx(2 * 64**3 / 1e7)
 
 
 def test_parts_wait_for_each_other() -> None:
@@ -56,7 +69,7 @@ def test_int8_experts_move_a_quarter_and_compute_integers() -> None:
     work = WorkOf(SPEC, k=2, batch=1, tokens=5)
     full, quarter = (list(layer_parts(work, int8_experts=int8))[1] for int8 in (False, True))
     assert quarter.bytes * 4 == full.bytes
-    assert quarter.integer and not full.integer
+    assert (quarter.arithmetic, full.arithmetic) == ("int8", "fp32")
 
 
 def test_a_backbone_multiply_adds_are_counted_without_its_moe_layers() -> None:
@@ -146,5 +159,5 @@ def test_probes_beside_others_give_the_rates_of_those_rounds() -> None:
     floats = Microbenchmarks(threads=1, stream_bytes=1 << 20, square=64, integer=False)
     latencies = {name: summarise([[10.0]]) for name in floats.calls}
     assert floats.rates(latencies).int8_gop_s is None
-    with pytest.raises(ValueError, match="integer products"):
-        least_ms(RooflineStep("integers", 1, 1, integer=True), floats.rates(latencies))
+    with pytest.raises(ValueError, match="int8 products"):
+        least_ms(RooflineStep("integers", 1, 1, "int8"), floats.rates(latencies))
