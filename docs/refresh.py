@@ -343,9 +343,12 @@ def measured_by(results: Results) -> str:
     """Returns when and on what layers were measured, and how fast the machine was: its medians."""
     facts, rates = results.environment, results.protocol
     packages = facts["packages"]
+    others = {"bf16_gflop_s": "BF16 {:.0f} GFLOP/s", "int8_gop_s": "INT8 {:.0f} GOP/s"}
+    beside = ", ".join(said.format(rates[name]) for name, said in others.items() if name in rates)
     machine = (
         f"Measured on {results.created[:10]}: {facts['cpu']['model']}, {facts['threads']} threads, "
-        f"streaming {rates['stream_gb_s']:.0f} GB/s, matmul {rates['matmul_gflop_s']:.0f} GFLOP/s; "
+        f"streaming {rates['stream_gb_s']:.0f} GB/s, matmul {rates['matmul_gflop_s']:.0f} GFLOP/s"
+        f"{beside and f' ({beside})'}; "
         f"ONNX Runtime {onnxruntime_of(packages)} (CPU), torch {packages['torch']}"
     )
     if any(row.engine == OPENVINO for row in results.rows):

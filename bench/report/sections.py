@@ -202,14 +202,14 @@ def _change(change: Change) -> tuple[Cell, ...]:
 
 
 def _search(report: Reported) -> SectionContent | None:
-    """The points that a search found on its front, and what was confirmed."""
+    """The points that a search found on its front, and those that were confirmed."""
     search = tuning_in(report.results.analyses)
     if search is None:
         return None
     heads = ("ms", "size", "kept", "95% interval", "confirmed", "95% interval", "what it is")
     lines: list[Sequence[Cell]] = []
     for point in search.points:
-        if not point.front:
+        if not point.front and point.confirmed is None:
             continue
         confirmed: tuple[Cell, Cell] = (("–", "quiet"), "")
         if point.confirmed is not None and point.confirmed_kept is not None:

@@ -156,7 +156,9 @@ def _cells(
     if service.scenario == "offline":
         percentiles = (None, None)  # every sample waits for those before it
     ratios = [
-        f"{service.rate / other.rate:.2f}×" if service.rate and other and other.rate else "–"
+        f"{service.rate / other.rate:.2f}×"
+        if service.rate and other and other.rate and service.fixed_rate is None
+        else "–"
         for other in (_all_experts(service, own), _pytorch(own))
     ]
     cost = service.cost_of_a_million(findings.price_per_hour)
@@ -178,11 +180,15 @@ def service_notes(findings: ServiceFindings) -> tuple[str, ...]:
     delay = (
         f"waited up to {findings.max_delay_ms:g} ms" if findings.max_delay_ms else "did not wait"
     )
+    server = findings.of("server")
+    found = "" if not server else "The server's rate was found by LoadGen's own search. "
+    if any(row.fixed_rate is not None for row in server):
+        found = "The server's rate was given. "
     return (
         "MLPerf's LoadGen issued the queries and judged the runs; its own logs lie in the folder "
         f"service beside the results. A run took {findings.duration_s:g} s at least, and drew from "
-        f"{findings.library:,} inputs. The server's rate was found by LoadGen's own search, and "
-        f"offered again. The queue {delay} to fill a batch; instances and threads are those that "
+        f"{findings.library:,} inputs. {found}The queue {delay} to fill a batch; instances and "
+        "threads are those that "
         "answered most from a full queue. LoadGen, queue and engine shared the machine: "
         "the rate of requests shorter than a millisecond is more that of the queue.",
     )

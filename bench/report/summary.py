@@ -315,11 +315,18 @@ def summary(section: Section) -> str:
     if row is section.chosen:
         return f"Deploy {answer}."
     if row.kept is None:
-        return f"Accuracy is not known: the inputs had no labels. Fastest: {answer}."
+        return f"{unknown(row)}. Fastest: {answer}."
     if row.kept < section.keep:
         return f"Nothing here keeps {percent(section.keep)}. Nearest: {answer}."
     unproven = section.unproven(row)
     return f"{answer}. {unproven}." if unproven else f"Deploy {answer}."
+
+
+def unknown(row: Row) -> str:
+    """Returns why it is not known what a row keeps."""
+    if row.accuracy is not None:
+        return "What is kept is not known: the untouched model is right for none of the inputs"
+    return "Accuracy is not known: the inputs had no labels"
 
 
 def no_verdict(section: Section, row: Row, others: Sequence[Row]) -> str | None:

@@ -62,7 +62,10 @@ def test_the_report_says_why_that_runtime(tuned: Tuned) -> None:
     assert "ms in ONNX Runtime" in why
     assert "ms in OpenVINO" in why
     assert why in text(tuned, report)
-    assert why in (report / "report.html").read_text(encoding="utf-8")
+    page = (report / "report.html").read_text(encoding="utf-8")
+    assert why in page
+    # It is listed whether or not another point beat it on the search's half.
+    assert f"{chosen.text} (chosen)" in page
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ function answer() {
     }
     if (known.length) return deploy([row], row, `Deploy ${row.claim}.`);
     const which = at === Infinity ? "Fastest" : `Most experts within ${at} ms`;
-    return deploy(fit, row, `Accuracy is not known: the inputs had no labels. ${which}: ${row.claim}.`);
+    return deploy(fit, row, `${row.unknown}. ${which}: ${row.claim}.`);
   }
   const proven = known.filter(row => row.shown >= at / 100 - 1e-9), likely = known.filter(row => enough(row));
   if (proven.length) return deploy(proven, fastest(proven), `Deploy ${fastest(proven).claim}.`);
@@ -919,7 +919,7 @@ function render() {
   byId("charts").hidden = !timed().length;
   legend();
   byId("routing").textContent = rows.length ? routing() : "";
-  byId("empty").textContent = rows.length && !judged() ? "Accuracy is not drawn: the data have no labels." : "";
+  byId("empty").textContent = rows.length && !judged() ? `${rows[0].unknown}.` : "";
   for (const chart of [deploy, overK, throughput, percentiles, tokens, parts]) chart(chosen);
   searched();
   service();

@@ -541,7 +541,7 @@ def test_a_chart_with_nothing_in_it_is_hidden_and_a_sentence_says_why(
     opened(*everything, row(4, 1.0, None, routing=None))
     assert text(window, "routing").endswith("ONNX Runtime does not show which experts it chose.")
     opened(*(replace(each, accuracy=None) for each in results.rows))
-    assert text(window, "empty") == "Accuracy is not drawn: the data have no labels."
+    assert text(window, "empty") == "Accuracy is not known: the inputs had no labels."
     width = "return document.getElementById(arguments[0]).getBoundingClientRect().width"
     assert window.run(width, "deploy-figure") == 0
     assert window.run(width, "throughput-figure") == 0  # one batch size

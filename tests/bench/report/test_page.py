@@ -209,6 +209,16 @@ def test_without_labels_the_fastest_row_is_told(results: Results, row: RowMaker)
     )
 
 
+def test_where_the_untouched_model_is_right_for_nothing_that_is_the_reason(
+    results: Results, row: RowMaker
+) -> None:
+    wrong = Accuracy(0.0, None, 10)
+    rows = (replace(results.rows[0], accuracy=wrong), replace(row(4, 1.0, 1.0), accuracy=wrong))
+    assert summary(sections(replace(results, rows=rows))[0]).startswith(
+        "What is kept is not known: the untouched model is right for none of the inputs. Fastest: "
+    )
+
+
 @pytest.mark.parametrize(
     ("ratio", "text"), [(21.2, "21×"), (3.14, "3.1×"), (1.0, "1.0×"), (0.853, "0.85×")]
 )

@@ -251,6 +251,9 @@ def test_a_rate_that_is_offered_is_not_searched_for(tmp_path: Path) -> None:
         assert each.fixed_rate == 50
         assert len(each.offered) == 1
         assert not (tmp_path / each.logs / "search").exists()
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "The server's rate was given." in page
+    assert "own search" not in page
 
 
 # --- the report ----------------------------------------------------------------------------------
