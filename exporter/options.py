@@ -227,8 +227,8 @@ class ExportOptions:
     table or its file, or finds them on `data` by `method`; FP16 looks in either for what would
     overflow. With `expose_routing` what every layer chooses is an output of the graphs.
     `destination` is None where nothing is to be left behind. A `recipe` says the lowering of each
-    layer, and everything else that `recipe_options` takes from it. With `exact_opset` no op of a
-    later opset is written, whatever it would save.
+    layer, and everything else that `recipe_options` takes from it. `opset` is raised to what the
+    graph needs; with `exact_opset` no op of a later opset is written, whatever it would save.
     """
 
     k: KOption = "n"
@@ -266,6 +266,8 @@ class ExportOptions:
         for name in self.lowerings:
             if name not in CHOOSERS:
                 check_name(name)
+        if not self.exact_opset:
+            object.__setattr__(self, "opset", max(self.opset, self._least_opset))
         refuse(self._mistakes())
         refuse(self._mistakes_of_checking())
 
@@ -274,6 +276,11 @@ class ExportOptions:
         """How many times an export reads its data: for ranges, to compare, to tell the accuracy."""
         ranges = self.precision.name in CALIBRATED and self.calibration is None
         return ranges + self.verify + (self.precision.min_retention is not None)
+
+    @property
+    def _least_opset(self) -> int:
+        blocked = self.precision.name == "int4" and TARGETS[self.target].standard_ops
+        return BLOCKED_OPSET if blocked else MIN_OPSET
 
     def _mistakes(self) -> Iterator[Mistake]:
         names = ",".join(self.lowerings)
@@ -284,12 +291,11 @@ class ExportOptions:
             )
         if len(set(self.lowerings)) < len(self.lowerings):
             yield f"--lowering {names}: a name is repeated", "name each lowering once"
-        blocked = self.precision.name == "int4" and TARGETS[self.target].standard_ops
-        if blocked and self.opset < BLOCKED_OPSET:
+        if MIN_OPSET <= self.opset < self._least_opset:
             yield (
                 f"--precision int4 for --target {self.target}: ONNX has weights in blocks from "
                 f"opset {BLOCKED_OPSET} on, and the graph is to have opset {self.opset}",
-                f"add --opset {BLOCKED_OPSET}, or take --target ort-cpu",
+                f"leave --opset out: {BLOCKED_OPSET} is taken then; or take --target ort-cpu",
             )
         if TUNE in self.lowerings and self.target in ENGINES:
             yield (

@@ -39,7 +39,6 @@ from moexport.common.writing import write_text
 from moexport.errors import MissingExtraError, MoexportError
 from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference, settled
 from moexport.exporter.bundle.verify import engine_parity
-from moexport.exporter.options import BLOCKED_OPSET
 from moexport.exporter.parity import TOLERANCES, Parity, compare, on_gpu, recorded
 from moexport.exporter.session import PROVIDERS, Session, SessionOptions
 from moexport.exporter.tensorrt import cache, cuda
@@ -251,7 +250,6 @@ def exported(
             target=wanted.target,
             lowering=",".join(lowerings),
             precision=wanted.precision,
-            opset=BLOCKED_OPSET if wanted.precision == "int4" else None,
             data=x,
             engine=False,
         )

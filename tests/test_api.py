@@ -106,6 +106,7 @@ def test_bench_of_a_model_and_its_bundle_holds_the_untouched_model(
     assert exported.routing.exact == 1.0
 
 
+@pytest.mark.slow
 def test_bench_of_a_model_exports_every_k_and_writes_the_report(
     model: moexport.Model, recorded: dict[str, np.ndarray], tmp_path: Path
 ) -> None:

@@ -223,6 +223,7 @@ def test_threads_are_set_for_the_run_and_put_back(model: Model, digits: Digits) 
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 def test_everything_is_timed_with_the_threads_of_the_fastest_untouched_model(
     model: Model, digits: Digits, tmp_path: Path
 ) -> None:
@@ -397,6 +398,7 @@ def test_other_batch_sizes_than_the_one_of_a_bundle_are_refused(sizes: str, tmp_
     assert not [*(tmp_path / "report").glob("*.json")]
 
 
+@pytest.mark.slow
 def test_bundles_of_several_batch_sizes_are_measured_at_their_own(tmp_path: Path) -> None:
     for size in ("3", "4"):
         done = run("export", *FKODOM, "-o", tmp_path / size, "--batch", size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -88,13 +89,13 @@ def exported(
     lowering: str = "grouped",
     *,
     scope: Scope = "experts",
-    opset: int = 20,
+    **more: Any,
 ) -> Bundle:
     options = ExportOptions(
         target=target,
         k=2,
         lowerings=(lowering,),
-        opset=opset,
+        **more,
         precision=PrecisionOptions(precision, scope=scope),
         destination=folder / "out",
     )
@@ -128,7 +129,7 @@ needs_qmoe = pytest.mark.skipif(
 def test_an_export_holds_against_pytorch(
     precision: Precision, target: Target, lowering: str, tmp_path: Path
 ) -> None:
-    bundle = exported(tmp_path, precision, target, lowering, opset=21)
+    bundle = exported(tmp_path, precision, target, lowering)
     (graph,) = bundle.manifest.graphs
     assert graph.parity is not None and graph.parity["passed"]
     assert {layer.precision for layer in bundle.manifest.layers} == {precision}
@@ -153,7 +154,7 @@ def test_the_fused_op_weights_what_a_softmax_chose_and_takes_each_token_once(
 def test_the_linear_layers_around_are_quantised_without_calibration_and_the_router_is_not(
     precision: Precision, target: Target, tmp_path: Path
 ) -> None:
-    bundle = exported(tmp_path, precision, target, scope="all", opset=21)
+    bundle = exported(tmp_path, precision, target, scope="all")
     linears = bundle.manifest.numbers["linears"]
     assert linears == {"stem/MatMul": None, "head/MatMul": None}, linears
     products = {"MatMul", "Gemm"}
@@ -197,9 +198,12 @@ def test_int8_of_engines_still_needs_real_inputs(tmp_path: Path) -> None:
         exported(tmp_path, "int8", "tensorrt", "dense")
 
 
-def test_int4_as_standard_ops_needs_opset_21(tmp_path: Path) -> None:
+def test_int4_as_standard_ops_takes_opset_21_and_no_less(tmp_path: Path) -> None:
+    bundle = exported(tmp_path, "int4", "onnx")
+    model = onnx.load(bundle.path / "model.onnx", load_external_data=False)
+    assert {each.domain: each.version for each in model.opset_import}[""] == 21
     with pytest.raises(MoexportError, match="from opset 21 on"):
-        exported(tmp_path, "int4", "onnx")
+        exported(tmp_path / "less", "int4", "onnx", opset=20, exact_opset=True)
 
 
 def test_one_row_at_a_time_gives_what_all_rows_give(tmp_path: Path) -> None:

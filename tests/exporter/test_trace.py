@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import moexport
+import pytest
 from moexport.exporter.trace import trace
 from moexport.graphs.precision.backbone import backbone_linears
 from moexport.tests.recorded import read_case
 
 
+@pytest.mark.slow
 def test_linear_layers_are_named_after_their_modules_and_stay_so_when_the_batch_is_fixed() -> None:
     case = read_case("soft_moe_vit")
     model = moexport.load(case.weights, config=case.config)

@@ -162,8 +162,6 @@ class Attempt:
         line += ["--k", k, *self.size("batch"), *self.size("tokens"), *edits]
         for option in ("precision", "lowering", "target", "quantize"):
             line += [f"--{option}", row[option]] if row[option] != FACTORS[option][0] else []
-        if row["precision"] == "int4" and row["target"] in ("onnx", "tensorrt", "tensorrt-rtx"):
-            line += ["--opset", "21"]
         return line, change
 
     def _recipe(self) -> tuple[Path, dict[str, Any]]:

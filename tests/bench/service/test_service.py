@@ -184,6 +184,7 @@ class Breaks(Remembers):
         return super().infer(x)
 
 
+@pytest.mark.slow
 def test_a_service_that_fails_says_why_and_the_others_go_on(model: Model) -> None:
     graphs = (
         GraphSource(2, "dense", Made(Breaks)),
@@ -234,6 +235,7 @@ def test_a_library_that_is_larger_than_the_data_is_refused(model: Model) -> None
         bench([Candidate("digits", model)], data, request)
 
 
+@pytest.mark.slow
 def test_a_bound_that_nothing_keeps_names_the_nearest() -> None:
     request = replace(QUICK, scenario="server", latency_bound="1us", duration="0.2s")
     (sentence,) = answers(api.bench(WEIGHTS, request))

@@ -310,6 +310,7 @@ def test_every_family_accepts_the_published_defaults_for_the_rest(case: str) -> 
 ODD_VALUES = ["abc", "", "[]", "{}", "-1", "0", "1e400", "1,2,3", "1,[2]", "[null]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

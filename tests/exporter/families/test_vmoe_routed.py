@@ -136,6 +136,7 @@ def test_a_graph_of_single_images_takes_any_batch(
         assert apart(y, case.io[f"y_{form}nobf16_b{batch}"]) < CLOSE
 
 
+@pytest.mark.slow
 def test_the_shell_needs_a_checkpoint_and_its_configuration_alone(tmp_path: Path) -> None:
     from moexport.tests.command import run
 

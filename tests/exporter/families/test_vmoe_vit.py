@@ -92,6 +92,7 @@ def test_soft_moe_computes_and_weighs_as_the_authors_do(name: str) -> None:
             assert apart(made.scores.numpy(), sums) < (CLOSE if first else ROUNDED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOFT)
 def test_an_export_needs_a_checkpoint_and_its_configuration_alone(
     name: str, tmp_path: Path
@@ -109,6 +110,7 @@ def test_an_export_needs_a_checkpoint_and_its_configuration_alone(
         assert apart(found, case.io[f"y_nobf16_b{batch}"]) < CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOFT)
 def test_rounding_to_bfloat16_is_done_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
     case = read_case(name)

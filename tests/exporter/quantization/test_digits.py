@@ -22,6 +22,7 @@ def in_pytorch(model: Model, x: np.ndarray, k: int) -> Reference:
     return reference(model, x, dict.fromkeys(model.layers, k), renormalize=False, batch=len(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [16, 64])
 def test_int8_keeps_accuracy_and_routing_of_a_trained_network(experts: int, tmp_path: Path) -> None:
     data = load_digits()

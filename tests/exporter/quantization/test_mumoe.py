@@ -156,6 +156,7 @@ def test_an_unfactorised_layer_is_refused_unless_it_stays_in_floats(tmp_path: Pa
     assert [layer.precision for layer in bundle.manifest.layers] == ["fp32"]
 
 
+@pytest.mark.slow
 def test_layers_are_ranked_and_kept_in_floats_as_asked(tmp_path: Path) -> None:
     case = read_case("mumoe_mixer_tr")
     (tmp_path / "config.json").write_text(json.dumps(case.config))

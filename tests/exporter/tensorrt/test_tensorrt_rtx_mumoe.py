@@ -32,6 +32,7 @@ PROFILES: Mapping[str, str] = {
 """A case of each family and form, with the sizes of its input."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROFILES)
 def test_every_family_compiles_with_a_baked_k(name: str, tmp_path: Path) -> None:
     (record,) = build(export(name, tmp_path, "--k", "2"), "--profile", PROFILES[name])

@@ -35,8 +35,7 @@ def exported(folder: Path, precision: str, lowering: str, *options: str) -> Outc
 
 
 def made(folder: Path, precision: str, lowering: str) -> Path:
-    opset = ("--opset", "21") if precision == "int4" else ()
-    outcome = exported(folder, precision, lowering, *opset)
+    outcome = exported(folder, precision, lowering)
     assert outcome.code == 0, outcome.err
     return folder / "out"
 

@@ -89,6 +89,7 @@ def test_what_a_layer_takes_besides_tokens_is_in_the_forward(
     assert "def forward(experts, x, context):" in outcome.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FOUND, *FOUND_ROUTED])
 def test_the_adapter_that_is_written_serves_the_layer(name: str, tmp_path: Path) -> None:
     outcome = run("adapt", f"bare_layers:{name}", "-o", "found.py")
