@@ -199,7 +199,7 @@ def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
         "device_spread": None if row.device_ms is None else row.device_ms.spread,
         "limit_told": _limit(row),
         "claim": claim(section, row),
-        "unknown": None if row.kept is not None else unknown(row),
+        "unknown": None if row.kept is not None or row.error else unknown(row),
         "keeps": keeps(section, row),
         "command": export_command(results, row),
     }

@@ -180,9 +180,9 @@ def service_notes(findings: ServiceFindings) -> tuple[str, ...]:
     delay = (
         f"waited up to {findings.max_delay_ms:g} ms" if findings.max_delay_ms else "did not wait"
     )
-    server = findings.of("server")
-    found = "" if not server else "The server's rate was found by LoadGen's own search. "
-    if any(row.fixed_rate is not None for row in server):
+    given = {row.fixed_rate is not None for row in findings.of("server")}
+    found = "The server's rate was found by LoadGen's own search. " if given else ""
+    if True in given:
         found = "The server's rate was given. "
     return (
         "MLPerf's LoadGen issued the queries and judged the runs; its own logs lie in the folder "

@@ -919,7 +919,8 @@ function render() {
   byId("charts").hidden = !timed().length;
   legend();
   byId("routing").textContent = rows.length ? routing() : "";
-  byId("empty").textContent = rows.length && !judged() ? `${rows[0].unknown}.` : "";
+  const unknown = rows.find(row => row.unknown)?.unknown;
+  byId("empty").textContent = unknown && !judged() ? `${unknown}.` : "";
   for (const chart of [deploy, overK, throughput, percentiles, tokens, parts]) chart(chosen);
   searched();
   service();

@@ -540,6 +540,9 @@ def test_a_chart_with_nothing_in_it_is_hidden_and_a_sentence_says_why(
     assert "every row here computes all its experts" in text(window, "routing")
     opened(*everything, row(4, 1.0, None, routing=None))
     assert text(window, "routing").endswith("ONNX Runtime does not show which experts it chose.")
+    failed = replace(row(4, 1.0, None), accuracy=None, latency_ms=None, error="no memory")
+    opened(results.rows[0], failed)
+    assert text(window, "empty") == ""
     opened(*(replace(each, accuracy=None) for each in results.rows))
     assert text(window, "empty") == "Accuracy is not known: the inputs had no labels."
     width = "return document.getElementById(arguments[0]).getBoundingClientRect().width"
