@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .common.libraries import turn_off_reports
 from .errors import (
     BundleError,
     CalibrationError,
@@ -114,6 +115,8 @@ __all__ = [
     "tune",
     "verify",
 ]
+
+turn_off_reports()
 
 _ELSEWHERE = {
     "adapts": ".exporter.user_network.adapters",

@@ -8,13 +8,15 @@ import gc
 import io
 import os
 import re
-import signal
 import sys
 import traceback
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from .common.console import Console
+from .common.interrupts import interrupts
 from .common.text import likest
 from .errors import MoexportError, tells_of_memory
 
@@ -32,15 +34,6 @@ RESERVE_BYTES = 32 << 20
 """Address space that is given back when memory ran out, so that it can be said."""
 
 
-_SIGNALS: list[str] = []
-"""Those that told this run of the program to end, by their names."""
-
-
-def _interrupted(signum: int, _frame: object) -> NoReturn:
-    _SIGNALS.append(signal.Signals(signum).name)
-    raise KeyboardInterrupt(_SIGNALS[-1])
-
-
 def main() -> None:
     """Runs the command line, and exits with 0 on success or with the code of the error."""
     if sys.stderr is None:  # a program that starts this one may have closed it
@@ -48,28 +41,14 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # Windows' code pages have no ≤ and no ×
         sys.stdout.reconfigure(errors="replace")
     console = Console(verbose=any(re.fullmatch(r"--verbose|-q*v[qv]*", arg) for arg in sys.argv))
-    # A terminated export cleans up after itself as an interrupted one does.
-    _SIGNALS.clear()
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
-            signal.signal(number, _interrupted)
     # Everything goes at the end of the process: looking for cycles in it first takes 0.3 s.
     atexit.register(gc.freeze)
     try:
-        _run(console)
+        # A terminated export cleans up after itself as an interrupted one does.
+        with interrupts(partial(_end, console)) as signals:
+            _run(console, signals)
     except KeyboardInterrupt:
-        from .common.writing import left_behind, remove_scratch
-
-        remove_scratch()
-        left = ", ".join(map(str, left_behind()))
-        again = "the same command goes on where it stopped" if _goes_on() else None
-        if left:
-            again = f"{again}; " if again else ""
-            hint = f"{again}a run that begins a day later removes what was left behind"
-            console.error(f"interrupted; left behind: {left}", hint)
-        else:
-            console.error("interrupted; nothing half-written was left behind", again)
+        _tell_interrupted(console)
         # Python ends by the signal, and not with a code, where the last interrupt came out of an
         # `exec` of text, which makes dataclasses, for one; the next `exec` forgets it.
         exec("")
@@ -80,13 +59,44 @@ def main() -> None:
         raise
 
 
+def _tell_interrupted(console: Console) -> None:
+    """Removes what the command began to write, and tells what it could not remove."""
+    from .common.writing import left_behind, remove_scratch
+
+    remove_scratch()
+    left = ", ".join(map(str, left_behind()))
+    again = "the same command goes on where it stopped" if _goes_on() else None
+    if left:
+        again = f"{again}; " if again else ""
+        hint = f"{again}a run that begins a day later removes what was left behind"
+        console.error(f"interrupted; left behind: {left}", hint)
+    else:
+        console.error("interrupted; nothing half-written was left behind", again)
+
+
+def _end(console: Console) -> None:
+    """Ends the process while a library computes, which Python cannot interrupt."""
+    from .common.writing import remove_partial
+
+    try:
+        import psutil
+
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it has just ended
+                child.kill()
+        remove_partial()
+        _tell_interrupted(console)
+    finally:
+        os._exit(INTERRUPTED)
+
+
 def _goes_on() -> bool:
     """Whether a command was ended that keeps what it has found in a journal."""
     running = sys.modules.get(f"{__package__}.bench.journal")
     return running is not None and running.Journal.kept
 
 
-def _run(console: Console) -> None:
+def _run(console: Console, signals: list[str]) -> None:
     """Runs the command; what goes wrong is said and ends the process, but for an interrupt."""
     # Not above: an interrupt while the parser loads is no traceback, either.
     from typer.exceptions import TyperException
@@ -95,7 +105,7 @@ def _run(console: Console) -> None:
 
     reserve = [bytearray(RESERVE_BYTES)]  # never written to, so no memory is taken
     try:
-        status = _status(app)
+        status = _status(app, signals)
     except TyperException as error:
         _say_usage(console, error)
         sys.exit(2)
@@ -139,7 +149,7 @@ def _run(console: Console) -> None:
         raise KeyboardInterrupt
 
 
-def _status(app: Callable[..., object]) -> object:
+def _status(app: Callable[..., object], signals: list[str]) -> object:
     """What the parser returns; what fails after an interrupt is the interrupt.
 
     A library that is interrupted while it is imported may swallow that, and fail on what it lacks.
@@ -147,8 +157,8 @@ def _status(app: Callable[..., object]) -> object:
     try:
         return app(prog_name="moexport", standalone_mode=False)
     except Exception as error:
-        if _SIGNALS:
-            raise KeyboardInterrupt(_SIGNALS[-1]) from error
+        if signals:
+            raise KeyboardInterrupt(signals[-1]) from error
         raise
 
 

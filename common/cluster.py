@@ -7,11 +7,14 @@ takes plain data: nodes have the same moexport.
 from __future__ import annotations
 
 import logging
+import os
 import re
+import secrets
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +32,21 @@ POLL_S = 1.0
 
 ANSWER_S = 10.0
 """How long a cluster's address may take to answer."""
+
+LOCAL = "local"
+"""The address that starts a cluster on this machine, for one run and this user alone."""
+
+LOOPBACK = "127.0.0.1"
+
+LOCAL_SETTINGS = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: listen on the loopback address
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "",  # a new one for each run
+}
+"""What Ray reads when it is imported, for a cluster that nobody else can reach."""
+
+LONGEST_SOCKET_FOLDER = 44
+"""Characters that Ray's names of sockets leave for their folder; the system takes 107 in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +176,9 @@ def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[Node
 @contextmanager
 def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
     """Yields a connection to a cluster: the caller's own where Ray has one already."""
+    if address == LOCAL:
+        for name, value in LOCAL_SETTINGS.items():
+            os.environ.setdefault(name, value or secrets.token_hex(32))
     try:
         import ray
     except ImportError as error:
@@ -165,10 +186,12 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
             "--ray needs Ray, which is not installed", hint=install("ray")
         ) from error
     mine = not ray.is_initialized()
+    folder = ExitStack()
     try:
         if mine:
             _knock(address)
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            own = {} if address != LOCAL else _own_folder(folder)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
     except ray.exceptions.AuthenticationError as error:
         raise ClusterError(
             f"--ray {address}: the cluster wants a token, and this is not the one that was given",
@@ -182,11 +205,35 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
             "--ray auto takes that of this machine, --ray local starts one for this run; one that "
             "wants a token is told it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
         ) from error
-    try:
-        yield Cluster(ray, watcher)
-    finally:
-        if mine:
-            ray.shutdown()
+    with folder:
+        try:
+            if mine and address == LOCAL:
+                _check_loopback(ray)
+            yield Cluster(ray, watcher)
+        finally:
+            if mine:
+                ray.shutdown()
+
+
+def _own_folder(stack: ExitStack) -> dict[str, str]:
+    """Where a cluster of one's own keeps its files: /tmp/ray may be another user's."""
+    folder = tempfile.TemporaryDirectory(prefix="moexport-", ignore_cleanup_errors=True)
+    place = stack.enter_context(folder)
+    return {"_temp_dir": place} if len(place) <= LONGEST_SOCKET_FOLDER else {}
+
+
+def _check_loopback(ray: Any) -> None:
+    """Refuses a cluster on this machine that other machines can reach.
+
+    Ray reads its settings when it is imported, which the calling program may have done before.
+    """
+    place = ray.nodes()[0]["NodeManagerAddress"]
+    if place != LOOPBACK:
+        raise ClusterError(
+            f"--ray {LOCAL}: Ray listens on {place}, because the program imported it before",
+            hint="set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray is imported, or name a "
+            "cluster that you started",
+        )
 
 
 def _knock(address: str) -> None:

@@ -5,13 +5,7 @@ The name `ort` is the imported package; `MissingExtraError` where neither packag
 
 from __future__ import annotations
 
-import os
-
 from ..errors import MissingExtraError, install
-
-# From 1.29 on it reports every session to its makers, with the graph's name and hashes, unless
-# this is set before it is loaded.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 try:
     import onnxruntime as ort

@@ -359,6 +359,13 @@ def _beside(target: Path, ending: str, suffix: str = "") -> Path:
     return target.with_name(f".{target.name.removesuffix(suffix)}.{os.urandom(8).hex()}{ending}")
 
 
+def remove_partial() -> None:
+    """Removes what this process is writing, from another thread than the one that writes."""
+    for path in left_behind():
+        with suppress(OSError):  # `left_behind` names what stays
+            _remove(path)
+
+
 def left_behind() -> list[Path]:
     """Returns what this process began to write and could not remove."""
     return sorted(path for path in _MADE if path.exists())

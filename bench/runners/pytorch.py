@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...calibration.feeds import Array
+from ...common.libraries import keep_compiled_code_private
 from ...errors import FeedError
 from ...exporter.inputs import Inputs, completed
 from ...exporter.model import Model, TensorSpec
@@ -180,6 +181,7 @@ class CompiledPyTorch(Runner):
         sizes: Sequence[int],
         runner: type[PyTorch] = PyTorch,
     ) -> None:
+        keep_compiled_code_private()
         compiled = torch.compile(module, dynamic=False)
         assert isinstance(compiled, nn.Module)  # a module's compilation is one; its type says less
         self._runner = runner(compiled)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.environment import cpu_instructions, versions
+from ...common.libraries import without_telemetry
 from ...errors import EngineError, MissingExtraError, UsageError, install
 from ...graphs.targets import TARGETS, Precision, Target, runtime_of
 from ..inputs import Inputs
@@ -233,7 +234,8 @@ def check_computes(precision: Precision, target: Target) -> None:
 def openvino_package() -> Any:
     """Returns the package; `MissingExtraError` where it is missing or too old."""
     check_package()
-    import openvino
+    with without_telemetry("openvino_telemetry"):
+        import openvino
 
     return openvino
 

@@ -423,7 +423,7 @@ def test_an_interrupt_out_of_an_exec_ends_with_the_code_of_one(tmp_path: Path) -
     (tmp_path / "interrupted.py").write_text(
         "from moexport import __main__\n"
         "import moexport.common.writing\n"
-        "__main__._run = lambda console: exec('raise KeyboardInterrupt')\n"
+        "__main__._run = lambda console, signals: exec('raise KeyboardInterrupt')\n"
         "__main__.main()\n"
     )
     done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, check=False)

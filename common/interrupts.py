@@ -1,0 +1,73 @@
+"""The signals that end the program: as an exception, or by force where a library computes."""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Thread
+from typing import NoReturn
+
+GRACE_S = 2.0
+"""How long the first signal may wait until Python can raise its exception."""
+
+ANOTHER_S = 0.2
+"""Signals that follow each other faster are one: `systemctl stop` sends two."""
+
+
+@contextmanager
+def interrupts(end: Callable[[], None]) -> Iterator[list[str]]:
+    """Within the block SIGINT, SIGTERM and SIGHUP raise `KeyboardInterrupt`; yields their names.
+
+    Python raises it between two of its own instructions. Where a library computes for long (a
+    graph, a compilation) there are none, so a thread waits `GRACE_S`, or for a second signal, and
+    calls `end`, which must end the process. What is ignored (by `nohup`, for one) stays so.
+    """
+    received: list[str] = []
+    raised_at = [0.0]
+
+    def interrupt(signum: int, _frame: object) -> NoReturn:
+        received.append(signal.Signals(signum).name)
+        raised_at[0] = time.monotonic()
+        raise KeyboardInterrupt(received[-1])
+
+    numbers = [getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    taken = [n for n in numbers if n is not None and signal.getsignal(n) is not signal.SIG_IGN]
+    for number in taken:
+        signal.signal(number, interrupt)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    with suppress(RuntimeError):  # no thread can be started: signals wait for Python, then
+        Thread(target=_watch, args=(reader, taken, raised_at, end), daemon=True).start()
+    try:
+        yield received
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()
+
+
+def _watch(
+    reader: socket.socket, taken: list[int], raised_at: list[float], end: Callable[[], None]
+) -> None:
+    """Calls `end` for a signal that Python does not get to; returns when the block ends."""
+    with reader:
+        while content := reader.recv(1):
+            sent = time.monotonic()
+            if content[0] in taken and _stuck(reader, raised_at, sent):
+                end()
+
+
+def _stuck(reader: socket.socket, raised_at: list[float], sent: float) -> bool:
+    """Whether Python raises nothing for a signal in time, or until another follows."""
+    while raised_at[0] < sent:
+        waited = time.monotonic() - sent
+        if waited >= GRACE_S:
+            return True
+        if waited >= ANOTHER_S and select.select([reader], [], [], 0)[0]:
+            return raised_at[0] < sent
+        time.sleep(ANOTHER_S / 10)
+    return False

@@ -1,0 +1,81 @@
+"""Signals end a command while a library computes, too."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from moexport.tests import command
+from moexport.tests.recorded import read_case
+from onnx import TensorProto, helper
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends signals as Unix does")
+
+FOREVER = 2**62
+
+
+def never_ends(bundle: Path) -> None:
+    """Makes a bundle's graph loop before it gives its output: 4 kB, and ages of computing."""
+    model = onnx.load(bundle / "model.onnx", load_external_data=False)
+    graph, output = model.graph, model.graph.output[0].name
+    for node in graph.node:
+        node.output[:] = ["y/once" if name == output else name for name in node.output]
+    scalar = [TensorProto.FLOAT, [1]]
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Mul", ["s", "s"], ["t"])],
+        "body",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("s", *scalar),
+        ],
+        [
+            helper.make_tensor_value_info("on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("t", *scalar),
+        ],
+    )
+    graph.initializer.extend(
+        [
+            helper.make_tensor("times", TensorProto.INT64, [], [FOREVER]),
+            helper.make_tensor("true", TensorProto.BOOL, [], [True]),
+            helper.make_tensor("zero/axis", TensorProto.INT64, [1], [0]),
+        ]
+    )
+    # What it multiplies comes from the input, so that no optimiser computes it before.
+    graph.node.extend(
+        [
+            helper.make_node("ReduceSum", ["y/once"], ["y/sum"], keepdims=0),
+            helper.make_node("Unsqueeze", ["y/sum", "zero/axis"], ["y/start"]),
+            helper.make_node("Loop", ["times", "true", "y/start"], ["y/end"], body=body),
+            helper.make_node("Add", ["y/once", "y/end"], [output]),
+        ]
+    )
+    onnx.save(model, bundle / "model.onnx")
+
+
+@pytest.mark.parametrize(("signals", "most_s"), [(1, 4.0), (2, 1.5)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_graph_that_computes_for_ages_ends_with_130(
+    number: signal.Signals, signals: int, most_s: float, bundle: Path, tmp_path: Path
+) -> None:
+    never_ends(bundle)
+    np.savez(tmp_path / "x.npz", input=read_case("soft_moe_vit").x)
+    process = command.start(
+        *("run", bundle, "-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz", "--no-check")
+    )
+    time.sleep(5)
+    assert process.poll() is None, "it computes"
+    sent = time.monotonic()
+    for _ in range(signals):
+        process.send_signal(number)
+        time.sleep(0.4)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert time.monotonic() - sent < most_s
+    assert err.splitlines()[-1] == "error: interrupted; nothing half-written was left behind"
+    assert not (tmp_path / "y.npz").exists()
