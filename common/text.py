@@ -32,8 +32,14 @@ def lines(*texts: str) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Returns a text out of a file for a line of Markdown: it holds no HTML and ends no line."""
-    return printable(text).replace("<", "&lt;")
+    """Returns a text out of a file as a line of Markdown that shows it as it is.
+
+    It holds no HTML, image or link, begins no heading, quote, list or block of code, and ends
+    neither its line nor a cell of a table.
+    """
+    line = re.sub(r"\\(?=[^\w\s]|$)|[\[\]|]", r"\\\g<0>", printable(text))
+    line = line.replace("<", "&lt;")
+    return re.sub(r"^(\s*)([#>+=~`-])", r"\1\\\2", line)
 
 
 def csv_cell(value: object) -> object:

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.text import table
-from ..report.figures import COLOURS, MARKERS, REFERENCE, drawn, in_percent, log2_axis, look
+from ..report.figures import (
+    COLOURS,
+    MARKERS,
+    REFERENCE,
+    by_factors,
+    drawn,
+    in_percent,
+    log2_axis,
+    look,
+)
 from .findings import BestSubsets, ExpertStudy
 
 if TYPE_CHECKING:
@@ -237,7 +246,7 @@ def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
             places, [search.distinct for _, search in searches], color=COLOURS[0], width=0.6,
             label="best for at least one input",
         )  # fmt: skip
-        right.set_yscale("log")
+        by_factors(right)
         for axes in (left, right):
             axes.set_xticks(places, names, rotation=45, ha="right", rotation_mode="anchor")
 

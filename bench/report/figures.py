@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...common.text import printable
 from ..results import Interval, Results, Row
 from .summary import UNTOUCHED, ErrorBar, Section, Series, engine_name, line_name, sections
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -167,9 +169,24 @@ def drawn(
                 ncols=min(legend, len(handles)),
                 columnspacing=1.2,
             )
+        _show_every_character(figure)
         for path in paths:
             # Without a date in it, the same results make the same file.
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _show_every_character(figure: Figure) -> None:
+    """Writes characters that the font lacks by their numbers, in every text of a figure."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+    from matplotlib.text import Text
+
+    glyphs = get_font(findfont(FontProperties())).get_charmap()
+    for text in figure.findobj(Text):
+        shown = "".join(
+            c if ord(c) in glyphs or c == "\n" else c.encode("ascii", "backslashreplace").decode()
+            for c in printable(text.get_text(), several=True)
+        )
+        text.set_text(shown)
 
 
 def by_factors(axes: Axes) -> None:

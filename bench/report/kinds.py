@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from ...common.text import markdown, table
+from ...common.text import markdown, markdown_text, table
 from ...common.writing import write_text
 from ...errors import CheckError, MoexportError, UsageError
 from ..results import Results, read
@@ -59,7 +59,8 @@ def kinds_text(measured: Mapping[str, Results]) -> str:
 def write_kinds(measured: Mapping[str, Results], folder: Path) -> None:
     """Writes the table as `kinds.md` and `kinds.html`, beside the kinds' own folders."""
     rows = kinds_rows(measured)
-    text = f"# Which k on which kind of node\n\n{markdown(HEADS, rows)}\n\n{RULE}\n"
+    shown = [tuple(map(markdown_text, row)) for row in rows]
+    text = f"# Which k on which kind of node\n\n{markdown(HEADS, shown)}\n\n{RULE}\n"
     write_text(text, folder / "kinds.md")
     body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in rows)
     head = "".join(f"<th>{escape(heading)}</th>" for heading in HEADS)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...common.text import csv_cell, markdown, markdown_text, printable, table
+from ...common.text import csv_cell, markdown, markdown_text, table
+from ...common.text import lines as text_lines
 from ...common.threads import Threads
 from ..analyses.findings import studies_in
 from ..analyses.report import text as studies_text
@@ -142,7 +145,8 @@ def to_markdown(
     absent = (f"not measured: {engine.engine} ({engine.reason})" for engine in results.absent)
     lines += [f"- {markdown_text(line)}" for line in absent]
     if reproduce(results):
-        lines += ["", "```sh", printable(reproduce(results), several=True), "```"]
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", reproduce(results))), default=0))
+        lines += ["", f"{fence}sh", reproduce(results), fence]
     return "\n".join(lines) + "\n"
 
 
@@ -160,14 +164,14 @@ def _section_lines(content: SectionContent) -> Iterator[str]:
 
 
 def markdown_cell(cell: Cell) -> str:
-    """Returns a cell of a section's table for one of Markdown, which no bar may end."""
-    return markdown_text(cell if isinstance(cell, str) else cell[0]).replace("|", "/")
+    """Returns a cell of a section's table for one of Markdown."""
+    return markdown_text(cell if isinstance(cell, str) else cell[0])
 
 
 def _markdown_cells(row: Row, speedup: float | None, devices: int) -> tuple[str, ...]:
     name, k = row_name(row), f"{row.k}/{row.experts}"
     if row.error is not None:
-        return name, k, f"failed: {row.error.replace('|', '/')}"
+        return name, k, f"failed: {row.error}"
     quality = _number(row.accuracy and row.accuracy.top1, ".2%", "")
     if row.perplexity is not None and row.accuracy is None:
         quality = f"ppl {row.perplexity.value:.4g}"
@@ -352,12 +356,15 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def reproduce(results: Results) -> str:
-    """Returns what measures again: versions, hashes of models and data, and the command."""
+    """Returns what measures again: versions, hashes of models and data, and the command.
+
+    Each name and version stays in its own line, and is one word for a shell.
+    """
     packages = results.environment.get("packages")
     versions = dict(packages) if isinstance(packages, dict) else {}
     own = versions.pop("moexport", None)
     lines = [] if own is None else [f"# moexport {own}"]
-    pins = " ".join(f"{name}=={version}" for name, version in versions.items())
+    pins = shlex.join(f"{name}=={version}" for name, version in versions.items())
     lines += [f"pip install {pins}"] if pins else []
     for model in results.models:
         digest = f": sha256 {model.sha256}" if model.sha256 else ""
@@ -369,4 +376,4 @@ def reproduce(results: Results) -> str:
         lines.append(f"# data {source}: sha256 {data.get('sha256')}")
     if results.protocol.get("calibration"):
         lines.append(f"# ranges of INT8 from {results.protocol['calibration']}")
-    return "\n".join([*lines, results.command] if results.command else lines)
+    return text_lines(*lines, *([results.command] if results.command else []))

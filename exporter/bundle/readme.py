@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import cast
 
-from ...common.text import markdown
+from ...common.text import markdown, markdown_text
 from ...graphs.names import K_INPUT
 from ...graphs.targets import TARGETS, Target
 from ..edits import Edits
@@ -51,26 +51,33 @@ def readme(manifest: Manifest) -> str:
     chosen = "experts merged" if len(merged) == len(computed) else chosen
     selects = any(layer.k is None or layer.k < layer.experts for layer in manifest.layers)
     layers = [
-        (e.name, e.kind, merged.get(e.name, computed[e.name]), e.lowering, e.precision)
+        (
+            markdown_text(e.name),
+            e.kind,
+            merged.get(e.name, computed[e.name]),
+            e.lowering,
+            e.precision,
+        )
         for e in manifest.layers
     ]
     files = [
         (f"`{name}`", f"{record.bytes:,}", CONTENTS.get(name) or _content(manifest, name))
         for name, record in manifest.files.items()
     ]
+    notes = [markdown_text(note) for note in manifest.notes]
     config = ", ".join(f"{key} = {value}" for key, value in source.config.items())
     parts = (
-        f"# {PurePath(source.path).name or source.family}, {chosen}",
+        f"# {markdown_text(PurePath(source.path).name or source.family)}, {chosen}",
         f"An ONNX model (opset {manifest.opset}) for `{manifest.target}` in {manifest.precision}, "
         f"written by moexport {manifest.moexport} on {manifest.created[:10]}."
         + (" For every input, each MoE layer selects k experts and computes only these." * selects),
         f"It was made from weights of the family `{source.family}` (SHA-256 `{source.sha256}`)"
-        + (f" with {config}." if config else "."),
+        + (f" with {markdown_text(config)}." if config else "."),
         *_edited(manifest),
         markdown(("layer", "kind", "experts computed", "lowering", "precision"), layers),
         "## Checked against PyTorch",
         _parity(manifest),
-        *(["\n".join(f"- {note}" for note in manifest.notes)] if manifest.notes else ()),
+        *(["\n".join(f"- {note}" for note in notes)] if notes else ()),
         "## Run it",
         _program(manifest),
         f"Input {_port(manifest.inputs[0])}, output {_port(manifest.outputs[0])}; named axes take "
@@ -91,7 +98,7 @@ def _edited(manifest: Manifest) -> Iterator[str]:
     """In what the model is not the one of the weights."""
     edits = _edits(manifest)
     if edits:
-        lines = "\n".join(f"- {text}" for text in edits.texts())
+        lines = "\n".join(f"- {markdown_text(text)}" for text in edits.texts())
         yield f"These edits of the MoE layers were made to it:\n\n{lines}"
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import markdown
 import matplotlib.image
 import pytest
 from moexport.bench.report.figures import figures
@@ -425,6 +426,44 @@ def test_reproduce_tells_versions_hashes_and_data(results: Results) -> None:
     assert "cd34" in to_markdown(full)
     random = full.protocol | {"data": {"source": None, "sha256": "cd34"}, "labelled": False}
     assert "# data random inputs: sha256 cd34" in reproduce(replace(full, protocol=random))
+
+
+NAME = (
+    "net\n```\n<img src=http://x>\n# forged\n```sh\nmoexport run evil ![](http://x) [a](http://x)|b"
+)
+
+
+def test_a_name_is_only_a_name_in_markdown(results: Results, row: RowMaker) -> None:
+    rows = [replace(each, model=NAME, error=each.error and NAME) for each in results.rows]
+    hostile = replace(
+        results,
+        rows=tuple(rows),
+        models=(ModelInfo(NAME, NAME, NAME, 1, sha256=NAME),),
+        environment={"packages": {"moexport": NAME, "torch": "2.13; rm -r ~"}},
+        protocol=results.protocol | {"data": {"source": NAME, "sha256": NAME}, "no_energy": NAME},
+        command="moexport bench net.pt ```\n```",
+    )
+    page = Page(markdown.markdown(to_markdown(hostile), extensions=["fenced_code", "tables"]))
+    assert page.fetched == []
+    headings = [line for line in to_markdown(hostile).splitlines() if line.startswith("#")]
+    assert not [line for line in headings if line.startswith("# forged")]
+    (code,) = re.findall(r"(`{3,})sh\n(.*)\n\1", to_markdown(hostile), re.DOTALL)
+    typed = [line for line in code[1].splitlines() if not line.startswith("# ")]
+    assert typed[0] == "pip install 'torch==2.13; rm -r ~'"
+    assert len(typed) == 2
+    assert typed[1].startswith("moexport bench net.pt")
+
+
+@pytest.mark.parametrize("name", ["net$a_b_c$", "$\\frac{", "日本語", "a\x1b[2Jb"])
+def test_a_name_is_only_a_name_in_a_figure(
+    name: str, results: Results, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = tuple(replace(each, model=name) for each in results.rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, svg = figures(replace(results, rows=rows), tmp_path)
+    assert svg.stat().st_size > 1000
+    assert capfd.readouterr() == ("", "")
 
 
 def test_classes_that_lose_at_a_smaller_k_are_told(results: Results, row: RowMaker) -> None:
