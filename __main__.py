@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .common.console import Console
 from .common.interrupts import interrupts
 from .common.text import likest
-from .errors import MoexportError, tells_of_memory
+from .errors import MoexportError, tells_of_memory, tells_of_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,6 +140,12 @@ def _run(console: Console, signals: list[str]) -> None:
         elif memory is not None:
             message = f"the machine's memory ran out ({_named(memory)})"
             hint = "close other programs, raise the limit (ulimit -v), or take a machine with more"
+        elif any(map(tells_of_threads, errors)):
+            message = "the system starts no further thread"
+            hint = (
+                "raise the limit (ulimit -u, the pids of a container), or use fewer: "
+                "OMP_NUM_THREADS=1, or --threads 1 where a command has it"
+            )
         else:
             message = _named(error)
             hint = "this is a defect of moexport: --verbose shows where; please report it"

@@ -153,3 +153,14 @@ def tells_of_memory(error: BaseException) -> bool:
         return True
     words = ImportError | RuntimeError | SystemError
     return isinstance(error, words) and re.search(NO_MEMORY, str(error)) is not None
+
+
+NO_THREAD = r"can't start new thread|pthread_create failed|Resource temporarily unavailable"
+"""How Python, ONNX Runtime and C++ say that the system starts no thread."""
+
+
+def tells_of_threads(error: BaseException) -> bool:
+    """Whether an error says that the system starts no further thread or process."""
+    if getattr(error, "errno", None) == errno.EAGAIN:
+        return True
+    return isinstance(error, RuntimeError) and re.search(NO_THREAD, str(error)) is not None

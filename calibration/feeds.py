@@ -498,6 +498,8 @@ def _array(archive: zipfile.ZipFile, path: Path, name: str) -> np.ndarray:
 @contextmanager
 def _readable(path: Path, kind: str) -> Iterator[None]:
     """Within the context, what makes a file unreadable is a `FeedError` that names it."""
+    if path.exists() and not path.is_file():  # a device never ends, and a pipe cannot be searched
+        raise FeedError(f"{path}: not a file", hint=f"give inputs in a file: inputs{kind}")
     try:
         yield
     except UNREADABLE as error:

@@ -31,6 +31,7 @@ objects: their bytes."""
 TAR, PARQUET = ".tar", ".parquet"
 SHARD_BATCH = 32
 MOST_SHARDS = 1_000_000
+MOST_DIGITS = 18
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
@@ -53,6 +54,8 @@ def shards_of(where: object) -> list[AnyPlace] | None:
         if span is None:
             return [text]
         first, last = span.groups()
+        if max(len(first), len(last)) > MOST_DIGITS:
+            raise FeedError(f"{text[:80]}…: numbers of shards have up to {MOST_DIGITS} digits")
         if not int(first) <= int(last) < int(first) + MOST_SHARDS:
             raise FeedError(f"{text}: a range of shards begins with the lower number")
         numbers = range(int(first), int(last) + 1)

@@ -14,8 +14,9 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..errors import ClusterError, MissingExtraError, MoexportError, install
@@ -186,26 +187,29 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
             "--ray needs Ray, which is not installed", hint=install("ray")
         ) from error
     mine = not ray.is_initialized()
-    folder = ExitStack()
-    try:
-        if mine:
-            _knock(address)
-            own = {} if address != LOCAL else _own_folder(folder)
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
-    except ray.exceptions.AuthenticationError as error:
-        raise ClusterError(
-            f"--ray {address}: the cluster wants a token, and this is not the one that was given",
-            hint="put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token, and set "
-            "RAY_AUTH_MODE=token; `ray get-auth-token` shows it on the head node",
-        ) from error
-    except Exception as error:  # Ray raises errors of several kinds, also of its network library
-        raise ClusterError(
-            f"--ray {address}: no cluster that can be used ({in_one_line(error)})",
-            hint="`ray status` tells of the cluster; `ray start --head` starts one here; "
-            "--ray auto takes that of this machine, --ray local starts one for this run; one that "
-            "wants a token is told it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
-        ) from error
-    with folder:
+    with ExitStack() as until_the_end:
+        try:
+            if mine:
+                _knock(address)
+                own: Any = nullcontext({})
+                if address == LOCAL:
+                    own = _own_cluster(until_the_end.enter_context(_own_folder()))
+                with own as options:
+                    ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        except ray.exceptions.AuthenticationError as error:
+            raise ClusterError(
+                f"--ray {address}: the cluster wants a token, and this is not the one that was "
+                "given",
+                hint="put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token, and set "
+                "RAY_AUTH_MODE=token; `ray get-auth-token` shows it on the head node",
+            ) from error
+        except Exception as error:  # of several kinds, also of Ray's network library
+            raise ClusterError(
+                f"--ray {address}: no cluster that can be used ({in_one_line(error)})",
+                hint="`ray status` tells of the cluster; `ray start --head` starts one here; "
+                "--ray auto takes that of this machine, --ray local starts one for this run; one "
+                "that wants a token is told it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
+            ) from error
         try:
             if mine and address == LOCAL:
                 _check_loopback(ray)
@@ -215,11 +219,31 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
                 ray.shutdown()
 
 
-def _own_folder(stack: ExitStack) -> dict[str, str]:
-    """Where a cluster of one's own keeps its files: /tmp/ray may be another user's."""
-    folder = tempfile.TemporaryDirectory(prefix="moexport-", ignore_cleanup_errors=True)
-    place = stack.enter_context(folder)
-    return {"_temp_dir": place} if len(place) <= LONGEST_SOCKET_FOLDER else {}
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """Where a cluster of one run keeps its files: /tmp/ray may be another user's."""
+    return tempfile.TemporaryDirectory(prefix="moexport-", ignore_cleanup_errors=True)
+
+
+@contextmanager
+def _own_cluster(folder: str) -> Iterator[dict[str, Any]]:
+    """Yields the options of `ray.init` for a cluster of one run; it is to be started in the block.
+
+    Ray asks the metadata hosts of three clouds where it runs, unless a file in the home directory
+    describes the cluster: it sees another home, and its workers the user's.
+    """
+    (Path(folder) / "ray_bootstrap_config.yaml").touch()
+    options: dict[str, Any] = {"include_dashboard": False}
+    if len(folder) <= LONGEST_SOCKET_FOLDER:
+        options["_temp_dir"] = folder
+    home = os.environ.get("HOME")
+    if home is None:  # on Windows
+        yield options
+        return
+    os.environ["HOME"] = folder
+    try:
+        yield options | {"runtime_env": {"env_vars": {"HOME": home}}}
+    finally:
+        os.environ["HOME"] = home
 
 
 def _check_loopback(ray: Any) -> None:

@@ -53,7 +53,9 @@ def keep_compiled_code_private() -> None:
     lies there is loaded. Where the own folder is open to others, code is kept until the end of the
     process alone.
     """
-    if COMPILED in os.environ:
+    named = os.environ.get(COMPILED)
+    # PyTorch writes its default there, too, as soon as it has looked for it.
+    if named is not None and not Path(named).name.startswith("torchinductor_"):
         return
     from .writing import scratch_until_exit
 

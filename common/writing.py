@@ -35,6 +35,7 @@ HINTS = {
     errno.EBUSY: "a folder that is in use cannot be replaced: choose one inside it with -o",
     errno.ENAMETOOLONG: "choose a shorter -o",
     errno.EFBIG: "the file system takes no file of that size: choose another -o",
+    errno.EIO: "the disk fails, or the connection to it: look at the system's log",
 }
 """What to do where writing fails for a reason that is not ours, by the system's error."""
 
@@ -91,6 +92,18 @@ def _check(folder: Path, place: Path, option: str = "-o") -> None:
         raise OutputError(
             f"{place}: cannot be written: no permission in {folder}", hint=HINTS[errno.EACCES]
         )
+    find_temporary_folder(folder)
+
+
+def find_temporary_folder(beside: Path) -> None:
+    """Lets temporary files lie beside what is written where the system has no folder for them.
+
+    In a container whose root is read-only only the folder of the results can be written to.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        tempfile.tempdir = os.environ["TMPDIR"] = str(beside)  # for programs that are started, too
 
 
 def nearest(place: Path) -> Path:
@@ -132,11 +145,22 @@ def output_errors(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in FULL and error.filename is not None
-        where = error.filename if full and PARTIAL not in str(error.filename) else place
-        raise OutputError(
-            f"{where}: cannot be written: {error.strerror or error}", hint=hint(error)
-        ) from error
+        raise OutputError(refused(place, error), hint=hint(error)) from error
+
+
+def refused(place: Path, error: OSError) -> str:
+    """Returns what the system refuses to write: `place`, a file in it, or one elsewhere."""
+    why = error.strerror or str(error)
+    named = None if error.filename is None else Path(os.fsdecode(error.filename))
+    if named is not None and error.errno in FULL and not any(map(is_partial, _way(named))):
+        return f"{named}: cannot be written: {why}"
+    if named is not None and named.parent != place.parent and is_partial(named.parent):
+        return f"{place / named.name}: cannot be written: {why}"
+    return f"{place}: cannot be written: {why}"
+
+
+def _way(path: Path) -> tuple[Path, ...]:
+    return (path, *path.parents)
 
 
 @contextmanager
@@ -155,7 +179,7 @@ def whole_file(place: Path) -> Iterator[Path]:
     ):
         yield partial
         to_disk(partial)
-        partial.replace(target)
+        move(partial, target)
         to_disk(target.parent)
 
 
@@ -223,18 +247,45 @@ def replace_folder(new: Path, target: Path) -> None:
     aside = _beside(target, OLD)
     try:
         with suppress(FileNotFoundError):
-            target.rename(aside)
-        new.rename(target)
+            move(target, aside)
+        move(new, target)
     finally:
         if aside.exists():
             _restore(aside, target)
     to_disk(target.parent)
+    if aside.exists():
+        raise OutputError(
+            f"{aside}: the old folder cannot be removed; the new one is complete: {target}",
+            hint="remove the old one by hand: it is only read, or in use",
+        )
+
+
+def move(old: Path, new: Path) -> None:
+    """Renames a file or folder, on another file system too: there a copy is renamed.
+
+    In a container two names in one folder may lie on two file systems: what its image has, and what
+    was written since.
+    """
+    try:
+        old.replace(new)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        with _temporary(new, "", lambda _: None) as copy:
+            if old.is_dir():
+                shutil.copytree(old, copy, symlinks=True)
+            else:
+                shutil.copy2(old, copy)
+            for path in (*copy.rglob("*"), copy):
+                to_disk(path)
+            copy.rename(new)
+        _remove(old)
 
 
 def _restore(aside: Path, target: Path) -> None:
     """Moves back a folder that was moved aside, or removes it where another has its place."""
     if not target.exists():
-        aside.rename(target)
+        move(aside, target)
     remove_folder(aside)
 
 
@@ -260,7 +311,7 @@ def to_disk(path: Path) -> None:
         os.fsync(handle)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of a file system without it
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(handle)
 

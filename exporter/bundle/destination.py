@@ -11,10 +11,12 @@ from pathlib import Path, PurePosixPath
 from ...common.documents import object_in
 from ...common.writing import (
     HINTS,
+    find_temporary_folder,
     hint,
     is_partial,
     made_folder,
     nearest,
+    refused,
     replace_folder,
     temporary_folder,
 )
@@ -64,6 +66,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
             f"{parent}: not a folder, so {destination.name} cannot lie in it",
             hint="choose another -o",
         )
+    find_temporary_folder(parent)
     if needed_bytes:
         free = shutil.disk_usage(parent).free
         if free < needed_bytes:
@@ -129,7 +132,4 @@ def _files_of_bundle(folder: Path) -> set[str] | None:
 
 
 def _unwritable(destination: Path, error: OSError) -> BundleError:
-    return BundleError(
-        f"{destination}: cannot be written: {error.strerror}",
-        hint=hint(error),
-    )
+    return BundleError(refused(destination, error), hint=hint(error))
