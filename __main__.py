@@ -125,34 +125,39 @@ def _run(console: Console, signals: list[str]) -> None:
         if console.verbose:
             raise
         reserve.clear()
-        errors = _chain(error)
-        for cause in errors:
-            traceback.clear_frames(cause.__traceback__)
-        memory = next(filter(tells_of_memory, errors), None)
-        from .common.writing import FULL  # only now: --help takes no longer than it must
-
-        if isinstance(error, OSError) and error.errno in FULL:
-            message = f"{error.filename or 'a file'}: cannot be written: {error.strerror}"
-            hint = "free some space beside -o and for temporary files, whose folder TMPDIR names"
-        elif isinstance(error, OSError) and error.errno in UNREADABLE:
-            message = f"{error.filename}: {error.strerror}"
-            hint = "check the path and its permissions"
-        elif memory is not None:
-            message = f"the machine's memory ran out ({_named(memory)})"
-            hint = "close other programs, raise the limit (ulimit -v), or take a machine with more"
-        elif any(map(tells_of_threads, errors)):
-            message = "the system starts no further thread"
-            hint = (
-                "raise the limit (ulimit -u, the pids of a container), or use fewer: "
-                "OMP_NUM_THREADS=1, or --threads 1 where a command has it"
-            )
-        else:
-            message = _named(error)
-            hint = "this is a defect of moexport: --verbose shows where; please report it"
-        console.error(message, hint)
+        console.error(*_why(error))
         sys.exit(1)
     if status == INTERRUPTED:  # what the parser makes of an interrupt
         raise KeyboardInterrupt
+
+
+def _why(error: Exception) -> tuple[str, str]:
+    """What went wrong that no part of moexport expects, and what to do."""
+    errors = _chain(error)
+    for cause in errors:
+        traceback.clear_frames(cause.__traceback__)
+    from .common.writing import FULL  # only now: --help takes no longer than it must
+
+    if isinstance(error, OSError) and error.errno in FULL:
+        return (
+            f"{error.filename or 'a file'}: cannot be written: {error.strerror}",
+            "free some space beside -o and for temporary files, whose folder TMPDIR names",
+        )
+    if isinstance(error, OSError) and error.errno in UNREADABLE:
+        return f"{error.filename}: {error.strerror}", "check the path and its permissions"
+    memory = next(filter(tells_of_memory, errors), None)
+    if memory is not None:
+        return (
+            f"the machine's memory ran out ({_named(memory)})",
+            "close other programs, raise the limit (ulimit -v), or take a machine with more",
+        )
+    if any(map(tells_of_threads, errors)):
+        return (
+            "the system starts no further thread",
+            "raise the limit (ulimit -u, the pids of a container), or use fewer: "
+            "OMP_NUM_THREADS=1, or --threads 1 where a command has it",
+        )
+    return _named(error), "this is a defect of moexport: --verbose shows where; please report it"
 
 
 def _status(app: Callable[..., object], signals: list[str]) -> object:

@@ -224,6 +224,8 @@ def read_files(weights: WeightFiles) -> Mapping[str, Any]:
     if not weights.keys:
         return read_file(weights.files[0])
     merged: dict[str, Any] = {}
+    # Together: each alone may be small enough.
+    _check_archives(*(path for path in weights.files if zipfile.is_zipfile(path)))
     for path in weights.files:
         shard = read_file(path)
         missing = [key for key in weights.keys[path] if key not in shard]
@@ -278,14 +280,17 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
 
 
-def _check_archive(path: Path) -> None:
-    """Raises CheckpointError for a zip archive that would unpack to far more than its size."""
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as archive:
-        unpacked = sum(entry.file_size for entry in archive.infolist())
+def _check_archives(*paths: Path) -> None:
+    """Raises CheckpointError for zip archives that would unpack to far more than their size."""
+    size, unpacked = 0, 0
+    for path in paths:
+        size += path.stat().st_size
+        with zipfile.ZipFile(path) as archive:
+            unpacked += sum(entry.file_size for entry in archive.infolist())
     if unpacked > allowed_bytes(size):
+        where = paths[0] if len(paths) == 1 else f"{paths[0].parent}: {len(paths)} shards"
         raise CheckpointError(
-            f"{path}: {size} bytes that would unpack to {unpacked}", hint="save it uncompressed"
+            f"{where}: {size} bytes that would unpack to {unpacked}", hint="save it uncompressed"
         )
 
 
@@ -328,7 +333,7 @@ def _read_pickled(path: Path) -> Any:
         start = file.read(tarfile.BLOCKSIZE)
     is_zip = start[:4] == b"PK\x03\x04"
     if is_zip:
-        _check_archive(path)
+        _check_archives(path)
     elif _is_tar(start):  # which PyTorch opens with what hangs on a header that is ill meant
         raise CheckpointError(f"{path}: a tar, as PyTorch wrote before 0.1.10", hint=RESAVE)
     _check_pickles(path, is_zip)

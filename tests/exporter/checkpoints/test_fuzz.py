@@ -304,6 +304,19 @@ def test_an_ill_meant_checkpoint_is_refused_at_once(tmp_path: Path, case: str) -
         load(path)
 
 
+def test_shards_that_are_small_alone_are_counted_together(tmp_path: Path) -> None:
+    """40 archives of 100 kB, each of which unpacks to 100 MB of zeros: 3.9 GB."""
+    first = tmp_path / "model-01.npz"
+    np.savez_compressed(first, w=np.zeros((100, 1 << 18), np.float32))
+    names = [f"model-{number:02}.npz" for number in range(1, 41)]
+    for name in names[1:]:
+        (tmp_path / name).hardlink_to(first)
+    index = {"weight_map": {f"w{i}" if i else "w": name for i, name in enumerate(names)}}
+    (tmp_path / "model.npz.index.json").write_text(json.dumps(index))
+    with pytest.raises(MoexportError, match="40 shards: .* bytes that would unpack to"):
+        load(tmp_path / "model.npz.index.json")
+
+
 def test_a_deep_config_beside_the_weights_is_refused(tmp_path: Path) -> None:
     torch.save(vit_state(), tmp_path / "w.pt")
     (tmp_path / "config.json").write_text("[" * 100_000)
