@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
-import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,30 +39,37 @@ def interrupts(end: Callable[[], None]) -> Iterator[list[str]]:
     taken = [n for n in numbers if n is not None and signal.getsignal(n) is not signal.SIG_IGN]
     for number in taken:
         signal.signal(number, interrupt)
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    with _watched(taken, raised_at, end):
+        yield received
+
+
+@contextmanager
+def _watched(taken: list[int], raised_at: list[float], end: Callable[[], None]) -> Iterator[None]:
+    """Within the block a thread calls `end` for a signal that Python does not get to."""
+    if sys.platform == "win32":  # which tells of signals through sockets alone
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     with suppress(RuntimeError):  # no thread can be started: signals wait for Python, then
         Thread(target=_watch, args=(reader, taken, raised_at, end), daemon=True).start()
     try:
-        yield received
+        yield
     finally:
         signal.set_wakeup_fd(before)
-        writer.close()
+        os.close(writer)
 
 
-def _watch(
-    reader: socket.socket, taken: list[int], raised_at: list[float], end: Callable[[], None]
-) -> None:
-    """Calls `end` for a signal that Python does not get to; returns when the block ends."""
-    with reader:
-        while content := reader.recv(1):
-            sent = time.monotonic()
-            if content[0] in taken and _stuck(reader, raised_at, sent):
-                end()
+def _watch(reader: int, taken: list[int], raised_at: list[float], end: Callable[[], None]) -> None:
+    while content := os.read(reader, 1):
+        sent = time.monotonic()
+        if content[0] in taken and _stuck(reader, raised_at, sent):
+            end()
+    os.close(reader)
 
 
-def _stuck(reader: socket.socket, raised_at: list[float], sent: float) -> bool:
+def _stuck(reader: int, raised_at: list[float], sent: float) -> bool:
     """Whether Python raises nothing for a signal in time, or until another follows."""
     while raised_at[0] < sent:
         waited = time.monotonic() - sent
