@@ -1,0 +1,262 @@
+"""A first adapter for a layer: its experts are read, and what is around them is guessed.
+
+Each guess is a text that is run as a user's would be, and compared with what the layer gives. One
+that matches is the adapter; without one it is said which part was not recognised, and the layer's
+own forward is the start of an adapter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....common.console import Progress, Silent
+from ....common.threads import with_threads
+from ....common.user_code import module_made
+from ....errors import UsageError
+from ...inputs import parse_range
+from ..calls import LayerCall
+from ..examples import INPUT_SHAPE
+from ..mismatch import CLOSE
+from .forms import Guess, Limit, Routed
+from .kept import kept_adapter, key_of, keep_adapter
+from .readings import INPUTS, TOKENS, Reading, Sizes, call_of, called, readings_of
+from .seen import Watched
+from .soft_forms import Soft
+from .start import joined, start_of
+from .tries import Tries
+
+ARGUMENTS = "--set gives its arguments: --set dim=64 --set num_experts=8"
+
+MOST_NEARLY = 6
+"""Texts that match usual inputs alone, and are tried with limits that the layer has."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstAdapter:
+    """An adapter as Python code.
+
+    `missing` says what was not recognised, empty where it matches. `notes` say what the layer's
+    forward also has and no input reached, so that the adapter may lack it.
+    """
+
+    code: str
+    missing: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def first_adapter(
+    source: str,
+    config: Mapping[str, Any],
+    sizes: Sizes | None = None,
+    progress: Progress | None = None,
+) -> FirstAdapter:
+    """Returns an adapter for the layer that `package.module:Class` makes with `config`.
+
+    Raises UsageError where it cannot be made or called, and FamilyError where it holds no experts.
+    """
+    sizes, progress = sizes or Sizes(), progress or Silent()
+    arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
+    torch.manual_seed(0)
+    layer = module_made(source, "a layer", arguments, ARGUMENTS)
+    layer = layer.float().eval().requires_grad_(False)
+    for parameter in layer.parameters():  # zeros and ones hide what multiplies and adds
+        if parameter.ndim < 2 or float(parameter.std()) == 0:
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    key = key_of(layer, source, config, sizes)
+    known = kept_adapter(key)
+    if known is not None:
+        progress.step(f"{source} was searched before: its result is taken again")
+        return FirstAdapter(**known)
+    # The layers are small: more threads than one take longer, on a busy machine far longer.
+    with with_threads(1):
+        found = _Search(layer, config.get(INPUT_SHAPE), sizes, source, progress).result()
+    keep_adapter(key, code=found.code, missing=found.missing, notes=found.notes)
+    return found
+
+
+def sizes_of(batch: str | int | None, tokens: str | int | None) -> Sizes:
+    """Returns the sizes to try a layer with, by `--batch` and `--tokens` as they were given."""
+    batches, lengths = (
+        None if given is None else parse_range(str(given), option)
+        for given, option in ((batch, "--batch"), (tokens, "--tokens"))
+    )
+    usual = Sizes()
+    return Sizes(
+        batches=usual.batches if batches is None else (batches.opt, batches.min, batches.max),
+        tokens=usual.tokens if lengths is None else (lengths.opt, lengths.min, lengths.max),
+        asked_batches=batches is not None,
+        asked_tokens=lengths is not None,
+    )
+
+
+@dataclass(slots=True)
+class _Tried:
+    """What became of one reading of the experts."""
+
+    guess: Guess
+    watched: Watched
+    forms: int = 0
+    nearest: float = inf
+    right_experts: bool = False
+    nearly: list[tuple[str, str, float]] = field(default_factory=list)
+    """Texts that match usual inputs, the inputs that they do not match, and how far off they are."""
+
+
+class _Search:
+    """The guesses for one layer, for one reading of its experts after the other."""
+
+    def __init__(
+        self, layer: nn.Module, shape: object, sizes: Sizes, source: str, progress: Progress
+    ) -> None:
+        self.layer, self.shape, self.sizes = layer, shape, sizes
+        self.source, self.progress = source, progress
+
+    def result(self) -> FirstAdapter:
+        """Returns the first guess that matches, or a start with what is missing."""
+        readings = readings_of(self.layer)
+        readable = [reading for reading in readings if reading.problem is None]
+        tried, refused = [], None
+        for reading in readable:
+            try:
+                guess, watched = self._guess(reading)
+            except UsageError as error:
+                refused = refused or error
+                continue
+            one = _Tried(guess, watched)
+            tried.append(one)
+            found = self._matching(one)
+            if found is not None:
+                return FirstAdapter(self._whole(found, reading), (), _notes(one.watched))
+        if readable and not tried:
+            assert refused is not None
+            raise refused
+        if (one := next((one for one in tried if one.nearly), None)) is not None:
+            return self._nearly(one)
+        start, lines = start_of(self.layer, readings[0] if not tried else tried[0].guess.reading), []
+        reading = readings[0] if not tried else tried[0].guess.reading
+        inner = joined(start.lines)
+        lines = [*start.before, f"def forward({start.parameters}):", inner, ""]
+        body = "\n".join([*lines, f"return moexport.Experts({reading.keywords}, forward=forward)"])
+        missing = (*map(_said, tried), *(_unread(r) for r in readings if r.problem is not None))
+        return FirstAdapter(self._whole(body, reading, start.imports), missing[:3])
+
+    def _guess(self, reading: Reading) -> tuple[Guess, Watched]:
+        """A reading with a call that the layer takes; raises UsageError where it takes none."""
+        watched = Watched(self.layer)
+        call = called(self.layer, reading, self.shape, self.sizes, self.source)
+        with watched.calling():
+            call_of(self.layer, (call.x, *call.further))
+        return Guess(self.layer, reading, call, self.source), watched
+
+    def _matching(self, one: _Tried) -> str | None:
+        """The first text that matches every call; `one` learns what came near."""
+        guess = one.guess
+        self.progress.step(f"trying {self.source}: {guess.reading.words}")
+        tries = Tries(guess, self.sizes, one.watched)
+        routed, soft = Routed(guess), Soft(guess)
+        candidates = itertools.chain(
+            ((routed.text(form), form) for form in routed.matching()),
+            ((form.text, form) for form in soft.matching()),
+        )
+        limits, nearly = one.watched.limits, 0
+        for text, form in candidates:
+            if guess.off(text) > CLOSE:
+                continue
+            fails = tries.fails(text)
+            if fails is None:
+                return text
+            one.nearly.append((text, *fails))
+            for limited in self._limited(routed, soft, form, limits):
+                if guess.off(limited) <= CLOSE and tries.fails(limited) is None:
+                    return limited
+            nearly += 1
+            if nearly == MOST_NEARLY:
+                break
+        one.forms, one.right_experts = soft.tried + routed.tried, routed.right_experts
+        one.nearest = min([*soft.nearest.values(), routed.nearest])
+        return None
+
+    @staticmethod
+    def _limited(
+        routed: Routed, soft: Soft, form: Any, limits: Sequence[Limit]
+    ) -> Iterator[str]:
+        """Yields the texts of a form with the limits that the layer's forward has."""
+        from .forms import RoutedForm
+
+        for limit in limits:
+            if isinstance(form, RoutedForm):
+                yield from map(routed.text, form.limited(limit))
+            else:
+                yield from soft.limited(form, limit)
+
+    def _nearly(self, one: _Tried) -> FirstAdapter:
+        """The text that matches usual inputs, with what the layer does besides."""
+        text, words, off = one.nearly[0]
+        also = one.watched.all_places()
+        has = f"; its forward also has {'; '.join(also)}" if also else ""
+        missing = (
+            f"what was found matches usual inputs, and is off by {off:.2g} of max|y| for "
+            f"{words}{has}"
+        )
+        comments = [f"# Not all of the layer: off by {off:.2g} of max|y| for {words}."]
+        comments += [f"# Its forward also has {each}" for each in also]
+        return FirstAdapter(
+            self._whole("\n".join([*comments, text]), one.guess.reading), (missing,)
+        )
+
+    def _whole(self, body: str, reading: Reading, more: Sequence[str] = ()) -> str:
+        """The module of an adapter: imports and the function."""
+        del reading
+        name, where = type(self.layer).__name__, type(self.layer).__module__
+        own = f"from {where} import {name}"
+        imports = ["import moexport"]
+        imports += ["import torch"] if "torch." in body else []
+        imports += ["from torch.nn import functional as F"] if "F." in body else []
+        imports += [line for line in more if line not in (*imports, own)]
+        return "\n".join(
+            [
+                *dict.fromkeys(imports),
+                *([own] if own not in imports else []),
+                *("", "", f"@moexport.adapts({name})", f"def adapt(layer: {name}):"),
+                joined(body.splitlines()),
+                "",
+            ]
+        )
+
+
+def _notes(watched: Watched) -> tuple[str, ...]:
+    return tuple(
+        f"no input that was tried reached {each}: look whether the adapter needs it"
+        for each in watched.unreached()
+    )
+
+
+def _unread(reading: Reading) -> str:
+    return f"the experts: {reading.problem}"
+
+
+def _said(one: _Tried) -> str:
+    """What became of a reading, in words."""
+    guess = one.guess
+    read = f"moexport read {guess.reading.words}"
+    given = ", ".join(guess.further)
+    around = "what is around the experts" + (f", with {given}" if given else "")
+    if one.right_experts:
+        return (
+            f"{around}: {read}; their outputs are right, and what they are weighted with was not "
+            f"found ({one.forms} usual forms were tried)"
+        )
+    if one.nearest == inf:
+        others = ", ".join(f"{code} {list(p.shape)}" for code, p in guess.others)
+        return f"the router: {read}, and none of the other parameters fits one ({others or 'none'})"
+    return (
+        f"{around}: {read}; {one.forms} usual forms were tried, and the nearest is off by "
+        f"{one.nearest:.2g} of max|y|"
+    )

@@ -1,0 +1,167 @@
+"""A start for an adapter: the layer's own forward, with the experts' part marked."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import nn
+
+from .readings import Reading, further_inputs
+
+CALLS = (
+    "(slots, combine=C)    slots [b, n, p, d], C [b, m, n, p]",
+    "(x, weights=w)        x [..., d], w [..., n]",
+    "(x, index, weights)   index and weights [..., k]",
+)
+
+MARK = "  # <- experts"
+
+EXPERTS, LAYER = "experts", "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A forward: its parameters, the experts first, its lines, and what stands before it."""
+
+    parameters: str
+    lines: tuple[str, ...]
+    imports: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+
+def start_of(layer: nn.Module, reading: Reading) -> Start:
+    """Returns a layer's forward as an adapter would have it, or a frame where it cannot be read."""
+    own = _OwnForward.of(layer)
+    if own is None:
+        names = ", ".join([EXPERTS, "x", *further_inputs(layer)])
+        lines = (*_said("What the layer computes", EXPERTS), "raise NotImplementedError")
+        return Start(names, lines)
+    bank = EXPERTS if EXPERTS not in own.names else "bank"
+    whole = LAYER if LAYER not in own.names else "whole"
+    return Start(
+        parameters=", ".join([bank, *([own.parameters] if own.parameters else [])]),
+        lines=(*_said(f"The layer's forward ({own.place})", bank), *own.lines(whole, reading.uses)),
+        imports=tuple(own.imports()),
+        before=() if whole == LAYER else (f"{whole} = {LAYER}",),
+    )
+
+
+def _said(what: str, bank: str) -> Iterator[str]:
+    yield f"# {what}. The lines marked '<- experts' use them: put one"
+    yield "# call in their place, in one of three ways:"
+    yield from (f"#   {bank}{call}" for call in CALLS)
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnForward:
+    """The source of a forward: its tree, its text, and the module it is in."""
+
+    tree: ast.FunctionDef
+    text: str
+    cls: type[nn.Module]
+    place: str
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> _OwnForward | None:
+        kind = type(layer)
+        try:
+            lines, first = inspect.getsourcelines(kind.forward)
+            file = inspect.getsourcefile(kind.forward) or ""
+            text = textwrap.dedent("".join(lines))
+            (tree,) = ast.parse(text).body
+        except (OSError, TypeError, SyntaxError, ValueError):
+            return None
+        if not isinstance(tree, ast.FunctionDef) or "super(" in text or not tree.args.args:
+            return None
+        place = f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}, line {first}"
+        return cls(tree, text, kind, place)
+
+    @property
+    def name(self) -> str:
+        """What the forward calls the layer: `self`."""
+        return self.tree.args.args[0].arg
+
+    @property
+    def parameters(self) -> str:
+        """The parameters after the layer, without what their annotations say."""
+        arguments: ast.arguments = ast.parse(f"def f({ast.unparse(self.tree.args)}): ...").body[0].args  # type: ignore[attr-defined]
+        del arguments.args[0]
+        for each in (*arguments.args, *arguments.kwonlyargs, *arguments.posonlyargs):
+            each.annotation = None
+        for other in (arguments.vararg, arguments.kwarg):
+            if other is not None:
+                other.annotation = None
+        return ast.unparse(arguments)
+
+    @property
+    def names(self) -> set[str]:
+        """All names in the forward."""
+        nodes = [*ast.walk(self.tree)]
+        named = {node.id for node in nodes if isinstance(node, ast.Name)}
+        return named | {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+    def lines(self, whole: str, uses: frozenset[str]) -> list[str]:
+        """The lines of the body, `whole` for `self`, those marked that use these attributes."""
+        body = self.tree.body
+        first = body[1 if len(body) > 1 and ast.get_docstring(self.tree) is not None else 0]
+        nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute | ast.Name)]
+        marked = {node.end_lineno for node in nodes if self._uses(node, uses)}
+        text = self.text.splitlines()
+        for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset), reverse=True):
+            if isinstance(node, ast.Name) and node.id == self.name:
+                raw = text[node.lineno - 1].encode()
+                after = raw[node.col_offset + len(self.name.encode()) :]
+                text[node.lineno - 1] = (raw[: node.col_offset] + whole.encode() + after).decode()
+        for line in marked:
+            assert line is not None
+            text[line - 1] += "" if text[line - 1].endswith("\\") else MARK
+        kept = text[first.lineno - 1 :]
+        if not kept[0][: first.col_offset].isspace():  # on the line of its `def`
+            kept[0] = kept[0][first.col_offset :]
+        return textwrap.dedent("\n".join(kept)).rstrip().splitlines()
+
+    def _uses(self, node: ast.AST, uses: frozenset[str]) -> bool:
+        """Whether an attribute of the layer is its experts, or a method that uses them."""
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+            return False
+        if node.value.id != self.name:
+            return False
+        if node.attr in uses:
+            return True
+        method = getattr(self.cls, node.attr, None)
+        try:
+            text = inspect.getsource(method) if callable(method) else ""
+        except (OSError, TypeError):
+            return False
+        return any(f".{name}" in text for name in uses)
+
+    def imports(self) -> Iterator[str]:
+        """Yields the imports of the module's names that the body uses."""
+        module = sys.modules.get(self.cls.__module__)
+        known: Mapping[str, object] = {} if module is None else vars(module)
+        used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        used -= {argument.arg for argument in ast.walk(self.tree) if isinstance(argument, ast.arg)}
+        for name in sorted(used & known.keys()):
+            value = known[name]
+            if not isinstance(value, ModuleType):
+                yield f"from {self.cls.__module__} import {name}"
+                continue
+            parent, _, last = value.__name__.rpartition(".")
+            if name == value.__name__:
+                yield f"import {name}"
+            elif parent:
+                renamed = "" if last == name else f" as {name}"
+                yield f"from {parent} import {last}{renamed}"
+            else:
+                yield f"import {value.__name__} as {name}"
+
+
+def joined(lines: Sequence[str], indent: str = "    ") -> str:
+    """Returns lines indented, empty ones without spaces."""
+    return "\n".join(f"{indent}{line}" if line.strip() else "" for line in lines)
