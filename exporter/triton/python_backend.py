@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import moexport
 import numpy as np
+
+import moexport
 from moexport.errors import FeedError, MoexportError
 
 triton: Any = importlib.import_module("triton_python_backend_utils")  # Triton's own

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....common.console import Progress
 from ....errors import MoexportError
 from ..calls import LayerCall
 from ..comparison import result_of_code, surroundings
@@ -39,6 +40,26 @@ def distance(expected: Tensor, actual: Tensor | None) -> float:
     return max(difference(a, b) for a, b in zip(expected, actual, strict=True))
 
 
+SAID_EVERY = 100
+"""So many forms are tried between two lines that say so."""
+
+
+class Count:
+    """How many forms were tried of one reading, and how near the nearest is."""
+
+    def __init__(self, progress: Progress, what: str) -> None:
+        self.forms, self.nearest = 0, inf
+        self._progress, self._what = progress, what
+        progress.step(f"{what}: reading its forward")
+
+    def add(self, off: float = inf) -> None:
+        """Counts a form, which is this far off."""
+        self.forms += 1
+        self.nearest = min(self.nearest, off)
+        if self.forms % SAID_EVERY == 0:
+            self._progress.step(f"{self._what}: {self.forms} forms")
+
+
 @dataclass(frozen=True, slots=True)
 class Guess:
     """A layer, a reading of its experts, and a call of it that adapters are compared with."""
@@ -47,6 +68,7 @@ class Guess:
     reading: Reading
     call: LayerCall
     source: str
+    count: Count
 
     @property
     def further(self) -> dict[str, Tensor]:
@@ -98,7 +120,7 @@ class Guess:
             code_of(self.layer, name)
             for name, module in self.layer.named_modules()
             if is_norm(module)
-            and tuple(module.normalized_shape) == (self.reading.dim,)  # type: ignore[arg-type]
+            and tuple(module.normalized_shape) == (self.reading.dim,)
             and not any(id(p) in self.reading.own for p in module.parameters())
         ]
 
@@ -112,7 +134,8 @@ class Guess:
         """The numbers that the layer and its parts hold, by the code that reads them."""
         found: dict[str, float] = {}
         for path, module in self.layer.named_modules():
-            if any(id(p) in self.reading.own for p in module.parameters(recurse=False)):
+            own = any(id(p) in self.reading.own for p in module.parameters())
+            if path and own:
                 continue
             code = code_of(self.layer, path)
             for name, value in vars(module).items():
@@ -223,11 +246,18 @@ class Routed:
 
     def __init__(self, guess: Guess) -> None:
         self.guess = guess
-        self.tried, self.nearest = 0, inf
         self.right_experts = False
         """Whether some weights of the experts give y, whatever makes them."""
         self._known: dict[str, Any] = {"layer": guess.layer, "torch": torch, "F": nn.functional}
         self._known |= {"x": guess.call.x} | guess.further
+
+    @property
+    def fits(self) -> bool:
+        """Whether the layer takes tokens of the experts' width, and returns as many."""
+        x, y = self.guess.call.x, self.guess.call.y
+        return (
+            x.ndim <= 3 and x.shape[-1] == self.guess.reading.dim and y.shape[:-1] == x.shape[:-1]
+        )
 
     def text(self, form: RoutedForm) -> str:
         """Returns the text of a form."""
@@ -238,7 +268,7 @@ class Routed:
         """Yields the forms that give y, the simplest first."""
         guess = self.guess
         x, y = guess.call.x, guess.call.y
-        if x.ndim > 3 or x.shape[-1] != guess.reading.dim or y.shape[:-1] != x.shape[:-1]:
+        if not self.fits:
             return
         masks = [m for m in ("", *guess.masks) if not m or not y[self._value(m)].any()]
         for norm in ("", *guess.norms):
@@ -269,8 +299,9 @@ class Routed:
         rows: Tensor,
     ) -> Iterator[RoutedForm]:
         """Yields the forms by the gate, how it chooses, and k."""
-        h, largest = "h" if plain.norm else "x", float(self.guess.call.y.abs().max())
-        numbers = self.guess.numbers()
+        guess = self.guess
+        h, largest = "h" if plain.norm else "x", float(guess.call.y.abs().max())
+        numbers = guess.numbers()
         for gate in self._gates():
             for form, k in itertools.product(self._forms(), self._ks()):
                 if ("{k}" in form) != bool(k):
@@ -278,20 +309,18 @@ class Routed:
                 weights = self._weights(gate.format(x=h), form, k)
                 if weights is None or weights.shape[:-1] != rows.shape:
                     continue
-                self.tried += 1
+                guess.count.add()
                 ours = torch.einsum("tn,tno->to", weights[rows], outputs)
                 square = float((ours * ours).sum())
                 for added, target in targets:
                     ratio = float((target * ours).sum()) / square if square else 1.0
                     ratio = 1.0 if abs(ratio - 1) < 1e-4 else ratio
                     off = float((target - ratio * ours).abs().max()) / largest
-                    self.nearest = min(self.nearest, off)
+                    guess.count.nearest = min(guess.count.nearest, off)
                     if not off <= 1e-4:
                         continue
                     for scale in _named(ratio, numbers):
-                        yield replace(
-                            plain, gate=gate, form=form, added=added, scale=scale, k=k
-                        )
+                        yield replace(plain, gate=gate, form=form, added=added, scale=scale, k=k)
 
     def _value(self, code: str) -> Any:
         """What code gives with the layer and its inputs; None where it does not run."""
@@ -319,7 +348,7 @@ class Routed:
         """What every expert gives for the tokens, [..., n, o]."""
         from ..descriptions import ExpertsDescription
 
-        more = {"activation": activation} if activation else {}
+        more: dict[str, Any] = {"activation": activation} if activation else {}
         try:
             bank = ExpertsDescription(**self.guess.reading.arguments, **more).build("")
             return torch.stack([bank.expert(i, h) for i in range(bank.spec.experts)], dim=-2)
@@ -335,10 +364,10 @@ class Routed:
         layer = self.guess.layer
         held = [*self.guess.others]
         held += [(code_of(layer, name), b) for name, b in layer.named_buffers()]  # type: ignore[misc]
-        for code, tensor in held:
+        for bias, tensor in held:
             if tuple(tensor.shape) == (n,) and tensor.is_floating_point():
                 for form, squash in itertools.product(CORRECTED, ("sigmoid()", "softmax(dim=-1)")):
-                    yield form.replace("{bias}", code).replace("{squash}", squash)
+                    yield form.replace("{bias}", bias).replace("{squash}", squash)
 
     def _gates(self) -> Iterator[str]:
         """Yields a router's logits as code, of `{x}` or of a further input, and divided."""
@@ -352,7 +381,7 @@ class Routed:
     def _plain_gates(self) -> Iterator[str]:
         guess = self.guess
         d, n, x = guess.reading.dim, guess.reading.count, guess.call.x
-        seen = ["{x}"]
+        seen = ["{x}", *(f"{norm}(x)" for norm in guess.norms)]
         for name, value in guess.further.items():
             if value.shape == (*x.shape[:-1], n):
                 yield name
@@ -371,13 +400,13 @@ class Routed:
                 maps.append(path)
                 yield from (f"{code_of(guess.layer, path)}({value})" for value in seen)
         inside = {id(p) for path in maps for p in guess.layer.get_submodule(path).parameters()}
-        for (code, p), value in itertools.product(guess.others, seen):
+        for (matrix, p), given in itertools.product(guess.others, seen):
             if id(p) in inside:
                 continue
             if p.shape == (d, n):
-                yield f"({value} @ {code})"
+                yield f"({given} @ {matrix})"
             if p.shape == (n, d):
-                yield f"({value} @ {code}.T)"
+                yield f"({given} @ {matrix}.T)"
 
     @staticmethod
     def _gives_logits(module: nn.Module, x: Tensor, n: int) -> bool:
@@ -424,7 +453,8 @@ class Routed:
 
     def _shared_modules(self) -> Iterator[str]:
         """Modules of their own that may be shared experts, and lists of them, of `{h}`."""
-        guess, inside = self.guess, []
+        guess = self.guess
+        inside: list[str] = []
         for path, module in guess.layer.named_modules():
             if not path or any(path.startswith(f"{outer}.") for outer in inside):
                 continue
@@ -463,7 +493,7 @@ class Routed:
 
 
 def _spanned(target: Tensor, outputs: Tensor) -> bool:
-    """Whether a target [t, o] is a weighted sum of the experts' outputs [t, n, o] for each token."""
+    """Whether each token's target [t, o] is a weighted sum of the experts' outputs [t, n, o]."""
     rows, width = outputs[:64].double(), outputs.shape[-1]
     if not len(rows) or rows.shape[1] >= width:
         return False

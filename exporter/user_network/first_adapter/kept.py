@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from ....common.files import cache_folder, object_in, sha256, why_not_private
+from ....common.documents import object_in
+from ....common.files import cache_folder, sha256, why_not_private
 from ....common.writing import write_text
 from ....errors import OutputError
 from .readings import Sizes
@@ -25,7 +26,8 @@ def key_of(layer: nn.Module, source: str, config: Mapping[str, Any], sizes: Size
     own = sorted(own_files(layer))
     folders = {Path(file).parent for file in own}
     modules = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
-    beside = sorted({file for file in modules if Path(file).parent in folders})
+    near = {Path.cwd(), *folders}
+    beside = sorted({file for file in modules if near & {*Path(file).parents}})
     here = sorted(map(str, Path(__file__).parents[1].rglob("*.py")))
     digest = hashlib.sha256()
     for file in dict.fromkeys([*own, *beside, *here]):

@@ -21,7 +21,7 @@ from ..own_forward import result_of
 LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
 TABLES = (nn.ModuleDict, nn.ParameterDict)
 
-MOST_READINGS = 8
+MOST_READINGS = 12
 
 INPUTS, TOKENS = 3, 7
 """Those that a layer is tried on where no other numbers are given."""
@@ -63,6 +63,8 @@ class Reading:
     uses: frozenset[str]
     arguments: Mapping[str, Any]
     problem: str | None = None
+    matrices: int = 0
+    odd: int = 0
 
     @property
     def listed(self) -> bool:
@@ -73,7 +75,7 @@ class Reading:
 def readings_of(layer: nn.Module) -> list[Reading]:
     """Returns what may be the experts, the likeliest first; FamilyError where nothing may."""
     found = [*_listed(layer), *_stacked(layer)]
-    found = sorted(found, key=lambda reading: _unlikely(reading, found))[:MOST_READINGS]
+    found = sorted(found, key=lambda reading: _unlikely(reading, found, layer))[:MOST_READINGS]
     if found:
         return found
     names = ", ".join(f"{n} {list(p.shape)}" for n, p in layer.named_parameters())
@@ -84,11 +86,14 @@ def readings_of(layer: nn.Module) -> list[Reading]:
     )
 
 
-def _unlikely(reading: Reading, others: Sequence[Reading]) -> tuple[bool, ...]:
+def _unlikely(
+    reading: Reading, others: Sequence[Reading], layer: nn.Module
+) -> tuple[bool | int, ...]:
     """What speaks against a reading: the least of it comes first."""
-    bare = all(is_map(part) for part in reading.arguments.get("experts", ())) and reading.listed
+    around = [p.shape for p in layer.parameters() if id(p) not in reading.own]
+    bare = reading.listed and all(is_map(part) for part in reading.arguments["experts"])
     routers = bare and any(
-        other.listed and part.weight.shape[0] == other.count
+        part.weight.shape[0] == other.count
         for other in others
         if other is not reading
         for part in reading.arguments["experts"]
@@ -98,6 +103,9 @@ def _unlikely(reading: Reading, others: Sequence[Reading]) -> tuple[bool, ...]:
         "shared" in reading.keywords.lower(),
         reading.problem is not None,
         bare and len(others) > 1,
+        -reading.matrices,
+        not any(reading.dim in shape for shape in around),
+        reading.odd,
     )
 
 
@@ -186,23 +194,25 @@ def _stacked(layer: nn.Module) -> Iterator[Reading]:
     The first that fit are taken, with each choice of biases that fit, those called biases first.
     """
     stacks = list(_stacks(layer))
-    seen: set[frozenset[int]] = set()
     for one, two in itertools.permutations(stacks, 2):
         for first, second in itertools.product((one, one.turned()), (two, two.turned())):
             n, d, inner = first.tensor.shape
             gated = inner == 2 * second.tensor.shape[1]
             if len(second.tensor) != n or (not gated and inner != second.tensor.shape[1]):
                 continue
-            if second.tensor.shape[2] != d or first.ids | second.ids in seen:
+            if second.tensor.shape[2] != d:
                 continue
-            seen.add(first.ids | second.ids)
             for gates in ("concatenated", "interleaved") if gated else ("",):
                 yield from _biased(layer, [first], second, gates)
-            ups = [s for up in stacks for s in (up, up.turned()) if s.ids not in (first.ids, second.ids)]
+            ups = [
+                s
+                for up in stacks
+                for s in (up, up.turned())
+                if s.ids not in (first.ids, second.ids)
+            ]
             for up in ups:
                 if up.tensor.shape == first.tensor.shape and not gated:
                     yield from _biased(layer, [first, up], second, "concatenated")
-                    break
 
 
 def _biased(
@@ -217,7 +227,7 @@ def _biased(
     own = frozenset().union(*(stack.ids for stack in (*firsts, second)))
     named = {"w1": (code, w1), "w2": (second.code, second.tensor)}
     choices = []
-    for key, matrix in (("b1", w1), ("b2", second.tensor)):
+    for matrix in (w1, second.tensor):
         flat = {(n, matrix.shape[2]): "", (n, 1, matrix.shape[2]): ".squeeze(1)"}
         fitting = [
             (path, p, flat[tuple(p.shape)])
@@ -240,6 +250,9 @@ def _biased(
         ordered = [f"{key}={words[key]}" for key in ("w1", "b1", "w2", "b2") if key in words]
         ordered += [f"gate={gate!r}"] if gate else []
         names = [stack.name for stack in (*firsts, second)]
+        odd = sum(not _called_bias(bias[0]) for bias in biases if bias is not None)
+        odd += sum(_called(name, LAST) for name in names[:-1]) - _called(names[-1], LAST)
+        odd += _called(names[0], UP) - (len(firsts) > 1 and _called(names[1], UP))
         yield Reading(
             keywords=", ".join(ordered),
             words=f"{' and '.join(names)} as the matrices of {n} experts",
@@ -248,11 +261,22 @@ def _biased(
             own=ids,
             uses=frozenset(name.split(".")[0] for name in names),
             arguments=arguments | ({"gate": gate} if gate else {}),
+            matrices=len(names),
+            odd=odd,
         )
 
 
+LAST, UP = ("down", "w2", "wo", "out", "proj", "second", "value"), ("up", "w3")
+"""What people call the last matrix of an expert, and that which a gate multiplies."""
+
+
+def _called(path: str, words: Sequence[str]) -> bool:
+    name = path.rsplit(".", maxsplit=1)[-1].lower()
+    return any(word in name for word in words) and "gate" not in name
+
+
 def _called_bias(path: str) -> bool:
-    name = path.split(".")[-1].lower()
+    name = path.rsplit(".", maxsplit=1)[-1].lower()
     return "bias" in name or name.startswith("b")
 
 
@@ -338,6 +362,12 @@ def further_inputs(layer: nn.Module) -> list[str]:
     parameters = [*inspect.signature(layer.forward).parameters.values()][1:]
     wanted = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in wanted and p.default is Parameter.empty]
+
+
+def optional_inputs(layer: nn.Module) -> list[str]:
+    """Returns what the forward of a layer may be given after its tokens, and need not."""
+    parameters = [*inspect.signature(layer.forward).parameters.values()][1:]
+    return [p.name for p in parameters if p.default is not Parameter.empty]
 
 
 def _further(layer: nn.Module, x: Tensor, experts: int) -> Iterator[tuple[Tensor, ...]]:

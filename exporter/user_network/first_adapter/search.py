@@ -21,12 +21,11 @@ from ....common.threads import with_threads
 from ....common.user_code import module_made
 from ....errors import UsageError
 from ...inputs import parse_range
-from ..calls import LayerCall
 from ..examples import INPUT_SHAPE
 from ..mismatch import CLOSE
-from .forms import Guess, Limit, Routed
-from .kept import kept_adapter, key_of, keep_adapter
-from .readings import INPUTS, TOKENS, Reading, Sizes, call_of, called, readings_of
+from .forms import Count, Guess, Limit, Routed, RoutedForm, call_text
+from .kept import keep_adapter, kept_adapter, key_of
+from .readings import Reading, Sizes, call_of, called, optional_inputs, readings_of
 from .seen import Watched
 from .soft_forms import Soft
 from .start import joined, start_of
@@ -98,15 +97,17 @@ def sizes_of(batch: str | int | None, tokens: str | int | None) -> Sizes:
 
 @dataclass(slots=True)
 class _Tried:
-    """What became of one reading of the experts."""
+    """What became of one reading of the experts.
+
+    `nearly` are texts that match usual inputs, with the inputs that they do not match and how far
+    off they are for them.
+    """
 
     guess: Guess
     watched: Watched
-    forms: int = 0
-    nearest: float = inf
     right_experts: bool = False
+    fits: bool = True
     nearly: list[tuple[str, str, float]] = field(default_factory=list)
-    """Texts that match usual inputs, the inputs that they do not match, and how far off they are."""
 
 
 class _Search:
@@ -121,44 +122,48 @@ class _Search:
     def result(self) -> FirstAdapter:
         """Returns the first guess that matches, or a start with what is missing."""
         readings = readings_of(self.layer)
-        readable = [reading for reading in readings if reading.problem is None]
-        tried, refused = [], None
-        for reading in readable:
+        tried: list[_Tried] = []
+        refused: UsageError | None = None
+        for reading in readings:
+            if reading.problem is not None:
+                continue
             try:
-                guess, watched = self._guess(reading)
+                one = self._guess(reading)
             except UsageError as error:
                 refused = refused or error
                 continue
-            one = _Tried(guess, watched)
             tried.append(one)
             found = self._matching(one)
             if found is not None:
-                return FirstAdapter(self._whole(found, reading), (), _notes(one.watched))
-        if readable and not tried:
-            assert refused is not None
+                return FirstAdapter(self._whole(found), (), tuple(self._notes(one.watched)))
+        if refused is not None and not tried:
             raise refused
-        if (one := next((one for one in tried if one.nearly), None)) is not None:
-            return self._nearly(one)
-        start, lines = start_of(self.layer, readings[0] if not tried else tried[0].guess.reading), []
-        reading = readings[0] if not tried else tried[0].guess.reading
-        inner = joined(start.lines)
-        lines = [*start.before, f"def forward({start.parameters}):", inner, ""]
-        body = "\n".join([*lines, f"return moexport.Experts({reading.keywords}, forward=forward)"])
-        missing = (*map(_said, tried), *(_unread(r) for r in readings if r.problem is not None))
-        return FirstAdapter(self._whole(body, reading, start.imports), missing[:3])
+        nearly = next((one for one in tried if one.nearly), None)
+        return self._start(tried, readings) if nearly is None else self._nearly(nearly)
 
-    def _guess(self, reading: Reading) -> tuple[Guess, Watched]:
+    def _start(self, tried: Sequence[_Tried], readings: Sequence[Reading]) -> FirstAdapter:
+        """The layer's own forward as a start, and why nothing better was found."""
+        reading = tried[0].guess.reading if tried else readings[0]
+        start = start_of(self.layer, reading)
+        lines = [*start.before, f"def forward({start.parameters}):", joined(start.lines), ""]
+        call = call_text("moexport.Experts", [reading.keywords, "forward=forward"])
+        missing = [*map(_said, tried)]
+        missing += [f"the experts: {each.problem}" for each in readings if each.problem is not None]
+        code = self._whole("\n".join([*lines, call]), start.imports)
+        return FirstAdapter(code, tuple(missing[:MOST_SAID]))
+
+    def _guess(self, reading: Reading) -> _Tried:
         """A reading with a call that the layer takes; raises UsageError where it takes none."""
         watched = Watched(self.layer)
         call = called(self.layer, reading, self.shape, self.sizes, self.source)
         with watched.calling():
             call_of(self.layer, (call.x, *call.further))
-        return Guess(self.layer, reading, call, self.source), watched
+        count = Count(self.progress, f"trying {self.source} with {reading.words}")
+        return _Tried(Guess(self.layer, reading, call, self.source, count), watched)
 
     def _matching(self, one: _Tried) -> str | None:
         """The first text that matches every call; `one` learns what came near."""
         guess = one.guess
-        self.progress.step(f"trying {self.source}: {guess.reading.words}")
         tries = Tries(guess, self.sizes, one.watched)
         routed, soft = Routed(guess), Soft(guess)
         candidates = itertools.chain(
@@ -179,22 +184,25 @@ class _Search:
             nearly += 1
             if nearly == MOST_NEARLY:
                 break
-        one.forms, one.right_experts = soft.tried + routed.tried, routed.right_experts
-        one.nearest = min([*soft.nearest.values(), routed.nearest])
+        one.right_experts, one.fits = routed.right_experts, routed.fits
         return None
 
     @staticmethod
-    def _limited(
-        routed: Routed, soft: Soft, form: Any, limits: Sequence[Limit]
-    ) -> Iterator[str]:
+    def _limited(routed: Routed, soft: Soft, form: Any, limits: Sequence[Limit]) -> Iterator[str]:
         """Yields the texts of a form with the limits that the layer's forward has."""
-        from .forms import RoutedForm
-
         for limit in limits:
             if isinstance(form, RoutedForm):
                 yield from map(routed.text, form.limited(limit))
             else:
                 yield from soft.limited(form, limit)
+
+    def _notes(self, watched: Watched) -> Iterator[str]:
+        """Yields what the layer's forward has that no input reached."""
+        for each in watched.unreached():
+            yield f"no input that was tried reached {each}: look whether the adapter needs it"
+        left = optional_inputs(self.layer)
+        if left:
+            yield f"the layer also takes {', '.join(left)}: the adapter was tried without"
 
     def _nearly(self, one: _Tried) -> FirstAdapter:
         """The text that matches usual inputs, with what the layer does besides."""
@@ -207,56 +215,48 @@ class _Search:
         )
         comments = [f"# Not all of the layer: off by {off:.2g} of max|y| for {words}."]
         comments += [f"# Its forward also has {each}" for each in also]
-        return FirstAdapter(
-            self._whole("\n".join([*comments, text]), one.guess.reading), (missing,)
-        )
+        return FirstAdapter(self._whole("\n".join([*comments, text])), (missing,))
 
-    def _whole(self, body: str, reading: Reading, more: Sequence[str] = ()) -> str:
+    def _whole(self, body: str, more: Sequence[str] = ()) -> str:
         """The module of an adapter: imports and the function."""
-        del reading
         name, where = type(self.layer).__name__, type(self.layer).__module__
-        own = f"from {where} import {name}"
+        begins = f"from {where} import "
+        own = [line.removeprefix(begins).split(", ") for line in more if line.startswith(begins)]
+        names = sorted({name, *itertools.chain(*own)})
         imports = ["import moexport"]
         imports += ["import torch"] if "torch." in body else []
         imports += ["from torch.nn import functional as F"] if "F." in body else []
-        imports += [line for line in more if line not in (*imports, own)]
-        return "\n".join(
-            [
-                *dict.fromkeys(imports),
-                *([own] if own not in imports else []),
-                *("", "", f"@moexport.adapts({name})", f"def adapt(layer: {name}):"),
-                joined(body.splitlines()),
-                "",
-            ]
-        )
+        imports += [line for line in more if not line.startswith(begins)]
+        lines = [*dict.fromkeys(imports), f"{begins}{', '.join(names)}", "", ""]
+        lines += [f"@moexport.adapts({name})", f"def adapt(layer: {name}):"]
+        return "\n".join([*lines, joined(body.splitlines()), ""])
 
 
-def _notes(watched: Watched) -> tuple[str, ...]:
-    return tuple(
-        f"no input that was tried reached {each}: look whether the adapter needs it"
-        for each in watched.unreached()
-    )
+MOST_SAID = 2
+"""Readings of the experts of which it is said what became of them."""
 
-
-def _unread(reading: Reading) -> str:
-    return f"the experts: {reading.problem}"
+MOST_LISTED = 6
 
 
 def _said(one: _Tried) -> str:
     """What became of a reading, in words."""
     guess = one.guess
-    read = f"moexport read {guess.reading.words}"
+    read, count = f"moexport read {guess.reading.words}", guess.count
     given = ", ".join(guess.further)
     around = "what is around the experts" + (f", with {given}" if given else "")
     if one.right_experts:
         return (
             f"{around}: {read}; their outputs are right, and what they are weighted with was not "
-            f"found ({one.forms} usual forms were tried)"
+            f"found ({count.forms} usual forms were tried)"
         )
-    if one.nearest == inf:
-        others = ", ".join(f"{code} {list(p.shape)}" for code, p in guess.others)
-        return f"the router: {read}, and none of the other parameters fits one ({others or 'none'})"
-    return (
-        f"{around}: {read}; {one.forms} usual forms were tried, and the nearest is off by "
-        f"{one.nearest:.2g} of max|y|"
-    )
+    if count.nearest < inf:
+        return (
+            f"{around}: {read}; {count.forms} usual forms were tried, and the nearest is off by "
+            f"{count.nearest:.2g} of max|y|"
+        )
+    if not one.fits:
+        x, y = list(guess.call.x.shape), list(guess.call.y.shape)
+        return f"{around}: {read}, and no usual form gives {y} for {x}"
+    others = [f"{code} {list(p.shape)}" for code, p in guess.others]
+    listed = ", ".join([*others[:MOST_LISTED], *(["…"] if len(others) > MOST_LISTED else [])])
+    return f"the router: {read}, and none of the other parameters fits one ({listed or 'none'})"

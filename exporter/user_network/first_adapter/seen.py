@@ -1,5 +1,4 @@
-"""What a layer's own forward did while it was tried: limits and masks that changed nothing, and
-branches that were not taken.
+"""What a layer's own forward did not do while it was tried: limits, masks and branches.
 
 An adapter is compared with the layer on some inputs. What none of them reaches may be missing in
 the adapter, and nobody would know.
@@ -24,11 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-LIMITS = frozenset(
-    ("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_")
-    + ("hardtanh", "hardtanh_", "threshold", "threshold_", "nan_to_num", "nan_to_num_", "minimum")
-    + ("maximum",)
-)
+_IN_PLACE = ("clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "threshold", "nan_to_num")
+LIMITS = frozenset((*_IN_PLACE, *(f"{name}_" for name in _IN_PLACE), "minimum", "maximum"))
 """Functions that change some values and leave others."""
 
 MASKS = frozenset(("where", "masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_"))
@@ -36,6 +32,10 @@ MASKS = frozenset(("where", "masked_fill", "masked_fill_", "masked_scatter", "ma
 COMPARED = frozenset(("lt", "le", "gt", "ge", "less", "greater", "__lt__", "__le__"))
 COMPARED |= {"__gt__", "__ge__"}
 """Comparisons that a mask is made by."""
+
+
+MOST_SIZE = 2048
+"""Of a batch, or of tokens, that is tried because a branch compares something with it."""
 
 
 @dataclass(slots=True)
@@ -125,18 +125,34 @@ class Watched(TorchFunctionMode):
             for place in self.places.values()
             if (True not in place.outcomes if place.name in LIMITS else len(place.outcomes) == 1)
         ]
+        for file, seen, functions in self._run_lines():
+            said += _branches(file, seen, functions)
+        return list(dict.fromkeys(said))
+
+    def _run_lines(self) -> Iterator[tuple[str, set[int], set[int]]]:
+        """Yields each file with the lines that ran, and those on which their functions begin."""
         lines: dict[str, set[int]] = defaultdict(set)
         functions: dict[str, set[int]] = defaultdict(set)
         for code, seen in self._lines.items():
             lines[code.co_filename] |= seen
             functions[code.co_filename].add(code.co_firstlineno)
-        for file, seen in lines.items():
-            said += _branches(file, seen, functions[file])
-        return list(dict.fromkeys(said))
+        yield from ((file, seen, functions[file]) for file, seen in lines.items())
 
     def all_places(self) -> list[str]:
-        """Returns the lines with limits and masks, whatever was seen there."""
-        return list(dict.fromkeys(place.text for place in self.places.values()))
+        """Returns the lines with limits, masks and branches, whatever was seen there."""
+        said = [place.text for place in self.places.values()]
+        for file, seen, functions in self._run_lines():
+            said += [_line(file, node.lineno) for node in _decisions(file, seen, functions)]
+        return list(dict.fromkeys(said))
+
+    def sizes(self) -> list[int]:
+        """Returns the numbers that branches compare sizes with, as far as they may be sizes."""
+        found: list[int] = []
+        for file, seen, functions in self._run_lines():
+            for node in _decisions(file, seen, functions):
+                parts = [part for part in ast.walk(node.test) if isinstance(part, ast.Constant)]
+                found += [part.value for part in parts if type(part.value) is int]
+        return [size for size in dict.fromkeys(found) if 1 < size <= MOST_SIZE]
 
     @property
     def limits(self) -> list[tuple[float | None, float | None]]:
@@ -146,7 +162,11 @@ class Watched(TorchFunctionMode):
 
 
 def _note(
-    place: Place, before: Tensor | None, returned: Any, args: Sequence[Any], named: Mapping[str, Any]
+    place: Place,
+    before: Tensor | None,
+    returned: Any,
+    args: Sequence[Any],
+    named: Mapping[str, Any],
 ) -> None:
     """Notes what a call did at a place."""
     try:
@@ -156,8 +176,9 @@ def _note(
             place.constants = place.constants or _bounds(place.name, args, named)
         else:
             values = (returned, *args, *named.values())
-            mask = next((v for v in values if isinstance(v, Tensor) and v.dtype == torch.bool), None)
-            place.outcomes |= set() if mask is None else {bool(value) for value in mask.unique()}
+            masks = [v for v in values if isinstance(v, Tensor) and v.dtype == torch.bool]
+            for mask in masks[:1]:
+                place.outcomes |= {bool(mask.any()), bool(mask.all())}
     except RuntimeError:  # values within vmap cannot be looked at
         return
 
@@ -205,6 +226,14 @@ def _line(file: str, line: int) -> str:
 
 def _branches(file: str, seen: set[int], functions: set[int]) -> Iterator[str]:
     """Yields the branches of functions that were called, but not taken, in a file."""
+    for node in _decisions(file, seen, functions):
+        for body, what in ((node.body, "was not taken"), (node.orelse, "was always taken")):
+            if body and not _run(body, seen) and not _only_raises(body):
+                yield f"{_line(file, node.lineno)} (it {what})"
+
+
+def _decisions(file: str, seen: set[int], functions: set[int]) -> Iterator[ast.If | ast.While]:
+    """Yields what decided in the functions that were called, and may decide otherwise."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -213,14 +242,15 @@ def _branches(file: str, seen: set[int], functions: set[int]) -> Iterator[str]:
         if not isinstance(function, ast.FunctionDef):
             continue
         first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
-        if first not in functions:
-            continue
-        for node in ast.walk(function):
-            if isinstance(node, ast.If | ast.While) and _tested(node, seen) and _matters(node):
-                bodies = [(node.body, "was not taken"), (node.orelse, "was always taken")]
-                for body, what in bodies:
-                    if body and not _run(body, seen) and not _only_raises(body):
-                        yield f"{_line(file, node.lineno)} {what}"
+        if first in functions:
+            yield from (
+                node
+                for node in ast.walk(function)
+                if isinstance(node, ast.If | ast.While)
+                and _tested(node, seen)
+                and _matters(node)
+                and (node.orelse or not _only_raises(node.body))
+            )
 
 
 def _tested(node: ast.If | ast.While, seen: set[int]) -> bool:

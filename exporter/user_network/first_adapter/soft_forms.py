@@ -61,8 +61,6 @@ class Soft:
 
     def __init__(self, guess: Guess) -> None:
         self.guess = guess
-        self.tried = 0
-        self.nearest: dict[str, float] = {}
 
     def matching(self) -> Iterator[SoftForm]:
         """Yields the forms that give y, those with the fewest options first."""
@@ -104,11 +102,11 @@ class Soft:
                 logits += f" + {form.phi.bias}.view({self._with_slots(form.phi.code)}.shape[1:])"
             if "temperature" in options:
                 logits = f"({logits}) / {options['temperature']}"
-            lines.append(f"logits = {clamped(f'({logits})', limit) if where == 'logits' else logits}")
-            source = "x" if raw else "h"
             lines.append(
-                f'slots = torch.einsum("bmd,bmnp->bnpd", {source}, logits.softmax(dim=1))'
+                f"logits = {clamped(f'({logits})', limit) if where == 'logits' else logits}"
             )
+            source = "x" if raw else "h"
+            lines.append(f'slots = torch.einsum("bmd,bmnp->bnpd", {source}, logits.softmax(dim=1))')
             y = f"experts(slots, combine={AXES['all slots']})"
             y = f"x + {y}" if form.residual else y
             lines.append(f"return {clamped(f'({y})', limit) if where == 'y' else y}")
@@ -123,9 +121,9 @@ class Soft:
         return f"{phi}.unsqueeze(2)" if value.ndim == 2 else phi
 
     def _seen(self, text: str) -> float:
-        """How far off a text is, which is remembered."""
-        self.tried += 1
-        self.nearest[text] = off = self.guess.off(text)
+        """How far off a text is, which is counted."""
+        off = self.guess.off(text)
+        self.guess.count.add(off)
         return off
 
     def _of_variant(
@@ -138,13 +136,12 @@ class Soft:
     ) -> Iterator[SoftForm]:
         """Yields the form of a description with changed options where that matches."""
         guess = self.guess
-        self.tried += 1
         ours, x, y = guess.result(variant, guess.call), guess.call.x, guess.call.y
         added = None if ours is None or x.shape != ours.shape else x + ours
         residual = distance(y, added) <= CLOSE
-        if not residual and (off := distance(y, ours)) > CLOSE:
-            if not changed:
-                self.nearest[call_text("moexport.SoftMoE", options)] = off
+        off = distance(y, ours)
+        guess.count.add(off)
+        if not residual and off > CLOSE:
             return
         if DISPATCH in changed:
             if not residual and not phi.bias:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import sys
 import textwrap
@@ -90,13 +91,11 @@ class _OwnForward:
     @property
     def parameters(self) -> str:
         """The parameters after the layer, without what their annotations say."""
-        arguments: ast.arguments = ast.parse(f"def f({ast.unparse(self.tree.args)}): ...").body[0].args  # type: ignore[attr-defined]
+        arguments = copy.deepcopy(self.tree.args)
         del arguments.args[0]
-        for each in (*arguments.args, *arguments.kwonlyargs, *arguments.posonlyargs):
-            each.annotation = None
-        for other in (arguments.vararg, arguments.kwarg):
-            if other is not None:
-                other.annotation = None
+        for node in ast.walk(arguments):
+            if isinstance(node, ast.arg):
+                node.annotation = None
         return ast.unparse(arguments)
 
     @property
@@ -145,12 +144,15 @@ class _OwnForward:
         """Yields the imports of the module's names that the body uses."""
         module = sys.modules.get(self.cls.__module__)
         known: Mapping[str, object] = {} if module is None else vars(module)
-        used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
-        used -= {argument.arg for argument in ast.walk(self.tree) if isinstance(argument, ast.arg)}
+        parts = [*self.tree.body, *self.tree.args.defaults]
+        nodes = [node for part in parts for node in ast.walk(part)]
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        used -= {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
+        own = []
         for name in sorted(used & known.keys()):
             value = known[name]
             if not isinstance(value, ModuleType):
-                yield f"from {self.cls.__module__} import {name}"
+                own.append(name)
                 continue
             parent, _, last = value.__name__.rpartition(".")
             if name == value.__name__:
@@ -160,6 +162,8 @@ class _OwnForward:
                 yield f"from {parent} import {last}{renamed}"
             else:
                 yield f"import {value.__name__} as {name}"
+        if own:
+            yield f"from {self.cls.__module__} import {', '.join(own)}"
 
 
 def joined(lines: Sequence[str], indent: str = "    ") -> str:

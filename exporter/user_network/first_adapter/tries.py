@@ -89,13 +89,18 @@ class Tries:
                 yield one
 
     def _resized(self, sizes: Sizes) -> Iterator[Try]:
-        base = self._guess.call
-        pairs = [(b, None) for b in sizes.batches[1:]]
-        pairs += [(len(base.x), m) for m in sizes.tokens[1:]] if base.x.ndim == 3 else []
+        base, compared = self._guess.call, [size + 1 for size in self._watched.sizes()]
+        pairs: list[tuple[int, int | None]] = [(b, None) for b in (*sizes.batches[1:], *compared)]
+        if base.x.ndim == 3:
+            pairs += [(len(base.x), m) for m in (*sizes.tokens[1:], *compared)]
         for batch, tokens in dict.fromkeys(pairs):
             words = f"a batch of {batch}" if tokens is None else f"{tokens} tokens"
             one = self._try(words, 1.0, resized(base, batch, tokens))
-            asked = sizes.asked_batches if tokens is None else sizes.asked_tokens
+            asked = (
+                sizes.asked_batches and batch in sizes.batches
+                if tokens is None
+                else sizes.asked_tokens and tokens in sizes.tokens
+            )
             if one is None and asked:
                 raise UsageError(
                     f"{self._guess.source}: its forward fails, or gives no numbers, for {words}",
