@@ -19,10 +19,11 @@ from torch import nn
 from ....common.console import Progress, Silent
 from ....common.threads import with_threads
 from ....common.user_code import module_made
-from ....errors import UsageError
+from ....errors import ParityError, UsageError
 from ...inputs import parse_range
+from ..calls import changed_buffers
 from ..examples import INPUT_SHAPE
-from ..mismatch import CLOSE
+from ..mismatch import CLOSE, TOLERANCE, difference
 from .forms import Count, Guess, Limit, Routed, RoutedForm, call_text
 from .kept import keep_adapter, kept_adapter, key_of
 from .readings import Reading, Sizes, call_of, called, optional_inputs, readings_of
@@ -156,8 +157,17 @@ class _Search:
         """A reading with a call that the layer takes; raises UsageError where it takes none."""
         watched = Watched(self.layer)
         call = called(self.layer, reading, self.shape, self.sizes, self.source)
+        before = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
         with watched.calling():
-            call_of(self.layer, (call.x, *call.further))
+            again = call_of(self.layer, (call.x, *call.further))
+        if difference(call.y, again.y) > TOLERANCE:
+            changed = changed_buffers(self.layer, before)
+            because = f", as it changes {', '.join(changed)}" if changed else ""
+            raise ParityError(
+                f"{self.source} gives another result each time that it is called, in eval mode, "
+                f"too{because}",
+                hint="noise, and changes of buffers, belong into training alone: if self.training",
+            )
         count = Count(self.progress, f"trying {self.source} with {reading.words}")
         return _Tried(Guess(self.layer, reading, call, self.source, count), watched)
 
