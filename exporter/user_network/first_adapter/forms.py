@@ -23,13 +23,13 @@ from ..descriptions import Description, SoftMoEDescription
 from ..expert_forms import is_norm
 from ..mismatch import difference
 from ..own_forward import result_of
-from .readings import Reading, code_of, further_inputs
+from .readings import ExpertsReading, code_of, further_inputs
 from .start import joined
 
 USERS_CODE = (MoexportError, RuntimeError, AttributeError, TypeError, ValueError, LookupError)
 """What a guess may fail with: it is none of this layer then."""
 
-Limit = tuple[float | None, float | None]
+ClampBounds = tuple[float | None, float | None]
 """The bounds of a clamp."""
 
 
@@ -40,24 +40,28 @@ def distance(expected: Tensor, actual: Tensor | None) -> float:
     return max(difference(a, b) for a, b in zip(expected, actual, strict=True))
 
 
-SAID_EVERY = 100
+SAID_EVERY = 50
 """So many forms are tried between two lines that say so."""
 
 
-class Count:
+class FormCount:
     """How many forms were tried of one reading, and how near the nearest is."""
 
     def __init__(self, progress: Progress, what: str) -> None:
         self.forms, self.nearest = 0, inf
         self._progress, self._what = progress, what
-        progress.step(f"{what}: reading its forward")
+        self.say("its forward is read")
+
+    def say(self, doing: str) -> None:
+        """Says what is done now."""
+        self._progress.step(f"{self._what}: {doing}")
 
     def add(self, off: float = inf) -> None:
         """Counts a form, which is this far off."""
         self.forms += 1
         self.nearest = min(self.nearest, off)
         if self.forms % SAID_EVERY == 0:
-            self._progress.step(f"{self._what}: {self.forms} forms")
+            self.say(f"{self.forms} forms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +69,10 @@ class Guess:
     """A layer, a reading of its experts, and a call of it that adapters are compared with."""
 
     layer: nn.Module
-    reading: Reading
+    reading: ExpertsReading
     call: LayerCall
     source: str
-    count: Count
+    count: FormCount
 
     @property
     def further(self) -> dict[str, Tensor]:
@@ -160,7 +164,7 @@ def call_text(name: str, options: Sequence[str]) -> str:
     return "\n".join([f"return {name}(", *(f"    {option}," for option in options), ")"])
 
 
-def clamped(code: str, limit: Limit | None) -> str:
+def clamped(code: str, limit: ClampBounds | None) -> str:
     """Code with a clamp behind it."""
     if limit is None:
         return code
@@ -212,7 +216,7 @@ class RoutedForm:
     mask: str = ""
     k: str = ""
     activation: str = ""
-    limits: tuple[tuple[str, Limit], ...] = ()
+    limits: tuple[tuple[str, ClampBounds], ...] = ()
 
     def lines(self) -> list[str]:
         """Returns the lines of the forward."""
@@ -234,14 +238,14 @@ class RoutedForm:
             return [*lines, f"y = {y}", f"return y.masked_fill({self.mask}[..., None], 0)"]
         return [*lines, f"return {y}"]
 
-    def limited(self, limit: Limit) -> Iterator[RoutedForm]:
+    def limited(self, limit: ClampBounds) -> Iterator[RoutedForm]:
         """Yields the form with a clamp at each place where a layer may have one."""
         for where in ("logits", "y", "x", "weights"):
             if where not in dict(self.limits):
                 yield replace(self, limits=(*self.limits, (where, limit)))
 
 
-class Routed:
+class RoutedForms:
     """The forms of a guess in which a router chooses experts for tokens."""
 
     def __init__(self, guess: Guess) -> None:

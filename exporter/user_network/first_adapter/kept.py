@@ -17,11 +17,11 @@ from ....common.documents import object_in
 from ....common.files import cache_folder, sha256, why_not_private
 from ....common.writing import write_text
 from ....errors import OutputError
-from .readings import Sizes
+from .readings import TriedSizes
 from .seen import own_files
 
 
-def key_of(layer: nn.Module, source: str, config: Mapping[str, Any], sizes: Sizes) -> str:
+def key_of(layer: nn.Module, source: str, config: Mapping[str, Any], sizes: TriedSizes) -> str:
     """Returns what a search depends on, as a hash: code, arguments, sizes, and the values made."""
     own = sorted(own_files(layer))
     folders = {Path(file).parent for file in own}

@@ -48,7 +48,7 @@ def code_of(layer: nn.Module, path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ExpertsReading:
     """What may be the experts of a layer, as arguments of a description.
 
     `words` say it to the user; `problem` says why they cannot be read. `uses` are the names of the
@@ -72,7 +72,7 @@ class Reading:
         return "experts" in self.arguments
 
 
-def readings_of(layer: nn.Module) -> list[Reading]:
+def readings_of(layer: nn.Module) -> list[ExpertsReading]:
     """Returns what may be the experts, the likeliest first; FamilyError where nothing may."""
     found = [*_listed(layer), *_stacked(layer)]
     found = sorted(found, key=lambda reading: _unlikely(reading, found, layer))[:MOST_READINGS]
@@ -87,7 +87,7 @@ def readings_of(layer: nn.Module) -> list[Reading]:
 
 
 def _unlikely(
-    reading: Reading, others: Sequence[Reading], layer: nn.Module
+    reading: ExpertsReading, others: Sequence[ExpertsReading], layer: nn.Module
 ) -> tuple[bool | int, ...]:
     """What speaks against a reading: the least of it comes first."""
     around = [p.shape for p in layer.parameters() if id(p) not in reading.own]
@@ -109,7 +109,7 @@ def _unlikely(
     )
 
 
-def _listed(layer: nn.Module) -> Iterator[Reading]:
+def _listed(layer: nn.Module) -> Iterator[ExpertsReading]:
     """Lists and tables of modules of one class; of lists in a list, all their modules together."""
     inside: list[str] = []
     for path, module in layer.named_modules():
@@ -133,7 +133,7 @@ def _listed(layer: nn.Module) -> Iterator[Reading]:
         name, kind = code_of(layer, path), type(parts[0]).__name__
         own = frozenset(id(parameter) for parameter in module.parameters())
         yield _checked(
-            Reading(
+            ExpertsReading(
                 keywords=f"experts={code}",
                 words=f"{name} as {len(parts)} experts ({kind})",
                 count=len(parts),
@@ -149,7 +149,7 @@ def _values(module: nn.Module, code: str) -> str:
     return f"{code}.values()" if isinstance(module, nn.ModuleDict) else code
 
 
-def _checked(reading: Reading) -> Reading:
+def _checked(reading: ExpertsReading) -> ExpertsReading:
     """The reading, with why it cannot be one."""
     try:
         ExpertArguments(**reading.arguments).form()
@@ -188,7 +188,7 @@ def _stacks(layer: nn.Module) -> Iterator[_Stack]:
                 yield _Stack(code, torch.stack(matrices), ids, path)
 
 
-def _stacked(layer: nn.Module) -> Iterator[Reading]:
+def _stacked(layer: nn.Module) -> Iterator[ExpertsReading]:
     """Experts whose weights are stacked: two matrices each, a gate and up in the first, or three.
 
     The first that fit are taken, with each choice of biases that fit, those called biases first.
@@ -217,7 +217,7 @@ def _stacked(layer: nn.Module) -> Iterator[Reading]:
 
 def _biased(
     layer: nn.Module, firsts: Sequence[_Stack], second: _Stack, gate: str
-) -> Iterator[Reading]:
+) -> Iterator[ExpertsReading]:
     """A reading for each choice of biases, the likeliest first."""
     n, d, _ = firsts[0].tensor.shape
     w1 = torch.cat([stack.tensor for stack in firsts], dim=-1)
@@ -253,7 +253,7 @@ def _biased(
         odd = sum(not _called_bias(bias[0]) for bias in biases if bias is not None)
         odd += sum(_called(name, LAST) for name in names[:-1]) - _called(names[-1], LAST)
         odd += _called(names[0], UP) - (len(firsts) > 1 and _called(names[1], UP))
-        yield Reading(
+        yield ExpertsReading(
             keywords=", ".join(ordered),
             words=f"{' and '.join(names)} as the matrices of {n} experts",
             count=n,
@@ -284,7 +284,7 @@ def _called_bias(path: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class TriedSizes:
     """The batches and the numbers of tokens that a layer is tried with, the first one everywhere.
 
     `asked`: the user gave them, so that a layer must take each.
@@ -297,7 +297,7 @@ class Sizes:
 
 
 def called(
-    layer: nn.Module, reading: Reading, shape: object, sizes: Sizes, source: str
+    layer: nn.Module, reading: ExpertsReading, shape: object, sizes: TriedSizes, source: str
 ) -> LayerCall:
     """Returns a call of the layer on random tokens, in the layout that it takes."""
     given = [shape] if isinstance(shape, int) else shape
@@ -345,7 +345,7 @@ def call_of(layer: nn.Module, args: tuple[Any, ...]) -> LayerCall:
     )
 
 
-def _widths(layer: nn.Module, reading: Reading) -> list[int]:
+def _widths(layer: nn.Module, reading: ExpertsReading) -> list[int]:
     """The likeliest width of the tokens, and others: the layer may split it, or map it first."""
     linears = [int(m.weight.shape[1]) for m in layer.modules() if isinstance(m, nn.Linear)]
     numbers = [

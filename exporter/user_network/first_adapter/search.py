@@ -24,17 +24,17 @@ from ...inputs import parse_range
 from ..calls import changed_buffers
 from ..examples import INPUT_SHAPE
 from ..mismatch import CLOSE, TOLERANCE, difference
-from .forms import Count, Guess, Limit, Routed, RoutedForm, call_text
+from .forms import ClampBounds, FormCount, Guess, RoutedForm, RoutedForms, call_text
 from .kept import keep_adapter, kept_adapter, key_of
-from .readings import Reading, Sizes, call_of, called, optional_inputs, readings_of
-from .seen import Watched
-from .soft_forms import Soft
+from .readings import ExpertsReading, TriedSizes, call_of, called, optional_inputs, readings_of
+from .seen import WatchedForward
+from .soft_forms import SoftForms
 from .start import joined, start_of
 from .tries import Tries
 
 ARGUMENTS = "--set gives its arguments: --set dim=64 --set num_experts=8"
 
-MOST_NEARLY = 6
+MOST_NEARLY = 4
 """Texts that match usual inputs alone, and are tried with limits that the layer has."""
 
 
@@ -54,14 +54,14 @@ class FirstAdapter:
 def first_adapter(
     source: str,
     config: Mapping[str, Any],
-    sizes: Sizes | None = None,
+    sizes: TriedSizes | None = None,
     progress: Progress | None = None,
 ) -> FirstAdapter:
     """Returns an adapter for the layer that `package.module:Class` makes with `config`.
 
     Raises UsageError where it cannot be made or called, and FamilyError where it holds no experts.
     """
-    sizes, progress = sizes or Sizes(), progress or Silent()
+    sizes, progress = sizes or TriedSizes(), progress or Silent()
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
     torch.manual_seed(0)
     layer = module_made(source, "a layer", arguments, ARGUMENTS)
@@ -81,14 +81,14 @@ def first_adapter(
     return found
 
 
-def sizes_of(batch: str | int | None, tokens: str | int | None) -> Sizes:
+def sizes_of(batch: str | int | None, tokens: str | int | None) -> TriedSizes:
     """Returns the sizes to try a layer with, by `--batch` and `--tokens` as they were given."""
     batches, lengths = (
         None if given is None else parse_range(str(given), option)
         for given, option in ((batch, "--batch"), (tokens, "--tokens"))
     )
-    usual = Sizes()
-    return Sizes(
+    usual = TriedSizes()
+    return TriedSizes(
         batches=usual.batches if batches is None else (batches.opt, batches.min, batches.max),
         tokens=usual.tokens if lengths is None else (lengths.opt, lengths.min, lengths.max),
         asked_batches=batches is not None,
@@ -105,7 +105,7 @@ class _Tried:
     """
 
     guess: Guess
-    watched: Watched
+    watched: WatchedForward
     right_experts: bool = False
     fits: bool = True
     nearly: list[tuple[str, str, float]] = field(default_factory=list)
@@ -115,7 +115,7 @@ class _Search:
     """The guesses for one layer, for one reading of its experts after the other."""
 
     def __init__(
-        self, layer: nn.Module, shape: object, sizes: Sizes, source: str, progress: Progress
+        self, layer: nn.Module, shape: object, sizes: TriedSizes, source: str, progress: Progress
     ) -> None:
         self.layer, self.shape, self.sizes = layer, shape, sizes
         self.source, self.progress = source, progress
@@ -142,7 +142,7 @@ class _Search:
         nearly = next((one for one in tried if one.nearly), None)
         return self._start(tried, readings) if nearly is None else self._nearly(nearly)
 
-    def _start(self, tried: Sequence[_Tried], readings: Sequence[Reading]) -> FirstAdapter:
+    def _start(self, tried: Sequence[_Tried], readings: Sequence[ExpertsReading]) -> FirstAdapter:
         """The layer's own forward as a start, and why nothing better was found."""
         reading = tried[0].guess.reading if tried else readings[0]
         start = start_of(self.layer, reading)
@@ -153,9 +153,9 @@ class _Search:
         code = self._whole("\n".join([*lines, call]), start.imports)
         return FirstAdapter(code, tuple(missing[:MOST_SAID]))
 
-    def _guess(self, reading: Reading) -> _Tried:
+    def _guess(self, reading: ExpertsReading) -> _Tried:
         """A reading with a call that the layer takes; raises UsageError where it takes none."""
-        watched = Watched(self.layer)
+        watched = WatchedForward(self.layer)
         call = called(self.layer, reading, self.shape, self.sizes, self.source)
         before = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
         with watched.calling():
@@ -168,18 +168,15 @@ class _Search:
                 f"too{because}",
                 hint="noise, and changes of buffers, belong into training alone: if self.training",
             )
-        count = Count(self.progress, f"trying {self.source} with {reading.words}")
+        count = FormCount(self.progress, f"trying {self.source} with {reading.words}")
         return _Tried(Guess(self.layer, reading, call, self.source, count), watched)
 
     def _matching(self, one: _Tried) -> str | None:
         """The first text that matches every call; `one` learns what came near."""
         guess = one.guess
         tries = Tries(guess, self.sizes, one.watched)
-        routed, soft = Routed(guess), Soft(guess)
-        candidates = itertools.chain(
-            ((routed.text(form), form) for form in routed.matching()),
-            ((form.text, form) for form in soft.matching()),
-        )
+        routed, soft = RoutedForms(guess), SoftForms(guess)
+        candidates = self._candidates(routed, soft)
         limits, nearly = one.watched.limits, 0
         for text, form in candidates:
             if guess.off(text) > CLOSE:
@@ -198,7 +195,16 @@ class _Search:
         return None
 
     @staticmethod
-    def _limited(routed: Routed, soft: Soft, form: Any, limits: Sequence[Limit]) -> Iterator[str]:
+    def _candidates(routed: RoutedForms, soft: SoftForms) -> Iterator[tuple[str, Any]]:
+        """Yields texts that may match, with their forms."""
+        yield from ((routed.text(form), form) for form in routed.matching())
+        if not routed.right_experts:  # else each token is an expert's input, and no slot is
+            yield from ((form.text, form) for form in soft.matching())
+
+    @staticmethod
+    def _limited(
+        routed: RoutedForms, soft: SoftForms, form: Any, limits: Sequence[ClampBounds]
+    ) -> Iterator[str]:
         """Yields the texts of a form with the limits that the layer's forward has."""
         for limit in limits:
             if isinstance(form, RoutedForm):
@@ -206,7 +212,7 @@ class _Search:
             else:
                 yield from soft.limited(form, limit)
 
-    def _notes(self, watched: Watched) -> Iterator[str]:
+    def _notes(self, watched: WatchedForward) -> Iterator[str]:
         """Yields what the layer's forward has that no input reached."""
         for each in watched.unreached():
             yield f"no input that was tried reached {each}: look whether the adapter needs it"

@@ -56,7 +56,7 @@ class Place:
         return f"{self.text} (no value reached it)"
 
 
-class Watched(TorchFunctionMode):
+class WatchedForward(TorchFunctionMode):
     """Records what a layer's own code does in the calls that are made within."""
 
     def __init__(self, layer: nn.Module) -> None:

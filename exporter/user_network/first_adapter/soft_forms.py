@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..descriptions import Description, SoftMoEDescription, held_by
 from ..mismatch import CLOSE
-from .forms import USERS_CODE, Guess, Limit, call_text, clamped, distance
+from .forms import USERS_CODE, ClampBounds, Guess, call_text, clamped, distance
 from .readings import code_of
 
 MOST_WIDTH = 1 << 16
@@ -56,7 +56,7 @@ AXES = {
 """Softmaxes of L [b, m, n, p] as code, by what they are over."""
 
 
-class Soft:
+class SoftForms:
     """The forms of a guess in which every expert has slots of its own."""
 
     def __init__(self, guess: Guess) -> None:
@@ -86,7 +86,7 @@ class Soft:
                     if simple == (len(changed) < 2):
                         yield from self._of_variant(phi, norm, options, changed, variant)
 
-    def limited(self, form: SoftForm, limit: Limit) -> Iterator[str]:
+    def limited(self, form: SoftForm, limit: ClampBounds) -> Iterator[str]:
         """Yields the text of a form as a forward with a clamp where a layer may have one."""
         options = dict(form.options)
         if set(options) - {"norm", "temperature", "slots_from", "eps"}:
@@ -94,21 +94,23 @@ class Soft:
         norm = {"'l2'": "F.normalize(x, dim=-1)", "'layernorm'": "F.layer_norm(x, x.shape[-1:])"}
         made = norm.get(options.get("norm", ""), f"{form.norm}(x)" if form.norm else "x")
         raw = options.get("slots_from") == "'raw'"
+        h, source = ("x", "x") if made == "x" else ("h", "x" if raw else "h")
         for where in ("logits", "y", "x"):
             lines = [f"x = {clamped('x', limit)}"] if where == "x" else []
-            lines.append(f"h = {made}")
-            logits = f'torch.einsum("bmd,dnp->bmnp", h, {self._with_slots(form.phi.code)})'
-            if form.phi.bias:
-                logits += f" + {form.phi.bias}.view({self._with_slots(form.phi.code)}.shape[1:])"
+            lines += [f"h = {made}"] if made != "x" else []
+            lines.append(f"phi = {self._with_slots(form.phi.code)}")
+            logits = f'torch.einsum("bmd,dnp->bmnp", {h}, phi)'
+            logits += f" + {form.phi.bias}.view(phi.shape[1:])" if form.phi.bias else ""
             if "temperature" in options:
                 logits = f"({logits}) / {options['temperature']}"
-            lines.append(
-                f"logits = {clamped(f'({logits})', limit) if where == 'logits' else logits}"
-            )
-            source = "x" if raw else "h"
-            lines.append(f'slots = torch.einsum("bmd,bmnp->bnpd", {source}, logits.softmax(dim=1))')
-            y = f"experts(slots, combine={AXES['all slots']})"
-            y = f"x + {y}" if form.residual else y
+            lines.append(f"logits = {logits}")
+            if where == "logits":
+                lines.append(f"logits = {clamped('logits', limit)}")
+            lines += [
+                f'slots = torch.einsum("bmd,bmnp->bnpd", {source}, logits.softmax(dim=1))',
+                f"y = experts(slots, combine={AXES['all slots']})",
+            ]
+            y = "x + y" if form.residual else "y"
             lines.append(f"return {clamped(f'({y})', limit) if where == 'y' else y}")
             yield self.guess.text(lines, "gelu")
 

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from torch import nn
 
-from .readings import Reading, further_inputs
+from .readings import ExpertsReading, further_inputs
 
 CALLS = (
     "(slots, combine=C)    slots [b, n, p, d], C [b, m, n, p]",
@@ -36,7 +36,7 @@ class Start:
     before: tuple[str, ...] = ()
 
 
-def start_of(layer: nn.Module, reading: Reading) -> Start:
+def start_of(layer: nn.Module, reading: ExpertsReading) -> Start:
     """Returns a layer's forward as an adapter would have it, or a frame where it cannot be read."""
     own = _OwnForward.of(layer)
     if own is None:

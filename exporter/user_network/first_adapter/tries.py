@@ -15,8 +15,8 @@ from torch import Tensor
 from ....errors import UsageError
 from ..calls import LayerCall
 from .forms import Guess
-from .readings import Sizes, call_of, resized
-from .seen import Watched
+from .readings import TriedSizes, call_of, resized
+from .seen import WatchedForward
 
 SCALES = ((0.1, 1.0), (10.0, 1.0), (100.0, 1.0), (1.0, 10.0), (1.0, 100.0))
 """Factors of the inputs, and of the parameters that are none of the experts'."""
@@ -44,13 +44,14 @@ class Try:
 class Tries:
     """The further calls of a guess that its layer takes."""
 
-    def __init__(self, guess: Guess, sizes: Sizes, watched: Watched) -> None:
+    def __init__(self, guess: Guess, sizes: TriedSizes, watched: WatchedForward) -> None:
         self._guess, self._watched = guess, watched
         self._tries = [*self._scaled(), *self._resized(sizes)]
 
     def fails(self, text: str) -> tuple[str, float] | None:
         """Returns the first call that a text does not match, in words, and how far off it is."""
         for one in self._tries:
+            self._guess.count.say(f"an adapter is compared for {one.words}")
             with self._weights_times(one.weights):
                 ours = self._guess.result(self._guess.described(text), one.call)
             y = one.call.y
@@ -88,7 +89,7 @@ class Tries:
             if one is not None:
                 yield one
 
-    def _resized(self, sizes: Sizes) -> Iterator[Try]:
+    def _resized(self, sizes: TriedSizes) -> Iterator[Try]:
         base, compared = self._guess.call, [size + 1 for size in self._watched.sizes()]
         pairs: list[tuple[int, int | None]] = [(b, None) for b in (*sizes.batches[1:], *compared)]
         if base.x.ndim == 3:
@@ -111,6 +112,7 @@ class Tries:
 
     def _try(self, words: str, weights: float, args: tuple[Tensor, ...]) -> Try | None:
         """A call of the layer, with what rounding does to it; None where it gives no numbers."""
+        self._guess.count.say(f"it is called with {words}")
         generator = torch.Generator().manual_seed(3)
         layer, x = self._guess.layer, args[0]
         with self._weights_times(weights):

@@ -167,7 +167,7 @@ def test_a_search_says_how_far_it_is_and_is_done_once(tmp_path: Path) -> None:
     assert (
         "their outputs are right, and what they are weighted with was not found" in found.missing[0]
     )
-    assert any(text.endswith(": 100 forms") for text in first.said)
+    assert any(text.endswith(": 50 forms") for text in first.said)
     assert torch.get_num_threads() == before
     assert moexport.adapt("mine:Waves", progress=again) == found
     assert again.said == ["mine:Waves was searched before: its result is taken again"]
