@@ -161,18 +161,21 @@ def _checked(reading: ExpertsReading) -> ExpertsReading:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """A matrix for each expert: the code that reads them [n, in, out], and where they are."""
+    """A matrix for each expert [n, in, out], the code that reads them, and where they are.
+
+    `listed` is code that reads them as a list, if they are no tensor.
+    """
 
     code: str
     tensor: Tensor
     ids: frozenset[int]
     name: str
+    listed: str = ""
 
     def turned(self) -> _Stack:
-        code = f"{self.code}.mT"
-        if self.code.startswith("torch.stack("):
-            code = f"torch.stack([*{self.code[len('torch.stack([*') : -2]}]).mT"
-        return _Stack(code, self.tensor.mT, self.ids, self.name)
+        """Returns the matrices transposed."""
+        listed = f"[p.mT for p in {self.listed}]" if self.listed else ""
+        return replace(self, code=f"{self.code}.mT", tensor=self.tensor.mT, listed=listed)
 
 
 def _stacks(layer: nn.Module) -> Iterator[_Stack]:
@@ -181,11 +184,11 @@ def _stacks(layer: nn.Module) -> Iterator[_Stack]:
             yield _Stack(code_of(layer, path), p, frozenset([id(p)]), path)
     for path, module in layer.named_modules():
         if isinstance(module, nn.ParameterList) and len(module) > 1:
-            matrices = list(module)
+            matrices, code = list(module), code_of(layer, path)
             if matrices[0].ndim == 2 and len({p.shape for p in matrices}) == 1:
                 ids = frozenset(map(id, matrices))
-                code = f"torch.stack([*{code_of(layer, path)}])"
-                yield _Stack(code, torch.stack(matrices), ids, path)
+                stacked = torch.stack(matrices)
+                yield _Stack(f"torch.stack([*{code}])", stacked, ids, path, f"{code}")
 
 
 def _stacked(layer: nn.Module) -> Iterator[ExpertsReading]:
@@ -221,11 +224,11 @@ def _biased(
     """A reading for each choice of biases, the likeliest first."""
     n, d, _ = firsts[0].tensor.shape
     w1 = torch.cat([stack.tensor for stack in firsts], dim=-1)
-    code = firsts[0].code
+    code = firsts[0].listed or firsts[0].code
     if len(firsts) > 1:
         code = f"torch.cat([{', '.join(stack.code for stack in firsts)}], dim=-1)"
     own = frozenset().union(*(stack.ids for stack in (*firsts, second)))
-    named = {"w1": (code, w1), "w2": (second.code, second.tensor)}
+    named = {"w1": (code, w1), "w2": (second.listed or second.code, second.tensor)}
     choices = []
     for matrix in (w1, second.tensor):
         flat = {(n, matrix.shape[2]): "", (n, 1, matrix.shape[2]): ".squeeze(1)"}

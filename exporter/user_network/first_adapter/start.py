@@ -112,11 +112,9 @@ class _OwnForward:
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute | ast.Name)]
         marked = {node.end_lineno for node in nodes if self._uses(node, uses)}
         text = self.text.splitlines()
-        for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset), reverse=True):
-            if isinstance(node, ast.Name) and node.id == self.name:
-                raw = text[node.lineno - 1].encode()
-                after = raw[node.col_offset + len(self.name.encode()) :]
-                text[node.lineno - 1] = (raw[: node.col_offset] + whole.encode() + after).decode()
+        for line, start, end, new in sorted(self._changes(nodes, whole), reverse=True):
+            raw = text[line - 1].encode()
+            text[line - 1] = (raw[:start] + new.encode() + raw[end:]).decode()
         for line in marked:
             assert line is not None
             text[line - 1] += "" if text[line - 1].endswith("\\") else MARK
@@ -125,15 +123,36 @@ class _OwnForward:
             kept[0] = kept[0][first.col_offset :]
         return textwrap.dedent("\n".join(kept)).rstrip().splitlines()
 
+    def _changes(
+        self, nodes: Sequence[ast.Attribute | ast.Name], whole: str
+    ) -> Iterator[tuple[int, int, int, str]]:
+        """Yields the places of `self`, and of names that only the class may write, with new texts.
+
+        A place is a line, and where in its bytes it begins and ends.
+        """
+        for node in nodes:
+            line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
+            if isinstance(node, ast.Name) and node.id == self.name:
+                yield line, node.col_offset, end, whole
+            elif isinstance(node, ast.Attribute) and node.attr != self._whole_name(node.attr):
+                yield line, end - len(node.attr.encode()), end, self._whole_name(node.attr)
+
+    def _whole_name(self, name: str) -> str:
+        """What Python makes of a name in a class that begins with two underscores."""
+        if not name.startswith("__") or name.endswith("__"):
+            return name
+        return f"_{self.cls.forward.__qualname__.split('.')[-2].lstrip('_')}{name}"
+
     def _uses(self, node: ast.AST, uses: frozenset[str]) -> bool:
         """Whether an attribute of the layer is its experts, or a method that uses them."""
         if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
             return False
         if node.value.id != self.name:
             return False
-        if node.attr in uses:
+        name = self._whole_name(node.attr)
+        if name in uses:
             return True
-        method = getattr(self.cls, node.attr, None)
+        method = getattr(self.cls, name, None)
         try:
             text = inspect.getsource(method) if callable(method) else ""
         except (OSError, TypeError):

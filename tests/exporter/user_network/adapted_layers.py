@@ -273,6 +273,20 @@ class Halves(TopTwo):
         return torch.stack([(w[..., None] * layer).sum(-2) for w in shares], 1)
 
 
+class Mangled(nn.Module):
+    """Names that only the class may write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__gate = nn.Linear(16, 4)
+        self.__experts = nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(  # type: ignore[return-value]
+            torch.sin(self.__gate(x))[..., i, None] * f(x) for i, f in enumerate(self.__experts)
+        )
+
+
 class Waves(TopTwo):
     def logits(self, x: Tensor) -> Tensor:
         return torch.sin(self.gate(x))

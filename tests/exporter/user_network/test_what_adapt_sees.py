@@ -151,6 +151,16 @@ def test_a_start_is_the_layers_own_forward_with_the_experts_marked() -> None:
     assert torch.equal(description.code.run(lambda *_: x, (x,), {}), layer(x))  # type: ignore[union-attr]
 
 
+def test_a_start_is_code_whatever_the_forward_looks_like() -> None:
+    outcome = run("adapt", "mine:Mangled", "-o", "found.py")
+    assert outcome.code == 3
+    torch.manual_seed(0)
+    layer = importlib.import_module("mine").Mangled().eval()
+    description = describe(importlib.import_module("found").adapt, layer, "the layer")
+    x = torch.randn(2, 5, 16)
+    assert torch.equal(description.code.run(lambda *_: x, (x,), {}), layer(x))  # type: ignore[union-attr]
+
+
 class Steps(Silent):
     def __init__(self) -> None:
         self.said: list[str] = []
