@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import moexport
+import numpy as np
 from moexport.errors import FeedError, MoexportError
 
 triton: Any = importlib.import_module("triton_python_backend_utils")  # Triton's own
