@@ -110,14 +110,13 @@ class _OwnForward:
         body = self.tree.body
         first = body[1 if len(body) > 1 and ast.get_docstring(self.tree) is not None else 0]
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute | ast.Name)]
-        marked = {node.end_lineno for node in nodes if self._uses(node, uses)}
+        marked = {node.end_lineno or 0 for node in nodes if self._uses(node, uses)}
         text = self.text.splitlines()
         for line, start, end, new in sorted(self._changes(nodes, whole), reverse=True):
             raw = text[line - 1].encode()
             text[line - 1] = (raw[:start] + new.encode() + raw[end:]).decode()
-        for line in marked:
-            assert line is not None
-            text[line - 1] += "" if text[line - 1].endswith("\\") else MARK
+        for number in marked:
+            text[number - 1] += "" if text[number - 1].endswith("\\") else MARK
         kept = text[first.lineno - 1 :]
         if not kept[0][: first.col_offset].isspace():  # on the line of its `def`
             kept[0] = kept[0][first.col_offset :]

@@ -167,7 +167,8 @@ class InParameterList(SoftOnes):
         del self.phi
 
     def logits(self, x: Tensor) -> Tensor:
-        return (x @ self.queries[0]).unflatten(-1, (4, 2))
+        logits: Tensor = x @ self.queries[0]
+        return logits.view(*x.shape[:-1], 4, 2)
 
 
 class NoIdentifier(TopTwo):
@@ -203,7 +204,8 @@ class SharedInSequential(TopTwo):
         self.shared = nn.Sequential(nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 16))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.shared(x)
+        y: Tensor = super().forward(x) + self.shared(x)
+        return y
 
 
 class SharedMaps(TopTwo):
@@ -212,7 +214,8 @@ class SharedMaps(TopTwo):
         self.shared = nn.ModuleList([nn.Linear(16, 12), nn.Linear(12, 16)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.shared[1](F.relu(self.shared[0](x)))
+        y: Tensor = super().forward(x) + self.shared[1](F.relu(self.shared[0](x)))
+        return y
 
 
 class SharedGated(TopTwo):
@@ -224,7 +227,8 @@ class SharedGated(TopTwo):
 
     def forward(self, x: Tensor) -> Tensor:
         shared = self.second(F.silu(self.first(x)))
-        return super().forward(x) + self.share(x).sigmoid() * shared
+        y: Tensor = super().forward(x) + self.share(x).sigmoid() * shared
+        return y
 
 
 class Corrected(TopTwo):
@@ -282,9 +286,9 @@ class Mangled(nn.Module):
         self.__experts = nn.ModuleList(Expert() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum(  # type: ignore[return-value]
-            torch.sin(self.__gate(x))[..., i, None] * f(x) for i, f in enumerate(self.__experts)
-        )
+        w: Tensor = torch.sin(self.__gate(x))
+        y = torch.stack([expert(x) for expert in self.__experts], -2)
+        return (w[..., None] * y).sum(-2)
 
 
 class Waves(TopTwo):

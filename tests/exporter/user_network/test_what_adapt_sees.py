@@ -133,6 +133,7 @@ def test_any_name_and_any_shared_expert_is_read(name: str, code: str) -> None:
     assert_right(name, adapter.code)
 
 
+@pytest.mark.slow
 def test_a_start_is_the_layers_own_forward_with_the_experts_marked() -> None:
     outcome = run("adapt", "mine:Halves", "-o", "found.py")
     assert outcome.code == 3
