@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from .exporter.tensorrt.records import Made
     from .exporter.text.generate import GeneratedText, Message, TextModel
     from .exporter.triton.repository import ServedModel
-    from .exporter.user_network.first_adapter import FirstAdapter
+    from .exporter.user_network.first_adapter.search import FirstAdapter
     from .tune.tune import SearchPlan, Tuned
 
     AnyModel = Model | Callable[[], Model]
@@ -107,9 +107,10 @@ def adapt(source: str, request: AdaptRequest) -> FirstAdapter:
     """
     check_pytorch("trying a layer")
     from .exporter.checkpoints.load import read_config
-    from .exporter.user_network.first_adapter import first_adapter
+    from .exporter.user_network.first_adapter.search import first_adapter, sizes_of
 
-    return first_adapter(source, read_config(None, request.sets))
+    sizes = sizes_of(request.batch, request.tokens)
+    return first_adapter(source, read_config(None, request.sets), sizes, request.progress)
 
 
 def inspect_bundle(bundle: Bundle | AnyPath) -> Manifest:

@@ -483,10 +483,8 @@ def polysemanticity(
     Classes without inputs, or of which nothing was right before, do not count; None where d = 0.
     """
     shares = [abs(c) / y for y, c in zip(accuracy, change, strict=True) if y and c is not None]
-    largest = max(shares, default=0.0)
-    if largest == 0:
-        return None
-    return math.sqrt(sum(d * d for d in shares) - largest**2 + (1 - largest) ** 2)
+    *others, largest = sorted(shares) or [0.0]
+    return None if largest == 0 else math.hypot(*others, 1 - largest)
 
 
 def _groups(means: Sequence[Array], by: Array) -> tuple[SubgroupCoefficients, ...]:

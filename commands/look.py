@@ -91,12 +91,13 @@ def adapt(
     from ..common.writing import write_text
 
     with verbosity.console() as console:
-        console.step(f"trying {layer}")
-        adapter = api.adapt(layer, request)
+        adapter = api.adapt(layer, replace(request, progress=console))
     if output is None:
         show(adapter.code)
     else:
         write_text(adapter.code, output)
+    for note in adapter.notes:
+        console.note(note)
     if adapter.missing:
         raise CheckError(
             f"{layer} was not recognised: {'; '.join(adapter.missing)}",

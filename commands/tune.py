@@ -64,7 +64,7 @@ def tune(
         tuned = api.tune(load, data, output, request)
     from ..tune.findings import text
 
-    show(json_text(_as_json(tuned, place)) if as_json else text(tuned, place))
+    show(json_text(_as_json(tuned, place)) if as_json else text(tuned, place, request.command))
 
 
 def plan_text(planned: SearchPlan) -> str:

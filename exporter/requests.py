@@ -119,6 +119,18 @@ class AdaptRequest(Request):
         flag="--set",
         metavar="KEY=VALUE",
     )
+    batch: str | int | None = option(
+        None,
+        "The batch sizes that the layer is tried with, each of the three.",
+        unset="3, and 1 and 8 if the layer takes them",
+        metavar=SIZES,
+    )
+    tokens: str | int | None = option(
+        None,
+        "The same for the number of tokens, without input_shape.",
+        unset="7, and 16 if the layer takes them",
+        metavar=SIZES,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

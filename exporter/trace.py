@@ -31,7 +31,7 @@ from onnxscript.function_libs.torch_lib.ops import nn as torchlib
 from torch import Tensor, nn
 
 from ..common.versions import least_size, older_tracer
-from ..errors import TraceError, tells_of_memory
+from ..errors import MoexportError, TraceError, tells_of_memory
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers
 from ..graphs.lower import simplify
 from ..graphs.names import DOMAIN
@@ -168,6 +168,8 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
             if tells_of_memory(cause):  # that says nothing of the network
                 # Anew: chained to itself, it would have no end.
                 raise MemoryError(str(cause)) from None
+            if isinstance(cause, MoexportError):  # of what stands around the user's code
+                raise type(cause)(cause.message, hint=cause.hint) from error
             said = str(cause).strip().splitlines() or [type(cause).__name__]
             line = LINE.search(str(cause))
             where = f" ({Path(line[1]).name}, line {line[2]}: {line[3]})" if line else ""

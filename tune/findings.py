@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..bench.engines import PYTORCH_EAGER
 from ..bench.journal import FILE
 from ..bench.metrics import wilson
 from ..bench.plan import Candidate
-from ..bench.report.page import write_all
+from ..bench.report.page import recipe_command, write_all
 from ..bench.results import Accuracy, Interval, Perplexity, Results, Row
 from ..bench.run import model_info
 from ..bench.service.findings import as_analyses, best
@@ -110,8 +111,8 @@ def _record(tuned: Tuned) -> TuningRecord:
     )
 
 
-def text(tuned: Tuned, report: Path) -> str:
-    """Returns the front and the contract."""
+def text(tuned: Tuned, report: Path, command: str = "") -> str:
+    """Returns the front and the contract; `command` is that of the search, as it was typed."""
     rows = [
         (
             "→" if point is tuned.chosen else "",
@@ -130,6 +131,13 @@ def text(tuned: Tuned, report: Path) -> str:
     if tuned.services is not None:
         most = best([one for one in tuned.services.services if one.exported])
         why += [] if most is None else [most.reached]
+    place = tuned.bundle.path
+    again = recipe_command(
+        tuned.model.source.path,
+        str(place / RECIPE_FILE),
+        str(place.with_name(f"{place.name}-again")),
+        shlex.split(command),
+    )
     return (
         f"{table(header, rows)}\n\n"
         f"{tuned.bundle.path}: {tuned.metric.name} kept {quality.kept:.2%}, between "
@@ -137,7 +145,7 @@ def text(tuned: Tuned, report: Path) -> str:
         f"not see;\n{tuned.chosen.trial.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
         f"FP32; {tuned.trials} graphs in {tuned.seconds:.0f} s\n"
         f"{''.join(f'{sentence}{chr(10)}' for sentence in why if sentence)}"
-        f"again: moexport export MODEL --recipe {tuned.bundle.path / 'recipe.yaml'} -o BUNDLE\n"
+        f"again: {again}\n"
         f"report: {report / 'report.html'}"
     )
 

@@ -421,8 +421,7 @@ def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestS
     rights = []  # per subset, the inputs it classifies right
     done = 0
     for scores in model.subsets(sets):  # [s, b, c]
-        of_label = scores.gather(2, labels.view(1, -1, 1).expand(len(scores), -1, 1)).squeeze(2)
-        loss, index = (scores.logsumexp(dim=2) - of_label).min(dim=0)
+        loss, index = _losses(scores, labels).min(dim=0)
         better = loss < least
         least, best = torch.where(better, loss, least), torch.where(better, index + done, best)
         right = scores.argmax(dim=2) == labels
@@ -439,6 +438,17 @@ def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestS
         average=float(shares.mean()),
         distinct=len(set(best.tolist())),
     )
+
+
+def _losses(scores: Tensor, labels: Tensor) -> Tensor:
+    """Returns for scores [s, b, c] and labels [b] what orders as the cross-entropy does, [s, b].
+
+    log((1 - p) / p) of a label's probability p: the cross-entropy -log p itself rounds to 0 where
+    the label leads by far, and many sets of experts would seem equally good.
+    """
+    of_label = labels.view(1, -1, 1).expand(len(scores), -1, 1)
+    others = scores.scatter(2, of_label, -torch.inf).logsumexp(dim=2)
+    return others - scores.gather(2, of_label).squeeze(2)
 
 
 def shares_of(layer: str, column_sums: Tensor) -> Shares:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.text import count, size
+from ...common.user_code import names_code
 from ...common.writing import check_file, output_errors, write_text
 from ...errors import UsageError
 from ..analyses.findings import FrontPoint, TuningRecord, studies_in, tuning_in
@@ -235,8 +236,7 @@ def export_command(results: Results, row: Row) -> str | None:
         return None
     search = tuning_in(results.analyses)
     if search is not None and row is results.rows[-1]:  # the one that was chosen
-        words = ["moexport", "export", source, "--recipe", search.recipe, "-o", "BUNDLE"]
-        return shlex.join([*words, *_carried(typed)])
+        return recipe_command(source, search.recipe, "BUNDLE", typed)
     own = (reference for reference in results.of_model(row.model) if reference.is_reference)
     full_k = next((reference.k for reference in own), row.experts)
     if target == "ort-cpu":  # What a benchmark may be told to take another for.
@@ -254,6 +254,19 @@ def export_command(results: Results, row: Row) -> str | None:
     if row.precision == "int8" and model.kind != TOKEN_ROUTED:
         # A folder of images by class is no feed of arrays; the reader knows what is.
         words += ["--data", data if data and (data.endswith(".npz") or ":" in data) else "FEED"]
+    return shlex.join([*words, *_carried(typed)])
+
+
+def recipe_command(source: str, recipe: str, bundle: str, typed: Sequence[str]) -> str:
+    """Returns the command that exports a model again as its recipe says.
+
+    `typed` is the command of the search, which tells how the model is read: a network of the
+    user's own also on which inputs it is checked, where those are not images.
+    """
+    words = ["moexport", "export", source, "--recipe", recipe, "-o", bundle]
+    data = next(iter(_values_of(typed, "--data")), None)
+    if data and names_code(source) and not (Path(data).is_dir() or _values_of(typed, "--pixels")):
+        words += ["--data", data]
     return shlex.join([*words, *_carried(typed)])
 
 

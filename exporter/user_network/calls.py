@@ -164,6 +164,19 @@ class _Watch:
         )
 
 
+def changed_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
+    """Returns the buffers of a module that are not what they were."""
+    return [
+        name
+        for name, buffer in module.named_buffers()
+        if name not in before or not _same(before[name], buffer)
+    ]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
 def _copied(value: Any) -> Any:
     """A tensor as it is now: what comes after may change it in place."""
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -19,7 +19,7 @@ from ...graphs.layers.base import MoELayer, sharing_weights
 from ..checkpoints.state_dict import Checkpoint, read_checkpoint
 from ..model import Model, Source, TensorSpec
 from .adapters import EXAMPLE, Adapter, adapter_name, adapters_for, describe
-from .calls import ForwardPass, LayerCall, forward_pass
+from .calls import ForwardPass, LayerCall, changed_buffers, forward_pass
 from .comparison import (
     check_adapter,
     check_alone,
@@ -31,9 +31,14 @@ from .comparison import (
 from .descriptions import ExpertsDescription
 from .examples import INPUT_SHAPE, Example, differ, example_of, made_up
 from .layers import LayerPlace, find_in_module
+from .mismatch import CLOSE, difference
+from .moved import move_out
 from .own_forward import OwnForward
 
 ARGUMENTS = "--config and --set are passed to the factory as its arguments"
+
+CALLS_TRIED = 2
+"""How many calls follow the first one, of a network that changes what it holds."""
 
 COMPILED = "_orig_mod"
 """What a module that `torch.compile` made calls the module that it is of."""
@@ -169,9 +174,9 @@ def _passes(
     A network that cannot run on what is made up, or gives no numbers for it, is compared on its
     example alone.
     """
-    alone = forward_pass(module, places, inputs, source)
+    alone, notes = _with_kept_buffers(module, places, inputs, source)
     if differ(inputs):
-        return [alone], ()
+        return [alone], notes
     begins = "the example holds no two different inputs: the replaced layers were checked on"
     for further in made_up(inputs):
         # A network may run on batches of the example's size alone.
@@ -181,9 +186,41 @@ def _passes(
             except MoexportError:
                 continue
             if more.finite:
-                return [*before, more], (f"{begins} made-up ones, too",)
+                return [*before, more], (*notes, f"{begins} made-up ones, too")
     why = "as the network cannot run on made-up ones; --data with real inputs checks more"
-    return [alone], (f"{begins} it alone, {why}",)
+    return [alone], (*notes, f"{begins} it alone, {why}")
+
+
+def _with_kept_buffers(
+    module: nn.Module, places: Sequence[LayerPlace], inputs: Tensor, source: str
+) -> tuple[ForwardPass, tuple[str, ...]]:
+    """Returns the first pass, and a note on buffers that it changes, which are set back.
+
+    A graph keeps nothing between calls. Raises FamilyError where what a call changes is in the
+    result of the next one.
+    """
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    first = forward_pass(module, places, inputs, source)
+    changed = changed_buffers(module, before)
+    if not changed:
+        return first, ()
+    listed = ", ".join(changed)
+    for _ in range(CALLS_TRIED):
+        again = forward_pass(module, places, inputs, source)
+        pairs = [(first.result, again.result)]
+        pairs += [(call.y, again.layers[path].y) for path, call in first.layers.items()]
+        if any(difference(a, b) > CLOSE for a, b in pairs):
+            raise FamilyError(
+                f"{source}: the network changes {listed} when it is called, in eval mode, too, and "
+                "its next result depends on that",
+                hint="a graph keeps nothing between calls: change buffers in training alone (if "
+                "self.training), or keep them as they are",
+            )
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if name in before and before[name].shape == buffer.shape:
+                buffer.copy_(before[name])
+    return first, (f"the network changes {listed} when it is called; the graph does not",)
 
 
 def _called(
@@ -226,11 +263,12 @@ def _with_code(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) 
     if code.alone:
         return OwnForward(experts, code, None, returned=returned)
     ranges = [_bytes_of(tensor) for tensor in description.tensors()]
-    for module in host.modules():
-        for parameter_name, parameter in module.named_parameters(recurse=False):
+    for path, module in host.named_modules():
+        for parameter_name, parameter in [*module.named_parameters(recurse=False)]:
             first, last = _bytes_of(parameter)
             if any(first < end and start < last for start, end in ranges):
-                setattr(module, parameter_name, None)
+                whole = ".".join(part for part in (place.path, path, parameter_name) if part)
+                move_out(module, parameter_name, whole)
     return OwnForward(
         experts, code, host, all_weights=tried.all_weights, even=tried.even, returned=returned
     )

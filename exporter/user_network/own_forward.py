@@ -142,10 +142,25 @@ class OwnForward(nn.Module):
             return y
         call = ExpertsCall.of(args, named, self.spec.experts)
         if call.combine is not None:
+            self._check_slots(call.combine.shape[3])
             return _through_slots(self.experts, call)
         if call.index is None:
             call = call.with_largest(self.current_k)
         return _through_rows(self.experts, call)
+
+    def _check_slots(self, slots: int) -> None:
+        """Raises UsageError for another number of slots than the layer has."""
+        assert isinstance(self.spec, SoftMoESpec)
+        wanted, follows = self.spec.slots, isinstance(slots, torch.SymInt)
+        if not follows and slots == wanted:
+            return
+        given = "a number of slots that follows the input's size" if follows else f"{slots} slots"
+        raise UsageError(
+            f"layer {self.spec.name}: its forward gives experts(slots, combine=C) {given}, and "
+            f"{wanted} for the inputs that the layer was read with",
+            hint="in a graph an expert has one number of slots: make it independent of the batch "
+            "and the tokens, or fix both (--batch N and an example of N inputs)",
+        )
 
 
 class GroupRouter(nn.Module):

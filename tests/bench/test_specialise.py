@@ -163,6 +163,7 @@ def test_polysemanticity_is_the_distance_to_one_class_lost() -> None:
     )
     assert polysemanticity((1.0, None, 0.0), (-1.0, None, 0.5)) == 0  # nothing to lose there
     assert polysemanticity((1.0, 0.8), (0.0, 0.0)) is None
+    assert polysemanticity((1.0, 1.0), (-1.0, 1e-9)) == pytest.approx(1e-9)  # not 1 + 1e-18 − 1
 
 
 def test_the_command_writes_json_and_a_figure(head: tuple[Path, Path], tmp_path: Path) -> None:

@@ -116,6 +116,29 @@ def test_a_hierarchy_is_edited_by_level(mumoe_bundle: Path, tmp_path: Path) -> N
     assert_close(Bundle.open(mumoe_bundle).session()(x, 16), expected)
 
 
+@pytest.mark.slow
+def test_the_coefficient_of_an_ablated_expert_counts_as_zero_in_a_rewrite(tmp_path: Path) -> None:
+    """As docs/mumoe.md says: where the subgroup has that expert alone, no output is re-written."""
+    x = read_case("mumoe_tr_2level").x[:, None].astype(np.float32)
+    (layer,) = mumoe_layers(moexport.load(TWO_LEVELS, config={"act": "entmax15"}).module).values()
+    first = layer.coefficients(torch.from_numpy(x))[0].double().numpy().copy()
+    ablated = int(first.max(axis=(0, 1)).argmax())
+    assert first[..., ablated].max() > 0.1
+    first[..., ablated] = 0
+    places = {"MuMoE.factors.0": np.s_[:, ablated]}
+    expected = in_pytorch(zeroed(TWO_LEVELS, places, tmp_path), x, act="entmax15")
+    for name, of_ablated, of_others in (("alone", 50.0, 0.0), ("all", 50.0, 1.0)):
+        mean = [of_ablated if expert == ablated else of_others for expert in range(16)]
+        path = rewriting(tmp_path, entry(coefficients=[mean, [1.0] * 4]))
+        edits = ("--ablate", f"layer:1.{ablated}", "--rewrite", path)
+        outcome = run("export", TWO_LEVELS, *ENTMAX, "-o", tmp_path / name, *edits)
+        assert outcome.code == 0, outcome.err
+        wanted = expected.astype(np.float64)
+        # The coefficients of the second level sum to 1.
+        wanted[..., 7] += -30.0 * of_others * first.sum(-1)
+        assert_close(Bundle.open(tmp_path / name).session()(x), wanted)
+
+
 def test_every_edit_is_recorded_and_shown(mumoe_bundle: Path) -> None:
     manifest = json.loads((mumoe_bundle / "manifest.json").read_text())
     assert manifest["edits"] == [

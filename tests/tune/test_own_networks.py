@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -266,6 +267,24 @@ def test_a_search_without_a_report_keeps_its_recipe_beside_the_bundle(
     assert (tmp_path / "out-recipe" / "recipe.yaml").read_text() == "mine"
     again = moexport.export(model, tmp_path / "again", recipe=kept)
     assert again.manifest.contract["kept"] >= 0.5
+
+
+@pytest.mark.usefixtures("untimed")
+def test_the_line_that_exports_again_runs_as_printed(data: LabelledData, tmp_path: Path) -> None:
+    assert data.labels is not None
+    np.savez(tmp_path / "the data.npz", input=data.inputs, label=data.labels)
+    outcome = run(
+        *("tune", "own_digits:net", "--set", "layer=Multilinear", "--metric", "agreement"),
+        *("--data", tmp_path / "the data.npz", "--keep", "50%", "--precision", "fp32"),
+        *("--threads", "1", "-o", tmp_path / "out"),
+    )
+    assert outcome.code == 0, outcome.err
+    (line,) = [text for text in outcome.out.splitlines() if text.startswith("again: moexport ")]
+    outcome = run(*shlex.split(line.removeprefix("again: moexport ")))
+    assert outcome.code == 0, outcome.err
+    for name in ("model.onnx", "weights.bin", "recipe.yaml"):
+        again = (tmp_path / "out-again" / name).read_bytes()
+        assert again == (tmp_path / "out" / name).read_bytes(), name
 
 
 def own(layer: str, data: LabelledData) -> Model:

@@ -115,6 +115,23 @@ def test_both_ways_find_the_same_subsets(model: Model, few: LabelledData) -> Non
     assert best_subsets(Passes(model, few, 64), labels, 2, limit=6) == by_sums
 
 
+def test_the_best_subsets_are_told_apart_where_every_one_is_nearly_certain() -> None:
+    """Scores that lead by 60 and more: a cross-entropy in FP32 is 0 for every subset."""
+    generator = torch.Generator().manual_seed(0)
+    samples, n, classes = 40, 6, 5
+    labels = torch.randint(classes, (samples,), generator=generator)
+    base = 80 * torch.nn.functional.one_hot(labels, classes).float()
+    parts = torch.randn(samples, n, classes, generator=generator)
+    sums = ContributionSums("layer", base, parts, torch.rand(samples, n, generator=generator))
+    sets = list(combinations(range(n), 3))
+    scores = torch.stack([base.double() + parts[:, list(s)].double().sum(1) for s in sets])
+    others = scores.masked_fill(base > 0, -torch.inf).logsumexp(dim=2)
+    right = others - scores.masked_fill(base == 0, -torch.inf).amax(dim=2)
+    found = best_subsets(sums, labels, 3, limit=20)
+    assert found.best == 1.0
+    assert found.distinct == len(set(right.argmin(dim=0).tolist())) > 10
+
+
 def test_more_subsets_than_the_limit_are_only_counted(model: Model, few: LabelledData) -> None:
     found = best_subsets(classifier("digits", model, few, 64), labels_of(few), 2, limit=5)
     assert (found.subsets, found.best, found.distinct) == (6, None, None)

@@ -20,6 +20,7 @@ FOUND_ROUTED = ("Dense", "Shared", "Sigmoid")
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     # Layers without the adapters that the example has for them.
     source = (ROOT / "examples" / "own_layers.py").read_text(encoding="utf-8")
@@ -107,12 +108,16 @@ def test_the_adapter_that_is_written_serves_the_layer(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_what_was_not_recognised_is_said_and_a_frame_is_written(tmp_path: Path) -> None:
+def test_what_was_not_recognised_is_said_and_the_own_forward_is_a_start(
+    tmp_path: Path,
+) -> None:
     outcome = run("adapt", "bare_layers:ExpertChoice", "-o", "found.py")
     assert outcome.code != 0
     assert "what is around the experts: " in outcome.err and "usual forms were tried" in outcome.err
     text = (tmp_path / "found.py").read_text()
-    assert "raise NotImplementedError" in text and "experts=layer.experts" in text
+    assert "y = y + shares[..., e, None] * expert(seen)" in text
+    assert "in enumerate(layer.experts):  # <- experts" in text
+    assert "return moexport.Experts(experts=layer.experts, forward=forward)" in text
     outcome = run("adapt", "bare_layers:SpecialisedExperts")
     assert "the experts: experts[0] (Specialised): " in outcome.err.replace("layer.", "")
     assert "a further linear map" in outcome.err

@@ -1,0 +1,68 @@
+"""What was found for a layer before, in the user's own cache folder: a search takes a while."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ....common.documents import object_in
+from ....common.files import cache_folder, sha256, why_not_private
+from ....common.writing import write_text
+from ....errors import OutputError
+from .readings import TriedSizes
+from .seen import own_files
+
+
+def key_of(layer: nn.Module, source: str, config: Mapping[str, Any], sizes: TriedSizes) -> str:
+    """Returns what a search depends on, as a hash: code, arguments, sizes, and the values made."""
+    own = sorted(own_files(layer))
+    folders = {Path(file).parent for file in own}
+    modules = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+    near = {Path.cwd(), *folders}
+    beside = sorted({file for file in modules if near & {*Path(file).parents}})
+    here = sorted(map(str, Path(__file__).parents[1].rglob("*.py")))
+    digest = hashlib.sha256()
+    for file in dict.fromkeys([*own, *beside, *here]):
+        with suppress(OSError):
+            digest.update(sha256(Path(file)).encode())
+    said = [source, sorted(config.items(), key=str), sizes, metadata.version("torch")]
+    digest.update(repr(said).encode())
+    for name, value in layer.state_dict().items():
+        digest.update(f"{name} {list(value.shape)}".encode())
+        digest.update(value.detach().contiguous().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def kept_adapter(key: str) -> dict[str, Any] | None:
+    """Returns what was kept under a key; None from a file that others may have written."""
+    file = _file(key)
+    if file is None or not file.is_file() or why_not_private(file.parents[1]) is not None:
+        return None
+    content = object_in(file)
+    if not isinstance(content.get("code"), str):
+        return None
+    lists = {name: tuple(map(str, content.get(name, ()))) for name in ("missing", "notes")}
+    return {"code": content["code"], **lists}
+
+
+def keep_adapter(key: str, **found: Any) -> None:
+    """Keeps what was found under a key, if there is a place for it."""
+    file = _file(key)
+    if file is None:
+        return
+    with suppress(OSError, OutputError):  # a cache is no promise
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_text(json.dumps(found, indent=1) + "\n", file)
+
+
+def _file(key: str) -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / "adapters" / f"{key[:32]}.json"

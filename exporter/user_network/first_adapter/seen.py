@@ -1,0 +1,274 @@
+"""What a layer's own forward did not do while it was tried: limits, masks and branches.
+
+An adapter is compared with the layer on some inputs. What none of them reaches may be missing in
+the adapter, and nobody would know.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import linecache
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_IN_PLACE = ("clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "threshold", "nan_to_num")
+LIMITS = frozenset((*_IN_PLACE, *(f"{name}_" for name in _IN_PLACE), "minimum", "maximum"))
+"""Functions that change some values and leave others."""
+
+MASKS = frozenset(("where", "masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_"))
+
+COMPARED = frozenset(("lt", "le", "gt", "ge", "less", "greater", "__lt__", "__le__"))
+COMPARED |= {"__gt__", "__ge__"}
+"""Comparisons that a mask is made by."""
+
+
+MOST_SIZE = 2048
+"""Of a batch, or of tokens, that is tried because a branch compares something with it."""
+
+
+@dataclass(slots=True)
+class Place:
+    """A line of the user's at which a value may be changed, or decide: which outcomes were seen."""
+
+    text: str
+    name: str
+    outcomes: set[bool] = field(default_factory=set)
+    constants: tuple[float | None, float | None] | None = None
+
+    @property
+    def said(self) -> str:
+        """The line, and what no input did there."""
+        if self.name not in LIMITS:
+            which = "True" if self.outcomes == {False} else "False"
+            return f"{self.text} (its mask was never {which})"
+        return f"{self.text} (no value reached it)"
+
+
+class WatchedForward(TorchFunctionMode):
+    """Records what a layer's own code does in the calls that are made within."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.places: dict[tuple[str, int, str], Place] = {}
+        self._files = own_files(layer)
+        self._lines: dict[CodeType, set[int]] = defaultdict(set)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name not in LIMITS | MASKS | COMPARED:
+            return func(*args, **named)
+        before = args[0].clone() if args and isinstance(args[0], Tensor) else None
+        returned = func(*args, **named)
+        place = self._place(name)
+        if place is not None:
+            _note(place, before, returned, args, named)
+        return returned
+
+    def _place(self, name: str) -> Place | None:
+        """The user's line that the call is in; None where it is in none of the layer's files."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename not in self._files:
+            frame = frame.f_back
+        if frame is None:
+            return None
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        return self.places.setdefault((file, line, name), Place(_line(file, line), name))
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Within the context the layer is called."""
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            with self:
+                yield
+        finally:
+            sys.settrace(before)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        del event, argument
+        if frame.f_code.co_filename not in self._files:
+            return None
+        lines = self._lines[frame.f_code]
+        lines.add(frame.f_lineno)
+
+        def local(inner: FrameType, event: str, argument: object) -> Any:
+            del event, argument
+            lines.add(inner.f_lineno)
+            return local
+
+        return local
+
+    def unreached(self) -> list[str]:
+        """Returns what no call reached: limits, masks of one value, and branches."""
+        said = [
+            place.said
+            for place in self.places.values()
+            if (True not in place.outcomes if place.name in LIMITS else len(place.outcomes) == 1)
+        ]
+        for file, seen, functions in self._run_lines():
+            said += _branches(file, seen, functions)
+        return list(dict.fromkeys(said))
+
+    def _run_lines(self) -> Iterator[tuple[str, set[int], set[int]]]:
+        """Yields each file with the lines that ran, and those on which their functions begin."""
+        lines: dict[str, set[int]] = defaultdict(set)
+        functions: dict[str, set[int]] = defaultdict(set)
+        for code, seen in self._lines.items():
+            lines[code.co_filename] |= seen
+            functions[code.co_filename].add(code.co_firstlineno)
+        yield from ((file, seen, functions[file]) for file, seen in lines.items())
+
+    def all_places(self) -> list[str]:
+        """Returns the lines with limits, masks and branches, whatever was seen there."""
+        said = [place.text for place in self.places.values()]
+        for file, seen, functions in self._run_lines():
+            said += [_line(file, node.lineno) for node in _decisions(file, seen, functions)]
+        return list(dict.fromkeys(said))
+
+    def sizes(self) -> list[int]:
+        """Returns the numbers that branches compare sizes with, as far as they may be sizes."""
+        found: list[int] = []
+        for file, seen, functions in self._run_lines():
+            for node in _decisions(file, seen, functions):
+                parts = [part for part in ast.walk(node.test) if isinstance(part, ast.Constant)]
+                found += [part.value for part in parts if type(part.value) is int]
+        return [size for size in dict.fromkeys(found) if 1 < size <= MOST_SIZE]
+
+    @property
+    def limits(self) -> list[tuple[float | None, float | None]]:
+        """The bounds of clamps by numbers, in the order in which they were met."""
+        found = (place.constants for place in self.places.values() if place.name in LIMITS)
+        return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
+
+
+def _note(
+    place: Place,
+    before: Tensor | None,
+    returned: Any,
+    args: Sequence[Any],
+    named: Mapping[str, Any],
+) -> None:
+    """Notes what a call did at a place."""
+    try:
+        if place.name in LIMITS:
+            same = before is not None and torch.equal(before, returned)
+            place.outcomes.add(not same)
+            place.constants = place.constants or _bounds(place.name, args, named)
+        else:
+            values = (returned, *args, *named.values())
+            masks = [v for v in values if isinstance(v, Tensor) and v.dtype == torch.bool]
+            for mask in masks[:1]:
+                place.outcomes |= {bool(mask.any()), bool(mask.all())}
+    except RuntimeError:  # values within vmap cannot be looked at
+        return
+
+
+def _bounds(
+    name: str, args: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[float | None, float | None] | None:
+    """The numbers that a clamp bounds by; None for tensors and other functions."""
+    given = [*args[1:], None, None]
+    low, high = named.get("min", given[0]), named.get("max", given[1])
+    if name.startswith("clamp_min"):
+        high = None
+    elif name.startswith("clamp_max"):
+        low, high = None, named.get("max", given[0])
+    elif not name.startswith(("clamp", "clip", "hardtanh")):
+        return None
+    if name.startswith("hardtanh"):
+        low, high = named.get("min_val", given[0]), named.get("max_val", given[1])
+    numbers = [None if value is None else float(value) for value in (low, high) if _number(value)]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else None
+
+
+def _number(value: object) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def own_files(layer: nn.Module) -> frozenset[str]:
+    """Returns the files that the classes of a layer and of its parts are written in."""
+    files = set()
+    for cls in {cls for module in layer.modules() for cls in type(module).__mro__}:
+        if cls.__module__.split(".")[0] in ("torch", "builtins"):
+            continue
+        try:
+            file = inspect.getsourcefile(cls)
+        except TypeError:
+            continue
+        if file is not None:
+            files.add(file)
+    return frozenset(files)
+
+
+def _line(file: str, line: int) -> str:
+    return f"{Path(file).name} line {line}: `{linecache.getline(file, line).strip()}`"
+
+
+def _branches(file: str, seen: set[int], functions: set[int]) -> Iterator[str]:
+    """Yields the branches of functions that were called, but not taken, in a file."""
+    for node in _decisions(file, seen, functions):
+        for body, what in ((node.body, "was not taken"), (node.orelse, "was always taken")):
+            if body and not _run(body, seen) and not _only_raises(body):
+                yield f"{_line(file, node.lineno)} (it {what})"
+
+
+def _decisions(file: str, seen: set[int], functions: set[int]) -> Iterator[ast.If | ast.While]:
+    """Yields what decided in the functions that were called, and may decide otherwise."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
+        if first in functions:
+            yield from (
+                node
+                for node in ast.walk(function)
+                if isinstance(node, ast.If | ast.While)
+                and _tested(node, seen)
+                and _matters(node)
+                and (node.orelse or not _only_raises(node.body))
+            )
+
+
+def _tested(node: ast.If | ast.While, seen: set[int]) -> bool:
+    return any(line in seen for line in range(node.lineno, (node.test.end_lineno or 0) + 1))
+
+
+def _run(body: Sequence[ast.stmt], seen: set[int]) -> bool:
+    return any(line in seen for line in range(body[0].lineno, (body[-1].end_lineno or 0) + 1))
+
+
+def _only_raises(body: Sequence[ast.stmt]) -> bool:
+    return isinstance(body[-1], ast.Raise) or all(isinstance(part, ast.Pass) for part in body)
+
+
+def _matters(node: ast.If | ast.While) -> bool:
+    """Whether a branch may be taken by other inputs: not by training, arguments or parts alone."""
+    text = ast.unparse(node.test)
+    if "training" in text or " is None" in text or " is not None" in text:
+        return False
+    names = {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
+    return bool(names - {"self"} - set(dir(builtins)))

@@ -1,0 +1,242 @@
+"""What adapters of Soft MoE layers may look like, as text: by their options, or as a forward."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..descriptions import Description, SoftMoEDescription, held_by
+from ..mismatch import CLOSE
+from .forms import USERS_CODE, ClampBounds, Guess, call_text, clamped, distance
+from .readings import code_of
+
+MOST_WIDTH = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Phi:
+    """What the tokens may be multiplied with, [d, n, p], as code, and its bias."""
+
+    code: str
+    bias: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SoftForm:
+    """One way to compute a Soft MoE layer: the text of its adapter, and what a forward needs."""
+
+    text: str
+    phi: Phi
+    norm: str
+    options: tuple[tuple[str, str], ...] = ()
+    residual: bool = False
+
+
+DISPATCH = "the softmax of dispatch"
+
+ENDS = (
+    "y",
+    "x + y",
+    "y.masked_fill({mask}[..., None], 0)",
+    "x + y.masked_fill({mask}[..., None], 0)",
+    "(x + y).masked_fill({mask}[..., None], 0)",
+)
+"""What is returned of y where a mask says which tokens count."""
+
+AXES = {
+    "all slots": "logits.flatten(2).softmax(dim=-1).view_as(logits)",
+    "the experts": "logits.softmax(dim=2)",
+    "an expert's slots": "logits.softmax(dim=3)",
+    "the tokens": "logits.softmax(dim=1)",
+}
+"""Softmaxes of L [b, m, n, p] as code, by what they are over."""
+
+
+class SoftForms:
+    """The forms of a guess in which every expert has slots of its own."""
+
+    def __init__(self, guess: Guess) -> None:
+        self.guess = guess
+
+    def matching(self) -> Iterator[SoftForm]:
+        """Yields the forms that give y, those with the fewest options first."""
+        guess = self.guess
+        if guess.call.further:
+            for form in self._masked():
+                if self._seen(form.text) <= CLOSE:
+                    yield form
+            return
+        held, found = held_by(guess.layer), {}
+        for phi, norm in itertools.product(self.phis(), ["", *guess.norms]):
+            options = [f"phi={phi.code}", *([f"bias={phi.bias}"] if phi.bias else [])]
+            options += [guess.reading.keywords, *([f"norm={norm}"] if norm else [])]
+            description = guess.described(call_text("moexport.SoftMoE", options))
+            if isinstance(description, SoftMoEDescription):
+                try:
+                    found[phi, norm] = options, [*description.variants(held)]
+                except USERS_CODE:
+                    continue
+        for simple in (True, False):
+            for (phi, norm), (options, variants) in found.items():
+                for changed, variant in variants:
+                    if simple == (len(changed) < 2):
+                        yield from self._of_variant(phi, norm, options, changed, variant)
+
+    def limited(self, form: SoftForm, limit: ClampBounds) -> Iterator[str]:
+        """Yields the text of a form as a forward with a clamp where a layer may have one."""
+        options = dict(form.options)
+        if set(options) - {"norm", "temperature", "slots_from", "eps"}:
+            return
+        norm = {"'l2'": "F.normalize(x, dim=-1)", "'layernorm'": "F.layer_norm(x, x.shape[-1:])"}
+        made = norm.get(options.get("norm", ""), f"{form.norm}(x)" if form.norm else "x")
+        raw = options.get("slots_from") == "'raw'"
+        h, source = ("x", "x") if made == "x" else ("h", "x" if raw else "h")
+        for where in ("logits", "y", "x"):
+            lines = [f"x = {clamped('x', limit)}"] if where == "x" else []
+            lines += [f"h = {made}"] if made != "x" else []
+            lines.append(f"phi = {self._with_slots(form.phi.code)}")
+            logits = f'torch.einsum("bmd,dnp->bmnp", {h}, phi)'
+            logits += f" + {form.phi.bias}.view(phi.shape[1:])" if form.phi.bias else ""
+            if "temperature" in options:
+                logits = f"({logits}) / {options['temperature']}"
+            lines.append(f"logits = {logits}")
+            if where == "logits":
+                lines.append(f"logits = {clamped('logits', limit)}")
+            lines += [
+                f'slots = torch.einsum("bmd,bmnp->bnpd", {source}, logits.softmax(dim=1))',
+                f"y = experts(slots, combine={AXES['all slots']})",
+            ]
+            y = "x + y" if form.residual else "y"
+            lines.append(f"return {clamped(f'({y})', limit) if where == 'y' else y}")
+            yield self.guess.text(lines, "gelu")
+
+    def _with_slots(self, phi: str) -> str:
+        """Code of phi as [d, n, p]."""
+        try:
+            value = eval(phi, {"layer": self.guess.layer, "torch": torch, "F": nn.functional})
+        except USERS_CODE:
+            return phi
+        return f"{phi}.unsqueeze(2)" if value.ndim == 2 else phi
+
+    def _seen(self, text: str) -> float:
+        """How far off a text is, which is counted."""
+        off = self.guess.off(text)
+        self.guess.count.add(off)
+        return off
+
+    def _of_variant(
+        self,
+        phi: Phi,
+        norm: str,
+        options: list[str],
+        changed: Mapping[str, str],
+        variant: Description,
+    ) -> Iterator[SoftForm]:
+        """Yields the form of a description with changed options where that matches."""
+        guess = self.guess
+        ours, x, y = guess.result(variant, guess.call), guess.call.x, guess.call.y
+        added = None if ours is None or x.shape != ours.shape else x + ours
+        residual = distance(y, added) <= CLOSE
+        off = distance(y, ours)
+        guess.count.add(off)
+        if not residual and off > CLOSE:
+            return
+        if DISPATCH in changed:
+            if not residual and not phi.bias:
+                text = self._with_axes(changed, phi.code, norm)
+                if self._seen(text) <= CLOSE:
+                    yield SoftForm(text, phi, norm, (("axes", "others"),))
+            return
+        named = {k: v.replace("phi", phi.code) if k == "phi" else v for k, v in changed.items()}
+        if any(" " in key for key in named):
+            return
+        kept = [option for option in options if option.split("=", 1)[0] not in changed]
+        more = [f"{key}={value}" for key, value in named.items()]
+        text = call_text(
+            "moexport.SoftMoE", [*kept, *more, *(["residual=True"] if residual else [])]
+        )
+        if self._seen(text) <= CLOSE:
+            yield SoftForm(text, phi, norm, tuple(named.items()), residual)
+
+    def _masked(self) -> Iterator[SoftForm]:
+        """Yields forms with a mask of tokens as a further input."""
+        guess = self.guess
+        for phi, norm, mask, end in itertools.product(
+            self.phis(), ["", *guess.norms], guess.masks, ENDS
+        ):
+            if phi.bias:
+                continue
+            hidden = f'logits.masked_fill({mask}[:, :, None, None], float("-inf"))'
+            lines = [f"h = {norm}(x)"] if norm else []
+            h = "h" if norm else "x"
+            lines += [
+                f'logits = torch.einsum("bmd,dnp->bmnp", {h}, {self._with_slots(phi.code)})',
+                f"dispatch = {hidden}.softmax(dim=1)",
+                f'slots = torch.einsum("bmd,bmnp->bnpd", {h}, dispatch)',
+                f"y = experts(slots, combine={AXES['all slots']})",
+                f"return {end.format(mask=mask)}",
+            ]
+            yield SoftForm(guess.text(lines, "gelu"), phi, norm, (("mask", mask),))
+
+    def _with_axes(self, changed: Mapping[str, str], phi: str, norm: str) -> str:
+        """The text of a layer with its softmaxes over other axes."""
+        dispatch, combine = (AXES[changed[key].removeprefix("over ")] for key in changed)
+        lines = [f"x = {norm}(x)"] if norm else []
+        lines += [
+            f'logits = torch.einsum("bmd,dnp->bmnp", x, {self._with_slots(phi)})',
+            f'slots = torch.einsum("bmd,bmnp->bnpd", x, {dispatch})',
+            f"return experts(slots, combine={combine})",
+        ]
+        # What a Soft MoE's experts compute unless it is said.
+        return self.guess.text(lines, "gelu")
+
+    def phis(self) -> Iterator[Phi]:
+        """Yields what the tokens may be multiplied with, and what of it with a bias."""
+        guess = self.guess
+        d, n = guess.reading.dim, guess.reading.count
+        raw: list[str] = []
+        for code, p in guess.others:
+            raw += [f"{code}{turn}" for turn in _turns(tuple(p.shape), d, n)]
+        for name in vars(type(guess.layer)):
+            method = getattr(guess.layer, name, None)
+            if name.startswith("_") or name == "forward" or not callable(method):
+                continue
+            try:
+                made = method()
+            except Exception:  # noqa: BLE001  a method may want anything
+                continue
+            if isinstance(made, Tensor):
+                raw += [f"layer.{name}(){turn}" for turn in _turns(tuple(made.shape), d, n)]
+        yield from map(Phi, raw)
+        scalars = [code for code, p in guess.others if p.numel() == 1]
+        biases = {
+            f"{code_of(guess.layer, path)}.weight": f"{code_of(guess.layer, path)}.bias"
+            for path, module in guess.layer.named_modules()
+            if isinstance(module.__dict__.get("_parameters", {}).get("bias"), Tensor)
+        }
+        for phi in raw:
+            yield from (Phi(f"{code} * F.normalize({phi}, dim=0)") for code in scalars)
+            yield from (Phi(phi, b) for w, b in biases.items() if phi.startswith(w))
+
+
+def _turns(shape: tuple[int, ...], d: int, n: int) -> list[str]:
+    """Code that makes a tensor of this shape [d, n, p], if it can be."""
+    if len(shape) == 3:
+        orders = [
+            order
+            for order in itertools.permutations(range(3))
+            if (shape[order[0]], shape[order[1]]) == (d, n)
+        ]
+        return ["" if order == (0, 1, 2) else f".permute{order}" for order in orders]
+    if len(shape) != 2:
+        return []
+    turns = []
+    for rows, columns, turn in ((*shape, ""), (*shape[::-1], ".T")):
+        if rows == d and columns % n == 0 and columns < MOST_WIDTH:
+            p = columns // n
+            turns.append(turn if p == 1 else f"{turn}.unflatten(1, ({n}, {p}))")
+    return turns

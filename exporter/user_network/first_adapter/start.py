@@ -1,0 +1,189 @@
+"""A start for an adapter: the layer's own forward, with the experts' part marked."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import nn
+
+from .readings import ExpertsReading, further_inputs
+
+CALLS = (
+    "(slots, combine=C)    slots [b, n, p, d], C [b, m, n, p]",
+    "(x, weights=w)        x [..., d], w [..., n]",
+    "(x, index, weights)   index and weights [..., k]",
+)
+
+MARK = "  # <- experts"
+
+EXPERTS, LAYER = "experts", "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A forward: its parameters, the experts first, its lines, and what stands before it."""
+
+    parameters: str
+    lines: tuple[str, ...]
+    imports: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+
+def start_of(layer: nn.Module, reading: ExpertsReading) -> Start:
+    """Returns a layer's forward as an adapter would have it, or a frame where it cannot be read."""
+    own = _OwnForward.of(layer)
+    if own is None:
+        names = ", ".join([EXPERTS, "x", *further_inputs(layer)])
+        lines = (*_said("What the layer computes", EXPERTS), "raise NotImplementedError")
+        return Start(names, lines)
+    bank = EXPERTS if EXPERTS not in own.names else "bank"
+    whole = LAYER if LAYER not in own.names else "whole"
+    return Start(
+        parameters=", ".join([bank, *([own.parameters] if own.parameters else [])]),
+        lines=(*_said(f"The layer's forward ({own.place})", bank), *own.lines(whole, reading.uses)),
+        imports=tuple(own.imports()),
+        before=() if whole == LAYER else (f"{whole} = {LAYER}",),
+    )
+
+
+def _said(what: str, bank: str) -> Iterator[str]:
+    yield f"# {what}. The lines marked '<- experts' use them: put one"
+    yield "# call in their place, in one of three ways:"
+    yield from (f"#   {bank}{call}" for call in CALLS)
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnForward:
+    """The source of a forward: its tree, its text, and the module it is in."""
+
+    tree: ast.FunctionDef
+    text: str
+    cls: type[nn.Module]
+    place: str
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> _OwnForward | None:
+        kind = type(layer)
+        try:
+            lines, first = inspect.getsourcelines(kind.forward)
+            file = inspect.getsourcefile(kind.forward) or ""
+            text = textwrap.dedent("".join(lines))
+            (tree,) = ast.parse(text).body
+        except (OSError, TypeError, SyntaxError, ValueError):
+            return None
+        if not isinstance(tree, ast.FunctionDef) or "super(" in text or not tree.args.args:
+            return None
+        place = f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}, line {first}"
+        return cls(tree, text, kind, place)
+
+    @property
+    def name(self) -> str:
+        """What the forward calls the layer: `self`."""
+        return self.tree.args.args[0].arg
+
+    @property
+    def parameters(self) -> str:
+        """The parameters after the layer, without what their annotations say."""
+        arguments = copy.deepcopy(self.tree.args)
+        del arguments.args[0]
+        for node in ast.walk(arguments):
+            if isinstance(node, ast.arg):
+                node.annotation = None
+        return ast.unparse(arguments)
+
+    @property
+    def names(self) -> set[str]:
+        """All names in the forward."""
+        nodes = [*ast.walk(self.tree)]
+        named = {node.id for node in nodes if isinstance(node, ast.Name)}
+        return named | {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+    def lines(self, whole: str, uses: frozenset[str]) -> list[str]:
+        """The lines of the body, `whole` for `self`, those marked that use these attributes."""
+        body = self.tree.body
+        first = body[1 if len(body) > 1 and ast.get_docstring(self.tree) is not None else 0]
+        nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute | ast.Name)]
+        marked = {node.end_lineno or 0 for node in nodes if self._uses(node, uses)}
+        text = self.text.splitlines()
+        for line, start, end, new in sorted(self._changes(nodes, whole), reverse=True):
+            raw = text[line - 1].encode()
+            text[line - 1] = (raw[:start] + new.encode() + raw[end:]).decode()
+        for number in marked:
+            text[number - 1] += "" if text[number - 1].endswith("\\") else MARK
+        kept = text[first.lineno - 1 :]
+        if not kept[0][: first.col_offset].isspace():  # on the line of its `def`
+            kept[0] = kept[0][first.col_offset :]
+        return textwrap.dedent("\n".join(kept)).rstrip().splitlines()
+
+    def _changes(
+        self, nodes: Sequence[ast.Attribute | ast.Name], whole: str
+    ) -> Iterator[tuple[int, int, int, str]]:
+        """Yields the places of `self`, and of names that only the class may write, with new texts.
+
+        A place is a line, and where in its bytes it begins and ends.
+        """
+        for node in nodes:
+            line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
+            if isinstance(node, ast.Name) and node.id == self.name:
+                yield line, node.col_offset, end, whole
+            elif isinstance(node, ast.Attribute) and node.attr != self._whole_name(node.attr):
+                yield line, end - len(node.attr.encode()), end, self._whole_name(node.attr)
+
+    def _whole_name(self, name: str) -> str:
+        """What Python makes of a name in a class that begins with two underscores."""
+        if not name.startswith("__") or name.endswith("__"):
+            return name
+        return f"_{self.cls.forward.__qualname__.split('.')[-2].lstrip('_')}{name}"
+
+    def _uses(self, node: ast.AST, uses: frozenset[str]) -> bool:
+        """Whether an attribute of the layer is its experts, or a method that uses them."""
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+            return False
+        if node.value.id != self.name:
+            return False
+        name = self._whole_name(node.attr)
+        if name in uses:
+            return True
+        method = getattr(self.cls, name, None)
+        try:
+            text = inspect.getsource(method) if callable(method) else ""
+        except (OSError, TypeError):
+            return False
+        return any(f".{name}" in text for name in uses)
+
+    def imports(self) -> Iterator[str]:
+        """Yields the imports of the module's names that the body uses."""
+        module = sys.modules.get(self.cls.__module__)
+        known: Mapping[str, object] = {} if module is None else vars(module)
+        parts = [*self.tree.body, *self.tree.args.defaults]
+        nodes = [node for part in parts for node in ast.walk(part)]
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        used -= {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
+        own = []
+        for name in sorted(used & known.keys()):
+            value = known[name]
+            if not isinstance(value, ModuleType):
+                own.append(name)
+                continue
+            parent, _, last = value.__name__.rpartition(".")
+            if name == value.__name__:
+                yield f"import {name}"
+            elif parent:
+                renamed = "" if last == name else f" as {name}"
+                yield f"from {parent} import {last}{renamed}"
+            else:
+                yield f"import {value.__name__} as {name}"
+        if own:
+            yield f"from {self.cls.__module__} import {', '.join(own)}"
+
+
+def joined(lines: Sequence[str], indent: str = "    ") -> str:
+    """Returns lines indented, empty ones without spaces."""
+    return "\n".join(f"{indent}{line}" if line.strip() else "" for line in lines)

@@ -1,0 +1,137 @@
+"""Further calls of a layer that a text which matches must match, too: other scales, weights, sizes.
+
+A limit or a mask in a layer's forward may change nothing for usual inputs and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ....errors import UsageError
+from ..calls import LayerCall
+from .forms import Guess
+from .readings import TriedSizes, call_of, resized
+from .seen import WatchedForward
+
+SCALES = ((0.1, 1.0), (10.0, 1.0), (100.0, 1.0), (1.0, 10.0), (1.0, 100.0))
+"""Factors of the inputs, and of the parameters that are none of the experts'."""
+
+APART = 1e-3
+"""How far off a text may be, as a share of max|y|, beyond what rounding of the inputs changes."""
+
+ROUNDED, ROUNDING = 2e-7, 30
+"""A change of inputs as small as rounding, and how many times its effect is rounding's own."""
+
+UNSTABLE = 0.01
+"""Where rounding changes results by more, nothing is compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """A call that a text must match: in words, the factor of the weights, and what is allowed."""
+
+    words: str
+    weights: float
+    call: LayerCall
+    allowed: Tensor
+
+
+class Tries:
+    """The further calls of a guess that its layer takes."""
+
+    def __init__(self, guess: Guess, sizes: TriedSizes, watched: WatchedForward) -> None:
+        self._guess, self._watched = guess, watched
+        self._tries = [*self._scaled(), *self._resized(sizes)]
+
+    def fails(self, text: str) -> tuple[str, float] | None:
+        """Returns the first call that a text does not match, in words, and how far off it is."""
+        for one in self._tries:
+            self._guess.count.say(f"an adapter is compared for {one.words}")
+            with self._weights_times(one.weights):
+                ours = self._guess.result(self._guess.described(text), one.call)
+            y = one.call.y
+            if ours is None or ours.shape != y.shape:
+                return f"{one.words}, where it does not run", float("inf")
+            off = _apart(y, ours)
+            beyond = off - one.allowed
+            if bool((beyond > APART).any()) or not bool(ours.isfinite().all()):
+                return one.words, float(off[beyond.argmax()])
+        return None
+
+    @contextmanager
+    def _weights_times(self, factor: float) -> Iterator[None]:
+        """Within the context the layer's parameters are these times larger, its experts' not."""
+        own = self._guess.reading.own
+        kept = [(p, p.detach().clone()) for p in self._guess.layer.parameters() if id(p) not in own]
+        try:
+            with torch.no_grad():
+                for p, _ in kept:
+                    p.mul_(factor)
+            yield
+        finally:
+            with torch.no_grad():
+                for p, values in kept:
+                    p.copy_(values)
+
+    def _scaled(self) -> Iterator[Try]:
+        base = self._guess.call
+        for inputs, weights in SCALES:
+            x = base.x * inputs
+            words = f"inputs {inputs:g} times as large"
+            if weights != 1.0:
+                words = f"weights around the experts {weights:g} times as large"
+            one = self._try(words, weights, (x, *base.further))
+            if one is not None:
+                yield one
+
+    def _resized(self, sizes: TriedSizes) -> Iterator[Try]:
+        base, compared = self._guess.call, [size + 1 for size in self._watched.sizes()]
+        pairs: list[tuple[int, int | None]] = [(b, None) for b in (*sizes.batches[1:], *compared)]
+        if base.x.ndim == 3:
+            pairs += [(len(base.x), m) for m in (*sizes.tokens[1:], *compared)]
+        for batch, tokens in dict.fromkeys(pairs):
+            words = f"a batch of {batch}" if tokens is None else f"{tokens} tokens"
+            one = self._try(words, 1.0, resized(base, batch, tokens))
+            asked = (
+                sizes.asked_batches and batch in sizes.batches
+                if tokens is None
+                else sizes.asked_tokens and tokens in sizes.tokens
+            )
+            if one is None and asked:
+                raise UsageError(
+                    f"{self._guess.source}: its forward fails, or gives no numbers, for {words}",
+                    hint="give --batch and --tokens sizes that the layer takes",
+                )
+            if one is not None:
+                yield one
+
+    def _try(self, words: str, weights: float, args: tuple[Tensor, ...]) -> Try | None:
+        """A call of the layer, with what rounding does to it; None where it gives no numbers."""
+        self._guess.count.say(f"it is called with {words}")
+        generator = torch.Generator().manual_seed(3)
+        layer, x = self._guess.layer, args[0]
+        with self._weights_times(weights):
+            try:
+                with self._watched.calling():
+                    call = call_of(layer, args)
+                noise = torch.zeros(len(call.y))
+                for _ in range(2):
+                    factors = 1 + ROUNDED * torch.randn(x.shape, generator=generator)
+                    near = call_of(layer, (x * factors, *args[1:]))
+                    noise = torch.maximum(noise, _apart(call.y, near.y))
+            except Exception:  # noqa: BLE001  the user's code may fail in any way
+                return None
+        allowed = torch.where(noise > UNSTABLE, torch.inf, ROUNDING * noise)
+        return Try(words, weights, call, allowed)
+
+
+def _apart(expected: Tensor, actual: Tensor) -> Tensor:
+    """How far off each input's result is, as a share of its own largest value."""
+    flat = expected.flatten(1) if expected.ndim > 1 else expected[:, None]
+    off = (flat - actual.reshape(flat.shape)).abs().amax(1)
+    return off / flat.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
