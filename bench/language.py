@@ -125,6 +125,7 @@ def _text_ids(path: Path, model: Model) -> Array:
 
 def _tokenizer(folder: Path) -> Any:
     """The tokenizer of a model's folder, None where it has none; code in a folder is never run."""
+    folder = folder if folder.is_dir() else folder.parent
     if not any((folder / file).is_file() for file in TOKENIZERS):
         return None
     from transformers import AutoTokenizer
