@@ -153,3 +153,8 @@ def tells_of_memory(error: BaseException) -> bool:
         return True
     words = ImportError | RuntimeError | SystemError
     return isinstance(error, words) and re.search(NO_MEMORY, str(error)) is not None
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns what a library's exception says, in one line of limited length."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -15,7 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...common.documents import object_in, read_document
 from ...common.files import Reading, Watched
-from ...errors import CheckpointError, FamilyError, MissingExtraError, UsageError, install
+from ...errors import (
+    CheckpointError,
+    FamilyError,
+    MissingExtraError,
+    UsageError,
+    in_one_line,
+    install,
+)
 from ...graphs.layers.base import sharing_weights
 from ...graphs.names import PAST
 from ..checkpoints.files import INDEX
@@ -35,7 +42,7 @@ from .network import (
 )
 from .own_modules import canonical_block, check_block, sparse_blocks
 from .routers import Routers, find_routers, k_of
-from .weights import attention_of, folder_files, load_weights, sentence
+from .weights import attention_of, folder_files, load_weights
 
 HEADS: Mapping[str, tuple[str, ...]] = {
     "ForCausalLM": (*TOKENS, "vocabulary"),
@@ -103,6 +110,7 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
     sizes = WeightSizes.of(folder, found.weights.files)
     sizes.check_config()
     config = _config(folder)
+    _check_padding(folder, config)
     with sizes.building(version):
         left_out = _leave_out_further_outputs(config)
         class_ = _class(folder, config)
@@ -238,12 +246,25 @@ def _config(folder: Path) -> Any:
         own = "auto_map" in object_in(folder / "config.json")
         raise FamilyError(
             f"{folder}: transformers {library.__version__} cannot read its config.json: "
-            f"{sentence(error)}",
+            f"{in_one_line(error)}",
             hint="the architecture is code that comes with the checkpoint, which is never run: "
             "give the network as package.module:factory, with --adapter"
             if own
             else "a newer transformers may know the architecture",
         ) from error
+
+
+def _check_padding(folder: Path, config: Any) -> None:
+    """Raises CheckpointError for a token of padding that a class takes where none is named."""
+    text = config.get_text_config()
+    token, words = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(token, int) and isinstance(words, int) and not -words <= token < words:
+        named = "pad_token_id" in object_in(folder / CONFIG_FILE)
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: pad_token_id is {token}{'' if named else ' by default'}, and "
+            f"the vocabulary ends at {words - 1}",
+            hint='set "pad_token_id" to a token of the vocabulary, or to null for none',
+        )
 
 
 def _cache_note(folder: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -332,6 +353,12 @@ def _output(ending: str) -> str:
 
 
 def _unserved(folder: Path, name: str) -> FamilyError:
+    if name.endswith("ForConditionalGeneration"):
+        return FamilyError(
+            f"{folder}: a {name} is not served: it takes more than text",
+            hint="its text part is: save that alone (model.language_model.save_pretrained), or "
+            f'name the class that was saved in {CONFIG_FILE}: "architectures"',
+        )
     return FamilyError(
         f"{folder}: a {name} is not served",
         hint="served are causal language models, encoders, classifiers of tokens, and models with "

@@ -45,6 +45,14 @@ NUMBERED = re.compile(r"^(.*experts?[._])(\d+)(\..*)$")
 COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """What older versions of the library saved, though it is computed."""
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Fields of a configuration that say how many experts a layer has."""
+
+ALL_EXPERTS = (
+    "save all experts of the layer; a network with pruned experts is given as "
+    "package.module:factory"
+)
+
 _MOVED = "the weights and config.json should be saved together: model.save_pretrained(folder)"
 
 
@@ -68,6 +76,7 @@ def check_surplus(
     ]
     if wrong:
         raise _without_place(place, model, wrong, report)
+    left = [key for key in left if not any(re.search(p, key) for p in COMPUTED)]
     if not left:
         return ()
     named = ", ".join(dict.fromkeys(_beginning(key) for key in left))
@@ -126,6 +135,9 @@ def _without_place(
     missing = sorted(report["missing_keys"])
     if missing:
         what += f"; {missing[0]} is missing"
+    if missing and first.endswith(f".{missing[0]}"):
+        begin = first.removesuffix(missing[0])
+        hint = f"save the network alone, without {begin} before its keys: its save_pretrained"
     more = f" (and {len(wrong) - 1} more keys)" if len(wrong) > 1 else ""
     return CheckpointError(
         f"{place}: {type(model).__name__} has no place for {first}{more}{what}", hint=hint or SAME
@@ -139,6 +151,20 @@ def _bias_hint(model: Any) -> str:
     if field is None:
         return f"{type(model).__name__} is another architecture than the one that was saved"
     return f'if the model was trained with biases, set "{field}": true in {CONFIG_FILE}'
+
+
+def check_names(place: Path, base: str, keys: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` for a weight by two names, of which the library would take one."""
+    for key in keys:
+        if key.startswith(f"{base}.") and key.removeprefix(f"{base}.") in keys:
+            raise CheckpointError(
+                f"{place}: holds {key} and {key.removeprefix(f'{base}.')}, which are of one weight",
+                hint="save the weights that are meant alone",
+            )
+
+
+def _unnumbered(key: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", key)
 
 
 def check_experts(place: Path, keys: Iterable[str]) -> None:
@@ -156,8 +182,7 @@ def check_experts(place: Path, keys: Iterable[str]) -> None:
                 raise CheckpointError(
                     f"{place}: {layer}{gone[0]}{kind} is missing, and {len(held)} other experts "
                     "have theirs",
-                    hint="save all experts of the layer; a network with pruned experts is given as "
-                    "package.module:factory",
+                    hint=ALL_EXPERTS,
                 )
 
 
@@ -168,7 +193,10 @@ def check_missing(found: Any, model: Any, report: Mapping[str, Any]) -> None:
         return
     layer = LAYER.match(missing[0])
     if any(re.search(r"(^|\.)(lm_head|score|classifier)\.", key) for key in missing):
-        hint = f'name the class that was saved in {CONFIG_FILE}: "architectures"'
+        hint = (
+            f'name the class that was saved in {CONFIG_FILE}: "architectures"; or, where the head '
+            'is the embedding, "tie_word_embeddings": true'
+        )
     elif layer is not None and all(LAYER.match(key) for key in missing):
         hint = f"{CONFIG_FILE} has more layers, or other ones, than the weights"
     else:
@@ -178,24 +206,23 @@ def check_missing(found: Any, model: Any, report: Mapping[str, Any]) -> None:
     )
 
 
-def check_mismatched(place: Path, config: Any, report: Mapping[str, Any]) -> None:
+def check_mismatched(place: Path, model: Any, report: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` for weights of other shapes than the configuration asks for."""
     wrong = sorted(report.get("mismatched_keys") or (), key=str)
     if not wrong:
         return
     key, held, asked = wrong[0]
-    text, hint = config.get_text_config(), SAME
+    text, hint = model.config.get_text_config(), SAME
     if len(held) == len(asked) and held[1:] == asked[1:]:
         field = next(
-            (
-                name
-                for name in ("vocab_size", "num_local_experts", "num_experts", "n_routed_experts")
-                if getattr(text, name, None) == asked[0]
-            ),
+            (name for name in ("vocab_size", *EXPERTS) if getattr(text, name, None) == asked[0]),
             None,
         )
         if field is not None:
             hint = f'set "{field}": {held[0]} in {CONFIG_FILE}, if the model was saved so'
+        alike = {name for name in model.state_dict() if _unnumbered(name) == _unnumbered(key)}
+        if field in EXPERTS and alike - {name for name, *_ in wrong}:
+            hint = ALL_EXPERTS  # other layers have theirs
     raise CheckpointError(
         f"{place}: {key} is {list(held)}, and {CONFIG_FILE} makes it {list(asked)}", hint=hint
     )

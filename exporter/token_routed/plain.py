@@ -18,10 +18,11 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ..checkpoints.files import WeightFiles, read_file, read_files
 from ..checkpoints.floats import unset
+from ..checkpoints.state_dict import PREFIXES
 from . import fp8, lora
 
-BEFORE_ALL = ("module.", "_orig_mod.", "model._orig_mod.", lora.WRAPPED)
-"""What DataParallel, `torch.compile` and peft put before every key."""
+BEFORE_ALL = (*(prefix for prefix in PREFIXES if prefix != "model."), lora.WRAPPED)
+"""What training puts before every key; `model.` the library adds and removes itself."""
 
 WITHIN = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What `torch.compile`, FSDP and gradient checkpointing put before the keys of a module."""
@@ -64,18 +65,24 @@ def plain_tensors(weights: WeightFiles, adapter: Path | None, place: Path) -> Pl
             what = f"{other} is more than plain LoRA" if other else "and the weights hold LoRA, too"
             raise CheckpointError(f"{adapter}: {what}", hint=lora.MERGE)
         factors, pairs = beside, lora.factors_in(beside, adapter)
+    config = weights.files[0].parent / lora.CONFIG
+    if place.is_dir() and config.is_file() and not pairs:
+        raise CheckpointError(
+            f"{config}: names an adapter, and {place} holds no factors of one",
+            hint="remove the file if the adapter is merged already",
+        )
     rest = {_without_base(key, pairs): tensor for key, tensor in rest.items()}
     computed, read = _dequantised(rest, place)
     if computed:
         notes.append(f"multiplied {len(computed)} weights of eight bits by their scales")
     if pairs:
         source = adapter or place
-        config = lora.check_config((place if place.is_dir() else place.parent) / lora.CONFIG)
-        _merge(rest, (factors, pairs), config, computed, source)
+        settings = lora.check_config(config)
+        _merge(rest, (factors, pairs), settings, computed, source)
         read |= factors
         notes.append(
             f"merged the LoRA adapter of {source.name} into {len(pairs)} weights "
-            f"(r {config['r']}, alpha {config['lora_alpha']})"
+            f"(r {settings['r']}, alpha {settings['lora_alpha']})"
         )
     shapes = {key: tuple(rest[key].shape) for key in computed}
     floats, file = unset(shapes)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ...common.files import Reading, Watched, release
-from ...errors import CheckpointError
+from ...errors import CheckpointError, in_one_line
 from ..checkpoints.files import SUFFIXES, WeightFiles, find_files, is_adapter
 from ..checkpoints.floats import upcast
 from ..checkpoints.state_dict import check_finite
 from ..text.files import CONFIG_FILE, GENERATION_FILE
 from . import lora
-from .misfits import check_experts, check_mismatched, check_missing, check_surplus
+from .misfits import check_experts, check_mismatched, check_missing, check_names, check_surplus
 from .plain import PlainTensors, plain_tensors
 
 
@@ -36,12 +36,14 @@ class FolderFiles:
 
     place: Path
     weights: WeightFiles
-    adapter: tuple[Path, ...] = ()
+    adapter: Path | None = None
+    adapter_config: Path | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return (*self.weights.files, *self.adapter)
+        others = (self.adapter, self.adapter_config)
+        return (*self.weights.files, *(file for file in others if file is not None))
 
     @property
     def folder(self) -> Path:
@@ -67,8 +69,10 @@ def folder_files(place: Path) -> FolderFiles:
                 f"{file}: weights of transformers' models are read from safetensors alone",
                 hint="save it again: model.save_pretrained(folder)",
             )
+    beside = weights.files[0].parent / lora.CONFIG
+    config = beside if beside.is_file() else None
     if not place.is_dir():
-        return FolderFiles(place, weights)
+        return FolderFiles(place, weights, adapter_config=config)
     others = sorted(
         file
         for file in place.iterdir()
@@ -84,15 +88,9 @@ def folder_files(place: Path) -> FolderFiles:
                 f"{file}: holds weights that are not read: those of {weights.files[0].name} are",
                 hint="move it out of the folder, or give the path of the weights that are meant",
             )
-    config = place / lora.CONFIG
-    if config.is_file() and not adapters:
-        raise CheckpointError(
-            f"{config}: names an adapter, and {place} holds no adapter_model.safetensors",
-            hint="remove the file if the adapter is merged already",
-        )
     notes = (f"left out {', '.join(left)}: weights by names that are not the library's",)
-    adapter = (adapters[0], config) if adapters else ()
-    return FolderFiles(place, weights, adapter, notes if left else ())
+    adapter = adapters[0] if adapters else None
+    return FolderFiles(place, weights, adapter, config, notes if left else ())
 
 
 class _Counted:
@@ -125,8 +123,8 @@ def load_weights(found: FolderFiles, class_: Any, config: Any, watched: Watched)
             f"{found.folder}: its weights are quantised already",
             hint="export the checkpoint in bfloat16 or float32 that they were made from",
         )
-    adapter = found.adapter[0] if found.adapter else None
-    plain = plain_tensors(found.weights, adapter, found.place)
+    plain = plain_tensors(found.weights, found.adapter, found.place)
+    check_names(found.place, class_.base_model_prefix, plain.tensors)
     check_experts(found.place, plain.tensors)
     # In the type of most weights these are mapped, where they are not put together of several.
     main = _most_common(plain.tensors)
@@ -137,7 +135,7 @@ def load_weights(found: FolderFiles, class_: Any, config: Any, watched: Watched)
         model, taken, report = _read(found, class_, config, plain.tensors, torch.float32)
     notes = check_surplus(found.place, model, plain.tensors.keys() - taken, report)
     check_missing(found, model, report)
-    check_mismatched(found.place, config, report)
+    check_mismatched(found.place, model, report)
     _check_numbers(found.place, model, plain.tensors, taken)
     _check_finite(found, plain, taken, watched)
     _generation(model, found.folder)
@@ -174,7 +172,7 @@ def _read(
         raise
     except Exception as error:  # every architecture fails in its own way
         raise CheckpointError(
-            f"{found.place}: transformers cannot load its weights: {sentence(error)}",
+            f"{found.place}: transformers cannot load its weights: {in_one_line(error)}",
             hint=f"{CONFIG_FILE} and the weights should be of the same model",
         ) from error
     return model, taken, report
@@ -183,11 +181,6 @@ def _read(
 def attention_of(class_: Any) -> str:
     """Returns PyTorch's own attention, where an architecture has no parts that it lacks."""
     return "sdpa" if class_._supports_sdpa else "eager"
-
-
-def sentence(error: BaseException) -> str:
-    """Returns what a library's exception says, in one line of limited length."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _computed_otherwise(model: nn.Module) -> bool:
@@ -233,11 +226,8 @@ def _check_numbers(place: Path, model: Any, tensors: Mapping[str, Tensor], taken
     own = sum(tensor.numel() for key, tensor in state.items() if key not in tied)
     given = sum(tensors[key].numel() for key in taken)
     if given > own and given - own not in sums:
-        base = f"{model.base_model_prefix}."
-        twice = [key for key in sorted(taken) if key.startswith(base) and key[len(base) :] in taken]
-        which = f": {twice[0]} and {twice[0].removeprefix(base)}" if twice else ""
         raise CheckpointError(
-            f"{place}: holds {given} numbers for {own} parameters, some by two names{which}",
+            f"{place}: holds {given} numbers for {own} parameters, some by two names",
             hint="save the weights that are meant alone",
         )
 
@@ -267,7 +257,7 @@ def _generation(model: Any, folder: Path) -> None:
         )
     except Exception as error:  # a file of anything
         raise CheckpointError(
-            f"{folder / GENERATION_FILE}: transformers cannot read it: {sentence(error)}",
+            f"{folder / GENERATION_FILE}: transformers cannot read it: {in_one_line(error)}",
             hint="remove it, or save it again: generation_config.save_pretrained(folder)",
         ) from error
 
