@@ -248,7 +248,7 @@ def _without_prefixes(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], tu
         removed.append(shared)
 
 
-def check_finite(source: Path, tensors: dict[str, Tensor], reading: Reading) -> None:
+def check_finite(source: Path | str, tensors: Mapping[str, Tensor], reading: Reading) -> None:
     """Raises CheckpointError for a weight that is NaN or infinite, naming its key."""
     for key, tensor in tensors.items():
         if tensor.is_meta or not tensor.is_floating_point() or tensor.numel() == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 from ...errors import FeedError, UsageError
@@ -196,7 +197,12 @@ def check_k(profiles: Sequence[Profile], k: int | None) -> None:
 
 
 def check_given(k: int | None, *, takes_k: bool, what: str) -> None:
-    """Raises `UsageError` for a k that `what` (a graph, an engine) has no input for, or lacks."""
+    """Raises `UsageError` for a k that `what` (a graph, an engine) has no input for, or lacks.
+
+    Also for one that is no whole number: an array of several, NaN, a text.
+    """
+    if k is not None and (not isinstance(k, Real) or isinstance(k, bool) or k % 1 != 0):
+        raise UsageError(f"k = {k!r}: one whole number is expected", hint="for example k=2")
     if takes_k and k is None:
         raise UsageError(f"this {what} takes k as an input, and none was given", hint="pass --k K")
     if k is not None and not takes_k:
