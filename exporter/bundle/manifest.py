@@ -430,7 +430,7 @@ def external_files(model: ModelProto) -> set[str]:
 def _tensors(message: Message) -> Iterator[TensorProto]:
     """All tensors within a message of ONNX, found by its fields: no place of them is left out."""
     if message.DESCRIPTOR.name == "TensorProto":
-        yield message  # type: ignore[misc]
+        yield message
         return
     for described, value in message.ListFields():
         if described.message_type is not None:

@@ -196,12 +196,12 @@ def check_k(profiles: Sequence[Profile], k: int | None) -> None:
         raise _k_outside(profiles, k)
 
 
-def check_given(k: int | None, *, takes_k: bool, what: str) -> None:
+def check_given(k: object, *, takes_k: bool, what: str) -> None:
     """Raises `UsageError` for a k that `what` (a graph, an engine) has no input for, or lacks.
 
-    Also for one that is no whole number: an array of several, NaN, a text.
+    Also for one that is no number: an array, a text, NaN.
     """
-    if k is not None and (not isinstance(k, Real) or isinstance(k, bool) or k % 1 != 0):
+    if k is not None and (isinstance(k, bool) or not isinstance(k, Real) or not math.isfinite(k)):
         raise UsageError(f"k = {k!r}: one whole number is expected", hint="for example k=2")
     if takes_k and k is None:
         raise UsageError(f"this {what} takes k as an input, and none was given", hint="pass --k K")

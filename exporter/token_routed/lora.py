@@ -43,14 +43,14 @@ INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
+class LoraPair:
     """The keys of the two factors of a module."""
 
     a: str
     b: str
 
 
-def factors_in(keys: Mapping[str, Any], place: Path) -> dict[str, Factors]:
+def factors_in(keys: Mapping[str, Any], place: Path) -> dict[str, LoraPair]:
     """Returns the factors among the keys of a file, by the module that they change.
 
     Raises `CheckpointError` for one without the other, and for several adapters.
@@ -73,7 +73,7 @@ def factors_in(keys: Mapping[str, Any], place: Path) -> dict[str, Factors]:
                 f"{place}: {key} is one factor of LoRA, and the other of {module} is missing",
                 hint=MERGE,
             )
-    return {module: Factors(a=pair["A"], b=pair["B"]) for module, pair in found.items()}
+    return {module: LoraPair(a=pair["A"], b=pair["B"]) for module, pair in found.items()}
 
 
 def check_config(file: Path) -> dict[str, Any]:
@@ -115,4 +115,5 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, config: Mapping[str, Any], what
             hint=MERGE,
         )
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return (weight.double() + scale * (b.double() @ a.double())).float()
+    change: Tensor = scale * (b.double() @ a.double())
+    return (weight.double() + change).float()

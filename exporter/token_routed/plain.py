@@ -106,7 +106,7 @@ def _named(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     return (named if len(named) == len(tensors) else tensors), notes
 
 
-def _without_base(key: str, pairs: Mapping[str, lora.Factors]) -> str:
+def _without_base(key: str, pairs: Mapping[str, lora.LoraPair]) -> str:
     module, found, last = key.rpartition(f".{BASE}")
     return f"{module}.{last}" if found and module in pairs else key
 
@@ -126,7 +126,7 @@ def _dequantised(
 
 def _merge(
     tensors: Mapping[str, Tensor],
-    factors: tuple[Mapping[str, Tensor], Mapping[str, lora.Factors]],
+    factors: tuple[Mapping[str, Tensor], Mapping[str, lora.LoraPair]],
     config: Mapping[str, Any],
     computed: dict[str, Compute],
     source: Path,
@@ -134,7 +134,7 @@ def _merge(
     """Puts how to compute each weight that has factors into `computed`."""
     values, pairs = factors
 
-    def compute(key: str, before: Compute | None, pair: lora.Factors) -> Tensor:
+    def compute(key: str, before: Compute | None, pair: lora.LoraPair) -> Tensor:
         weight = tensors[key] if before is None else before()
         return lora.merged(weight, values[pair.a], values[pair.b], config, f"{source}: {key}")
 

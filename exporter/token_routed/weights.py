@@ -93,7 +93,7 @@ def folder_files(place: Path) -> FolderFiles:
     return FolderFiles(place, weights, adapter, config, notes if left else ())
 
 
-class _Counted:
+class _Asked:
     """A tensor that the library takes when it asks for a part of it; `taken` has its key then."""
 
     def __init__(self, key: str, tensor: Tensor, taken: set[str]) -> None:
@@ -162,7 +162,7 @@ def _read(
         model, report = class_.from_pretrained(
             None,
             config=copy.deepcopy(config),
-            state_dict={key: _Counted(key, tensor, taken) for key, tensor in tensors.items()},
+            state_dict={key: _Asked(key, tensor, taken) for key, tensor in tensors.items()},
             dtype=dtype,
             attn_implementation=attention_of(class_),
             ignore_mismatched_sizes=True,  # told by name
