@@ -36,13 +36,14 @@ class PlainTensors:
     """Tensors by the keys that a class of the library knows, and what was done to them.
 
     `read` are the tensors that were made into others, by their own keys. `place` is the temporary
-    file that computed tensors are mapped from, if any.
+    file that computed tensors are mapped from, if any. `dequantised`: some were of eight bits.
     """
 
     tensors: dict[str, Tensor]
     read: dict[str, Tensor]
     notes: tuple[str, ...]
     place: Path | None
+    dequantised: bool
 
 
 Compute = Callable[[], Tensor]
@@ -73,7 +74,8 @@ def plain_tensors(weights: WeightFiles, adapter: Path | None, place: Path) -> Pl
         )
     rest = {_without_base(key, pairs): tensor for key, tensor in rest.items()}
     computed, read = _dequantised(rest, place)
-    if computed:
+    dequantised = bool(computed)
+    if dequantised:
         notes.append(f"multiplied {len(computed)} weights of eight bits by their scales")
     if pairs:
         source = adapter or place
@@ -89,7 +91,7 @@ def plain_tensors(weights: WeightFiles, adapter: Path | None, place: Path) -> Pl
     for key, compute in computed.items():
         floats[key].copy_(compute())
     kept = {key: tensor for key, tensor in rest.items() if key not in read}
-    return PlainTensors({**kept, **floats}, read, tuple(notes), file)
+    return PlainTensors({**kept, **floats}, read, tuple(notes), file, dequantised)
 
 
 def _named(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

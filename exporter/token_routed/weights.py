@@ -23,6 +23,7 @@ from ..checkpoints.floats import upcast
 from ..checkpoints.state_dict import check_finite
 from ..text.files import CONFIG_FILE, GENERATION_FILE
 from . import lora
+from .fp8 import DEQUANTISED
 from .misfits import check_experts, check_mismatched, check_missing, check_names, check_surplus
 from .plain import PlainTensors, plain_tensors
 
@@ -118,12 +119,14 @@ def load_weights(found: FolderFiles, class_: Any, config: Any, watched: Watched)
 
     Raises `CheckpointError` where they are not all there, where a key is of no use, and for NaN.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(
-            f"{found.folder}: its weights are quantised already",
-            hint="export the checkpoint in bfloat16 or float32 that they were made from",
-        )
     plain = plain_tensors(found.weights, found.adapter, found.place)
+    if getattr(config, "quantization_config", None) is not None:
+        if not plain.dequantised:
+            raise CheckpointError(
+                f"{found.folder}: its weights are quantised already", hint=DEQUANTISED
+            )
+        config = copy.deepcopy(config)
+        del config.quantization_config  # its scales are in the weights now
     check_names(found.place, class_.base_model_prefix, plain.tensors)
     check_experts(found.place, plain.tensors)
     # In the type of most weights these are mapped, where they are not put together of several.
@@ -218,7 +221,7 @@ def _check_numbers(place: Path, model: Any, tensors: Mapping[str, Tensor], taken
                 raise CheckpointError(
                     f"{place}: {key} holds integers ({str(tensor.dtype).removeprefix('torch.')}), "
                     "and the network computes with floats",
-                    hint="export the checkpoint in bfloat16 or float32 that it was made from",
+                    hint=DEQUANTISED,
                 )
     sums, tied = {0}, set(getattr(model, "all_tied_weights_keys", None) or ())
     for size in (state[key].numel() for key in tied if key in state):

@@ -127,6 +127,17 @@ def test_weights_of_eight_bits_are_multiplied_by_their_scales(
     model = moexport.load(folder)
     check_same(model, right)
     assert any("by their scales" in note for note in model.notes)
+    content = json.loads((folder / "config.json").read_text())
+    method = {"quant_method": "fp8", "weight_block_size": list(blocks)}
+    content["quantization_config"] = method
+    (folder / "config.json").write_text(json.dumps(content))
+    check_same(moexport.load(folder), right)
+
+
+def test_weights_that_are_quantised_otherwise_are_refused(mixtral: Path, tmp_path: Path) -> None:
+    method = {"quant_method": "mxfp4"}
+    folder = changed(mixtral, tmp_path / "fp4", dict, quantization_config=method)
+    refused(folder, "quantised already", "bfloat16")
 
 
 def _packed(weights: Weights, **more: Tensor) -> Weights:
