@@ -164,3 +164,8 @@ def tells_of_threads(error: BaseException) -> bool:
     if getattr(error, "errno", None) == errno.EAGAIN:
         return True
     return isinstance(error, RuntimeError) and re.search(NO_THREAD, str(error)) is not None
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns what a library's exception says, in one line of limited length."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

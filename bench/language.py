@@ -14,7 +14,7 @@ import numpy as np
 
 from ..calibration.feeds import IGNORED, Array, Labels, npy_array
 from ..common.locations import local
-from ..errors import FeedError, UsageError
+from ..errors import FeedError, UsageError, in_one_line
 from ..exporter.inputs import Inputs, fitted
 from ..exporter.model import Model
 from ..exporter.token_routed.network import TransformersNetwork
@@ -125,6 +125,7 @@ def _text_ids(path: Path, model: Model) -> Array:
 
 def _tokenizer(folder: Path) -> Any:
     """The tokenizer of a model's folder, None where it has none; code in a folder is never run."""
+    folder = folder if folder.is_dir() else folder.parent
     if not any((folder / file).is_file() for file in TOKENIZERS):
         return None
     from transformers import AutoTokenizer
@@ -134,9 +135,8 @@ def _tokenizer(folder: Path) -> Any:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # a tokenizer's reader may fail in any way
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise FeedError(
-            f"{folder}: transformers cannot load its tokenizer: {said}",
+            f"{folder}: transformers cannot load its tokenizer: {in_one_line(error)}",
             hint="give token ids: --data ids.npz with 'input_ids'",
         ) from error
 

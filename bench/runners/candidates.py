@@ -228,13 +228,18 @@ def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path])
 
 def _source_of(bundle: Bundle) -> Model:
     source = bundle.manifest.source
-    path = url_of(source.path) or Path(source.path)
+    path = Path(source.path)
     if names_code(source.path):
         raise UsageError(
             f"{bundle.path}: made from {source.path}, which every benchmark needs beside it",
             hint=f"name it before the bundle: moexport bench {source.path} {bundle.path}",
         )
-    if isinstance(path, Path) and not path.exists():
+    if url_of(source.path) is not None:
+        raise UsageError(
+            f"{bundle.path}: made from {source.path}, and what a manifest names is not downloaded",
+            hint=f"name it before the bundle: moexport bench {source.path} {bundle.path}",
+        )
+    if not path.exists():
         raise UsageError(
             f"{bundle.path}: its checkpoint {path} is not here, and the untouched PyTorch model is "
             "part of every benchmark",

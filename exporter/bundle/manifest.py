@@ -20,7 +20,8 @@ from ...errors import BundleError
 from ...graphs.targets import TARGETS
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from google.protobuf.message import Message
+    from onnx import ModelProto, TensorProto
 
 MANIFEST_FILE = "manifest.json"
 SCHEMA = 1
@@ -414,13 +415,27 @@ class GraphFacts:
 
 
 def external_files(model: ModelProto) -> set[str]:
-    """Returns the names of the files that a graph keeps weights in."""
+    """Returns the names of the files that a graph keeps weights in, wherever they hang.
+
+    Attributes of nodes, subgraphs, functions and sparse tensors may keep some as well.
+    """
     return {
         entry.value
-        for tensor in model.graph.initializer
+        for tensor in _tensors(model)
         for entry in tensor.external_data
         if entry.key == "location"
     }
+
+
+def _tensors(message: Message) -> Iterator[TensorProto]:
+    """All tensors within a message of ONNX, found by its fields: no place of them is left out."""
+    if message.DESCRIPTOR.name == "TensorProto":
+        yield message
+        return
+    for described, value in message.ListFields():
+        if described.message_type is not None:
+            for child in (value,) if hasattr(value, "DESCRIPTOR") else value:
+                yield from _tensors(child)
 
 
 def digest(content: Mapping[str, Any]) -> str:

@@ -42,6 +42,9 @@ STANDARD = ("model.safetensors", "pytorch_model.bin")
 """What Hugging Face's libraries call the weights, in the order in which they prefer them; beside
 them lie `config.json`, and in a Trainer's folder its optimizer and its arguments."""
 
+ADAPTER = "adapter_model"
+"""What peft calls an adapter's weights, which are none of a whole model."""
+
 RESAVE = "re-save the weights alone: torch.save(model.state_dict(), …) or safetensors"
 DAMAGED = "copy or download the file again; it was probably cut short"
 
@@ -154,11 +157,17 @@ def _find_in_folder(folder: Path) -> WeightFiles:
     state = orbax_files.state_in(folder)
     if state is not None:
         return _of_jax(orbax_files.read_state(state))
-    files = sorted([*folder.glob(f"*{INDEX}"), *folder.glob(f"*{vmoe_files.INDEX}")])
+    files = _standard(folder)
+    files = files or sorted([*folder.glob(f"*{INDEX}"), *folder.glob(f"*{vmoe_files.INDEX}")])
     if not files:
         files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
-        standard = [folder / name for name in STANDARD if folder / name in files]
-        files = standard[:1] or files
+        weights = [file for file in files if not is_adapter(file)]
+        if files and not weights:
+            raise CheckpointError(
+                f"{files[0]}: an adapter, and the folder holds no weights of the model it is for",
+                hint="merge it into that model: merge_and_unload() of peft, then save_pretrained",
+            )
+        files = weights
     if not files:
         raise CheckpointError(
             f"{folder}: no weights in this folder",
@@ -177,6 +186,31 @@ def _find_in_folder(folder: Path) -> WeightFiles:
     if files[0].name.endswith(INDEX):
         return _read_index(files[0], config)
     return WeightFiles(files=(files[0],), config=config)
+
+
+def is_adapter(file: Path) -> bool:
+    """Whether a file is what peft calls the weights of an adapter."""
+    return file.stem == ADAPTER
+
+
+def _standard(folder: Path) -> list[Path]:
+    """The file or the index that Hugging Face's libraries would read, if there is one.
+
+    Raises CheckpointError where a folder has both, of which one may be left from another save.
+    """
+    for name in STANDARD:
+        file, index = folder / name, folder / f"{name}{INDEX}"
+        if not index.is_file():
+            if file.is_file():
+                return [file]
+            continue
+        if file.is_file() and name not in _weight_map(index).values():
+            raise CheckpointError(
+                f"{folder}: {file.name} and {index.name} could both be the weights",
+                hint="give the path of the one that is meant, or remove the other",
+            )
+        return [index]
+    return []
 
 
 def _read_index(index: Path, config: Path | None) -> WeightFiles:
@@ -234,7 +268,13 @@ def read_files(weights: WeightFiles) -> Mapping[str, Any]:
                 f"{path}: {len(missing)} keys that the index places here are not in the shard: "
                 f"{', '.join(missing[:4])}"
             )
-        merged.update({key: shard[key] for key in weights.keys[path]})
+        twice = sorted(merged.keys() & shard.keys())
+        if twice:
+            raise CheckpointError(
+                f"{path}: {twice[0]} is in another shard as well",
+                hint="the shards are of different saves: save or download the folder again",
+            )
+        merged.update(shard)
     return merged
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 from ...errors import FeedError, UsageError
@@ -195,8 +196,13 @@ def check_k(profiles: Sequence[Profile], k: int | None) -> None:
         raise _k_outside(profiles, k)
 
 
-def check_given(k: int | None, *, takes_k: bool, what: str) -> None:
-    """Raises `UsageError` for a k that `what` (a graph, an engine) has no input for, or lacks."""
+def check_given(k: object, *, takes_k: bool, what: str) -> None:
+    """Raises `UsageError` for a k that `what` (a graph, an engine) has no input for, or lacks.
+
+    Also for one that is no number: an array, a text, NaN.
+    """
+    if k is not None and (isinstance(k, bool) or not isinstance(k, Real) or not math.isfinite(k)):
+        raise UsageError(f"k = {k!r}: one whole number is expected", hint="for example k=2")
     if takes_k and k is None:
         raise UsageError(f"this {what} takes k as an input, and none was given", hint="pass --k K")
     if k is not None and not takes_k:

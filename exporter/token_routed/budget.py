@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from ...common.documents import read_document
-from ...errors import CheckpointError, FamilyError, MoexportError
+from ...errors import CheckpointError, FamilyError, MoexportError, in_one_line
 from ..text.files import CONFIG_FILE
 
 COUNTS = re.compile(r"layer|expert|label|block|depth|stage|head|group", re.IGNORECASE)
@@ -123,9 +123,9 @@ class WeightSizes:
         except (MoexportError, MemoryError):
             raise
         except Exception as error:  # every architecture fails in its own way
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise FamilyError(
-                f"{self.folder}: transformers {version} makes no model of its config.json: {said}",
+                f"{self.folder}: transformers {version} makes no model of its config.json: "
+                f"{in_one_line(error)}",
                 hint="the file should be the one that was saved with the weights",
             ) from error
         finally:

@@ -65,6 +65,7 @@ def write_generation(
         if (folder / name).is_file():
             _copy(folder / name, directory / name)
     config = _without_code(object_in(folder / CONFIG_FILE))
+    config.pop("quantization_config", None)  # the graph's weights are no more those of the folder
     for field in FIELDS:
         k = job.model.config.get(field)
         if field in config and isinstance(k, int):  # as a router of this graph chooses

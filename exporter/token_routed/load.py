@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,12 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...common.documents import object_in, read_document
-from ...common.files import Reading, Watched, release
-from ...errors import CheckpointError, FamilyError, MissingExtraError, UsageError, install
+from ...common.files import Reading, Watched
+from ...errors import (
+    CheckpointError,
+    FamilyError,
+    MissingExtraError,
+    UsageError,
+    in_one_line,
+    install,
+)
 from ...graphs.layers.base import sharing_weights
 from ...graphs.names import PAST
-from ..checkpoints.files import find_files
-from ..checkpoints.floats import upcast
+from ..checkpoints.files import INDEX
 from ..model import Model, Source, TensorSpec
 from ..text.files import CONFIG_FILE
 from .budget import SAME, WeightSizes
@@ -37,6 +42,7 @@ from .network import (
 )
 from .own_modules import canonical_block, check_block, sparse_blocks
 from .routers import Routers, find_routers, k_of
+from .weights import attention_of, folder_files, load_weights
 
 HEADS: Mapping[str, tuple[str, ...]] = {
     "ForCausalLM": (*TOKENS, "vocabulary"),
@@ -77,19 +83,21 @@ class _Kind:
         return self.name.endswith("ForCausalLM") or self.part == "decoder"
 
 
-def architecture_of(folder: Path) -> str | None:
+def architecture_of(place: Path) -> str | None:
     """Returns the `model_type` that a folder's `config.json` names; None where there is none.
 
-    Raises CheckpointError for a file that is no JSON, or too long.
+    `place` is the folder, or the weights in it: a file of safetensors, or an index of such. Raises
+    CheckpointError for a file that is no JSON, or too long.
     """
-    file = folder / CONFIG_FILE
+    weights = place.name.endswith((".safetensors", f".safetensors{INDEX}")) and place.is_file()
+    file = (place.parent if weights else place) / CONFIG_FILE
     content = read_document(file, "json", CheckpointError) if file.is_file() else None
     name = content.get("model_type") if isinstance(content, dict) else None
     return name if isinstance(name, str) else None
 
 
-def load_transformers(folder: Path, settings: Mapping[str, Any], *, values: bool = True) -> Model:
-    """Returns the model in a folder, with a layer of ours at the place of each layer's experts.
+def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool = True) -> Model:
+    """Returns the model of a folder, or of a file in it, with layers of ours in the experts' place.
 
     `settings` may say `use_cache`, and the `part` of a model with an encoder and a decoder. Without
     `values` nothing of the weights is read. Raises `CheckpointError` for weights that are missing
@@ -97,10 +105,12 @@ def load_transformers(folder: Path, settings: Mapping[str, Any], *, values: bool
     """
     _check_settings(settings)
     version = transformers_library().__version__
-    files = _weight_files(folder)
-    sizes = WeightSizes.of(folder, files)
+    found = folder_files(place)
+    folder, files = found.folder, found.files
+    sizes = WeightSizes.of(folder, found.weights.files)
     sizes.check_config()
     config = _config(folder)
+    _check_padding(folder, config)
     with sizes.building(version):
         left_out = _leave_out_further_outputs(config)
         class_ = _class(folder, config)
@@ -113,12 +123,16 @@ def load_transformers(folder: Path, settings: Mapping[str, Any], *, values: bool
         experts = [int(skeleton.get_submodule(path).num_experts) for path in paths]
     with sizes.building(version):
         routers = find_routers(build, config, max(experts)) if paths else None
-        cached = bool(kind.cached and settings.get("use_cache", getattr(config, "use_cache", True)))
+        cached = bool(kind.cached and settings.get("use_cache", True))
         inputs, outputs, notes = _ports(skeleton, config, kind, cached=cached)
+    if any(name.startswith(PAST) for name in (port.name for port in inputs)):
+        notes = (*_cache_note(folder, settings), *notes)
     takes, gives = [port.name for port in inputs], [port.name for port in outputs]
     watched = Watched.now(files)
-    model, mapped = _weights(folder, class_, config, files) if values else (skeleton, files)
-    model = _part(model, kind) if values else model
+    model, mapped = skeleton, files
+    if values:
+        loaded = load_weights(found, class_, config, watched)
+        model, mapped, notes = _part(loaded.module, kind), loaded.mapped, (*notes, *loaded.notes)
     # What scans its tokens has no cache of keys and values alone.
     scans = values and not kind.translates and not any(name.startswith(PAST) for name in takes)
     loops = scans and _loops(skeleton)
@@ -148,7 +162,7 @@ def load_transformers(folder: Path, settings: Mapping[str, Any], *, values: bool
         family=str(config.model_type),
         config=_configuration(config, routers, kind, cached=original.cached),
         source=Source(
-            str(folder), files, mapped=mapped, watched=watched.hashed() if values else None
+            str(place), files, mapped=mapped, watched=watched.hashed() if values else None
         ),
         inputs=inputs,
         outputs=outputs,
@@ -232,12 +246,35 @@ def _config(folder: Path) -> Any:
         own = "auto_map" in object_in(folder / "config.json")
         raise FamilyError(
             f"{folder}: transformers {library.__version__} cannot read its config.json: "
-            f"{_first(error)}",
+            f"{in_one_line(error)}",
             hint="the architecture is code that comes with the checkpoint, which is never run: "
             "give the network as package.module:factory, with --adapter"
             if own
             else "a newer transformers may know the architecture",
         ) from error
+
+
+def _check_padding(folder: Path, config: Any) -> None:
+    """Raises CheckpointError for a token of padding that a class takes where none is named."""
+    text = config.get_text_config()
+    token, words = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(token, int) and isinstance(words, int) and not -words <= token < words:
+        named = "pad_token_id" in object_in(folder / CONFIG_FILE)
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: pad_token_id is {token}{'' if named else ' by default'}, and "
+            f"the vocabulary ends at {words - 1}",
+            hint='set "pad_token_id" to a token of the vocabulary, or to null for none',
+        )
+
+
+def _cache_note(folder: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """A note on a line of `config.json` that training left, which no more is followed."""
+    if "use_cache" in settings or object_in(folder / CONFIG_FILE).get("use_cache", True):
+        return ()
+    return (
+        f'"use_cache": false of {CONFIG_FILE} is of training: exported with a cache '
+        "(--set use_cache=false exports without)",
+    )
 
 
 def _leave_out_further_outputs(config: Any) -> tuple[str, ...]:
@@ -256,17 +293,6 @@ def _leave_out_further_outputs(config: Any) -> tuple[str, ...]:
     if not further:
         return ()
     return (f"{', '.join(sorted(further))} of config.json left out: the graph has no such outputs",)
-
-
-def _weight_files(folder: Path) -> tuple[Path, ...]:
-    files = find_files(folder).files
-    for file in files:
-        if file.suffix != ".safetensors":
-            raise CheckpointError(
-                f"{file}: weights of transformers' models are read from safetensors alone",
-                hint="save it again: model.save_pretrained(folder)",
-            )
-    return files
 
 
 def _class(folder: Path, config: Any) -> Any:
@@ -327,6 +353,12 @@ def _output(ending: str) -> str:
 
 
 def _unserved(folder: Path, name: str) -> FamilyError:
+    if name.endswith("ForConditionalGeneration"):
+        return FamilyError(
+            f"{folder}: a {name} is not served: it takes more than text",
+            hint="its text part is: save that alone (model.language_model.save_pretrained), or "
+            f'name the class that was saved in {CONFIG_FILE}: "architectures"',
+        )
     return FamilyError(
         f"{folder}: a {name} is not served",
         hint="served are causal language models, encoders, classifiers of tokens, and models with "
@@ -334,15 +366,10 @@ def _unserved(folder: Path, name: str) -> FamilyError:
     )
 
 
-def _attention(class_: Any) -> str:
-    """PyTorch's own attention, where an architecture has no parts that it lacks."""
-    return "sdpa" if class_._supports_sdpa else "eager"
-
-
 def _builder(class_: Any, kind: _Kind) -> Any:
     def build(config: Any) -> nn.Module:
         with torch.device("meta"):
-            model = class_._from_config(config, attn_implementation=_attention(class_))
+            model = class_._from_config(config, attn_implementation=attention_of(class_))
         assert isinstance(model, nn.Module)
         return _part(model.eval(), kind)
 
@@ -488,87 +515,3 @@ def _without_weights(skeleton: nn.Module) -> Iterator[None]:
     finally:
         for path, module in held.items():
             skeleton.set_submodule(path, module)
-
-
-def _weights(
-    folder: Path, class_: Any, config: Any, files: tuple[Path, ...]
-) -> tuple[nn.Module, tuple[Path, ...]]:
-    """The model with its weights in float32, and the files that they are mapped from.
-
-    Raises `CheckpointError` where they are not all there.
-    """
-    if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(
-            f"{folder}: its weights are quantised already",
-            hint="export the checkpoint in bfloat16 or float32 that they were made from",
-        )
-    try:
-        # In the types of the checkpoint its weights are mapped, where they are not put together of
-        # several; in another type they would be copied.
-        model, report = _read(folder, class_, config, "auto")
-        if _computed_otherwise(model):
-            model, report = _read(folder, class_, config, torch.float32)
-    except MemoryError:
-        raise
-    except Exception as error:  # every architecture fails in its own way
-        raise CheckpointError(
-            f"{folder}: transformers cannot load its weights: {_first(error)}",
-            hint="copy or download the folder again; it may not be whole",
-        ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} weights are missing, the first is {missing[0]}",
-            hint="copy or download the folder again; it may not be whole",
-        )
-    if report.get("mismatched_keys"):
-        raise CheckpointError(
-            f"{folder}: weights are of other shapes than config.json says: "
-            f"{sorted(map(str, report['mismatched_keys']))[0]}",
-            hint="config.json and the weights are of different models",
-        )
-    assert isinstance(model, nn.Module)
-    release(files)
-    return model, (*files, *_as_float32(model, files))
-
-
-def _read(folder: Path, class_: Any, config: Any, dtype: Any) -> Any:
-    """A model of the library with its weights, and what it tells of them."""
-    return class_.from_pretrained(
-        str(folder),
-        config=copy.deepcopy(config),
-        dtype=dtype,
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        attn_implementation=_attention(class_),
-        output_loading_info=True,
-    )
-
-
-def _computed_otherwise(model: nn.Module) -> bool:
-    """Whether tensors that are computed, not read, were computed in less than float32."""
-    read = model.state_dict().keys()
-    return any(
-        tensor.is_floating_point() and tensor.dtype != torch.float32
-        for name, tensor in model.named_buffers()
-        if name not in read
-    )
-
-
-def _as_float32(model: nn.Module, files: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Converts a model's weights to float32, in place; returns what file they are mapped from."""
-    model.config.dtype = torch.float32
-    others: dict[str, torch.Tensor] = {
-        name: tensor
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.is_floating_point() and tensor.dtype != torch.float32
-    }
-    converted, file = upcast({name: tensor.detach() for name, tensor in others.items()}, files)
-    for name, tensor in others.items():
-        tensor.data = converted[name]
-    return () if file is None else (file,)
-
-
-def _first(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

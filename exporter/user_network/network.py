@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from ...common.files import Reading
 from ...common.user_code import module_made
 from ...errors import CheckpointError, FamilyError, MoexportError
 from ...graphs.layers.base import MoELayer, sharing_weights
-from ..checkpoints.state_dict import Checkpoint, read_checkpoint
+from ..checkpoints.state_dict import Checkpoint, check_finite, read_checkpoint
 from ..model import Model, Source, TensorSpec
 from .adapters import EXAMPLE, Adapter, adapter_name, adapters_for, describe
 from .calls import ForwardPass, LayerCall, changed_buffers, forward_pass
@@ -70,6 +72,8 @@ def load_factory(
         files, mapped = checkpoint.files, checkpoint.mapped
     else:
         notes += (f"no --weights: the weights are those that {source} gave the network",)
+        own = {key: p for key, p in module.named_parameters() if not is_lazy(p)}
+        check_finite(source, own, Reading())
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters()):
         notes += ("converted the network to float32",)
     module = module.float().eval().requires_grad_(False)
@@ -150,6 +154,13 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> None:
             f"{checkpoint.files[0]}: not the weights of {source}: {'; '.join(problems)}",
             hint="do the factory's arguments (--set) match the checkpoint?",
         )
+    for key, tensor in tensors.items():
+        if expected[key].is_floating_point() and not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{checkpoint.files[0]}: {key} holds integers "
+                f"({str(tensor.dtype).removeprefix('torch.')}), and {source} has floats there",
+                hint="save it as float32, multiplied by its scales",
+            )
     module.load_state_dict(tensors, assign=True)
 
 

@@ -85,6 +85,14 @@ def test_a_session_refuses_a_k_outside_1_to_n(session: Session, k: int) -> None:
     assert np.array_equal(session(x, np.int64(2)), session(x, 2))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "k", [np.array([2]), np.array([1, 2]), [2], "2", float("nan"), float("inf"), True], ids=repr
+)
+def test_a_session_refuses_a_k_that_is_no_number(session: Session, k: int) -> None:
+    with pytest.raises(UsageError, match="one whole number is expected"):
+        session(np.ones((1, 5, 32), np.float32), k)
+
+
 @pytest.mark.parametrize("shape", [(0, 5, 32), (2, 0, 32)])
 def test_a_session_refuses_an_input_without_numbers(
     session: Session, shape: tuple[int, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from moexport.common import files
 from moexport.errors import BundleError
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.manifest import external_files
 from moexport.tests.command import Outcome, run
 from moexport.tests.exporter.bundle.test_bundle import (
     change_graph,
@@ -254,3 +256,65 @@ def test_a_reference_that_is_none_is_an_error(change: object, message: str, bund
     assert outcome.code == 1  # a file that cannot be read, not a check that fails
     assert message in outcome.error
     assert "defect" not in outcome.err
+
+
+def _kept_outside(name: str) -> onnx.TensorProto:
+    tensor = onnx.TensorProto(name=name, dims=[2], data_type=onnx.TensorProto.FLOAT)
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="other.bin")
+    return tensor
+
+
+def _in_a_constant(model: onnx.ModelProto) -> None:
+    node = onnx.helper.make_node("Constant", [], ["unused"], value=_kept_outside(""))
+    model.graph.node.insert(0, node)
+
+
+def _in_a_subgraph(model: onnx.ModelProto) -> None:
+    true = onnx.helper.make_tensor("true", onnx.TensorProto.BOOL, [], [True])
+    out = onnx.helper.make_tensor_value_info("branch", onnx.TensorProto.FLOAT, [2])
+    branch = onnx.helper.make_graph([], "branch", [], [out], [_kept_outside("branch")])
+    node = onnx.helper.make_node("If", ["true"], ["unused"], then_branch=branch, else_branch=branch)
+    model.graph.initializer.append(true)
+    model.graph.node.insert(0, node)
+
+
+def _in_a_function(model: onnx.ModelProto) -> None:
+    node = onnx.helper.make_node("Constant", [], ["y"], value=_kept_outside(""))
+    opset = onnx.helper.make_opsetid("", 20)
+    model.functions.append(onnx.helper.make_function("own", "F", [], ["y"], [node], [opset]))
+
+
+def _in_a_sparse_tensor(model: onnx.ModelProto) -> None:
+    indices = onnx.helper.make_tensor("", onnx.TensorProto.INT64, [2], [0, 1])
+    sparse = onnx.helper.make_sparse_tensor(_kept_outside("sparse"), indices, [4])
+    model.graph.sparse_initializer.append(sparse)
+
+
+@pytest.mark.parametrize(
+    "add", [_in_a_constant, _in_a_subgraph, _in_a_function, _in_a_sparse_tensor]
+)
+def test_weights_outside_a_graph_have_a_hash_wherever_they_hang(
+    add: Callable[[onnx.ModelProto], None], bundle: Path, tmp_path: Path
+) -> None:
+    (bundle / "other.bin").write_bytes(np.ones(2, np.float32).tobytes())
+    change_graph(bundle, "model.onnx", add)
+    assert external_files(onnx.load(bundle / "model.onnx", load_external_data=False)) == {
+        "weights.bin",
+        "other.bin",
+    }
+    outcome = run_bundle(bundle, tmp_path)
+    assert outcome.code == 1
+    assert "other.bin: the manifest does not list it" in outcome.error
+    assert failed_checks(bundle)
+
+
+def test_a_bundle_that_names_a_url_as_its_source_makes_bench_open_none(
+    bundle: Path, tmp_path: Path
+) -> None:
+    url = "http://127.0.0.1:9/secret/model.pt"
+    change_manifest(bundle, lambda m: m["source"].__setitem__("path", url))
+    outcome = run("bench", bundle, "-o", tmp_path / "report")
+    assert outcome.code == 2
+    assert "is not downloaded" in outcome.error
+    assert f"moexport bench {url}" in outcome.hint

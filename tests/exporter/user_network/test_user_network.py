@@ -402,6 +402,22 @@ def test_weights_of_another_size_name_both_shapes(weights: Path) -> None:
         load("mynet:tokens", config={"d": 9, **SHAPE}, weights=weights)
 
 
+def test_integers_where_a_network_has_floats_are_named(weights: Path) -> None:
+    state = torch.load(weights, weights_only=True)
+    torch.save({**state, "stem.weight": torch.ones(8, 3, dtype=torch.int8)}, weights)
+    with pytest.raises(CheckpointError, match=r"stem\.weight holds integers \(int8\)"):
+        load("mynet:tokens", config=SHAPE, weights=weights)
+
+
+def test_nan_in_a_networks_own_parameters_is_named(tmp_path: Path) -> None:
+    code = "from mynet import *\ndef diverged():\n    network = Tokens()\n"
+    code += "    network.head.weight.data[0, 0] = float('nan')\n    return network\n"
+    (tmp_path / "diverged.py").write_text(code)
+    with pytest.raises(CheckpointError, match=r"diverged:diverged: head\.weight holds NaN"):
+        load("diverged:diverged", config=SHAPE)
+    del sys.modules["diverged"]
+
+
 def test_weights_beside_a_checkpoint_are_a_mistake(weights: Path) -> None:
     with pytest.raises(UsageError, match="--weights"):
         load(weights, weights=weights)
