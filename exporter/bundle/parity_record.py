@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +32,10 @@ FIRST = ""
 
 MOST_KEPT = 32
 """Inputs that a bundle keeps to be verified with, where fewer do not reach every expert."""
+
+
+MOST_BYTES_AT_A_K = 16 << 20
+"""What a bundle keeps of the outputs with another k: a text model's are large."""
 
 
 def by_expert(chosen: np.ndarray) -> np.ndarray:
@@ -105,6 +109,8 @@ class Reference:
 
     def rows(self, chosen: np.ndarray) -> Reference:
         """Returns the reference of some of the inputs, by their numbers or a mask."""
+        if any(len(other.x) < len(self.x) for other in self.at_other_k.values()):
+            return replace(self, at_other_k={}).rows(chosen)  # a bundle holds fewer of them
         arrays = {name: array[chosen] for name, array in self._arrays().items()}
         return Reference._of(arrays, self._kept())
 
@@ -174,10 +180,13 @@ class Reference:
     def save(self, path: Path) -> None:
         """Writes the reference as an `.npz` file."""
         kept = {name: np.array(k) for name, k in self._kept().items()}
-        arrays = self._arrays()
+        arrays = replace(self, at_other_k={})._arrays()
         for k, other in self.at_other_k.items():
+            own = other._own_arrays()
             if np.array_equal(other.y, self.dense):  # as with all experts: once is enough
-                del arrays[f"k={k}/y"]
+                del own["y"]
+            count = _fitting(own.values())
+            arrays |= {f"k={k}/{name}": array[:count] for name, array in own.items()}
         # np.savez takes names as keywords; its own first parameter is positional.
         np.savez(path, **arrays, **kept)  # type: ignore[arg-type]
 
@@ -201,16 +210,19 @@ class Reference:
             for choice, sets in self.rounded.selected.items():
                 arrays[f"rounded/{choice}"] = sets
         for k, other in self.at_other_k.items():
-            own = {name: array for name, array in other._arrays().items() if not _shared(name)}
-            arrays |= {f"k={k}/{name}": array for name, array in own.items()}
+            arrays |= {f"k={k}/{name}": array for name, array in other._own_arrays().items()}
         return arrays
+
+    def _own_arrays(self) -> dict[str, np.ndarray]:
+        """Those that are not the same with every k."""
+        return {name: array for name, array in self._arrays().items() if not _shared(name)}
 
     @staticmethod
     def load(path: Path) -> Reference:
         """Reads a reference; `BundleError` when the file cannot be read."""
         try:
             arrays = dict(npz_arrays(path))
-            counts = {name: int(k) for name, k in arrays.items() if _KEPT.match(name)}
+            counts = {name: int(arrays.pop(name)) for name in [*arrays] if _KEPT.match(name)}
             record = Reference._of(arrays, counts)
         except (FeedError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise BundleError(f"{path}: not a readable parity record ({error})") from error
@@ -224,7 +236,9 @@ class Reference:
         shared = {name: array for name, array in arrays.items() if _shared(name)}
         at_other_k = {}
         for prefix in dict.fromkeys(found[1] for name in kept if (found := _AT_K.match(name))):
-            own = {"y": arrays["dense"], **shared, **_group(arrays, prefix)}
+            own = {"y": arrays["dense"], **_group(arrays, prefix)}
+            count = min(len(array) for array in own.values())
+            own = {name: array[:count] for name, array in {**own, **shared}.items()}
             at_other_k[int(prefix[2:-1])] = Reference._of(own, _group(kept, prefix))
         rounded = None
         if "rounded" in arrays:
@@ -291,6 +305,12 @@ class Reference:
 def holds_coefficients(chosen: np.ndarray) -> bool:
     """Whether a choice holds coefficients [s, m, n], not the indices of a set [s, k]."""
     return chosen.dtype.kind == "f"
+
+
+def _fitting(arrays: Collection[np.ndarray]) -> int:
+    """How many inputs' arrays fit into `MOST_BYTES_AT_A_K`, one at least."""
+    bytes_of_one = sum(array.nbytes // len(array) for array in arrays)
+    return max(1, MOST_BYTES_AT_A_K // max(1, bytes_of_one))
 
 
 _AT_K = re.compile(r"(k=[1-9]\d*/)")
