@@ -162,7 +162,7 @@ def distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> Distance:
         off=np.where(np.isfinite(off), off, np.inf),
         own=np.abs(wanted).max(axis=1, initial=0.0),
         cosine=cosines(actual, wanted),
-        counted=same.reshape(len(y), -1).any(axis=1),
+        counted=np.asarray(same.reshape(len(y), -1).any(axis=1)),
         numbers=actual.shape[1],
     )
 

@@ -592,7 +592,7 @@ def at_k(graph: Graph, k: int) -> None:
     output = graph.model.graph.output[0]
     (maker,) = (index for index, node in enumerate(graph.nodes) if output.name in node.output)
     wanted = numpy_helper.from_array(np.array([k]), "damage/k")
-    factors = [numpy_helper.from_array(np.float32(f), f"damage/{f}") for f in (1.0, 1.5)]
+    factors = [numpy_helper.from_array(np.array(f, np.float32), f"damage/{f}") for f in (1.0, 1.5)]
     graph.model.graph.initializer.extend([wanted, *factors])
     nodes = graph.model.graph.node
     names = [factor.name for factor in factors]
