@@ -276,9 +276,12 @@ class Reference:
             yield "its choices are not complete"
             return
         yield from self._problems_of_choices()
-        for k, other in self.at_other_k.items():
-            yield from (f"with k = {k}, {problem}" for problem in other._problems())
-            if other.kept.keys() != self.kept.keys() or other.outputs.keys() != self.outputs.keys():
+        for k, record in self.at_other_k.items():
+            yield from (f"with k = {k}, {problem}" for problem in record._problems())
+            if (
+                record.kept.keys() != self.kept.keys()
+                or record.outputs.keys() != self.outputs.keys()
+            ):
                 yield f"what it holds with k = {k} is not complete"
 
     def _problems_of_choices(self) -> Iterator[str]:
