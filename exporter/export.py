@@ -24,6 +24,7 @@ from ..graphs.lower import Lowered
 from ..graphs.lowerings import lowerings_of
 from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
+from .bundle.distance import FEW_NUMBERS
 from .bundle.manifest import MANIFEST_FILE
 from .bundle.parity_record import MOST_KEPT, PARITY_FILE, Reference, unreached
 from .bundle.readme import with_readme
@@ -37,7 +38,13 @@ from .parity import MOST_TIES, Comparison, Parity, Tolerance, describe
 from .plan import GraphPlan, Plan, plan, plan_graph
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
-from .reference import check_network, exact, first_different_layer, run_untouched, torch_reference
+from .reference import (
+    check_network,
+    first_different_layer,
+    run_untouched,
+    torch_reference,
+    with_exact,
+)
 from .tensorrt.engines import build_for_export
 from .text.layouts import with_layout
 from .token_routed.generation import write_generation
@@ -224,6 +231,7 @@ def _parities(
     kept: Reference | None = None
     compared: list[Reference] = []
     reached: dict[str, frozenset[int]] = {}
+    experts = {name: layer.spec.experts for name, layer in job.model.layers.items()}
 
     def opened(graph: GraphPlan, expected: Reference) -> Comparison:
         record = graph_record(graph, lowered[graph.file])
@@ -235,27 +243,15 @@ def _parities(
             check_network(job, expected)
             comparisons = {graph.file: opened(graph, expected) for graph in planned.graphs}
             rounded = next((opened(graph, expected) for graph in beside), None)
-        file = planned.graphs[0].file
-        try:
-            measured = held and kept is None
-            expected = replace(expected, rounded=exact(job, expected) if measured else None)
-            if rounded is not None:
-                expected = replace(expected, rounded=rounded.rounded(expected))
-            for file, comparison in comparisons.items():  # noqa: B007  for the error
-                comparison.add(expected)
-        except EngineError as error:
-            raise ParityError(
-                f"{file} does not run at sizes that were not traced: {error.message}",
-                hint="a size of the network became a constant of the graph: --tokens N and "
-                "--batch N export it for that size alone",
-            ) from error
+        measured = held and kept is None
+        expected = _compared(job, comparisons, expected, rounded, measured=measured)
         if kept is None:
             kept = expected
         elif job.whole_batch is None:
             kept = kept.with_unreached(expected, MOST_KEPT)
-        if job.options.tolerance.routing < 1:
+        if job.options.tolerance.routing < 1 or expected.y[0].size < FEW_NUMBERS:
             compared.append(expected)
-        for choice, sets in expected.reached().items():
+        for choice, sets in expected.compared(experts).items():
             reached[choice] = reached.get(choice, frozenset()) | sets
         progress.advance(len(x[job.model.input.name]))
     assert kept is not None, "parity has inputs"
@@ -264,14 +260,44 @@ def _parities(
         if not parity.passed:
             worst = comparisons[file].worst
             raise _differs(job, directory / file, lowered[file], parity, worst)
-    if compared and not all(one.alone(kept).passed for one in comparisons.values()):
-        # Of few inputs more may choose otherwise, by chance, than of all: `verify` needs them.
-        kept = reduce(Reference.joined, compared)
+    alike = [one for one in compared if one.shapes() == compared[0].shapes()]
+    if alike and not all(one.alone(kept).passed for one in comparisons.values()):
+        # Of few inputs more may be outliers, or choose otherwise, than of all: `verify` needs them.
+        kept = reduce(Reference.joined, alike)
     # Without a record it has more inputs than the first batch, or there is none.
     again = held and kept.rounded is None
-    (replace(kept, rounded=exact(job, kept)) if again else kept).save(directory / PARITY_FILE)
-    experts = {name: layer.spec.experts for name, layer in job.model.layers.items()}
+    (with_exact(job, kept) if again else kept).save(directory / PARITY_FILE)
     return parities, unreached(reached, experts), _dropped(kept, job.model)
+
+
+def _compared(
+    job: ExportJob,
+    comparisons: Mapping[str, Comparison],
+    expected: Reference,
+    rounded: Comparison | None,
+    *,
+    measured: bool,
+) -> Reference:
+    """Compares each graph with a reference, which is returned with what rounding makes of it.
+
+    That is what the `rounded` graph gives, or without one, where it is `measured`, PyTorch's
+    float64.
+    """
+    file = next(iter(comparisons))
+    try:
+        if rounded is not None:
+            expected = rounded.with_rounded(expected)
+        elif measured:
+            expected = with_exact(job, expected)
+        for file, comparison in comparisons.items():  # noqa: B007  for the error
+            comparison.add(expected)
+    except EngineError as error:
+        raise ParityError(
+            f"{file} does not run at sizes that were not traced: {error.message}",
+            hint="a size of the network became a constant of the graph: --tokens N and "
+            "--batch N export it for that size alone",
+        ) from error
+    return expected
 
 
 def _differs(
@@ -324,7 +350,12 @@ def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
 
 def _allowed(tolerance: Tolerance) -> str:
     absolute = f"atol {tolerance.atol:g} + " if tolerance.atol else ""
-    return f"{absolute}rtol {tolerance.rtol:g} · max|y|"
+    cosine = f", a cosine of {tolerance.least_cosine:g}" if tolerance.least_cosine > 0 else ""
+    return f"{absolute}rtol {tolerance.rtol:g} · max|y| of each input{cosine}"
+
+
+LOUD = 10.0
+"""Over so many times the loudness of the quietest input, loud ones decide the ranges."""
 
 
 def way_out(parity: Parity, options: ExportOptions) -> str:
@@ -332,6 +363,13 @@ def way_out(parity: Parity, options: ExportOptions) -> str:
     real = ""
     if options.data is None and options.precision.name in ("int8", "fp8"):
         real = "random inputs may lie outside the ranges: give real ones with --data; or else "
+    quiet, loud = parity.loudness or (0.0, 0.0)
+    if options.precision.ranged and options.data is not None and loud > LOUD * quiet:
+        real = (
+            f"max|y| is {quiet:.2g} for the quietest input and {loud:.2g} for the loudest, and one "
+            "range of eight bits has to hold them all: bring the inputs to one scale, or use "
+            "--precision fp16 or fp32; or else "
+        )
     if parity.routing_agreement >= options.tolerance.routing:
         return f"{real}raise --rtol if that is good enough, or choose another --lowering"
     match options.precision.name:

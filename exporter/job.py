@@ -30,6 +30,7 @@ from .bundle.openvino import check_computes, check_device
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from .model import Model, TensorSpec, check_one_input, edited, fingerprint
 from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
+from .parity import ROUNDED_RTOL
 from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
 from .requests import CalibrateRequest
 from .session import OPENVINO
@@ -39,9 +40,6 @@ from .tensorrt.options import EngineOptions
 from .text.files import TOKENIZER_FILE
 from .token_routed.routers import with_k
 from .user_network.own_forward import with_router_k
-
-ROUNDED = 1e-3
-"""Of max|y|: what values on the boundary of a rounding to BF16 may change."""
 
 PEAK_SAMPLES = 64
 """Inputs whose largest values tell whether FP16 overflows, with `fp16.HEADROOM` to spare."""
@@ -169,7 +167,7 @@ def export_job(
     refuse(_mistakes(loaded, options))
     options = _in_groups(loaded, options)
     if loaded.rounded and options.held_to_rounding:
-        options = replace(options, rtol=ROUNDED)
+        options = replace(options, rtol=ROUNDED_RTOL)
     if options.precision.min_retention is not None:
         check_one_input(loaded, "--min-retention")
     fixed = fixed_axes(loaded.input, options)

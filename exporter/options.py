@@ -389,12 +389,7 @@ class ExportOptions:
     @property
     def tolerance(self) -> Tolerance:
         """The bounds of the parity check: those asked for, else those of the precision."""
-        usual = TOLERANCES[self.precision.name]
-        return replace(
-            usual,
-            atol=usual.atol if self.atol is None else self.atol,
-            rtol=usual.rtol if self.rtol is None else self.rtol,
-        )
+        return TOLERANCES[self.precision.name].asked(self.atol, self.rtol)
 
     @property
     def held_to_rounding(self) -> bool:

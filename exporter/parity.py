@@ -7,7 +7,7 @@ precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ import numpy as np
 
 from ..common.documents import from_data
 from ..errors import BundleError, ParityError
+from .bundle.distance import OUTLIERS, Distance, cosines, distance
 from .bundle.parity_record import (
     FIRST,
     Reference,
@@ -45,13 +46,15 @@ TIE = 1e-5
 class Tolerance:
     """Bounds of a parity check.
 
-    Outputs agree where |difference| ≤ `atol` + `rtol` · max|y|: in their own scale, unless an
-    absolute difference is allowed. `routing` is the least share of inputs in which every layer must
-    choose the same experts. A choice between scores that are
-    closer than `tie`, relative to the k-th, is a tie: what comes before the layer is rounded, and
-    may order them either way. A muMoE layer's coefficients, which sum to 1, are the same choice
-    where none differs by more than `coefficient`; below FP32 only those count that one of both has
-    dropped, and `routing` is of tokens.
+    Outputs agree where |difference| ≤ `atol` + `rtol` · max|y|, of each input and each output by
+    itself: in their own scale, unless an absolute difference is allowed. One input in twenty may be
+    `outlier` times as far off, and none may have a cosine below `least_cosine`.
+
+    `routing` is the least share of inputs in which every layer must choose the same experts. A
+    choice between scores that are closer than `tie`, relative to the k-th, is a tie: what comes
+    before the layer is rounded, and may order them either way. A muMoE layer's coefficients, which
+    sum to 1, are the same choice where none differs by more than `coefficient`; below FP32 only
+    those count that one of both has dropped, and `routing` is of tokens.
 
     A graph is also compared with what its own numbers should give (`Rounded`): it may be
     `roundings` times as far from that as that is from PyTorch. Where that is less than once, the
@@ -64,18 +67,39 @@ class Tolerance:
     tie: float
     coefficient: float = 1e-3
     roundings: float = 2.0
+    outlier: float = 1.0
+    least_cosine: float = 0.99
+
+    def asked(self, atol: float | None, rtol: float | None) -> Tolerance:
+        """Returns these bounds with those that a user gives; wider ones allow any direction."""
+        atol, rtol = (self.atol if atol is None else atol), (self.rtol if rtol is None else rtol)
+        wider = atol > self.atol or rtol > self.rtol
+        least = -1.0 if wider else self.least_cosine
+        return replace(self, atol=atol, rtol=rtol, least_cosine=least)
 
 
-def recorded(parity: Mapping[str, Any] | None) -> Tolerance:
+def tolerance_of(precision: str) -> Tolerance:
+    """Returns the bounds of a precision; of one that is not known, those of FP32."""
+    known = (bounds for name, bounds in TOLERANCES.items() if name == precision)
+    return next(known, TOLERANCES["fp32"])
+
+
+def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Tolerance:
     """Returns the bounds that a manifest's `parity` holds; without one, none may differ.
 
-    Raises `BundleError` for what are no bounds.
+    What an older one does not hold is that of the precision. Raises `BundleError` for what are no
+    bounds.
     """
-    bounds = asdict(TOLERANCES["fp32"]) | {"atol": 0.0, "rtol": 0.0}
+    bounds = asdict(tolerance_of(precision)) | {"atol": 0.0, "rtol": 0.0}
     return from_data(
         Tolerance, bounds | dict(parity or {}), "manifest.json", at="parity", error=BundleError
     )
 
+
+_IN_INTEGERS = {"outlier": 3.0, "least_cosine": 0.8}
+
+ROUNDED_RTOL = 1e-3
+"""What values on the boundary of a rounding to BF16 may change, in FP32 graphs that do so."""
 
 TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
     {
@@ -83,10 +107,20 @@ TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
         "fp16": Tolerance(atol=0.0, rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
         "bf16": Tolerance(atol=0.0, rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
         "int8": Tolerance(
-            atol=0.0, rtol=1e-1, routing=0.98, tie=1e-2, coefficient=5e-2, roundings=1.5
+            atol=0.0,
+            rtol=1e-1,
+            routing=0.98,
+            tie=1e-2,
+            coefficient=5e-2,
+            roundings=1.5,
+            **_IN_INTEGERS,
         ),
-        "fp8": Tolerance(atol=0.0, rtol=2e-1, routing=0.95, tie=2e-2, coefficient=5e-2),
-        "int4": Tolerance(atol=0.0, rtol=3e-1, routing=0.9, tie=5e-2, roundings=0.25),
+        "fp8": Tolerance(
+            atol=0.0, rtol=2e-1, routing=0.95, tie=2e-2, coefficient=5e-2, **_IN_INTEGERS
+        ),
+        "int4": Tolerance(
+            atol=0.0, rtol=3e-1, routing=0.9, tie=5e-2, roundings=0.25, **_IN_INTEGERS
+        ),
     }
 )
 """FP32: rounding in another order. FP16 keeps 11 bits and BF16 8, over a network's depth. INT8 has
@@ -121,11 +155,12 @@ class Parity:
     """How far a graph is from its reference.
 
     `max_abs` is the largest difference of an output where the experts are the same, `max_rel` the
-    same over max|y|, `cosine` the smallest cosine of a sample's outputs; `all_…` are those over all
-    inputs, whatever was chosen. `routing_agreement` is the share of samples in which every layer
-    chose the same set, and of a muMoE below FP32 the share of the choices that its tokens make: the
-    share `agreeing` of `choices`, `chosen_by` inputs or tokens. `ties` counts the samples that
-    differ only where scores were equal up to rounding, `differing` all that differ anywhere.
+    largest over max|y| of the same input, `cosine` the smallest cosine of a sample's outputs;
+    `all_…` are those over all inputs, whatever was chosen. `routing_agreement` is the share of
+    samples in which every layer chose the same set, and of a muMoE below FP32 the share of the
+    choices that its tokens make: the share `agreeing` of `choices`, `chosen_by` inputs or tokens.
+    `ties` counts the samples that differ only where scores were equal up to rounding, `differing`
+    all that differ anywhere.
     `first_difference` names the layer where the first wrong set appears. `untouched_cosine`
     compares with the model before Algorithm 1. `jaccard` is the mean overlap of the sets, and
     `flip_margin` the largest margin, relative to the k-th score, of a set that differs (0 where
@@ -163,6 +198,16 @@ class Parity:
     """Of `choices`, those that differ by a tie: they agree, and nothing of them was compared."""
     batches: tuple[int, ...] = ()
     """The batch sizes at which the graph was compared."""
+    outlier: float = 1.0
+    least_cosine: float = -1.0
+    usual_rel: float | None = None
+    """What 95% of the inputs are within, as `max_rel` is."""
+    loudness: tuple[float, float] | None = None
+    """max|y| of the quietest input that is compared and of the loudest."""
+    ks: tuple[int, ...] = ()
+    """Each k that was compared, where it is an input of the graph."""
+    k: int | None = None
+    """The one of `ks` whose figures these are: the furthest off."""
     batch: int | None = None
     """The batch size that misses the bounds where another meets them."""
     apart: float | None = None
@@ -203,42 +248,60 @@ class Comparison:
         self._probes: dict[int, _PartResult] = {}
         self._first: Reference | None = None
         self._worst: Reference | None = None
+        self._furthest = 0.0
+        self._at_other_k: dict[int, Comparison] = {}
 
     def add(self, expected: Reference) -> None:
-        """Runs the graph on the reference's inputs."""
+        """Runs the graph on the reference's inputs, with each k that it holds outputs of."""
         result = self._compared(expected, self._batch)
-        furthest = max((part.everything.max_abs for part in self._results), default=-1.0)
-        if self._first is None or not result.everything.max_abs <= furthest:
-            self._worst = expected
+        furthest = result.everything.max_rel
+        if self._first is None or furthest > self._furthest:
+            self._worst, self._furthest = expected, furthest
         self._results.append(result)
         if self._first is None:
             self._first = expected
             for size in self._probed:
                 self._probes[size] = self._compared(self._probe(size), size)
+        for k, other in expected.at_other_k.items():
+            if k not in self._at_other_k:
+                self._at_other_k[k] = self._again(k)
+            self._at_other_k[k].add(other)
 
     def alone(self, expected: Reference) -> Parity:
         """Returns how far the graph is off on these inputs without all others."""
-        other = Comparison(
+        other = self._again(self._k, self._probed)
+        other.add(expected)
+        return other.parity()
+
+    def _again(self, k: int | None, probed: Sequence[int] = ()) -> Comparison:
+        """The same comparison with some k, to which nothing was added."""
+        return Comparison(
             self._session,
             self._values,
             batch=self._batch,
             tolerance=self._tolerance,
-            k=self._k,
-            probed=self._probed,
+            k=k,
+            probed=probed,
         )
-        other.add(expected)
-        return other.parity()
 
     @property
     def worst(self) -> Reference | None:
         """The inputs with the largest difference, as many as one batch where that matters."""
-        batch = None if self._first is None else self.parity().batch
-        return self._worst if batch is None else self._probe(batch)
+        if self._first is None:
+            return None
+        parity = self.parity()
+        if parity.k in self._at_other_k:
+            return self._at_other_k[parity.k].worst
+        return self._worst if parity.batch is None else self._probe(parity.batch)
 
     def _probe(self, size: int) -> Reference:
         """The first inputs, again from the start where there are fewer than `size`."""
         assert self._first is not None, "something was added"
-        return self._first.rows(np.arange(size) % len(self._first.x))
+        return self._first.rows(self._probed_rows(size))
+
+    def _probed_rows(self, size: int) -> np.ndarray:
+        assert self._first is not None, "something was added"
+        return np.arange(size) % len(self._first.x)
 
     def _compared(self, expected: Reference, batch: int) -> _PartResult:
         values, sets = self._outputs(expected, batch)
@@ -260,6 +323,14 @@ class Comparison:
             for name, chosen in sets.items()
         }
         return Rounded(next(iter(values.values())), sets)
+
+    def with_rounded(self, expected: Reference) -> Reference:
+        """Returns a reference with what the graph gives, with every k that it is of."""
+        others = {
+            k: replace(other, rounded=self._again(k).rounded(other))
+            for k, other in expected.at_other_k.items()
+        }
+        return replace(expected, rounded=self.rounded(expected), at_other_k=others)
 
     def _outputs(
         self, expected: Reference, batch: int
@@ -304,8 +375,18 @@ class Comparison:
     def parity(self) -> Parity:
         """Returns how far the graph is off, over all that was added.
 
-        It is that of one batch size where that alone misses the bounds.
+        It is that of one batch size where that alone misses the bounds, and of the k with which the
+        graph is furthest off, or misses them.
         """
+        mine = self._at_one_k()
+        if not self._at_other_k:
+            return mine
+        assert self._k is not None, "references of several k are of a graph that takes it"
+        parities = {self._k: mine, **{k: one.parity() for k, one in self._at_other_k.items()}}
+        return furthest_off(parities)
+
+    def _at_one_k(self) -> Parity:
+        """How far the graph is off with the k of this comparison."""
         # Engines and PyTorch do not say it.
         said = getattr(self._session, "computed_in", None)
         whole = replace(self._parity(self._results), computed_in=said)
@@ -314,8 +395,13 @@ class Comparison:
             # Of a few inputs one may choose otherwise by chance: the share is of all of them.
             pooled = self._parity([*self._results, *self._probes.values()])
             routed = pooled.routing_agreement >= self._tolerance.routing
+            outputs = _outputs(self._results)
             for size, probe in self._probes.items():
-                off = not probe.same.within(self._tolerance)
+                rows = self._probed_rows(size)
+                off = not all(
+                    one.like(other, rows, self._tolerance)
+                    for one, other in zip(probe.same, outputs, strict=True)
+                )
                 if off or not (routed or probe.first is None):
                     missed = self._parity([probe])
                     return replace(missed, passed=False, batch=size, batches=batches)
@@ -328,20 +414,23 @@ class Comparison:
         choices = sum(part.choices for part in parts)
         agreeing = sum(part.agreeing for part in parts)
         tied = sum(part.tied for part in parts)
-        everything = _Distance.of([part.everything for part in parts])
-        same = _Distance.of([part.same for part in parts])
-        if tokens and not same.inputs:  # every input has a token that chose otherwise
-            same = everything
+        everything = Distance.of([part.everything for part in parts])
+        outputs = _outputs(parts)
+        if tokens and not outputs[0].inputs:  # every input has a token that chose otherwise
+            outputs = (everything,)
+        same = max(outputs, key=lambda output: (not output.within(bounds), output.max_rel))
         apart = _Rounding.times([part.rounding for part in parts if part.rounding is not None])
         return Parity(
             max_abs=same.max_abs,
             max_rel=same.max_rel,
-            cosine=same.cosine,
+            cosine=same.least_cosine,
+            usual_rel=same.usual_rel,
+            loudness=same.loudness,
             routing_agreement=agreeing / choices,
             samples=samples,
             ties=sum(part.ties for part in parts),
             passed=bool(
-                same.within(bounds)
+                all(output.within(bounds) for output in outputs)
                 and agreeing / choices >= bounds.routing
                 and same.inputs
                 and tied <= MOST_TIES * choices
@@ -355,7 +444,7 @@ class Comparison:
             compared=same.inputs,
             all_max_abs=everything.max_abs,
             all_max_rel=everything.max_rel,
-            all_cosine=everything.cosine,
+            all_cosine=everything.least_cosine,
             differing=sum(part.differing for part in parts),
             chosen_by="tokens" if tokens else "inputs",
             choices=choices,
@@ -376,18 +465,25 @@ def compare(
 ) -> Parity:
     """Runs a graph on the reference's inputs and returns how far it is off (`Comparison`).
 
-    The session may be of any runtime, which rounds as it likes within the bounds.
+    The session may be of any runtime, which rounds as it likes within the bounds. Outputs with
+    another k are not compared.
     """
-    expected = replace(expected, rounded=None)
+    expected = replace(expected, rounded=None, at_other_k={})
     comparison = Comparison(session, selected_values, batch=batch, tolerance=tolerance, k=k)
     comparison.add(expected)
     return comparison.parity()
 
 
+def furthest_off(parities: Mapping[int, Parity]) -> Parity:
+    """Returns what is known of a graph that was compared with each k: the parity of the worst."""
+    k = max(parities, key=lambda k: (not parities[k].passed, parities[k].max_rel))
+    return replace(parities[k], k=k, ks=tuple(sorted(parities)))
+
+
 def describe(parity: Parity) -> str:
     """One line about a parity result: the outputs of which inputs, and who chose what."""
     p, inputs = parity, f"{parity.samples} inputs"
-    values = differences(p.max_abs, p.max_rel, p.cosine)
+    values = differences(p.max_abs, p.max_rel, p.cosine, p.usual_rel)
     if p.differing == 0:
         text = f"{values} over all {inputs}"
     elif p.compared == 0:  # outputs of other experts differ, which says nothing
@@ -411,9 +507,15 @@ def describe(parity: Parity) -> str:
             f"; MOST WAS NOT COMPARED: {p.tied:,} of {p.choices:,} {what} are ties (scores within "
             f"{p.tie:g} of the k-th)"
         )
-    text += _apart(p)
+    return _where(p, text + _apart(p))
+
+
+def _where(p: Parity, text: str) -> str:
+    """The same with the batch size and k that it is of, and the layer where it begins."""
     if p.batch is not None:
         text = f"in a batch of {p.batch}: {text}"
+    if p.k is not None:
+        text = f"with k = {p.k}, the furthest off of {', '.join(map(str, p.ks))}: {text}"
     if p.first_difference:
         text += f"; first difference in layer {p.first_difference}"
     if p.flip_margin:
@@ -436,62 +538,20 @@ def _apart(p: Parity) -> str:
     )
 
 
-def differences(max_abs: float, max_rel: float, cosine: float) -> str:
+def differences(
+    max_abs: float, max_rel: float, cosine: float, usual_rel: float | None = None
+) -> str:
     """Returns how far outputs are off, in words."""
-    return f"max |difference| {max_abs:.2g} ({max_rel:.2g} of max|y|), cosine {cosine:.7f}"
+    shown = f"{max_rel:.2g} of max|y|"
+    if usual_rel is not None and usual_rel < max_rel / 2:
+        shown += f", {usual_rel:.2g} in {1 - OUTLIERS:.0%} of the inputs"
+    return f"max |difference| {max_abs:.2g} ({shown}), cosine {cosine:.7f}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Distance:
-    """How far some outputs are off, and the largest of those that were expected.
-
-    `inputs` are those of which anything was compared.
-    """
-
-    max_abs: float
-    largest: float
-    cosine: float
-    finite: bool
-    inputs: int
-
-    def within(self, bounds: Tolerance) -> bool:
-        """Whether every difference is within the bounds."""
-        return self.finite and self.max_abs <= bounds.atol + bounds.rtol * self.largest
-
-    @property
-    def max_rel(self) -> float:
-        """The largest difference over max|y|."""
-        return self.max_abs / self.largest if self.largest else 0.0
-
-    @staticmethod
-    def widest(parts: Iterable[_Distance]) -> _Distance:
-        """Returns the distance of the output that is furthest off, each in its own scale."""
-        return max(parts, key=lambda distance: distance.max_rel if distance.finite else np.inf)
-
-    @staticmethod
-    def of(parts: Sequence[_Distance]) -> _Distance:
-        """Returns the distance over all of them; a difference that is no number stays one."""
-        return _Distance(
-            max_abs=float(np.max([part.max_abs for part in parts])),
-            largest=max(part.largest for part in parts),
-            cosine=min(part.cosine for part in parts),
-            finite=all(part.finite for part in parts),
-            inputs=sum(part.inputs for part in parts),
-        )
-
-
-def _distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> _Distance:
-    """How far outputs are off in the samples [s] or tokens [s, m] that are `same`."""
-    spread = same.reshape(*same.shape, *(1,) * (y.ndim - same.ndim))
-    actual = np.where(spread, y, 0.0).astype(np.float64)
-    wanted = np.where(spread, expected, 0.0).astype(np.float64)
-    return _Distance(
-        max_abs=float(np.abs(actual - wanted).max(initial=0.0)),
-        largest=float(np.abs(wanted).max(initial=0.0)),
-        cosine=float(cosines(actual, wanted).min(initial=1.0)),
-        finite=bool(np.isfinite(actual).all()),
-        inputs=int(same.reshape(len(y), -1).any(axis=1).sum()),
-    )
+def _outputs(parts: Sequence[_PartResult]) -> tuple[Distance, ...]:
+    """How far each output is off, over the inputs of all parts."""
+    by_output = zip(*(part.same for part in parts), strict=True)
+    return tuple(Distance.of(list(distances)) for distances in by_output)
 
 
 CHOICES_BY_CHANCE = 0.005
@@ -596,7 +656,8 @@ class _PartResult:
     `ties` samples differ by a tie alone, `differing` anywhere. Of `choices`, made by each input or
     `by_token`, so many are `agreeing`, of which `tied` differ by a tie; `first` is the first layer
     that truly differs, `jaccard` the mean overlap of the sets, `margin` the largest of a choice
-    that differs. Outputs are `same` where the experts are, and `everything` all of them.
+    that differs. `same` is of each output where the experts are the same, and `everything` of the
+    first, whatever was chosen.
     """
 
     samples: int
@@ -609,8 +670,8 @@ class _PartResult:
     first: str | None
     jaccard: float
     margin: float
-    same: _Distance
-    everything: _Distance
+    same: tuple[Distance, ...]
+    everything: Distance
     untouched_cosine: float
     rounding: _Rounding | None
 
@@ -665,18 +726,16 @@ def _compared(
         first=first,
         jaccard=float(np.mean(overlaps)) if overlaps else 1.0,
         margin=margin,
-        same=_Distance.widest(
-            [
-                _distance(expected.y, y, same),
-                # Where tokens differ by themselves a cache has their places elsewhere.
-                *(
-                    _distance(wanted, actual, same)
-                    for wanted, actual in zip(expected.outputs.values(), further, strict=True)
-                    if same.ndim == 1
-                ),
-            ]
+        same=(
+            distance(expected.y, y, same),
+            # Where tokens differ by themselves a cache has their places elsewhere.
+            *(
+                distance(wanted, actual, same)
+                for wanted, actual in zip(expected.outputs.values(), further, strict=True)
+                if same.ndim == 1
+            ),
         ),
-        everything=_distance(expected.y, y, np.ones(len(y), dtype=bool)),
+        everything=distance(expected.y, y, np.ones(len(y), dtype=bool)),
         untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
         rounding=_Rounding.of(expected, y, sets, tolerance),
     )
@@ -725,16 +784,3 @@ def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -
         return different
     other: np.ndarray = (np.sort(actual, axis=-1) != expected).any(axis=-1)
     return other.reshape(len(other), -1)
-
-
-def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Returns the cosine of each sample's outputs, [s, …], [s, …] → [s], in float64.
-
-    1 where both are zero, 0 where one is, or where a number is not finite.
-    """
-    a, b = (part.reshape(len(part), -1).astype(np.float64) for part in (a, b))
-    zero = ~a.any(axis=1) & ~b.any(axis=1)
-    with np.errstate(invalid="ignore"):
-        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-        cosine = np.where(zero, 1.0, (a * b).sum(axis=1) / np.where(norms == 0, 1.0, norms))
-    return np.where(np.isfinite(cosine), cosine, 0.0)

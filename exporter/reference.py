@@ -36,13 +36,18 @@ from .user_network.own_forward import GroupRouter, OwnForward
 def torch_reference(job: ExportJob, x: Inputs) -> Reference:
     """Returns what PyTorch computes for inputs of a job.
 
-    Where k is chosen per run a quarter of the experts are kept. The pages of mapped weights are
-    given back on the way.
+    Where k is chosen per run a quarter of the experts are kept, and beside that as many as
+    `other_k` says. The pages of mapped weights are given back on the way.
     """
-    with _pages_given_back(job.model):
-        batch = job.fixed_batch or len(first_input(job.model, x))
-        kept, renormalize = kept_experts(job), job.options.renormalize
+    batch = job.fixed_batch or len(first_input(job.model, x))
+
+    def computed(kept: Mapping[str, int]) -> Reference:
+        renormalize = job.options.renormalize
         return reference(job.model, x, kept, renormalize=renormalize, batch=batch)
+
+    with _pages_given_back(job.model):
+        at_other_k = {k: computed(kept_experts(job, k)) for k in other_k(job)}
+        return replace(computed(kept_experts(job)), at_other_k=at_other_k)
 
 
 def run_untouched(model: Model, x: Fields) -> list[np.ndarray]:
@@ -52,6 +57,14 @@ def run_untouched(model: Model, x: Fields) -> list[np.ndarray]:
 
 EXACT_BYTES = 512 << 20
 """Of larger weights no second copy is made, in float64: their FP32 graphs have one bound alone."""
+
+
+def with_exact(job: ExportJob, expected: Reference) -> Reference:
+    """Returns a reference with what PyTorch computes in float64, with every k that it is of."""
+    others = {
+        k: replace(other, rounded=exact(job, other)) for k, other in expected.at_other_k.items()
+    }
+    return replace(expected, rounded=exact(job, expected), at_other_k=others)
 
 
 def exact(job: ExportJob, expected: Reference) -> Rounded | None:
@@ -83,11 +96,34 @@ def exact(job: ExportJob, expected: Reference) -> Rounded | None:
     return Rounded(outputs, {name: np.concatenate(parts) for name, parts in selected.items()})
 
 
-def kept_experts(job: ExportJob) -> dict[str, int]:
-    """Returns each layer's k in a comparison; a quarter of the experts where it is an input."""
+def kept_experts(job: ExportJob, shared: int | None = None) -> dict[str, int]:
+    """Returns each layer's k in a comparison.
+
+    Where it is an input that is the `shared` one of all layers; without it a quarter of the
+    experts.
+    """
     # One k serves all layers at run time, so the layer with the fewest experts bounds it.
-    shared = min(max(1, layer.spec.experts // 4) for layer in job.model.layers.values())
+    shared = shared or max(1, _fewest_experts(job) // 4)
     return {name: shared if k is None else k for name, k in job.k.items()}
+
+
+def other_k(job: ExportJob) -> list[int]:
+    """Returns each k that is compared beside `kept_experts`, where it is an input of the graph.
+
+    Those are 1, a quarter, half and all of the experts of each layer, at each of its levels, and as
+    many as its router chose in training.
+    """
+    if None not in job.k.values():
+        return []
+    found = {1}
+    for spec in (layer.spec for layer in job.model.layers.values()):
+        found |= {spec.trained_k, *(n // part for n in spec.levels for part in (1, 2, 4))}
+    found -= {0, *kept_experts(job).values()}
+    return sorted(k for k in found if k <= _fewest_experts(job))
+
+
+def _fewest_experts(job: ExportJob) -> int:
+    return min(layer.spec.experts for layer in job.model.layers.values())
 
 
 def first_input(model: Model, x: Inputs) -> np.ndarray:
@@ -507,8 +543,11 @@ def first_different_layer(
 
 
 def _differs(actual: np.ndarray, wanted: np.ndarray, rtol: float) -> bool:
-    largest = float(np.abs(wanted).max(initial=0.0))
-    return not bool(np.abs(actual - wanted).max(initial=0.0) <= rtol * largest)
+    """Whether some row is further off than its own largest number allows."""
+    rows = len(wanted)
+    largest = np.abs(wanted).reshape(rows, -1).max(axis=1, initial=0.0)
+    off = np.abs(actual - wanted).reshape(rows, -1).max(axis=1, initial=0.0)
+    return not bool((off <= rtol * largest).all())
 
 
 def all_outputs(output: Any) -> tuple[torch.Tensor, ...]:

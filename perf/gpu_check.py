@@ -521,7 +521,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
         if (each.graph, each.flavour) == (unit.graph, unit.runner)
     )
     with EngineSession(built.path / record.file, trust=True, eager=True) as session:
-        bounds = on_gpu(recorded(built.manifest.parity), unit.precision)
+        bounds = on_gpu(recorded(built.manifest.parity, unit.precision), unit.precision)
         parity = engine_parity(session, built.manifest, record, expected, bounds)
         times = list(timed(session, expected.x, unit.ks, session.gpu_ms))
         captured = session.recorded

@@ -317,7 +317,7 @@ def _bounds(
         bounds = on_gpu(usual, precision, tf32=not on_cpu)
     if parity is None:
         return bounds
-    recorded_bounds = recorded(parity)
+    recorded_bounds = recorded(parity, precision)
     return replace(bounds, atol=recorded_bounds.atol, rtol=max(bounds.rtol, recorded_bounds.rtol))
 
 

@@ -8,9 +8,11 @@ bundle can be verified where its checkpoint and PyTorch are not.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import onnx
@@ -18,6 +20,8 @@ import onnx
 from ...calibration.feeds import npz_arrays
 from ...calibration.shards import Fields
 from ...errors import BundleError, FeedError
+
+Item = TypeVar("Item")
 
 PARITY_FILE = "parity.npz"
 
@@ -28,6 +32,10 @@ FIRST = ""
 
 MOST_KEPT = 32
 """Inputs that a bundle keeps to be verified with, where fewer do not reach every expert."""
+
+
+MOST_BYTES_AT_A_K = 16 << 20
+"""What a bundle keeps of the outputs with another k: a text model's are large."""
 
 
 def by_expert(chosen: np.ndarray) -> np.ndarray:
@@ -80,7 +88,8 @@ class Reference:
     itself [s, m, n, 1] (`by_expert`), and `margin` [s], [s, m] or [s, m, n] the gap from the k-th
     score to the next, relative to the k-th. `kept` is each layer's k.
     `inputs` and `outputs` are those beside the first, by name. `rounded` is what the precision of
-    the graphs makes of it, None where that is not known.
+    the graphs makes of it, None where that is not known. Where k is an input of the graphs,
+    `at_other_k` holds what is computed of the same inputs with other k.
     """
 
     x: np.ndarray
@@ -92,6 +101,7 @@ class Reference:
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     outputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     rounded: Rounded | None = None
+    at_other_k: Mapping[int, Reference] = field(default_factory=dict)
 
     def feeds(self, first: str, count: int | None = None) -> dict[str, np.ndarray]:
         """Returns the inputs by name, up to `count` of each; `first` is that of `x`."""
@@ -99,8 +109,10 @@ class Reference:
 
     def rows(self, chosen: np.ndarray) -> Reference:
         """Returns the reference of some of the inputs, by their numbers or a mask."""
+        if any(len(other.x) < len(self.x) for other in self.at_other_k.values()):
+            return replace(self, at_other_k={}).rows(chosen)  # a bundle holds fewer of them
         arrays = {name: array[chosen] for name, array in self._arrays().items()}
-        return Reference._of(arrays, self.kept)
+        return Reference._of(arrays, self._kept())
 
     def reached(self) -> dict[str, frozenset[int]]:
         """Returns, by choice, the experts that some input chose: of the others nothing is known."""
@@ -113,16 +125,28 @@ class Reference:
             for name, sets in self.selected.items()
         }
 
+    def compared(self, experts: Mapping[str, int]) -> dict[str, frozenset[int]]:
+        """Returns, by choice, the experts that some input chose with some k.
+
+        `experts` are the numbers of the layers' experts: where a layer keeps all, all are compared.
+        """
+        found = self.reached()
+        for one in self.at_other_k.values():
+            every = {
+                layer: frozenset(range(n))
+                for layer, n in experts.items()
+                if one.kept.get(layer) == n and layer not in one.selected
+            }
+            for name, chosen in (*one.reached().items(), *every.items()):
+                found[name] = found.get(name, frozenset()) | chosen
+        return found
+
     def with_unreached(self, later: Reference, most: int) -> Reference:
         """Returns the reference with those inputs of a later one that choose other experts.
 
         There are `most` at the most, and none where their shapes are others.
         """
-        mine, theirs = self._arrays(), later._arrays()
-        shapes = [
-            {name: array.shape[1:] for name, array in group.items()} for group in (mine, theirs)
-        ]
-        if shapes[0] != shapes[1]:
+        if self.shapes() != later.shapes():
             return self
         reached = self.reached()
         rows: list[int] = []
@@ -134,20 +158,47 @@ class Reference:
                 reached = {name: reached[name] | chosen[name] for name in reached}
         return self.joined(later.rows(np.array(rows))) if rows else self
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of each array for one input: what is alike can be joined."""
+        return {name: array.shape[1:] for name, array in self._unrounded()._arrays().items()}
+
+    def _unrounded(self) -> Reference:
+        others = {k: other._unrounded() for k, other in self.at_other_k.items()}
+        return replace(self, rounded=None, at_other_k=others)
+
     def joined(self, later: Reference) -> Reference:
-        """Returns the reference of its own inputs and those of a later one, of the same shapes."""
-        added = later._arrays()
-        arrays = {n: np.concatenate((array, added[n])) for n, array in self._arrays().items()}
-        return Reference._of(arrays, self.kept)
+        """Returns the reference of its own inputs and those of a later one, of the same shapes.
+
+        What is `rounded` is left out unless both hold it.
+        """
+        mine, theirs = self._arrays(), later._arrays()
+        if mine.keys() != theirs.keys():
+            mine, theirs = self._unrounded()._arrays(), later._unrounded()._arrays()
+        arrays = {name: np.concatenate((array, theirs[name])) for name, array in mine.items()}
+        return Reference._of(arrays, self._kept())
 
     def save(self, path: Path) -> None:
         """Writes the reference as an `.npz` file."""
-        kept = {f"kept/{layer}": np.array(k) for layer, k in self.kept.items()}
+        kept = {name: np.array(k) for name, k in self._kept().items()}
+        arrays = replace(self, at_other_k={})._arrays()
+        for k, other in self.at_other_k.items():
+            own = other._own_arrays()
+            if np.array_equal(other.y, self.dense):  # as with all experts: once is enough
+                del own["y"]
+            count = _fitting(own.values())
+            arrays |= {f"k={k}/{name}": array[:count] for name, array in own.items()}
         # np.savez takes names as keywords; its own first parameter is positional.
-        np.savez(path, **self._arrays(), **kept)  # type: ignore[arg-type]
+        np.savez(path, **arrays, **kept)  # type: ignore[arg-type]
+
+    def _kept(self) -> dict[str, int]:
+        """What does not depend on the inputs, by name: each layer's k."""
+        kept = {f"kept/{layer}": k for layer, k in self.kept.items()}
+        for k, other in self.at_other_k.items():
+            kept |= {f"k={k}/{name}": count for name, count in other._kept().items()}
+        return kept
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """What there is of each input, by name."""
+        """What there is of each input, by name; with other k what is not the same with all."""
         arrays = {"x": self.x, "y": self.y, "dense": self.dense}
         for choice in self.selected:
             arrays[f"selected/{choice}"] = self.selected[choice]
@@ -158,15 +209,21 @@ class Reference:
             arrays["rounded"] = self.rounded.y
             for choice, sets in self.rounded.selected.items():
                 arrays[f"rounded/{choice}"] = sets
+        for k, other in self.at_other_k.items():
+            arrays |= {f"k={k}/{name}": array for name, array in other._own_arrays().items()}
         return arrays
+
+    def _own_arrays(self) -> dict[str, np.ndarray]:
+        """Those that are not the same with every k."""
+        return {name: array for name, array in self._arrays().items() if not _shared(name)}
 
     @staticmethod
     def load(path: Path) -> Reference:
         """Reads a reference; `BundleError` when the file cannot be read."""
         try:
             arrays = dict(npz_arrays(path))
-            kept = {layer: int(k) for layer, k in _group(arrays, "kept/").items()}
-            record = Reference._of(arrays, kept)
+            counts = {name: int(arrays.pop(name)) for name in [*arrays] if _KEPT.match(name)}
+            record = Reference._of(arrays, counts)
         except (FeedError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise BundleError(f"{path}: not a readable parity record ({error})") from error
         for problem in record._problems():
@@ -175,7 +232,14 @@ class Reference:
 
     @staticmethod
     def _of(arrays: Mapping[str, np.ndarray], kept: Mapping[str, int]) -> Reference:
-        """The record whose `_arrays` these are."""
+        """The record whose `_arrays` and `_kept` these are."""
+        shared = {name: array for name, array in arrays.items() if _shared(name)}
+        at_other_k = {}
+        for prefix in dict.fromkeys(found[1] for name in kept if (found := _AT_K.match(name))):
+            own = {"y": arrays["dense"], **_group(arrays, prefix)}
+            count = min(len(array) for array in own.values())
+            own = {name: array[:count] for name, array in {**own, **shared}.items()}
+            at_other_k[int(prefix[2:-1])] = Reference._of(own, _group(kept, prefix))
         rounded = None
         if "rounded" in arrays:
             rounded = Rounded(arrays["rounded"], _group(arrays, "rounded/"))
@@ -185,10 +249,11 @@ class Reference:
             dense=arrays["dense"],
             selected=_group(arrays, "selected/"),
             margin=_group(arrays, "margin/"),
-            kept=kept,
+            kept=_group(kept, "kept/"),
             inputs=_group(arrays, "x/"),
             outputs=_group(arrays, "y/"),
             rounded=rounded,
+            at_other_k=at_other_k,
         )
 
     def _problems(self) -> Iterator[str]:
@@ -204,17 +269,28 @@ class Reference:
                 yield f"'{name}' is {array.dtype.name}, not numbers"
             elif array.shape[:1] != self.x.shape[:1] or not (array.size or name in self.inputs):
                 yield f"'{name}' is of shape {array.shape}, for inputs {self.x.shape}"
-        if any(array.dtype.kind == "u" for array in self.selected.values()):
-            yield "its choices are neither indices nor weights"
         for other in (self.dense, rounded.y):
             if self.y.shape != other.shape:
                 yield f"outputs {self.y.shape} and {other.shape} are of different shapes"
-        for name, sets in rounded.selected.items():
-            if name not in self.selected or sets.shape != self.selected[name].shape:
-                yield f"'rounded/{name}' is of shape {sets.shape}"
         if self.selected.keys() != self.margin.keys() or not self.kept:
             yield "its choices are not complete"
             return
+        yield from self._problems_of_choices()
+        for k, record in self.at_other_k.items():
+            yield from (f"with k = {k}, {problem}" for problem in record._problems())
+            if (
+                record.kept.keys() != self.kept.keys()
+                or record.outputs.keys() != self.outputs.keys()
+            ):
+                yield f"what it holds with k = {k} is not complete"
+
+    def _problems_of_choices(self) -> Iterator[str]:
+        """In what its choices are none."""
+        if any(array.dtype.kind == "u" for array in self.selected.values()):
+            yield "its choices are neither indices nor weights"
+        for name, sets in (self.rounded.selected if self.rounded else {}).items():
+            if name not in self.selected or sets.shape != self.selected[name].shape:
+                yield f"'rounded/{name}' is of shape {sets.shape}"
         for name, sets in self.selected.items():
             if sets.ndim < 2 or self.margin[name].size != math.prod(sets.shape[:-1]):
                 yield f"'margin/{name}' is of shape {self.margin[name].shape}"
@@ -222,11 +298,11 @@ class Reference:
     def observed(self, values: Mapping[str, str]) -> dict[str, int]:
         """Returns the ONNX element types of the values that hold recorded choices, by name."""
         types = {"f": onnx.TensorProto.FLOAT, "i": onnx.TensorProto.INT64}
-        return {
-            name: types[self.selected[choice].dtype.kind]
-            for choice, name in values.items()
-            if choice in self.selected
-        }
+        found: dict[str, int] = {}
+        for one in (*self.at_other_k.values(), self):
+            chosen = {choice: sets.dtype.kind for choice, sets in one.selected.items()}
+            found |= {name: types[chosen[c]] for c, name in values.items() if c in chosen}
+        return found
 
 
 def holds_coefficients(chosen: np.ndarray) -> bool:
@@ -234,7 +310,24 @@ def holds_coefficients(chosen: np.ndarray) -> bool:
     return chosen.dtype.kind == "f"
 
 
-def _group(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+def _fitting(arrays: Collection[np.ndarray]) -> int:
+    """How many inputs' arrays fit into `MOST_BYTES_AT_A_K`, one at least."""
+    bytes_of_one = sum(array.nbytes // len(array) for array in arrays)
+    return max(1, MOST_BYTES_AT_A_K // max(1, bytes_of_one))
+
+
+_AT_K = re.compile(r"(k=[1-9]\d*/)")
+"""What stands before the names of arrays that are of another k."""
+
+_KEPT = re.compile(r"(k=[1-9]\d*/)?kept/")
+
+
+def _shared(name: str) -> bool:
+    """Whether what is called so is the same with every k."""
+    return name in ("x", "dense") or name.startswith("x/")
+
+
+def _group(arrays: Mapping[str, Item], prefix: str) -> dict[str, Item]:
     return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
 
 

@@ -124,6 +124,11 @@ def subjects(folder: Path) -> dict[str, Any]:
     found["adapter own forward"] = _own_forward
     for name in ROUTED:
         found[name] = lambda name=name: _routed(name, folder)
+    for name in ("soft_moe_lucidrains", "mumoe_cp_2level", "adapter own forward"):
+        made = found[name]
+        found[f"any k {name}"] = lambda name=name, made=made: replace(
+            made(), name=f"any k {name}", k="input"
+        )
     for name in ("soft_moe_vit", "mumoe_tr", "vmoe"):
         made = found[name]
         found[f"openvino {name}"] = lambda name=name, made=made: replace(

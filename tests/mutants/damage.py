@@ -6,6 +6,7 @@ the graph. None changes shapes of inputs or outputs, names, or what the metadata
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from moexport.exporter.bundle.manifest import METADATA
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
@@ -585,6 +587,29 @@ def _matrix(graph: Graph) -> Places:
             yield name, change
 
 
+def at_k(graph: Graph, k: int) -> None:
+    """Makes the outputs half as large again with one k, where that is an input of the graph."""
+    output = graph.model.graph.output[0]
+    (maker,) = (index for index, node in enumerate(graph.nodes) if output.name in node.output)
+    wanted = numpy_helper.from_array(np.array([k]), "damage/k")
+    factors = [numpy_helper.from_array(np.array(f, np.float32), f"damage/{f}") for f in (1.0, 1.5)]
+    graph.model.graph.initializer.extend([wanted, *factors])
+    nodes = graph.model.graph.node
+    names = [factor.name for factor in factors]
+    nodes.insert(0, helper.make_node("Where", ["damage/same", *names[::-1]], ["damage/factor"]))
+    nodes.insert(0, helper.make_node("Equal", ["k", wanted.name], ["damage/same"]))
+    graph.after(maker, "Mul", "damage/factor")
+
+
+def _at_one_k(graph: Graph) -> Places:
+    if "k" not in {port.name for port in graph.model.graph.input}:
+        return
+    facts = json.loads(next(p.value for p in graph.model.metadata_props if p.key == METADATA))
+    n = min(layer["n"] for layer in facts["layers"].values())
+    for k in sorted({1, max(1, n // 4), n // 2, n}):
+        yield f"k = {k}", partial(at_k, k=k)
+
+
 DAMAGES: tuple[Damage, ...] = (
     Damage("other expert", "another expert's weights in one expert's place", _other_expert),
     Damage("zeroed expert", "one expert's weights are zeros", _zero),
@@ -592,6 +617,9 @@ DAMAGES: tuple[Damage, ...] = (
     Damage("transposed matrix", "a square matrix around the experts transposed", _matrix),
     Damage("dropped bias", "a bias of zeros", _bias),
     Damage("k + 1", "one expert more", partial(_k, by=1)),
+    Damage(
+        "at one k", "outputs half as large again with one k of a graph that takes any", _at_one_k
+    ),
     Damage("k - 1", "one expert fewer", partial(_k, by=-1)),
     Damage("repeated choice", "the first chosen expert instead of the last", _dropped_choice),
     Damage("capacity - 1", "a capacity of one token fewer", _capacity),

@@ -17,7 +17,7 @@ from moexport.common.files import sha256
 from moexport.errors import BundleError, EngineError, ParityError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import MANIFEST_FILE, FileRecord
-from moexport.exporter.bundle.parity_record import PARITY_FILE, Rounded
+from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference
 from moexport.exporter.parity import TOLERANCES, Comparison, describe
 from moexport.exporter.write import opened_comparison
 from moexport.graphs.targets import Precision
@@ -100,11 +100,12 @@ def mutants(
     graph = whole_graph(base)
     right, refused = by_export(base, base.bundle)
     assert right is not None and refused is None, refused
-    rounding = distance(right.y, base.expected.y)
+    rounding = furthest(given(right), [one.y for one in _at_each_k(base.expected)])
     known = right
     if base.precision == "fp32":  # as close to what is exact as rounding allows
-        known = Rounded(right.y.astype(np.float64), right.selected)
-    beside = replace(base, expected=replace(base.expected, rounded=known))
+        others = {k: _as_exact(one) for k, one in right.at_other_k.items()}
+        known = replace(_as_exact(right), at_other_k=others)
+    beside = replace(base, expected=known)
     apart = (base.bundle.manifest.parity or {}).get("apart")
     verdicts: list[Verdict] = []
     broken: list[str] = []
@@ -130,7 +131,7 @@ def mutants(
                     base.precision,
                     damage.name,
                     where,
-                    *((math.inf, math.inf) if y is None else distance(y.y, right.y)),
+                    *((math.inf, math.inf) if y is None else furthest(given(y), given(right))),
                     *rounding,
                     apart,
                     times,
@@ -169,16 +170,16 @@ def compared(base: Base, bundle: Bundle) -> Comparison:
     return comparison
 
 
-def by_export(base: Base, bundle: Bundle) -> tuple[Rounded | None, str | None]:
-    """Returns a graph's outputs, and why the comparison of an export refuses it, if it does.
+def by_export(base: Base, bundle: Bundle) -> tuple[Reference | None, str | None]:
+    """Returns what a graph gives (`given`), and why the comparison of an export refuses it.
 
-    There are no outputs where it chose in another shape. Raises `EngineError` or `BundleError` for
-    a graph that does not run.
+    There is nothing given where it chose in another shape, and no reason where it is not refused.
+    Raises `EngineError` or `BundleError` for a graph that does not run.
     """
     graph, y = bundle.manifest.graphs[0], None
     comparison = opened_comparison(base.job, bundle.path, graph, base.expected)
     try:
-        y = comparison.rounded(base.expected)
+        y = comparison.with_rounded(base.expected)
         comparison.add(base.expected)
     except ParityError as error:
         return y, error.message
@@ -211,6 +212,25 @@ def by_bench(base: Base, bundle: Bundle) -> str | None:
     if case.label in state.failures:
         return state.failures[case.label]
     return wrong(case, state.sums[case.label], graph.bounds)
+
+
+def _as_exact(one: Reference) -> Reference:
+    assert one.rounded is not None
+    return replace(one, rounded=replace(one.rounded, y=one.rounded.y.astype(np.float64)))
+
+
+def given(one: Reference) -> list[np.ndarray]:
+    """Returns what a graph gave (`Comparison.with_rounded`) with each k."""
+    return [each.rounded.y for each in _at_each_k(one) if each.rounded is not None]
+
+
+def furthest(outputs: list[np.ndarray], wanted: list[np.ndarray]) -> tuple[float, float]:
+    """Returns the `distance` of outputs with the k with which it is largest."""
+    return max(distance(y, right) for y, right in zip(outputs, wanted, strict=True))
+
+
+def _at_each_k(one: Reference) -> list[Reference]:
+    return [one, *one.at_other_k.values()]
 
 
 def distance(y: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:

@@ -12,7 +12,8 @@ from moexport.exporter.parity import TOLERANCES
 from moexport.graphs.targets import Precision, Target
 
 from .bases import Base, bases, subjects
-from .judging import mutants
+from .damage import at_k
+from .judging import by_export, by_verify, damaged_bundle, mutants, whole_graph
 
 SAMPLE: list[tuple[str, Precision, Target, str]] = [
     ("soft_moe_lucidrains_geglu_ln", "fp32", "onnx", "gather"),
@@ -34,6 +35,40 @@ def test_damage_above_rounding_is_refused_by_the_export_verify_and_bench(
     killed = [each for each in verdicts if each.killed]
     assert len(killed) >= 7
     assert [each.damage for each in killed if each.in_bench and each.bench is None] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "target", "lowering", "ks"),
+    [
+        ("any k soft_moe_lucidrains", "fp32", "onnx", "gather", (1, 2, 4)),
+        ("any k soft_moe_lucidrains", "int8", "ort-cpu", "grouped", (1, 2, 4)),
+        ("any k mumoe_cp_2level", "fp32", "onnx", "factorised", (1, 2, 4, 8, 16)),
+        ("any k mumoe_cp_2level", "int8", "ort-cpu", "factorised", (1, 2, 4, 8, 16)),
+    ],
+)
+def test_damage_at_any_k_that_is_compared_is_refused_by_the_export_and_verify(
+    name: str,
+    precision: Precision,
+    target: Target,
+    lowering: str,
+    ks: tuple[int, ...],
+    tmp_path: Path,
+) -> None:
+    """Each level of a muMoE layer has a quarter, half and all of its own experts."""
+    subject = subjects(tmp_path / "models")[name]()
+    (base,) = bases(subject, tmp_path / "bundles", [(precision, target)], (lowering,))
+    assert isinstance(base, Base), base
+    recorded = base.bundle.manifest.parity
+    assert recorded is not None and tuple(recorded["ks"]) == ks
+    for k in ks:
+        graph = whole_graph(base).copy()
+        at_k(graph, k)
+        bundle = damaged_bundle(base, graph, tmp_path / "damaged")
+        _, at_export = by_export(base, bundle)
+        at_verify = by_verify(bundle)
+        wanted = f"with k = {k}, the furthest off of {', '.join(map(str, ks))}: "
+        assert at_export is not None and at_export.startswith(wanted)
+        assert at_verify is not None and wanted in at_verify
 
 
 def test_damage_far_below_the_bound_of_fp32_is_refused(tmp_path: Path) -> None:

@@ -217,6 +217,15 @@ def test_bounds_that_somebody_wrote_into_a_manifest_are_not_believed(bundle: Pat
     assert run("verify", bundle, "--rtol", "0.1").code == 0
 
 
+def test_the_wider_bound_of_graphs_that_round_is_that_of_no_others(bundle: Path) -> None:
+    def shift(arrays: dict[str, np.ndarray]) -> None:
+        arrays["y"] = arrays["y"] + 5e-4 * np.abs(arrays["y"]).max(axis=1, keepdims=True)
+
+    change_reference(bundle, shift)
+    change_manifest(bundle, lambda m: m["parity"].update(rtol=1e-3, roundings=1e9))
+    assert set(failed_checks(bundle)) == {"parity of model.onnx", "parity of model-grouped.onnx"}
+
+
 def test_a_lost_reference_is_told_from_one_that_never_was(bundle: Path) -> None:
     change_manifest(bundle, lambda m: m["files"].pop("parity.npz"))
     assert failed_checks(bundle) == {

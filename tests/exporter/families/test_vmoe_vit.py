@@ -22,6 +22,12 @@ from moexport.exporter.job import export_job
 from moexport.exporter.options import ExportOptions
 from moexport.graphs.layers.base import recorded_choices
 from moexport.tests.command import run
+from moexport.tests.exporter.bundle.test_bundle import (
+    change_manifest,
+    change_reference,
+    failed_checks,
+    manifest,
+)
 from moexport.tests.recorded import DATA
 
 SOFT = ("jax_soft_gap_p1", "jax_soft_map_sincos_trainstate")
@@ -128,3 +134,25 @@ def test_rounding_to_bfloat16_is_done_where_it_is_asked_for(name: str, tmp_path:
     assert any("rounded to bfloat16" in note for note in bundle.manifest.notes)
     assert apart(bundle.session()(case.x(16)), case.io["y_b16"]) < ROUNDED
     assert all(check.passed for check in verify(tmp_path / "out", bundle.manifest))
+
+
+@pytest.mark.slow
+def test_verify_holds_what_rounds_to_bfloat16_to_the_bound_of_its_export(tmp_path: Path) -> None:
+    """Of this case a number is on the boundary: that is more than FP32 may differ by."""
+    case, out = read_case(SOFT[1]), tmp_path / "out"
+    config = config_file(case, tmp_path, whole=False)
+    arguments = ("export", case.index.with_suffix(""), "--config", config, "-o", out)
+    outcome = run(*arguments, "--set", "dispatch=bfloat16", "--threads", "1")
+    assert outcome.code == 0, outcome.err
+    parity = manifest(out)["parity"]
+    assert 1e-4 < parity["max_rel"] < parity["rtol"] == ROUNDED
+    verified = run("verify", out)
+    assert verified.code == 0
+    assert "held to 0.001 of max|y|, since the graph rounds to BF16" in verified.out
+
+    def shift(arrays: dict[str, np.ndarray]) -> None:
+        arrays["y"] = arrays["y"] + 2e-3 * np.abs(arrays["y"]).max()
+
+    change_reference(out, shift)
+    change_manifest(out, lambda m: m["parity"].update(rtol=0.5))
+    assert "held to 0.001" in failed_checks(out)["parity of model.onnx"]
