@@ -167,5 +167,6 @@ def tells_of_threads(error: BaseException) -> bool:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns what a library's exception says, in one line of limited length."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    """Returns what an exception says in one line, with its type unless it is our own."""
+    text = " ".join(str(error).split()) or "no message"
+    return text if isinstance(error, MoexportError) else f"{type(error).__name__}: {text}"

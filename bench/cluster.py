@@ -27,10 +27,9 @@ from ..common.console import Silent
 from ..common.environment import PACKAGES, versions
 from ..common.locations import state_of
 from ..common.threads import with_threads
-from ..common.timing import in_one_line
 from ..common.user_code import names_code
 from ..common.writing import held
-from ..errors import UsageError
+from ..errors import UsageError, in_one_line
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.bundle.manifest import is_bundle
 from ..exporter.model import Model

@@ -13,8 +13,7 @@ import numpy as np
 
 from ..calibration.feeds import IGNORED, Array, Labels, check_classes
 from ..common.console import Progress, Silent
-from ..common.timing import in_one_line
-from ..errors import FeedError
+from ..errors import FeedError, in_one_line
 from ..exporter.inputs import Inputs
 from ..exporter.parity import TIE, Tolerance
 from .data import Labelled

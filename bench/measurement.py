@@ -15,6 +15,7 @@ import torch
 from ..common import timing
 from ..common.console import Progress
 from ..common.environment import memory_bytes
+from ..errors import in_one_line
 from ..exporter.bundle.manifest import external_files
 from ..exporter.inputs import Inputs
 from ..exporter.model import Model
@@ -138,7 +139,7 @@ class Measurement:
             try:
                 runner = loader()
             except Exception as error:  # noqa: BLE001  the row says what failed
-                self.failures[case] = timing.in_one_line(error)
+                self.failures[case] = in_one_line(error)
                 continue
             self.computed_in[case] = runner.computed_in
             if together:
@@ -274,7 +275,7 @@ class Measurement:
         try:
             parts = parts_of(loader, self.inputs(group), layers)
         except Exception as error:  # noqa: BLE001  the row is measured; only its parts are missing
-            self.progress.step(f"{what}: no profile: {timing.in_one_line(error)}")
+            self.progress.step(f"{what}: no profile: {in_one_line(error)}")
             return ()
         self.journal.add("parts", **keys, parts=[asdict(part) for part in parts])
         return parts

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ClusterError, MissingExtraError, MoexportError, install
+from ..errors import ClusterError, MissingExtraError, MoexportError, in_one_line, install
 from .console import Progress
-from .timing import in_one_line
 
 RETRIES = 2
 """How often the task of a lost node is run again."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..errors import MoexportError, UsageError
+from ..errors import UsageError
 from .console import Progress, Silent
 from .environment import energy_counters
 
@@ -216,12 +216,6 @@ def _order(cases: Mapping[str, IndexedCall], seed: int, number: int) -> list[str
     names = list(cases)
     random.Random(f"{seed}, {number}").shuffle(names)
     return names
-
-
-def in_one_line(error: Exception) -> str:
-    """Returns what an exception says in one line, with its type unless it is our own."""
-    text = " ".join(str(error).split()) or "no message"
-    return text if isinstance(error, MoexportError) else f"{type(error).__name__}: {text}"
 
 
 def _wait_until_idle() -> None:

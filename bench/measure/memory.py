@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ...common.console import Progress
 from ...common.environment import memory_bytes, peak_memory_bytes, usable_cores
-from ...common.timing import in_one_line
+from ...errors import in_one_line
 from ...exporter.inputs import Inputs
 from ..runners.base import Loader
 

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from ...common import timing
 from ...common.onnx_runtime import ort
 from ...common.text import size
-from ...errors import TraceError
+from ...errors import TraceError, in_one_line
 from ...exporter.inputs import Inputs, completed
 from ...exporter.model import Model
 from ...exporter.trace import layers_as_nodes
@@ -403,7 +403,7 @@ class Limits:
         except TraceError as error:
             self._work = error.message
         except Exception as error:  # noqa: BLE001  a stranger's network: the row says what failed
-            self._work = f"the backbone's work: {timing.in_one_line(error)}"
+            self._work = f"the backbone's work: {in_one_line(error)}"
 
     def rates(self, measured: timing.Measured) -> Rates | str:
         """Returns the rates that the benchmarks found, or why there are none."""

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from ...common.timing import in_one_line
 from ...common.writing import scratch_folder
-from ...errors import MoexportError, TraceError
+from ...errors import MoexportError, TraceError, in_one_line
 from ...exporter.bundle.manifest import METADATA
 from ...exporter.model import Model
 from ...exporter.trace import trace

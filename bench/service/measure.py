@@ -19,9 +19,8 @@ from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
 from ...common.environment import memory_bytes, usable_cores
 from ...common.threads import with_threads
-from ...common.timing import in_one_line
 from ...common.writing import scratch_folder
-from ...errors import UsageError
+from ...errors import UsageError, in_one_line
 from ...exporter.inputs import Inputs
 from ..data import Labelled
 from ..engines import TRITON
