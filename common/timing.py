@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import UsageError, in_one_line
 from .console import Progress, Silent
 from .environment import energy_counters
 
