@@ -300,6 +300,7 @@ def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
                     f"{path.name}: OpenVINO's NPU takes graphs of fixed sizes alone",
                     hint="export with a fixed --batch (and --tokens), and --lowering dense",
                 )
+        graph = _with_float_ports(graph)
         there = {name for output in graph.outputs for name in output.names}
         graph.add_outputs([value for value in options.observe or () if value not in there])
         return core.compile_model(graph, device, settings)
@@ -308,6 +309,23 @@ def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
             f"OpenVINO cannot load {path.name}: {_words(error)}",
             hint="another --lowering may run; `dense` needs the fewest ops",
         ) from error
+
+
+def _with_float_ports(graph: openvino.Model) -> openvino.Model:
+    """The graph with FP32 where it takes and gives BF16, which numpy has not."""
+    ports = {"input": graph.inputs, "output": graph.outputs}
+    short = [
+        (kind, place)
+        for kind, values in ports.items()
+        for place, value in enumerate(values)
+        if value.element_type == openvino_package().Type.bf16
+    ]
+    if not short:
+        return graph
+    changed = openvino_package().preprocess.PrePostProcessor(graph)
+    for kind, place in short:
+        getattr(changed, kind)(place).tensor().set_element_type(openvino_package().Type.f32)
+    return changed.build()
 
 
 def _words(error: RuntimeError) -> str:
