@@ -389,11 +389,12 @@ def test_only_the_cache_can_be_said_of_a_configuration(mixtral: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "rope"),
     [
-        ("mixtral", {"rope_type": "dynamic", "factor": 2.0}),
+        ("qwen3_moe", {"rope_type": "dynamic", "factor": 2.0}),
         (
             "phimoe",
             {
                 "rope_type": "longrope",
+                "factor": 2.0,
                 "short_factor": [1.0] * 4,
                 "long_factor": [2.0] * 4,
                 "short_mscale": 1.2,
