@@ -330,6 +330,6 @@ def _with_float_ports(graph: openvino.Model) -> openvino.Model:
 
 def _words(error: RuntimeError) -> str:
     """What OpenVINO says of an error, without the places in its sources."""
-    said = [line.strip() for line in str(error).splitlines()]
-    messages = [s for s in said if s and not re.match(r"(Exception from|Check .* failed at) ", s)]
-    return " ".join(messages) or said[0]
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    messages = [s for s in said if not re.match(r"(Exception from|Check .* failed at) ", s)]
+    return " ".join(messages) or (said or [type(error).__name__])[-1]  # the place is the last

@@ -401,7 +401,8 @@ def join_products(graph: ir.Graph) -> None:
         b = Builder(name_of(node))
         bias = node.inputs[3] if len(node.inputs) > 3 else None
         if bias is None:  # without one the kernel reads where nothing is, and the process ends
-            bias = b.constant(np.zeros(weight.const_value.shape[1], dtype=np.float32))
+            width = weight.const_value.shape.numpy()[1]
+            bias = b.constant(np.zeros(width, dtype=np.float32))
         heads, scale = (node.attributes[name].value for name in ("num_heads", "scale"))
         options = {"num_heads": heads, "scale": scale}
         y = b.op("Attention", x, weight, bias, name="joined", domain=MICROSOFT, **options)

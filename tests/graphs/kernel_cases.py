@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ class Case:
     """One node: its inputs by name, `constants` of which are weights, and its first output."""
 
     inputs: Arrays
-    right: Callable[[Arrays], np.ndarray]
+    right: Callable[[Arrays], Any]
     attributes: dict[str, Any] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()
     optional: tuple[str, ...] = ()
@@ -43,42 +43,43 @@ class Case:
 RANDOM = np.random.default_rng(0)
 
 
-def floats(*shape: int) -> np.ndarray:
+def floats(*shape: int) -> Any:
     return RANDOM.standard_normal(shape).astype(np.float32)
 
 
-def steps(*shape: int) -> np.ndarray:
+def steps(*shape: int) -> Any:
     return (0.01 + 0.01 * RANDOM.random(shape)).astype(np.float32)
 
 
-def octets(*shape: int) -> np.ndarray:
+def octets(*shape: int) -> Any:
     return RANDOM.integers(0, 256, shape).astype(np.uint8)
 
 
-def sigmoid(z: np.ndarray) -> np.ndarray:
+def sigmoid(z: np.ndarray) -> Any:
     return 1 / (1 + np.exp(-z))
 
 
-def silu(z: np.ndarray) -> np.ndarray:
+def silu(z: np.ndarray) -> Any:
     return z * sigmoid(z)
 
 
-def gelu_tanh(z: np.ndarray) -> np.ndarray:
+def gelu_tanh(z: np.ndarray) -> Any:
     return z / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (z + 0.044715 * z**3)))
 
 
-def wide(given: Arrays, name: str, other: float = 0.0) -> np.ndarray:
-    return given[name].astype(np.float64) if name in given else np.float64(other)
+def wide(given: Arrays, name: str) -> Any:
+    """An input in float64; zero where it is absent."""
+    return given[name].astype(np.float64) if name in given else np.zeros(())
 
 
-def by_head(flat: np.ndarray, heads: int) -> np.ndarray:
+def by_head(flat: np.ndarray, heads: int) -> Any:
     """[b, m, heads·w] as [b, heads, m, w]."""
     return flat.reshape(*flat.shape[:2], heads, flat.shape[2] // heads).transpose(0, 2, 1, 3)
 
 
 def attended(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Any, scale: float, sinks: Any = None
-) -> np.ndarray:
+) -> Any:
     """Attention of q [b, H, m, w] to k and v [b, G, t, w], as [b, m, H·w]."""
     shared = q.shape[1] // k.shape[1]
     k, v = (np.repeat(value, shared, axis=1) for value in (k, v))
@@ -101,7 +102,7 @@ def attention() -> Iterator[Case]:
         HEADS, WIDTHS, ((1, 1, 1), (2, 5, 7), (3, 17, 33))
     ):
 
-        def right(given: Arrays, heads: int = heads) -> np.ndarray:
+        def right(given: Arrays, heads: int = heads) -> Any:
             product = wide(given, "input") @ wide(given, "weights") + wide(given, "bias")
             q, k, v = (by_head(part, heads) for part in np.split(product, 3, axis=-1))
             return attended(q, k, v, 0.0, SCALE)
@@ -121,7 +122,7 @@ def multi_head_attention() -> Iterator[Case]:
         HEADS, WIDTHS, ((1, 1, 1), (2, 5, 5), (3, 17, 4), (2, 1, 9))
     ):
 
-        def right(given: Arrays, heads: int = heads) -> np.ndarray:
+        def right(given: Arrays, heads: int = heads) -> Any:
             biases = np.split(given["bias"].astype(np.float64), 3) if "bias" in given else [0.0] * 3
             q, k, v = (
                 by_head(wide(given, name) + bias, heads)
@@ -153,7 +154,7 @@ def group_query_attention() -> Iterator[Case]:
             continue
         total = past + m
 
-        def right(given: Arrays, heads: int = heads, groups: int = groups) -> np.ndarray:
+        def right(given: Arrays, heads: int = heads, groups: int = groups) -> Any:
             q, k, v = (
                 by_head(wide(given, name), count)
                 for name, count in (("query", heads), ("key", groups), ("value", groups))
@@ -184,7 +185,7 @@ def group_query_attention() -> Iterator[Case]:
         )
 
 
-def causal(rows: int, tokens: int, total: int) -> np.ndarray:
+def causal(rows: int, tokens: int, total: int) -> Any:
     """A mask [rows, 1, m, t] that lets tokens see those before them, with scores besides."""
     below = np.tril(np.ones((tokens, total), bool), total - tokens)
     return np.where(below, floats(rows, 1, tokens, total), np.float32(-1e30))
@@ -196,7 +197,7 @@ def standard_attention() -> Iterator[Case]:
         HEADS, (1, 3, 8, 14), shapes, (0, 1), (False, True)
     ):
 
-        def right(given: Arrays, heads: int = heads, groups: int = groups) -> np.ndarray:
+        def right(given: Arrays, heads: int = heads, groups: int = groups) -> Any:
             q, k, v = (
                 by_head(wide(given, name), count) if given[name].ndim == 3 else wide(given, name)
                 for name, count in (("Q", heads), ("K", groups), ("V", groups))
@@ -242,7 +243,7 @@ def skip_norm() -> Iterator[Case]:
             )
 
 
-def root_mean_square(x: np.ndarray, given: Arrays) -> np.ndarray:
+def root_mean_square(x: np.ndarray, given: Arrays) -> Any:
     gain = wide(given, "gamma" if "gamma" in given else "scale")
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * gain
 
@@ -260,7 +261,7 @@ def norm() -> Iterator[Case]:
 def rotary() -> Iterator[Case]:
     for (heads, _), width, flat in itertools.product(HEADS, (2, 4, 6, 14, 16), (False, True)):
 
-        def right(given: Arrays, heads: int = heads) -> np.ndarray:
+        def right(given: Arrays, heads: int = heads) -> Any:
             x = wide(given, "X")
             x = by_head(x, heads) if x.ndim == 3 else x
             first, second = np.split(x, 2, axis=-1)
@@ -273,11 +274,15 @@ def rotary() -> Iterator[Case]:
         yield Case({"X": floats(*shape), **tables}, right, {"num_heads": heads} if flat else {})
 
 
+def quick(given: Arrays, alpha: float) -> Any:
+    return wide(given, "X") * sigmoid(alpha * wide(given, "X"))
+
+
 def quick_gelu() -> Iterator[Case]:
     for shape, alpha in itertools.product(((0, 3), (1,), (3, 7), (2, 3, 33)), (1.0, 1.702)):
         yield Case(
             {"X": floats(*shape)},
-            lambda given, alpha=alpha: wide(given, "X") * sigmoid(alpha * wide(given, "X")),
+            partial(quick, alpha=alpha),
             {"alpha": alpha},
         )
 
@@ -285,7 +290,7 @@ def quick_gelu() -> Iterator[Case]:
 ROWS = ((0,), (1,), (5,), (40,), (2, 3))
 
 
-def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
+def unpacked(packed: np.ndarray, bits: int) -> Any:
     """The integers [..., in] of bytes [..., bytes], the lower half of a byte first."""
     if bits == 8:
         return packed.astype(np.float64) - 128
@@ -298,7 +303,7 @@ def blocks_of_bits() -> Iterator[Case]:
         for block in KERNEL_BLOCKS[bits]:  # type: ignore[index]
             k = blocks * block
 
-            def right(given: Arrays, bits: int = bits) -> np.ndarray:
+            def right(given: Arrays, bits: int = bits) -> Any:
                 weight = unpacked(given["B"], bits) * wide(given, "scales")[..., None]
                 y = wide(given, "A") @ weight.reshape(len(weight), -1).T
                 return y + wide(given, "bias")
@@ -321,7 +326,7 @@ def integers_to_float() -> Iterator[Case]:
         if stacked and len(rows) > 1:
             continue
 
-        def right(given: Arrays) -> np.ndarray:
+        def right(given: Arrays) -> Any:
             sums = (wide(given, "A") - wide(given, "a_zero_point")) @ (
                 wide(given, "B") - wide(given, "b_zero_point")
             )
@@ -374,7 +379,7 @@ ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0
 SWIGLU = {"swiglu_fusion": 1, "activation_alpha": ALPHA, "activation_beta": BETA}
 
 
-def between(z: np.ndarray, name: str) -> np.ndarray:
+def between(z: np.ndarray, name: str) -> Any:
     """What is between an expert's matrices; the outputs of gate and up come in turn."""
     if name != "swiglu":
         return ACTIVATIONS[name](z)
@@ -382,7 +387,7 @@ def between(z: np.ndarray, name: str) -> np.ndarray:
     return gate * sigmoid(ALPHA * gate) * (up + BETA)
 
 
-def experts(given: Arrays, maps: Mapping[str, np.ndarray], name: str, k: int) -> np.ndarray:
+def experts(given: Arrays, maps: Mapping[str, np.ndarray], name: str, k: int) -> Any:
     """The weighted sum of the k experts of each row [r, d]; `maps` are [n, out, in]."""
     x, logits = wide(given, "input"), given["router_probs"]
     biases = [wide(given, f"fc{i}_experts_bias") for i in (1, 2)]
@@ -399,7 +404,7 @@ def experts(given: Arrays, maps: Mapping[str, np.ndarray], name: str, k: int) ->
     return (np.take_along_axis(each, chosen[..., None], axis=1) * weights[..., None]).sum(1)
 
 
-def one_expert_each(rows: int, n: int) -> np.ndarray:
+def one_expert_each(rows: int, n: int) -> Any:
     """Logits that send each row to one expert."""
     return np.where(np.arange(n) == np.arange(rows)[:, None] % n, 0, -16).astype(np.float32)
 
@@ -409,7 +414,7 @@ def mixture() -> Iterator[Case]:
         (0, 5), (1, 3), (1, 5, 8), (1, 7), (*ACTIVATIONS, "swiglu")
     ):
 
-        def right(given: Arrays, name: str = name) -> np.ndarray:
+        def right(given: Arrays, name: str = name) -> Any:
             maps = {i: wide(given, f"fc{i}_experts_weights") for i in "12"}
             return experts(given, maps, name, 1)
 
@@ -441,7 +446,7 @@ def integer_mixture() -> Iterator[Case]:
             continue
         k = min(2, n) if weighted else 1
 
-        def right(given: Arrays, name: str = name, bits: int = bits, k: int = k) -> np.ndarray:
+        def right(given: Arrays, name: str = name, bits: int = bits, k: int = k) -> Any:
             maps = {}
             for i in "12":
                 weight, scale = (
@@ -518,7 +523,7 @@ def forms(case: Case) -> Iterator[dict[str, np.ndarray]]:
         yield {name: array for name, array in case.inputs.items() if name not in absent}
 
 
-def run(domain: str, op: str, case: Case, given: Arrays) -> np.ndarray:
+def run(domain: str, op: str, case: Case, given: Arrays) -> Any:
     """The first output of a node."""
     order = schema_inputs(domain, op)
     places = [name if name in given else "" for name in order]

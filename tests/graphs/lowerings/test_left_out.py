@@ -151,6 +151,7 @@ def test_in_other_precisions(precision: Precision) -> None:
     x, index, weights = routed(layer.spec, 12)
     chose = (index == 0).any(axis=1)
     with torch.no_grad():
+        assert isinstance(layer.w2, torch.nn.Parameter)
         layer.w2[0] *= 1e5 if precision == "fp16" else 3e38
     x, index, weights = x[~chose], index[~chose], weights[~chose]
     stored = layer if precision == "fp16" else experts_layers.rounded(layer, precision)
