@@ -375,8 +375,8 @@ Described = tuple[str, str, Sequence[Any]]
 
 
 def described(model: ModelProto) -> list[Described]:
-    """Returns the inputs of a graph as its file tells them."""
-    names = {1: "tensor(float)", 7: "tensor(int64)", 10: "tensor(float16)"}
+    """Returns the inputs of a graph as its file tells them; those of BF16 are fed as FP32."""
+    names = {1: "tensor(float)", 7: "tensor(int64)", 10: "tensor(float16)", 16: "tensor(float)"}
     stored = {tensor.name for tensor in model.graph.initializer}
     return [
         (

@@ -101,7 +101,13 @@ def lower(
         )
     model.opset_imports.pop(DOMAIN, None)
     simplify(model)
+    model.ir_version = min(model.ir_version, _lowest_ir_version(model.opset_imports[""]))
     return Lowered(model, values)
+
+
+def _lowest_ir_version(opset: int) -> int:
+    """The oldest form of the file that has an opset, which the oldest runtimes load."""
+    return max(9, (opset - 1) // 2 if opset < 24 else opset // 2)
 
 
 def _add_k_input(model: ir.Model, layers: Sequence[LayerOf[Any]]) -> ir.Value | None:

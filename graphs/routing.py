@@ -44,12 +44,14 @@ class Slots:
     """The inputs of the experts: `rows` [b, e·p, d] and their columns of C, `combine` [b, m, e·p].
 
     e is k for `selected_slots`, in the order of `Routed.selected`, and n for `all_slots`.
-    `constant` is that of `Routed`.
+    `constant` is that of `Routed`. `kept` [b, e·p, 1] tells which slots are those of selected
+    experts, None where all are.
     """
 
     rows: ir.Value
     combine: ir.Value
     constant: ir.Value | None
+    kept: ir.Value | None = None
 
 
 def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
@@ -158,9 +160,12 @@ def _selected_combine(b: Builder, layer: Layer, routed: Routed, index: ir.Value)
 def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -> ir.Value:
     """Adds y [b, m, o] = C·Ỹ for the experts' outputs [b, e·p, o], in the experts' float type.
 
-    What constant experts give is added to it.
+    What constant experts give is added to it. Outputs of experts that were not selected are left
+    out by a choice and not by a product: they may be infinite.
     """
     inner = layer.compute.inner
+    if slots.kept is not None:
+        outputs = b.op("Where", slots.kept, outputs, b.number(0.0, inner), name="combine/selected")
     if layer.spec.rounded:
         outputs = b.rounded(outputs, inner, "combine/outputs")
     combine = b.cast(slots.combine, ir.DataType.FLOAT, inner, "combine/C_narrow")
@@ -190,7 +195,7 @@ def selection_mask(b: Builder, layer: Layer, selected: ir.Value) -> ir.Value:
 
 
 def masked_slots(b: Builder, layer: Layer, routed: Routed) -> tuple[Slots, ir.Value | None]:
-    """Adds the dispatch for every expert with the unselected columns of C zeroed, and the mask.
+    """Adds the dispatch for every expert, and the mask of those that are selected.
 
     The mask is [b, n], or None where every expert is kept.
     """
@@ -199,20 +204,19 @@ def masked_slots(b: Builder, layer: Layer, routed: Routed) -> tuple[Slots, ir.Va
         return slots, None
     mask = selection_mask(b, layer, routed.selected)
     n, p = layer.spec.experts, layer.spec.slots
-    if p == 1:
-        row = b.op("Unsqueeze", mask, b.ints(1), name="combine/mask")  # [b, 1, n]
-    else:  # [b, n] to [b, 1, n·p]: each slot follows its expert
-        column = b.op("Unsqueeze", mask, b.ints(2), name="combine/mask_column")
+    column = b.op("Unsqueeze", mask, b.ints(2), name="combine/mask")  # [b, n, 1]
+    if p > 1:  # to [b, n·p, 1]: each slot follows its expert
         ones = b.constant(np.ones((1, 1, p), dtype=np.float32))
         repeated = b.op("Mul", column, ones, name="combine/mask_per_slot")
-        row = b.op("Reshape", repeated, b.ints(0, 1, n * p), name="combine/mask")
+        column = b.op("Reshape", repeated, b.ints(0, n * p, 1), name="combine/mask_of_slots")
+    kept = b.op("Cast", column, to=ir.DataType.BOOL.value, name="combine/kept")
+    combine = slots.combine
     if layer.renormalize:
-        kept = b.op("Cast", row, to=ir.DataType.BOOL.value, name="combine/kept")
-        logits = b.op("Where", kept, routed.logits, b.number(-np.inf), name="combine/logits")
+        row = b.op("Reshape", column, b.ints(0, 1, n * p), name="combine/mask_row")
+        chosen = b.op("Cast", row, to=ir.DataType.BOOL.value, name="combine/kept_row")
+        logits = b.op("Where", chosen, routed.logits, b.number(-np.inf), name="combine/logits")
         combine = _renormalised(b, logits)
-    else:
-        combine = b.op("Mul", slots.combine, row, name="combine/C")
-    return Slots(slots.rows, combine, routed.constant), mask
+    return Slots(slots.rows, combine, routed.constant, kept), mask
 
 
 def _renormalised(b: Builder, logits: ir.Value) -> ir.Value:

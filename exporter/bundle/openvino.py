@@ -302,6 +302,7 @@ def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
                     f"{path.name}: OpenVINO's NPU takes graphs of fixed sizes alone",
                     hint="export with a fixed --batch (and --tokens), and --lowering dense",
                 )
+        graph = _with_float_ports(graph)
         there = {name for output in graph.outputs for name in output.names}
         graph.add_outputs([value for value in options.observe or () if value not in there])
         return core.compile_model(graph, device, settings)
@@ -312,8 +313,25 @@ def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
         ) from error
 
 
+def _with_float_ports(graph: openvino.Model) -> openvino.Model:
+    """The graph with FP32 where it takes and gives BF16, which numpy has not."""
+    ports = {"input": graph.inputs, "output": graph.outputs}
+    short = [
+        (kind, place)
+        for kind, values in ports.items()
+        for place, value in enumerate(values)
+        if value.element_type == openvino_package().Type.bf16
+    ]
+    if not short:
+        return graph
+    changed = openvino_package().preprocess.PrePostProcessor(graph)
+    for kind, place in short:
+        getattr(changed, kind)(place).tensor().set_element_type(openvino_package().Type.f32)
+    return changed.build()
+
+
 def _words(error: RuntimeError) -> str:
     """What OpenVINO says of an error, without the places in its sources."""
-    said = [line.strip() for line in str(error).splitlines()]
-    messages = [s for s in said if s and not re.match(r"(Exception from|Check .* failed at) ", s)]
-    return " ".join(messages) or said[0]
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    messages = [s for s in said if not re.match(r"(Exception from|Check .* failed at) ", s)]
+    return " ".join(messages) or (said or [type(error).__name__])[-1]  # the place is the last

@@ -84,7 +84,7 @@ class TokensChoose(GroupRouter):
         ranked, order = self._ranked(x)
         weights, index = ranked[..., :k], order[..., :k]
         if self.capacities:
-            place = self._in_rows(self._places(self._by_group(index), self._by_group(ranked)), x)
+            place = self._in_rows(self._places(self._by_group(order), self._by_group(ranked), k), x)
             dropped = place > self.capacities[k - 1]
             index = torch.where(dropped, index + self._experts, index)
             weights = torch.where(dropped, torch.zeros_like(weights), weights)
@@ -104,7 +104,7 @@ class TokensChoose(GroupRouter):
             return gaps[..., -1]
         ranked, order, gaps = (self._by_group(array) for array in (ranked, order, gaps))
         index, margin = order[..., :k], gaps.amin(dim=-1)  # [G, S, k] and [G, S]
-        beyond = self._places(index, ranked) - self.capacities[k - 1]
+        beyond = self._places(order, ranked, k) - self.capacities[k - 1]
         moves = torch.where(beyond > 0, beyond, 1 - beyond).clamp(max=self.group + 1)
         minds = self._minds(order, gaps)
         for choice in range(k):
@@ -165,17 +165,21 @@ class TokensChoose(GroupRouter):
             groups = groups.reshape(-1, tokens, members, groups.shape[-1]).transpose(1, 2)
         return groups.reshape(-1, tokens, groups.shape[-1])
 
-    def _places(self, index: Tensor, ranked: Tensor) -> Tensor:
+    def _places(self, experts: Tensor, ranked: Tensor, k: int) -> Tensor:
         """The place of each choice [G, S, k] in its expert's queue, from 1.
+
+        `experts` [G, S, n / M] are those of all choices, by their weights, `ranked`.
 
         The first choices of all tokens of a group come before all second ones; among them the
         tokens as they come, or those first whose largest weight is larger.
         """
-        k, order = index.shape[-1], None
+        order = None
         if self.priority:
-            order = ranked[..., 0].sort(dim=1, descending=True, stable=True).indices
-            order = order[..., None].expand(-1, -1, k)
-            index = index.gather(1, order)
+            order = ranked[..., 0].sort(dim=1, descending=True, stable=True).indices[..., None]
+            # Cut to k behind the gather: OpenVINO moves a cut before it there, for data alone.
+            experts = experts.gather(1, order.expand_as(experts))
+            order = order.expand(-1, -1, k)
+        index = experts[..., :k]
         queue = index.transpose(1, 2).reshape(-1, k * self.group, 1)
         one_hot = (queue == torch.arange(self._experts)).to(torch.int64)  # [G, k·S, n]
         place = (one_hot.cumsum(dim=1) * one_hot).sum(dim=-1)

@@ -111,6 +111,7 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
     sizes.check_config()
     config = _config(folder)
     _check_padding(folder, config)
+    _check_positions(folder / CONFIG_FILE, config.get_text_config())
     with sizes.building(version):
         left_out = _leave_out_further_outputs(config)
         class_ = _class(folder, config)
@@ -315,6 +316,26 @@ def _class(folder: Path, config: Any) -> Any:
             f"{folder}: its config.json names no architectures",
             hint='add "architectures": ["…ForCausalLM"], the class that was saved',
         ) from None
+
+
+def _check_positions(file: Path, text: Any) -> None:
+    """Raises `FamilyError` for rotary embeddings that branch on how long a text has become.
+
+    `dynamic` computes its frequencies anew beyond the trained length; PhiMoE multiplies by one of
+    two scales wherever its type is not the default. A traced graph takes one branch for all.
+    """
+    parameters = getattr(text, "rope_parameters", None) or {}
+    tables = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
+    for kind in (table.get("rope_type", "default") for table in tables):
+        scaled = text.model_type == "phimoe" and kind != "default"
+        if kind == "dynamic" or scaled:
+            what = f"{text.model_type} with rope_type" if scaled else "rope_type"
+            same = "the model's values up to its trained length" if kind == "dynamic" else "others"
+            raise FamilyError(
+                f"{file}: {what} {kind!r} is not exported: its rotary embedding branches on the "
+                "length of the text, and a graph has one form for all lengths",
+                hint=f'"rope_type": "default" in config.json exports; its values are {same}',
+            )
 
 
 def _kind(folder: Path, name: str, config: Any, part: ModelPart | None) -> _Kind:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ..builder import Builder
+from .kernels import are_float32, takes_mask
 from .patterns import (
     HEADS_FIRST,
     TOKENS_LAST,
@@ -65,10 +66,8 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
     k, v = _unrepeated(k), _unrepeated(last.inputs[1])
     if q is None or k is None or v is None or not (heads_of(q) and heads_of(k) == heads_of(v) != 0):
         return None
-    assert q.shape is not None and k.shape is not None
-    # A query that all inputs share is another batch than the keys: the ops repeat none.
-    alike = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
-    if not alike or not (sinks is None or _is_of_heads(sinks, q)):
+    taken = _alike(q, k, v) and takes_mask(mask, q, k) and are_float32(q, k, v, mask)
+    if not taken or not (sinks is None or _is_of_heads(sinks, q)):
         return None
     joins = [made(value, "Concat") for value in (k, v)]
     joined = None
@@ -96,6 +95,16 @@ def is_plain(attention: DecomposedAttention) -> bool:
         (heads_of(value), width_of(value)) for value in (attention.q, attention.k, attention.v)
     }
     return other == (None, None, None) and len(sizes) == 1
+
+
+def _alike(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
+    """Whether queries are of the keys' width and batch, which one that all inputs share is not.
+
+    The ops repeat neither, and share keys and values among heads of queries, not the other way.
+    """
+    assert q.shape is not None and k.shape is not None and v.shape is not None
+    same = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    return same and v.shape[0] == k.shape[0] and heads_of(q) % heads_of(k) == 0
 
 
 def _is_of_heads(value: ir.Value, q: ir.Value) -> bool:

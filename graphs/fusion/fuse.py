@@ -20,6 +20,7 @@ from ..builder import Builder
 from ..lower import simplify
 from ..names import MICROSOFT, PAST
 from .decomposed import DecomposedAttention, appended_to, decomposed, is_plain
+from .kernels import SKIP_RANKS, are_float32, takes_heads
 from .patterns import (
     HEADS_FIRST,
     flat_before,
@@ -107,7 +108,7 @@ class _Fusion:
             for halves, sin in orders(turned.inputs):
                 x = _turned(halves)
                 for value, cos in orders(plain.inputs):
-                    if x is None or value is not x:
+                    if x is None or value is not x or not are_float32(x, sin, cos):
                         continue
                     tables = [_by_position(table, x) for table in (cos, sin)]
                     if None not in tables:
@@ -138,11 +139,10 @@ class _Fusion:
             x = square.inputs[0]
             weight = other_input(outer, scaled.outputs[0])
             last_axis = integers_in(mean.inputs[1]) == [-1]
-            known = weight is not None and weight.shape is not None and len(weight.shape) == 1
             if (
                 x is None
                 or other_input(scaled, node.outputs[0]) is not x
-                or not (last_axis and known)
+                or not (last_axis and _is_row_of(weight, x) and are_float32(x, weight))
             ):
                 continue
             b = Builder(f"{name_of(outer)}/norm")
@@ -286,9 +286,13 @@ class _Fusion:
     def _cache(self, parts: DecomposedAttention) -> _Cache | None:
         """The sizes of the cache, found once for all attentions that append to theirs in place.
 
-        None for one without a cache or a mask, and where the inputs do not tell these sizes.
+        None for one without a cache or a mask, for heads that the op does not take, and where the
+        inputs do not tell these sizes.
         """
         if parts.joined is None or parts.mask is None or width_of(parts.k) != width_of(parts.v):
+            return None
+        rank = 0 if parts.mask.shape is None else len(parts.mask.shape)
+        if rank != 4 or not takes_heads(width_of(parts.k)):
             return None
         inputs = {value.name: value for value in self.graph.inputs}
         if self._sizes is None and {"input_ids", "attention_mask"} <= inputs.keys():
@@ -396,6 +400,9 @@ def join_products(graph: ir.Graph) -> None:
             continue
         b = Builder(name_of(node))
         bias = node.inputs[3] if len(node.inputs) > 3 else None
+        if bias is None:  # without one the kernel reads where nothing is, and the process ends
+            width = weight.const_value.shape.numpy()[1]
+            bias = b.constant(np.zeros(width, dtype=np.float32))
         heads, scale = (node.attributes[name].value for name in ("num_heads", "scale"))
         options = {"num_heads": heads, "scale": scale}
         y = b.op("Attention", x, weight, bias, name="joined", domain=MICROSOFT, **options)
@@ -429,7 +436,15 @@ def _same_shape(add: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
     if x is None or y is None or total is None or x.const_value or y.const_value:
         return None
     known = all(isinstance(size, int) or size.value is not None for size in total)
-    return (x, y) if known and x.shape == total == y.shape else None
+    alike = known and len(total) in SKIP_RANKS and x.shape == total == y.shape
+    return (x, y) if alike else None
+
+
+def _is_row_of(weight: ir.Value | None, x: ir.Value) -> bool:
+    """Whether a value has a number for each column of another."""
+    if weight is None or weight.shape is None or x.shape is None or len(weight.shape) != 1:
+        return False
+    return weight.shape[0] == x.shape[-1]
 
 
 def _turned(value: ir.Value | None) -> ir.Value | None:

@@ -333,7 +333,8 @@ class MuMoE(MoELayer):
         products: list[tuple[Tensor, Tensor]] = []
         for index, spec in enumerate(self.spec.tensors):
             z = F.gelu(products[-1][1]) if products else x
-            products.append((z, contract(spec, self.factors(index), coefficients, z)))
+            selects = self.keep is not None and self.keep < self.spec.experts
+            products.append((z, contract(spec, self.factors(index), coefficients, z, selects)))
         return coefficients, products
 
     def factors(self, index: int) -> list[nn.Parameter]:
@@ -397,14 +398,22 @@ class _Factors(nn.Module):
 
 
 def contract(
-    spec: FactorisedSpec, factors: Sequence[Tensor], coefficients: tuple[Tensor, ...], z: Tensor
+    spec: FactorisedSpec,
+    factors: Sequence[Tensor],
+    coefficients: tuple[Tensor, ...],
+    z: Tensor,
+    selects: bool = False,
 ) -> Tensor:
-    """Returns y [b, m, o] = W(a_1, …, a_E, z) for inputs z [b, m, d] (Eqs. 2 and 4)."""
+    """Returns y [b, m, o] = W(a_1, …, a_E, z) for inputs z [b, m, d] (Eqs. 2 and 4).
+
+    With `selects` experts of a tensor that is held whole are left out where a coefficient is zero,
+    even if what they give is infinite.
+    """
     if spec.bias:
         z = torch.cat((z, torch.ones_like(z[..., :1])), dim=-1)
     vectors = (*coefficients, z)
     if spec.form in ("full", "matrix"):
-        return contract_whole(factors[0], vectors)
+        return contract_whole(factors[0], vectors, selects)
     if spec.form == "tucker":
         reduced = [
             torch.einsum("bmi,ir->bmr", vector, factor)
@@ -422,14 +431,17 @@ def contract(
     return torch.einsum("bmqs,soq->bmo", train, factors[-1])
 
 
-def contract_whole(tensor: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+def contract_whole(tensor: Tensor, vectors: Sequence[Tensor], selects: bool = False) -> Tensor:
     """Returns W(a_1, …, a_E, z) [b, m, o] for a tensor [n_1, …, n_E, d, o], the input mode first.
 
     So the largest array in between is an output per combination of experts, not a matrix.
+    `selects` is as for `contract`.
     """
     *gates, z = vectors
     y = torch.einsum("bmi,...io->bm...o", z, tensor)
     for gate in gates:
+        if selects:
+            y = y.masked_fill(gate.reshape(*gate.shape, *[1] * (y.ndim - gate.ndim)) == 0, 0.0)
         y = torch.einsum("bmn,bmn...->bm...", gate, y)
     return y
 

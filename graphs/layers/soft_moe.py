@@ -423,6 +423,8 @@ class SoftMoE(MoELayer):
             outputs = self._selected_experts(slots, chosen)
         else:
             outputs = self._all_experts(slots)
+            if chosen is not None:  # what is left out may be infinite
+                outputs = outputs.masked_fill(~chosen[..., None, None], 0.0)
         if self.spec.rounded:
             outputs = to_bfloat16(outputs)
         y = torch.einsum("bnpo,bmnp->bmo", outputs, combine)

@@ -1,4 +1,4 @@
-"""`dense`: every expert is computed and the unselected columns of C are zeroed."""
+"""`dense`: every expert is computed, and what was not selected is left out of the outputs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def predict_us(work: Work, machine: Machine) -> float:
 
 LOWERING = Lowering(
     name="dense",
-    summary="all experts in batched MatMuls; unselected columns of C are zeroed",
+    summary="all experts in batched MatMuls; the outputs of unselected ones are left out",
     targets=EVERY_TARGET,
     build=build,
     predict_us=predict_us,

@@ -17,7 +17,7 @@ from ..targets import EVERY_TARGET
 from . import unfactorised
 from .base import LoweringOf
 from .cost import Machine, WorkOf
-from .multilinear import Tensor, combined, gate_us, mixed, through_tensors
+from .multilinear import Tensor, combined, gate_us, left_out, mixed, through_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def _contract(
     if stored is not None:
         biases = b.op("Gather", stored, chosen.numbers, axis=0, name=f"{name}/biases")
         outputs = b.op("Add", outputs, biases, name=f"{name}/outputs_biased")
-    return mixed(b, chosen.weights, outputs, name)
+    return mixed(b, chosen.weights, left_out(b, layer, chosen.weights, outputs, name), name)
 
 
 def copied_bytes(work: WorkOf[MuMoESpec]) -> float:

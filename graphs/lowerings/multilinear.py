@@ -116,6 +116,21 @@ def combined(b: Builder, vectors: Sequence[ir.Value], name: str, op: str = "Mul"
     return reduce(pair, vectors)
 
 
+def left_out(
+    b: Builder, layer: MuMoELayer, weights: ir.Value, outputs: ir.Value, name: str
+) -> ir.Value:
+    """Adds the outputs [b, m, N, o], zeros for weights [b, m, N] of zero where some are left out.
+
+    By a choice and not by a product with zero: what is left out may be infinite.
+    """
+    if not layer.selects:
+        return outputs
+    column = b.op("Unsqueeze", weights, b.ints(3), name=f"{name}/weight_columns")
+    kept = b.op("Cast", column, to=ir.DataType.BOOL.value, name=f"{name}/kept")
+    none = b.number(0.0, layer.compute.inner)
+    return b.op("Where", kept, outputs, none, name=f"{name}/outputs_kept")
+
+
 def mixed(b: Builder, weights: ir.Value, outputs: ir.Value, name: str) -> ir.Value:
     """Adds Σ_N a_N·y_N [b, m, o] for weights [b, m, N] and the outputs [b, m, N, o]."""
     row = b.op("Unsqueeze", weights, b.ints(2), name=f"{name}/weights")

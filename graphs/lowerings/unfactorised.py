@@ -12,7 +12,7 @@ from ..layers.mumoe import MuMoESpec
 from ..layers.stored import MuMoELayer
 from ..targets import EVERY_TARGET
 from .base import LoweringOf
-from .multilinear import Tensor, all_coefficients_us, combined, mixed, through_tensors
+from .multilinear import Tensor, all_coefficients_us, combined, left_out, mixed, through_tensors
 
 
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
@@ -44,7 +44,7 @@ def _contract(
     biases = layer.optional(b, f"{name}.biases")
     if biases is not None:
         outputs = b.op("Add", outputs, biases, name=f"{name}/outputs_biased")
-    return mixed(b, weights, outputs, name)
+    return mixed(b, weights, left_out(b, layer, weights, outputs, name), name)
 
 
 def unable(spec: MuMoESpec) -> str | None:

@@ -60,6 +60,19 @@ def test_openvino_gets_the_softmax_of_bf16_in_the_type_of_its_products(tmp_path:
     assert before.count("MatMul") == BLOCKS
 
 
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino"])
+def test_a_vit_may_have_no_bias_of_queries_keys_and_values(target: Target, tmp_path: Path) -> None:
+    """As with `qkv_bias=False` of the published constructor."""
+    case = read_case("soft_moe_vit")
+    weights = torch.load(case.weights, weights_only=True)
+    kept = {name: w for name, w in weights.items() if not name.endswith("attn.qkv.bias")}
+    assert len(weights) - len(kept) == BLOCKS
+    torch.save(kept, tmp_path / "w.pt")
+    model = moexport.load(tmp_path / "w.pt", config=VIT_CONFIG)
+    ops = exported(model, tmp_path, target=target)
+    assert ops["Attention"] == (BLOCKS if target == "ort-cpu" else 0)
+
+
 class Block(nn.Module):
     """Attention with a product of its own for each of q, k and v, then a Soft MoE layer."""
 
@@ -101,3 +114,101 @@ def test_an_own_network_has_it_but_for_a_query_that_all_inputs_share(
     model = Model(network, "test", {}, Source("w.pt", (tmp_path / "w.pt",)), (x,), (y,))
     ops = exported(model, tmp_path, target="ort-cpu", k=2)
     assert ops["MultiHeadAttention"] == (0 if shared_query else 1)
+
+
+ODD, ODD_HEADS, TOKENS = 21, 3, 5
+FORMS = {
+    # What the network has, and the ops of its attention and of its norm of a sum.
+    "plain": ("MultiHeadAttention", 0),
+    "no_bias": ("MultiHeadAttention", 0),
+    "mask": ("Attention", 0),
+    "mask_of_keys": (None, 0),
+    "mask_of_heads": (None, 0),
+    "one_query_head": (None, 0),
+    "one_key_head": ("Attention", 0),
+    "other_values": ("Attention", 0),
+    "shared_values": (None, 0),
+    "double": (None, 0),
+    "norm": ("MultiHeadAttention", 1),
+    "norm_of_four_axes": ("MultiHeadAttention", 0),
+    "norm_of_one_gain": ("MultiHeadAttention", 0),
+}
+
+
+class OddBlock(nn.Module):
+    """Attention of odd widths, and a norm, each with a part that is absent or is another."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, width = form, ODD // ODD_HEADS
+        values = width + 1 if form == "other_values" else width
+        heads = {"q": ODD_HEADS, "k": ODD_HEADS, "v": ODD_HEADS}
+        if form == "one_query_head":
+            heads["q"] = 1
+        if form == "one_key_head":
+            heads["k"] = heads["v"] = 1
+        self.heads = heads
+        sizes = {name: count * (values if name == "v" else width) for name, count in heads.items()}
+        bias = form != "no_bias"
+        self.products = nn.ModuleDict({n: nn.Linear(ODD, s, bias=bias) for n, s in sizes.items()})
+        self.out = nn.Linear(ODD_HEADS * values, ODD)
+        masks = {
+            "mask": (TOKENS, TOKENS),
+            "mask_of_keys": (1, 1, 1, TOKENS),
+            "mask_of_heads": (1, ODD_HEADS, 1, TOKENS),
+        }
+        self.mask = nn.Parameter(torch.randn(masks[form])) if form in masks else None
+        self.values = nn.Parameter(torch.randn(1, ODD_HEADS, TOKENS, width))
+        self.gain = nn.Parameter(torch.randn(1 if form == "norm_of_one_gain" else ODD))
+        spec = SoftMoESpec("moe", 4, 1, ODD, ODD, ODD, norm="l2", norm_eps=1e-6)
+        weights = SoftMoEWeights(
+            phi=3 * torch.randn(ODD, 4, 1),
+            w1=torch.randn(4, ODD, ODD) / ODD**0.5,
+            b1=torch.randn(4, ODD),
+            w2=torch.randn(4, ODD, ODD) / ODD**0.5,
+            b2=torch.randn(4, ODD),
+        )
+        self.moe = SoftMoE(spec, weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            self.products[name](x).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for name, heads in self.heads.items()
+        )
+        if self.form == "shared_values":
+            v = self.values
+        if self.form == "double":
+            q, k, v = q.double(), k.double(), v.double()
+        scores = q @ k.transpose(-1, -2) * 0.3
+        if self.mask is not None:
+            scores = scores + self.mask
+        y = (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2).float()
+        z = x + self.out(y)
+        if self.form.startswith("norm"):
+            z = self._norm(x, z)
+        out: Tensor = self.moe(z)
+        return out
+
+    def _norm(self, x: Tensor, z: Tensor) -> Tensor:
+        if self.form == "norm_of_four_axes":
+            x, z = x[:, :, None].repeat(1, 1, 2, 1), z[:, :, None].repeat(1, 1, 2, 1)
+        total = x + z
+        total = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-5) * self.gain
+        return total[:, :, 0] + total[:, :, 1] if total.ndim == 4 else total
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_kernel_does_not_take_stays_in_small_ops(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = OddBlock(form).eval()
+    torch.save(network.state_dict(), tmp_path / "w.pt")
+    x, y = (TensorSpec(name, "float32", ("batch", TOKENS, ODD)) for name in "xy")
+    source = Source("w.pt", (tmp_path / "w.pt",))
+    model = Model(network, "test", {"form": form}, source, (x,), (y,))
+    bundle = moexport.export(model, tmp_path / "out", target="ort-cpu", k=2)
+    nodes = onnx.load(bundle.path / "model.onnx", load_external_data=False).graph.node
+    ops = Counter(node.op_type for node in nodes)
+    attention, of_sums = FORMS[form]
+    found = {op for op in ("Attention", "MultiHeadAttention") if ops[op]}
+    assert found == ({attention} if attention else set()), ops
+    assert ops["SkipSimplifiedLayerNormalization"] == of_sums, ops

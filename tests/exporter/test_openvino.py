@@ -20,7 +20,7 @@ from moexport.bench.engines import KINDS
 from moexport.errors import LoweringError, MissingExtraError, UsageError
 from moexport.exporter.bundle import openvino
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.openvino import OpenVinoSession
+from moexport.exporter.bundle.openvino import OpenVinoSession, _words
 from moexport.graphs.targets import Precision
 from moexport.tests.command import run
 from moexport.tests.exporter.test_routed_precisions import exported as routed
@@ -314,3 +314,9 @@ def test_what_was_compiled_of_other_weights_is_not_taken(tmp_path: Path) -> None
         np.testing.assert_allclose(y, bundle.session(threads=1)(case.x), atol=1e-6)
         found.append(y)
     assert np.abs(found[0] - found[1]).max() > 1e-3
+
+
+def test_an_error_of_openvino_tells_the_place_where_it_has_no_other_words() -> None:
+    checks = "Exception from core.cpp:117:\nCheck 'any_of(scale.size(), OC, 1U)' failed at x.cpp:5"
+    assert _words(RuntimeError(f"{checks}\n\n\n")) == checks.splitlines()[-1]
+    assert _words(RuntimeError(f"{checks}:\nShapes differ\n")) == "Shapes differ"

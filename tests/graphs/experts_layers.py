@@ -53,6 +53,14 @@ SPECS: dict[str, ExpertsSpec] = {
 }
 """A layer for each option of the kind."""
 
+CAPACITY = replace(
+    PLAIN,
+    activation="gelu-tanh",
+    gate="none",
+    group=9,
+    capacities=tuple(range(2, 2 + PLAIN.experts)),
+)
+
 
 def experts(
     spec: ExpertsSpec,
@@ -118,6 +126,8 @@ def _expert(layer: Experts, e: int, row: Array) -> Array:
     hidden = row @ _array(layer.w1[e])
     if layer.b1 is not None:
         hidden = hidden + _array(layer.b1[e])
+    if spec.linear:
+        return np.asarray(hidden)
     if spec.gate == "none":
         hidden = _activation(spec, hidden)
     else:

@@ -110,7 +110,7 @@ ROUTER = {"ReduceL2": 1, "Clip": 1, "Reciprocal": 1, "MatMul": 1, "Mul": 1, "Sof
 CHOICE = {"ReduceSum": 1, "TopK": 1}
 DISPATCH = {"Transpose": 2, "Softmax": 1, "Mul": 1, "MatMul": 1}  # of L and of 1/|x|
 COMBINE = {"MatMul": 1}
-MASK = {"Unsqueeze": 2, "Equal": 1, "Cast": 1, "ReduceMax": 1, "Mul": 1}
+MASK = {"Unsqueeze": 2, "Equal": 1, "Cast": 2, "ReduceMax": 1, "Where": 1}
 SELECTION = {"Unsqueeze": 1, "GatherND": 2, "Transpose": 2}  # of C there and back
 BATCHED = {"Unsqueeze": 2, "MatMul": 2, "Add": 2, "Relu": 1}
 

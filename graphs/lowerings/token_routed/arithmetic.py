@@ -32,8 +32,7 @@ def routed(b: Builder, layer: ExpertsLayer) -> tuple[ir.Value, ir.Value]:
 
     A choice that was dropped is one of its expert with a weight of 0.
     """
-    index, weights = layer.routed
-    single = ir.DataType.FLOAT
+    index = layer.routed[0]
     if layer.spec.capacities:
         n = b.integer(layer.spec.experts)
         kept = b.op("Less", index, n, name="router/kept")
@@ -44,7 +43,18 @@ def routed(b: Builder, layer: ExpertsLayer) -> tuple[ir.Value, ir.Value]:
             b.op("Sub", index, n, name="router/dropped"),
             name="router/experts",
         )
-    return index, b.cast(weights, weights.dtype or single, single, "combine/weights_wide")
+    return index, pair_weights(b, layer)
+
+
+def pair_weights(b: Builder, layer: ExpertsLayer) -> ir.Value:
+    """The weights [t, k] of the choices as FP32."""
+    weights, single = layer.routed[1], ir.DataType.FLOAT
+    return b.cast(weights, weights.dtype or single, single, "combine/weights_wide")
+
+
+def chosen(b: Builder, layer: ExpertsLayer) -> ir.Value:
+    """Adds 1 where a choice is of an expert, [t, k, n]; one that was dropped is of none."""
+    return one_hot_experts(b, layer.routed[0], layer.spec.experts)
 
 
 def token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
@@ -218,12 +228,23 @@ def _sizes(b: Builder, index: ir.Value) -> ir.Value:
 
 
 def by_token(
-    b: Builder, layer: ExpertsLayer, outputs: ir.Value, index: ir.Value, weights: ir.Value
+    b: Builder,
+    layer: ExpertsLayer,
+    outputs: ir.Value,
+    index: ir.Value,
+    weights: ir.Value,
+    *,
+    zeroed: bool = False,
 ) -> ir.Value:
-    """Adds y [t, o] for the experts' outputs [t·k, o], in the order of the pairs."""
+    """Adds y [t, o] for the experts' outputs [t·k, o], in the order of the pairs.
+
+    `zeroed`: those of choices that were dropped are zeros.
+    """
     outputs = normalised(b, layer, outputs)
     shape = b.op("Concat", _sizes(b, index), b.ints(layer.spec.out), axis=0, name="combine/shape")
     shaped = b.op("Reshape", outputs, shape, name="combine/outputs")
+    if not zeroed:
+        shaped = kept_alone(b, layer, shaped)
     if layer.spec.weights_on == "output":
         return weighted_sum(b, layer, shaped, weights)
     summed = b.op("ReduceSum", shaped, b.ints(1), keepdims=0, name="combine/sums")
@@ -242,15 +263,37 @@ def output(b: Builder, layer: ExpertsLayer, y: ir.Value) -> ir.Value:
     return b.cast(y, ir.DataType.FLOAT, layer.y_type, OUTPUT)
 
 
-def by_expert(
-    b: Builder, layer: ExpertsLayer, index: ir.Value, values: ir.Value | None
-) -> ir.Value:
-    """Adds [t, n]: each token's weight of each expert; for `values` None 1 where it chose it."""
-    spread = one_hot_experts(b, index, layer.spec.experts)
+def by_expert(b: Builder, one_hot: ir.Value, values: ir.Value | None) -> ir.Value:
+    """Adds [t, n] for `chosen`: each token's weight of each expert; for `values` None its count."""
+    spread = one_hot
     if values is not None:
         weights = b.op("Unsqueeze", values, b.ints(2), name="router/weights")
         spread = b.op("Mul", spread, weights, name="router/one_hot_weights")
     return b.op("ReduceSum", spread, b.ints(1), keepdims=0, name="router/by_expert")
+
+
+def chosen_alone(b: Builder, outputs: ir.Value, one_hot: ir.Value) -> ir.Value:
+    """Adds the outputs [t, n, o] of all experts, zeros where a token did not choose the expert.
+
+    By a choice and not by a product with zero: what is left out may be infinite.
+    """
+    counts = b.op("ReduceSum", one_hot, b.ints(1), keepdims=0, name="router/choices_by_expert")
+    kept = b.op("Cast", counts, to=ir.DataType.BOOL.value, name="router/chosen")
+    return _where(b, outputs, kept)
+
+
+def kept_alone(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
+    """Adds the outputs [t, k, o] of the choices, zeros for those that were dropped."""
+    if not layer.spec.capacities:
+        return outputs
+    kept = b.op("Less", layer.routed[0], b.integer(layer.spec.experts), name="router/kept_choices")
+    return _where(b, outputs, kept)
+
+
+def _where(b: Builder, outputs: ir.Value, kept: ir.Value) -> ir.Value:
+    """Adds FP32 outputs [t, j, o] where `kept` [t, j] is true, and zeros elsewhere."""
+    column = b.op("Unsqueeze", kept, b.ints(2), name="combine/kept")
+    return b.op("Where", column, outputs, b.number(0.0), name="combine/kept_outputs")
 
 
 def joined(b: Builder, parts: Sequence[ir.Value], name: str, axis: int = 0) -> ir.Value:

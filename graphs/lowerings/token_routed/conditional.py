@@ -15,12 +15,14 @@ from .arithmetic import (
     ScaledRows,
     activate,
     by_expert,
+    chosen,
+    chosen_alone,
     finished,
     first_rows,
     joined,
     normalised,
+    pair_weights,
     products,
-    routed,
     second_rows,
     token_rows,
     weighted_sum,
@@ -31,14 +33,14 @@ from .cost import ExpertsWork, combine_us, one_by_one_us
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """Adds the layer with an `If` per expert."""
     n = layer.spec.experts
-    index, weights = routed(b, layer)
-    mask = by_expert(b, layer, index, None)  # [t, n]
+    one_hot, weights = chosen(b, layer), pair_weights(b, layer)
+    mask = by_expert(b, one_hot, None)  # [t, n]
     shares = mask
     tokens = token_rows(b, layer, x)
     own: list[ir.Value] | None = None
     if layer.spec.weights_on == "input":
         columns = b.cast(
-            by_expert(b, layer, index, weights),
+            by_expert(b, one_hot, weights),
             ir.DataType.FLOAT,
             layer.compute.inner,
             "dispatch/weights",
@@ -46,7 +48,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         own = split(b, columns, n, 1, "dispatch/weight")
         rows = ScaledRows(values=tokens)
     else:
-        shares = by_expert(b, layer, index, weights)
+        shares = by_expert(b, one_hot, weights)
         rows = first_rows(b, layer, tokens)
     outputs = []
     for e, wanted in enumerate(chosen_at_all(b, mask, n)):
@@ -67,7 +69,8 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     by_token = [
         b.op("Unsqueeze", y, b.ints(1), name=f"combine/expert_{e}") for e, y in enumerate(outputs)
     ]
-    return weighted_sum(b, layer, joined(b, by_token, "combine/outputs", axis=1), shares)
+    outputs_by_token = joined(b, by_token, "combine/outputs", axis=1)
+    return weighted_sum(b, layer, chosen_alone(b, outputs_by_token, one_hot), shares)
 
 
 def _expert(b: Builder, layer: ExpertsLayer, e: int, rows: ScaledRows) -> ir.Value:

@@ -1,4 +1,4 @@
-"""`dense`: every expert computes every token, and what was not chosen is weighted with zero."""
+"""`dense`: every expert computes every token, and what was not chosen is left out."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from ...layers.experts import ExpertsSpec
 from ...targets import EVERY_TARGET, TARGETS
 from ..base import LoweringOf, no_int4
 from ..cost import Machine
-from .arithmetic import ExpertsLayer, all_experts, by_expert, routed, token_rows, weighted_sum
+from .arithmetic import (
+    ExpertsLayer,
+    all_experts,
+    by_expert,
+    chosen,
+    chosen_alone,
+    pair_weights,
+    token_rows,
+    weighted_sum,
+)
 from .cost import ExpertsWork, all_experts_us, combine_us
 
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """Adds the layer with the experts as the outer axis of batched MatMuls."""
-    index, weights = routed(b, layer)
-    shares = by_expert(b, layer, index, weights)
+    one_hot, weights = chosen(b, layer), pair_weights(b, layer)
+    shares = by_expert(b, one_hot, weights)
     tokens = token_rows(b, layer, x)
     if layer.spec.weights_on == "input":
         tokens = weighted_tokens(b, layer, tokens, shares)
-        shares = by_expert(b, layer, index, None)
+        shares = by_expert(b, one_hot, None)
     elif TARGETS[layer.target].runtime == "openvino":  # which fails where tokens are broadcast
         copies = b.ints(layer.spec.experts, 1, 1)
         tokens = b.op("Expand", tokens, copies, name="dispatch/tokens")  # [n, t, d]
     outputs = all_experts(b, layer, tokens)
     by_token = b.op("Transpose", outputs, perm=[1, 0, 2], name="combine/outputs")  # [t, n, o]
-    return weighted_sum(b, layer, by_token, shares)
+    return weighted_sum(b, layer, chosen_alone(b, by_token, one_hot), shares)
 
 
 def weighted_tokens(
@@ -50,7 +59,7 @@ def predict_us(work: ExpertsWork, machine: Machine) -> float:
 
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="dense",
-    summary="all experts on all tokens in batched MatMuls; what was not chosen gets a weight of 0",
+    summary="all experts on all tokens in batched MatMuls; what was not chosen is left out",
     targets=EVERY_TARGET,
     build=build,
     predict_us=predict_us,

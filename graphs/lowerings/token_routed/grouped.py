@@ -59,7 +59,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         outputs = _with_dropped(b, layer, outputs, pairs.order, index)
     else:
         outputs = b.op("Gather", outputs, inverse(b, pairs.order), axis=0, name="group/unsorted")
-    return by_token(b, layer, outputs, index, weights)
+    return by_token(b, layer, outputs, index, weights, zeroed=True)
 
 
 def _sorted_pairs(b: Builder, layer: ExpertsLayer, index: ir.Value) -> _Pairs:

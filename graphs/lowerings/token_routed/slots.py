@@ -15,7 +15,14 @@ from ...layers.experts import ExpertsSpec
 from ...targets import EVERY_TARGET
 from ..base import LoweringOf, no_int4
 from ..cost import Machine
-from .arithmetic import ExpertsLayer, all_experts, routed, token_rows, weighted_sum
+from .arithmetic import (
+    ExpertsLayer,
+    all_experts,
+    kept_alone,
+    pair_weights,
+    token_rows,
+    weighted_sum,
+)
 from .cost import ExpertsWork, all_experts_us, combine_us
 
 
@@ -23,7 +30,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """Adds the layer with a batched MatMul over the slots of each expert."""
     spec, k, group, capacity = layer.spec, *_sizes(layer.spec, layer.k)
     n, slots = spec.experts, spec.experts * capacity
-    _, weights = routed(b, layer)
+    weights = pair_weights(b, layer)
     chosen = b.op(
         "Reshape", layer.routed[0], b.ints(-1, group * k), name="slots/experts"
     )  # [G, S·k]
@@ -37,12 +44,12 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     back = b.op("Reshape", outputs, b.ints(n, -1, capacity, spec.out), name="slots/outputs")
     back = b.op("Transpose", back, perm=[1, 0, 2, 3], name="slots/outputs_by_group")
     back = b.op("Reshape", back, b.ints(-1, slots, spec.out), name="slots/outputs_of_group")
-    # What was dropped reads some slot, with a weight of 0.
+    # What was dropped reads some slot, which is left out.
     some = b.op("Min", slot, b.integer(slots - 1), name="slots/some_slot")
     place = b.op("Unsqueeze", some, b.ints(2), name="slots/place")
     picked = b.op("GatherND", back, place, batch_dims=1, name="slots/outputs_of_pair")
     shaped = b.op("Reshape", picked, b.ints(-1, k, spec.out), name="combine/outputs")
-    return weighted_sum(b, layer, shaped, weights)
+    return weighted_sum(b, layer, kept_alone(b, layer, shaped), weights)
 
 
 def _sizes(spec: ExpertsSpec, k: object) -> tuple[int, int, int]:

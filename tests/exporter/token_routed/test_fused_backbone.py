@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import moexport
 import numpy as np
@@ -114,6 +115,22 @@ def test_inputs_that_are_padded_on_the_left_are_not_attended_to(exported: Path) 
     )
     check_values(logits[1], expected[1])
     check_values(logits[0, 2:], expected[0, 2:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("olmoe", {"hidden_size": 56}), ("gpt_oss", {"head_dim": 14})]
+)
+def test_heads_that_the_op_in_place_does_not_take_have_another(
+    name: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of 14 numbers; with sinks no other op has all it takes."""
+    folder = save(ARCHITECTURES[name], tmp_path / "model", **sizes)
+    bundle = moexport.export(moexport.load(folder), tmp_path / "out", target="ort-cpu")
+    ops = ops_of(bundle)
+    assert not ops["GroupQueryAttention"], ops
+    assert (ops["Attention"], ops["Softmax"] > 2) == ((2, False) if name == "olmoe" else (0, True))
+    check_steps(bundle, Library(ARCHITECTURES[name], folder))
 
 
 @pytest.mark.slow

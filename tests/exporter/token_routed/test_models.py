@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import moexport
 import numpy as np
@@ -383,3 +384,30 @@ def test_without_the_library_the_user_is_told_the_extra(
 def test_only_the_cache_can_be_said_of_a_configuration(mixtral: Path) -> None:
     with pytest.raises(UsageError, match="--set num_heads: what a model of transformers is"):
         moexport.load(mixtral, config={"num_heads": 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "rope"),
+    [
+        ("qwen3_moe", {"rope_type": "dynamic", "factor": 2.0}),
+        (
+            "phimoe",
+            {
+                "rope_type": "longrope",
+                "factor": 2.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 32,
+            },
+        ),
+    ],
+)
+def test_a_rotary_embedding_that_branches_on_the_length_is_refused_by_name(
+    name: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    parameters = {"rope_theta": 1e4, **rope}
+    folder = save(ARCHITECTURES[name], tmp_path / "model", rope_parameters=parameters)
+    with pytest.raises(FamilyError, match=f"rope_type '{rope['rope_type']}' is not exported"):
+        moexport.load(folder)

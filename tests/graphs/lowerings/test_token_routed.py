@@ -22,6 +22,7 @@ from moexport.graphs.precision.types import (
 )
 from moexport.graphs.targets import Precision, Target
 from moexport.tests.graphs.experts_layers import (
+    CAPACITY,
     PLAIN,
     SPECS,
     computed,
@@ -224,15 +225,6 @@ def test_what_was_chosen_is_the_value_of_the_graph_around() -> None:
     made = lowered(experts(PLAIN), "grouped", width=2)
     assert made.values[PLAIN.name].selected == "index"
     assert made.values[PLAIN.name].input == "x"
-
-
-CAPACITY = replace(
-    PLAIN,
-    activation="gelu-tanh",
-    gate="none",
-    group=9,
-    capacities=tuple(range(2, 2 + PLAIN.experts)),
-)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8", "fp16"])
