@@ -110,8 +110,7 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
     sizes = WeightSizes.of(folder, found.weights.files)
     sizes.check_config()
     config = _config(folder)
-    _check_padding(folder, config)
-    _check_positions(folder / CONFIG_FILE, config.get_text_config())
+    _check_served(folder, config)
     with sizes.building(version):
         left_out = _leave_out_further_outputs(config)
         class_ = _class(folder, config)
@@ -253,6 +252,12 @@ def _config(folder: Path) -> Any:
             if own
             else "a newer transformers may know the architecture",
         ) from error
+
+
+def _check_served(folder: Path, config: Any) -> None:
+    """Raises `FamilyError` or `CheckpointError` for settings that no export serves."""
+    _check_padding(folder, config)
+    _check_positions(folder / CONFIG_FILE, config.get_text_config())
 
 
 def _check_padding(folder: Path, config: Any) -> None:
