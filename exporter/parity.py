@@ -77,6 +77,12 @@ def recorded(parity: Mapping[str, Any] | None) -> Tolerance:
     )
 
 
+def recorded_sizes(parity: Mapping[str, Any] | None, name: str) -> list[int]:
+    """Returns the sizes that a graph's record of parity holds by a name; none where it has none."""
+    sizes = (parity or {}).get(name, ())
+    return [size for size in sizes if isinstance(size, int) and size > 0]
+
+
 TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
     {
         "fp32": Tolerance(atol=0.0, rtol=1e-4, routing=1.0, tie=1e-5, roundings=16.0),
@@ -165,6 +171,10 @@ class Parity:
     """The batch sizes at which the graph was compared."""
     batch: int | None = None
     """The batch size that misses the bounds where another meets them."""
+    token_counts: tuple[int, ...] = ()
+    """The numbers of tokens at which the graph was compared, besides those of the inputs."""
+    tokens: int | None = None
+    """The number of tokens that misses the bounds where another meets them."""
     apart: float | None = None
     """How far the graph is from what its numbers should give (`Rounded`), over how far that is from
     PyTorch."""
@@ -201,6 +211,7 @@ class Comparison:
         self._results: list[_PartResult] = []
         self._probed = tuple(size for size in probed if size != batch)
         self._probes: dict[int, _PartResult] = {}
+        self._sized: dict[int, _PartResult] = {}
         self._first: Reference | None = None
         self._worst: Reference | None = None
 
@@ -215,6 +226,18 @@ class Comparison:
             self._first = expected
             for size in self._probed:
                 self._probes[size] = self._compared(self._probe(size), size)
+
+    def add_sized(self, expected: Reference, tokens: int) -> bool:
+        """Runs the graph on inputs with another number of tokens; whether it is within bounds."""
+        result = self._sized[tokens] = self._compared(expected, len(expected.x))
+        return not self._missed(result)
+
+    def _missed(self, probe: _PartResult) -> bool:
+        """Whether inputs of another size miss the bounds where all others together meet them."""
+        # Of a few inputs one may choose otherwise by chance: the share is of all of them.
+        parts = [*self._results, *self._probes.values(), *self._sized.values()]
+        routed = self._parity(parts).routing_agreement >= self._tolerance.routing
+        return not (probe.same.within(self._tolerance) and (routed or probe.first is None))
 
     def alone(self, expected: Reference) -> Parity:
         """Returns how far the graph is off on these inputs without all others."""
@@ -309,17 +332,19 @@ class Comparison:
         # Engines and PyTorch do not say it.
         said = getattr(self._session, "computed_in", None)
         whole = replace(self._parity(self._results), computed_in=said)
-        batches = tuple(sorted({self._batch, *self._probes}))
-        if whole.passed:
-            # Of a few inputs one may choose otherwise by chance: the share is of all of them.
-            pooled = self._parity([*self._results, *self._probes.values()])
-            routed = pooled.routing_agreement >= self._tolerance.routing
-            for size, probe in self._probes.items():
-                off = not probe.same.within(self._tolerance)
-                if off or not (routed or probe.first is None):
-                    missed = self._parity([probe])
-                    return replace(missed, passed=False, batch=size, batches=batches)
-        return replace(whole, batches=batches)
+        whole = replace(
+            whole,
+            batches=tuple(sorted({self._batch, *self._probes})),
+            token_counts=tuple(sorted(self._sized)),
+        )
+        sizes = [("batch", size, probe) for size, probe in self._probes.items()]
+        sizes += [("tokens", size, probe) for size, probe in self._sized.items()]
+        for axis, size, probe in sizes if whole.passed else ():
+            if self._missed(probe):
+                missed = asdict(self._parity([probe])) | {"passed": False, axis: size}
+                kept = ("batches", "token_counts", "computed_in")
+                return Parity(**missed | {name: getattr(whole, name) for name in kept})
+        return whole
 
     def _parity(self, parts: Sequence[_PartResult]) -> Parity:
         bounds = self._tolerance
@@ -412,13 +437,19 @@ def describe(parity: Parity) -> str:
             f"{p.tie:g} of the k-th)"
         )
     text += _apart(p)
-    if p.batch is not None:
-        text = f"in a batch of {p.batch}: {text}"
+    text = _at_size(p) + text
     if p.first_difference:
         text += f"; first difference in layer {p.first_difference}"
     if p.flip_margin:
         text += f"; flips at margins up to {p.flip_margin:.1g} of the k-th score"
     return text
+
+
+def _at_size(p: Parity) -> str:
+    """Which size misses the bounds where others meet them."""
+    if p.tokens is not None:
+        return f"with {p.tokens} tokens: "
+    return "" if p.batch is None else f"in a batch of {p.batch}: "
 
 
 def _apart(p: Parity) -> str:

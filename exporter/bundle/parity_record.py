@@ -8,7 +8,8 @@ bundle can be verified where its checkpoint and PyTorch are not.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,19 @@ from ...calibration.shards import Fields
 from ...errors import BundleError, FeedError
 
 PARITY_FILE = "parity.npz"
+
+_SIZED = re.compile(r"parity-(\d+)-tokens\.npz")
+
+
+def sized_file(tokens: int) -> str:
+    """Returns the name of the record of inputs with so many tokens."""
+    return f"parity-{tokens}-tokens.npz"
+
+
+def sized_files(files: Iterable[str]) -> dict[int, str]:
+    """Returns, of some names, those of records of other token counts, by these."""
+    found = {int(match[1]): file for file in files if (match := _SIZED.fullmatch(file))}
+    return dict(sorted(found.items()))
 
 
 FIRST = ""
@@ -139,6 +153,11 @@ class Reference:
         added = later._arrays()
         arrays = {n: np.concatenate((array, added[n])) for n, array in self._arrays().items()}
         return Reference._of(arrays, self.kept)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all its arrays."""
+        return sum(array.nbytes for array in self._arrays().values())
 
     def save(self, path: Path) -> None:
         """Writes the reference as an `.npz` file."""
