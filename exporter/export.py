@@ -251,11 +251,11 @@ def found_ranges(
 ) -> CalibrationTable | None:
     """Returns the ranges of a job: those given, those found now, or None where it needs none.
 
-    `traced` is its model's trace, which is observed unless it has sizes that are fixed.
+    `traced` is its model's trace, which is observed.
     """
     if job.calibration is None:
         return job.table
-    return calibrate(job.calibration, progress=progress, traced=None if job.fixed else traced)
+    return calibrate(job.calibration, progress=progress, traced=traced)
 
 
 ROUNDED_FILE = "rounded.onnx"

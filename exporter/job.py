@@ -255,7 +255,7 @@ def _ranges(job: ExportJob) -> CalibrationJob | None:
         samples=None if precision.ranged else PEAK_SAMPLES,
         renormalize=options.renormalize,
     )
-    return CalibrationJob(model, options.data, _observed(job.k, _specs(model)), request)
+    return CalibrationJob(model, options.data, _observed(job.k, _specs(model)), request, job.fixed)
 
 
 def _in_groups(model: Model, options: ExportOptions) -> ExportOptions:
@@ -286,16 +286,23 @@ def _needs_ranges(model: Model, options: ExportOptions) -> bool:
 
 
 def calibration_job(
-    model: Model, data: Feed, options: CalibrateRequest | None = None
+    model: Model,
+    data: Feed,
+    options: CalibrateRequest | None = None,
+    *,
+    fixed: Mapping[str, int] | None = None,
 ) -> CalibrationJob:
-    """Returns the job of a calibration; raises `UsageError` for what the model does not take."""
+    """Returns the job of a calibration; raises `UsageError` for what the model does not take.
+
+    `fixed` are the sizes of axes that are constants of the graph.
+    """
     options = options or CalibrateRequest()
     check_one_input(model, "calibration")
     specs = _specs(model)
     if options.renormalize:
         check_renormalize(specs)
     k = resolve_k(parse_k(options.k), specs)
-    return CalibrationJob(model, data, _observed(k, specs), options)
+    return CalibrationJob(model, data, _observed(k, specs), options, fixed or {})
 
 
 def _specs(model: Model) -> dict[str, MoESpec]:

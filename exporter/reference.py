@@ -26,10 +26,10 @@ from ..graphs.lower import LayerValues
 from ..graphs.targets import runtime_of
 from .bundle.openvino import opened
 from .bundle.parity_record import Reference, Rounded, by_expert, chunks
-from .inputs import PARITY_BATCHES, SAMPLES, Inputs, completed
+from .inputs import PARITY_BATCHES, SAMPLES, Inputs, completed, random_arrays
 from .job import ExportJob
 from .model import Model
-from .parity import TOLERANCES, Tolerance, compare, describe
+from .parity import GPU_RTOL, TOLERANCES, Tolerance, compare, describe
 from .session import SessionOptions
 from .user_network.own_forward import GroupRouter, OwnForward
 
@@ -44,6 +44,21 @@ def torch_reference(job: ExportJob, x: Inputs) -> Reference:
         batch = job.fixed_batch or len(first_input(job.model, x))
         kept, renormalize = kept_experts(job), job.options.renormalize
         return reference(job.model, x, kept, renormalize=renormalize, batch=batch)
+
+
+def depends_on_batch(model: Model, batch: int) -> bool:
+    """Whether what a network gives for random inputs depends on the others of a batch.
+
+    It does, too, where it cannot be run on one input alone.
+    """
+    arrays = random_arrays(model, max(batch, PARITY_BATCHES[1]))
+    together = run_untouched(model, arrays)[0]
+    try:
+        alone = [run_untouched(model, part)[0] for part in chunks(arrays, 1)]
+    except (RuntimeError, ValueError, IndexError):
+        return True
+    off = np.abs(np.concatenate(alone) - together).max(initial=0.0)
+    return not off <= GPU_RTOL * np.abs(together).max(initial=0.0)
 
 
 MOST_BYTES = 512 << 20
