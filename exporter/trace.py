@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -279,7 +279,8 @@ def _held(
 def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[CodeType, ...]:
     """The comparisons that the tracer made, in terms of axes; those of other numbers left out."""
     by_code: dict[str, CodeType] = {}
-    for guard in environment.guards:
+    deferred = environment.deferred_runtime_asserts.values()
+    for guard in (*environment.guards, *chain.from_iterable(deferred)):
         if not {str(symbol) for symbol in guard.expr.free_symbols} <= symbols.keys():
             continue
         code = PythonPrinter().doprint(guard.expr)
