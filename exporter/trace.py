@@ -17,7 +17,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from itertools import chain, islice
@@ -254,7 +254,8 @@ def _held(
     for value, spec in zip(
         (value for value in values if isinstance(value, Tensor)), model.inputs, strict=False
     ):
-        for size, axis in zip(value.shape, spec.shape, strict=False):
+        sizes: Iterable[Any] = value.shape  # PyTorch's types know of no symbols in it
+        for size, axis in zip(sizes, spec.shape, strict=False):
             if not isinstance(size, torch.SymInt) or not isinstance(axis, str) or axis in fixed:
                 continue
             environment, expression = size.node.shape_env, size.node.expr
