@@ -202,7 +202,9 @@ def prepared(
         sizes = job.traced_sizes
         traced = trace(job.model, opset=job.options.opset, fixed=job.fixed, sizes=sizes)
     held: Held | None = traced.meta.get(HELD)
-    for axis, wanted in job.ranges.items() if held is not None else ():
+    if held is None:
+        return job, traced
+    for axis, wanted in job.ranges.items():
         low, high = held.bounds.get(axis, (1, None))
         low = 1 if low <= TRACED_BATCH else low  # it knows no 1, at which graphs are compared
         high = wanted.max if high is None else high

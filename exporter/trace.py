@@ -260,7 +260,7 @@ def _held(
                 continue
             environment, expression = size.node.shape_env, size.node.expr
             (symbol,) = expression.free_symbols if len(expression.free_symbols) == 1 else (None,)
-            times = None if symbol is None else expression.coeff(symbol)
+            times: Any = None if symbol is None else expression.coeff(symbol)
             if symbol is None or expression != times * symbol or axis not in traced:
                 continue  # a sum of axes, each of which is an axis of another input
             symbols[str(symbol)] = axis, int(times)
