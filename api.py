@@ -253,7 +253,9 @@ def plan(model: AnyModel, destination: AnyPath, request: ExportRequest) -> Plan:
     job = export_job(model, requested(replace(request, force=True), Path(destination)))
     options = job.options
     if options.data is not None and options.verify:
-        parity_batches(job.model, job.fixed, options.data, options.samples_to_verify)
+        parity_batches(
+            job.model, job.fixed, options.data, options.samples_to_verify, ranges=job.ranges
+        )
     return export_plan(job, request.progress)
 
 

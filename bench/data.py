@@ -33,7 +33,14 @@ from ..calibration.shards import IMAGE, IMAGES, shard_batches, shards_of
 from ..common.locations import AnyPlace, local
 from ..common.user_code import names_code
 from ..errors import FeedError, UsageError
-from ..exporter.inputs import SIZES, Inputs, fitted_arrays, random_arrays, random_inputs
+from ..exporter.inputs import (
+    SIZES,
+    Inputs,
+    fitted_arrays,
+    random_arrays,
+    random_inputs,
+    with_axes,
+)
 from ..exporter.model import Model, TensorSpec
 from .runners.base import first_of
 
@@ -195,14 +202,30 @@ def labelled(
     if len(model.inputs) > 1 and not isinstance(data, LabelledData | Streamed):
         return several_inputs(data, model, max(batch, RANDOM_INPUTS), sizes)
     if isinstance(data, str | Path):
-        return open_labelled(str(data), model.input, pixels)
+        return _whole_shape(open_labelled(str(data), model.input, pixels), model.input)
     if pixels is not None:
         raise UsageError(
             f"--pixels {pixels}: there is no folder of images", hint="give one with --data"
         )
     if data is None:
         data = random_inputs(model, max(batch, RANDOM_INPUTS), {**SIZES, **sizes})
-    return LabelledData(data, None, model.input.name) if isinstance(data, np.ndarray) else data
+    if isinstance(data, np.ndarray):
+        data = LabelledData(data, None, model.input.name)
+    return _whole_shape(data, model.input)
+
+
+def _whole_shape(data: Labelled, spec: TensorSpec) -> Labelled:
+    """The data with the axis that inputs may leave out: (batch, dim) for (batch, tokens, dim)."""
+    if spec.implied is None:
+        return data
+    if isinstance(data, LabelledData):
+        return replace(data, inputs=with_axes(data.inputs, spec))
+
+    def pairs() -> Iterator[LabelledBatch]:
+        for inputs, labels in data.pairs():
+            yield with_axes(inputs, spec), labels
+
+    return replace(data, pairs=pairs)
 
 
 def several_inputs(

@@ -211,7 +211,7 @@ def _batches(
             f"{name} runs batches of {only} inputs alone, and {held} are measured",
             hint=f"give {only} inputs or more",
         )
-    rows = candidate.model.batch_of
+    rows = only or candidate.model.batch_of
     nbytes = outputs_of(base, first.batch(0, rows), name).nbytes // rows
     fitting = max(1, OUTPUT_BYTES // max(1, nbytes))
     foretells = len(model.inputs) == 1 or is_language_model(model)

@@ -70,7 +70,7 @@ class Measurement:
         opening = loaders(self.candidate, self.request.batches)
         limits = None
         if self.request.limits and not self.candidate.phases:
-            least = self.candidate.model.batch_of
+            least = self.candidate.only_batch or self.candidate.model.batch_of
             limits = Limits(self.candidate, self.head.batch(0, least), opening)
         runners = self._evaluated(opening)
         memories = self._memories({c: opening[c] for c in runners})

@@ -6,11 +6,10 @@ when all of it is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce
-from itertools import chain
 from pathlib import Path
 
 import onnx_ir as ir
@@ -19,18 +18,25 @@ from ..calibration.shards import Fields
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
 from ..common.threads import Threads, fastest_threads, with_threads
-from ..errors import EngineError, LoweringError, ParityError
+from ..errors import (
+    EngineError,
+    LoweringError,
+    MoexportError,
+    ParityError,
+    TraceError,
+    UsageError,
+)
 from ..graphs.lower import Lowered
 from ..graphs.lowerings import lowerings_of
 from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.distance import FEW_NUMBERS
 from .bundle.manifest import MANIFEST_FILE
-from .bundle.parity_record import MOST_KEPT, PARITY_FILE, Reference, unreached
+from .bundle.parity_record import MOST_KEPT, PARITY_FILE, Reference, sized_file, unreached
 from .bundle.readme import with_readme
 from .bundle.recipe import RECIPE_FILE
 from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
-from .inputs import parity_batches
+from .inputs import DEFAULT_TOKENS, TRACED_BATCH, AxisRange, of_tokens, parity_batches
 from .job import ExportJob
 from .model import Model
 from .options import ExportOptions
@@ -39,17 +45,28 @@ from .plan import GraphPlan, Plan, plan, plan_graph
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
 from .reference import (
+    Budget,
     check_network,
     first_different_layer,
     run_untouched,
-    torch_reference,
     with_exact,
 )
 from .tensorrt.engines import build_for_export
 from .text.layouts import with_layout
 from .token_routed.generation import write_generation
-from .trace import trace
+from .trace import HELD, Held, trace
 from .write import graph_record, manifest_of, opened_comparison, write_graphs
+
+
+class TokensError(ParityError):
+    """A graph is right for fewer numbers of tokens than it should be.
+
+    It misses its bounds with so many `tokens`, and holds from the first to the last of `held`.
+    """
+
+    def __init__(self, message: str, *, hint: str, tokens: int, held: tuple[int, int]) -> None:
+        super().__init__(message, hint=hint)
+        self.tokens, self.held = tokens, held
 
 
 def export(
@@ -69,19 +86,10 @@ def export(
 
 def _exported(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bundle:
     options = job.options
-    inputs: Iterable[Fields] | None = None
     threads = None if options.threads is None else Threads(options.threads)
     if options.verify:
-        batches = parity_batches(
-            job.model,
-            job.fixed,
-            options.data,
-            options.samples_to_verify,
-            tiny=options.precision.name == "fp32",  # FP16 has no such numbers
-        )
-        first = next(batches)
-        inputs = chain([first], batches)
-        traced = _traced(job, progress, traced)  # tells of a network that cannot be run
+        first = next(_inputs(job))
+        job, traced = prepared(job, progress, traced)  # tells of a network that cannot be run
         if threads is None:
             if job.model.source.watched is not None:  # running what was cut ends the process
                 job.model.source.watched.check_states()
@@ -89,17 +97,54 @@ def _exported(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bu
             if threads.call_ms:
                 progress.step(threads.sentence)
     with with_threads(None if threads is None else threads.count):
-        return _written(job, progress, traced, inputs)
+        try:
+            return _written(job, progress, traced)
+        except TokensError as missed:
+            assert traced is not None, "what is compared was traced"
+            return _of_other_tokens(job, progress, traced, missed)
 
 
-def _written(
-    job: ExportJob, progress: Progress, traced: ir.Model | None, inputs: Iterable[Fields] | None
+def _of_other_tokens(
+    job: ExportJob, progress: Progress, traced: ir.Model, missed: TokensError
 ) -> Bundle:
-    """The bundle of a job, compared with PyTorch on inputs unless there are none."""
+    """The bundle of a graph that holds up to some number of tokens when it is traced with few.
+
+    What works in blocks is traced with several of them, which may hold for all numbers. Where that
+    holds for fewer, the range is cut, unless it was asked for: `missed` is raised then.
+    """
+    if missed.tokens > job.traced_sizes.get("tokens", missed.tokens):
+        sizes = {**job.traced_sizes, "tokens": missed.tokens}
+        with suppress(TraceError, ParityError, UsageError):
+            progress.step(f"tracing with {missed.tokens} tokens")
+            more = trace(job.model, opset=job.options.opset, fixed=job.fixed, sizes=sizes)
+            job_of_more, more = prepared(job, progress, more)
+            return _written(job_of_more, progress, more)
+    if job.options.tokens != DEFAULT_TOKENS:
+        raise missed
+    low, high = missed.held
+    return _written(_of_tokens(job, low, high, missed.message), progress, traced)
+
+
+def _inputs(job: ExportJob) -> Iterator[Fields]:
+    """The inputs that a job's graphs are compared on."""
+    options = job.options
+    return parity_batches(
+        job.model,
+        job.fixed,
+        options.data,
+        options.samples_to_verify,
+        ranges=job.ranges,
+        tiny=options.precision.name == "fp32",  # FP16 has no such numbers
+    )
+
+
+def _written(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bundle:
+    """The bundle of a job, compared with PyTorch unless that is not asked for."""
     options = job.options
     place, force = options.destination, options.force
     assert place is not None, "an export has a destination"
     planned = export_plan(job, progress, traced)
+    job = planned.job
     weights_bytes = planned.weights_bytes
     copies = 1 if options.layout is None else 2
     check_destination(place, force=force, needed_bytes=copies * weights_bytes)
@@ -121,11 +166,9 @@ def _written(
         parities: dict[str, Parity] = {}
         missing: dict[str, list[int]] = {}
         notes: tuple[str, ...] = ()
-        if inputs is not None:
+        if options.verify:
             progress.step("checking against PyTorch", unit="inputs")
-            parities, missing, notes = _parities(
-                planned, beside, lowered, directory, inputs, progress
-            )
+            parities, missing, notes = _parities(planned, beside, lowered, directory, progress)
         for graph in beside:
             (directory / graph.file).unlink()
         progress.step("hashing")
@@ -148,17 +191,68 @@ def export_plan(
     and what `calibrate`, `floats_for_retention` and `plan` raise.
     """
     progress = progress or Silent()
-    traced = _traced(job, progress, traced)
+    job, traced = prepared(job, progress, traced)
     table = found_ranges(job, traced, progress)
     retention = floats_for_retention(job, traced, table, progress)
     return plan(job, traced, table, retention=retention, progress=progress)
 
 
-def _traced(job: ExportJob, progress: Progress, traced: ir.Model | None) -> ir.Model:
-    if traced is not None:
-        return traced
-    progress.step("tracing")
-    return trace(job.model, opset=job.options.opset, fixed=job.fixed)
+def prepared(
+    job: ExportJob, progress: Progress, traced: ir.Model | None = None
+) -> tuple[ExportJob, ir.Model]:
+    """Returns a job, for sizes that its trace holds for, and the trace, made now without one.
+
+    Raises `UsageError` where sizes were asked for at which the network computes something else.
+    """
+    if traced is None:
+        progress.step("tracing")
+        sizes = job.traced_sizes
+        traced = trace(job.model, opset=job.options.opset, fixed=job.fixed, sizes=sizes)
+    held: Held | None = traced.meta.get(HELD)
+    if held is None:
+        return job, traced
+    for axis, wanted in job.ranges.items():
+        low, high = held.bounds.get(axis, (1, None))
+        low = 1 if low <= TRACED_BATCH else low  # it knows no 1, at which graphs are compared
+        high = wanted.max if high is None else high
+        if low <= wanted.min and wanted.max <= high:
+            continue
+        size = high + 1 if wanted.max > high else low - 1
+        within = AxisRange(
+            max(low, wanted.min), max(low, min(wanted.opt, high)), min(high, wanted.max)
+        )
+        changes = f"the network computes something else at a {axis} of {size}"
+        if axis == "tokens":
+            changes = f"the network computes something else with {size} tokens"
+            if job.options.tokens == DEFAULT_TOKENS:
+                job = _of_tokens(job, within.min, within.max, changes)
+                continue
+        raise UsageError(
+            f"--{axis} {wanted}: {changes}, and a graph holds for one of both",
+            hint=f"--{axis} {within} exports the graph that holds for {within.min} to {within.max}"
+            + (
+                f", --{axis} {size}:{size}:{wanted.max} that of the larger ones"
+                if size > high
+                else ""
+            ),
+        )
+    return job, traced
+
+
+def _of_tokens(job: ExportJob, least: int, most: int, why: str) -> ExportJob:
+    """The job for fewer numbers of tokens than it has by default."""
+    before = job.ranges["tokens"]
+    usual = max(least, min(before.opt, most))
+    tokens = AxisRange(max(least, before.min), usual, min(most, before.max))
+    inputs = tuple(
+        replace(spec, limits={**spec.limits, "tokens": tokens.max})
+        if "tokens" in spec.shape and tokens.max < before.max
+        else spec
+        for spec in job.model.inputs
+    )
+    note = f"exported for {tokens.min} to {tokens.max} tokens: {why}"
+    model = replace(job.model, inputs=inputs, notes=(*job.model.notes, note))
+    return replace(job, model=model, options=replace(job.options, tokens=tokens))
 
 
 def found_ranges(
@@ -166,11 +260,11 @@ def found_ranges(
 ) -> CalibrationTable | None:
     """Returns the ranges of a job: those given, those found now, or None where it needs none.
 
-    `traced` is its model's trace, which is observed unless it has sizes that are fixed.
+    `traced` is its model's trace, which is observed.
     """
     if job.calibration is None:
         return job.table
-    return calibrate(job.calibration, progress=progress, traced=None if job.fixed else traced)
+    return calibrate(job.calibration, progress=progress, traced=traced)
 
 
 ROUNDED_FILE = "rounded.onnx"
@@ -215,7 +309,6 @@ def _parities(
     beside: Sequence[GraphPlan],
     lowered: Mapping[str, Lowered],
     directory: Path,
-    inputs: Iterable[Fields],
     progress: Progress,
 ) -> tuple[dict[str, Parity], dict[str, list[int]], tuple[str, ...]]:
     """Each graph's parity, or a `ParityError` that says where the first difference starts.
@@ -232,22 +325,24 @@ def _parities(
     compared: list[Reference] = []
     reached: dict[str, frozenset[int]] = {}
     experts = {name: layer.spec.experts for name, layer in job.model.layers.items()}
+    budget = Budget(job)
 
     def opened(graph: GraphPlan, expected: Reference) -> Comparison:
         record = graph_record(graph, lowered[graph.file])
-        return opened_comparison(job, directory, record, expected)
+        return opened_comparison(job, directory, record, expected, budget.batches)
 
-    for x in inputs:
-        expected = torch_reference(job, x)
+    for x in _inputs(job):
+        expected = budget.timed(x)
         if not comparisons:
-            check_network(job, expected)
+            budget.choose_batches(expected, _changes(planned, "batch"))
+            check_network(job, expected, budget.batches)
             comparisons = {graph.file: opened(graph, expected) for graph in planned.graphs}
             rounded = next((opened(graph, expected) for graph in beside), None)
         measured = held and kept is None
         expected = _compared(job, comparisons, expected, rounded, measured=measured)
         if kept is None:
             kept = expected
-        elif job.whole_batch is None:
+        elif job.least_batch == 1:
             kept = kept.with_unreached(expected, MOST_KEPT)
         if job.options.tolerance.routing < 1 or expected.y[0].size < FEW_NUMBERS:
             compared.append(expected)
@@ -255,6 +350,7 @@ def _parities(
             reached[choice] = reached.get(choice, frozenset()) | sets
         progress.advance(len(x[job.model.input.name]))
     assert kept is not None, "parity has inputs"
+    _compare_tokens(planned, kept, comparisons, budget, directory)
     parities = {file: comparison.parity() for file, comparison in comparisons.items()}
     for file, parity in parities.items():
         if not parity.passed:
@@ -267,7 +363,101 @@ def _parities(
     # Without a record it has more inputs than the first batch, or there is none.
     again = held and kept.rounded is None
     (with_exact(job, kept) if again else kept).save(directory / PARITY_FILE)
-    return parities, unreached(reached, experts), _dropped(kept, job.model)
+    notes = (*budget.notes(), *_dropped(kept, job.model))
+    return parities, unreached(reached, experts), notes
+
+
+KEPT_BYTES = 8 << 20
+"""Records of more tokens than the first inputs have are kept up to this size each."""
+
+
+def _changes(planned: Plan, axis: str) -> tuple[int, ...]:
+    """The sizes of an axis at which the network may compute something else than it was traced with.
+
+    Of each change these are the sizes on both sides.
+    """
+    held: Held | None = planned.traced.meta.get(HELD)
+    asked = planned.job.ranges.get(axis)
+    if held is None or asked is None or axis not in held.traced:
+        return ()
+    traced = held.traced[axis]
+    found = held.changes(axis, asked.min, asked.max)
+    return tuple({*found, *(n - 1 if n > traced else n + 1 for n in found)})
+
+
+def _compare_tokens(
+    planned: Plan,
+    first: Reference,
+    comparisons: Mapping[str, Comparison],
+    budget: Budget,
+    directory: Path,
+) -> None:
+    """Compares graphs at other numbers of tokens than the inputs have, from theirs on.
+
+    Raises `TokensError` for the first number at which one misses its bounds or does not run.
+    """
+    job, model = planned.job, planned.job.model
+    asked = job.ranges.get("tokens")
+    if asked is None or not all(comparison.parity().passed for comparison in comparisons.values()):
+        return
+    usual = first.x.shape[model.input.shape.index("tokens")]
+    rows = job.least_batch
+    random = job.options.data is None and model.example is None
+
+    def wrong(tokens: int) -> str | None:
+        """Why no graph is right for so many tokens."""
+        inputs = first.feeds(model.input.name)
+        x = of_tokens(model, inputs, rows, tokens, random=random)
+        try:
+            expected = budget.timed(x, every_k=False)
+        except (RuntimeError, ValueError, IndexError) as error:
+            return f"PyTorch cannot compute them: {str(error).strip().splitlines()[0][:200]}"
+        for file, comparison in comparisons.items():
+            try:
+                right = comparison.add_sized(expected, tokens)
+            except MoexportError as error:
+                return f"{file} does not run: {error.message}"
+            if not right:
+                return f"{file} differs from PyTorch: {describe(comparison.parity())}"
+        if expected.nbytes <= KEPT_BYTES:
+            expected.save(directory / sized_file(tokens))
+        return None
+
+    changes = _changes(planned, "tokens")
+    sizes, needed = asked.probed(more=changes), {asked.min, asked.opt, *changes}
+    for step in (1, -1):
+        right = usual
+        for tokens in sorted((n for n in sizes if (n - usual) * step > 0), reverse=step < 0):
+            if not budget.affords(rows, tokens, needed=tokens in needed):
+                continue
+            why = wrong(tokens)
+            if why is not None:
+                raise _first_missed(right, tokens, why, wrong, asked, step)
+            right = tokens
+
+
+def _first_missed(
+    right: int,
+    missed: int,
+    why: str,
+    wrong: Callable[[int], str | None],
+    asked: AxisRange,
+    step: int,
+) -> TokensError:
+    """The error for the number of tokens at which a graph ceases to be right, between two."""
+    while abs(missed - right) > 1:
+        between = (missed + right) // 2
+        reason = wrong(between)
+        right, missed = (between, missed) if reason is None else (right, between)
+        why = reason or why
+    held = (asked.min, right) if step > 0 else (right, asked.max)
+    return TokensError(
+        f"with {missed} tokens {why}",
+        hint=f"--tokens {held[0]}:{max(held[0], min(asked.opt, held[1]))}:{held[1]} exports it for "
+        "the numbers that it holds for",
+        tokens=missed,
+        held=held,
+    )
 
 
 def _compared(
@@ -315,7 +505,7 @@ def _differs(
             hint="give real inputs with --data; an untrained router ties everywhere",
         )
     assert worst is not None, "something was compared"
-    check_network(job, worst)
+    check_network(job, worst, job.probed_batches())
     where = parity.first_difference or first_different_layer(job, path, lowered.values, worst)
     bounds = job.options.tolerance
     return ParityError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,17 +24,21 @@ if TYPE_CHECKING:
     from .bundle.manifest import TensorSpec
     from .model import Model
 
+BATCH = "batch"
 TRACED_BATCH = 2
 """What a model is traced with: a batch of 1 would let the tracer take the axis for a constant."""
 
+TRACED_SIZES = {
+    "tokens": 7,
+    "past": 5,
+    "encoder_tokens": 11,
+    "decoder_tokens": 4,
+    "height": 3,
+    "width": 5,
+}
 
 PARITY_BATCHES = (1, TRACED_BATCH, TRACED_BATCH + 1)
 """A graph of any batch is compared at these: a size that was frozen in the trace shows in two."""
-
-
-def parity_sizes(groups_of: int | None) -> tuple[int, ...]:
-    """Returns `PARITY_BATCHES`, as multiples of the inputs that are computed together."""
-    return tuple(size * (groups_of or 1) for size in PARITY_BATCHES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,20 @@ class AxisRange:
     def fixed(self) -> bool:
         """Whether the axis is a constant of the graph."""
         return self.min == self.max
+
+    def nearest(self, size: int) -> int:
+        """Returns the size of the range that is nearest to one."""
+        return max(self.min, min(size, self.max))
+
+    def probed(self, of: int = 1, more: Iterable[int] = ()) -> tuple[int, ...]:
+        """Returns the sizes of the range at which a graph is compared, multiples of `of`.
+
+        They are its smallest, usual and largest one, and one above a power of two: kernels and
+        networks that work in blocks have a rest there. `more` are added where they are in it.
+        """
+        above = (1 << (self.max - 1).bit_length() - 1) + 1 if self.max > 2 else self.max
+        wanted = {self.min, self.opt, above // of * of + (of if above % of else 0), self.max, *more}
+        return tuple(sorted(n for n in wanted if self.min <= n <= self.max and n % of == 0))
 
     def __str__(self) -> str:
         return str(self.opt) if self.fixed else f"{self.min}:{self.opt}:{self.max}"
@@ -211,23 +229,27 @@ def parity_batches(
     data: Feed | None,
     count: int,
     *,
+    ranges: Mapping[str, AxisRange] | None = None,
     tiny: bool = False,
 ) -> Iterator[Fields]:
     """Returns inputs to compare with, `SAMPLES` at a time, or whole batches where that is fixed.
 
-    With `tiny` the random inputs of Soft MoE hold tokens that are almost zero (`_with_tiny`).
+    They are whole batches of the smallest size, too, and random ones have as many tokens as one of
+    `ranges` allows. With `tiny` those of Soft MoE hold tokens that are almost zero (`_with_tiny`).
 
     They are up to `count` of `data`, else the model's own example, or come from a random generator
     that begins the same every time; `fixed` is `ExportJob.fixed`. What comes first is read by the
     call, which raises `FeedError` when it does not fit.
     """
-    batch = fixed.get("batch", model.batch_of)
+    ranges = ranges or {}
+    least = fixed.get(BATCH) or max(model.batch_of, ranges[BATCH].min if BATCH in ranges else 1)
     if data is not None:
-        return _feed_batches(model, data, count, fixed)
-    if model.example is not None and "batch" not in fixed:
-        return iter([{model.input.name: model.example.astype(model.input.dtype)}])
-    rows = fixed.get("batch", -(-SAMPLES // batch) * batch)
-    arrays = random_arrays(model, rows, {**SIZES, **fixed})
+        return _feed_batches(model, data, count, fixed, least)
+    if model.example is not None and BATCH not in fixed:
+        return iter([_whole({model.input.name: model.example.astype(model.input.dtype)}, least)])
+    rows = fixed.get(BATCH, -(-SAMPLES // least) * least)
+    within = {axis: sizes.nearest(SIZES[axis]) for axis, sizes in ranges.items() if axis in SIZES}
+    arrays = random_arrays(model, rows, {**SIZES, **within, **fixed})
     return iter([_with_tiny(arrays, model) if tiny else arrays])
 
 
@@ -251,11 +273,48 @@ def _with_tiny(arrays: Fields, model: Model) -> Fields:
     return {**arrays, name: x}
 
 
+def _whole(arrays: Fields, least: int) -> Fields:
+    """The inputs, again from the start where there are fewer than the smallest batch."""
+    rows = np.arange(max(least, row_count(arrays))) % row_count(arrays)
+    return {name: array[rows] for name, array in arrays.items()}
+
+
+def of_tokens(
+    model: Model, inputs: Fields, rows: int, tokens: int, *, random: bool
+) -> dict[str, np.ndarray]:
+    """Returns so many inputs with so many tokens: `random` ones, or those of `inputs`.
+
+    The tokens of inputs are taken again from the start, floats a little larger or smaller, so that
+    none is there twice. What the mask and the positions are follows from the tokens.
+    """
+    limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
+    sizes = {**SIZES, "tokens": tokens}
+    if f"{PAST_AXIS} + tokens" in limits:
+        sizes[PAST_AXIS] = min(SIZES[PAST_AXIS], limits[f"{PAST_AXIS} + tokens"] - tokens)
+    if random:
+        return random_arrays(model, rows, sizes)
+    taken: dict[str, np.ndarray] = {}
+    generator = np.random.default_rng(SEED)
+    for spec in model.inputs:
+        if spec.default in ("ones", "positions") or spec.name not in inputs:
+            continue
+        array = inputs[spec.name]
+        array = array[np.arange(rows) % len(array)]
+        for at, axis in enumerate(spec.shape):
+            if axis == "tokens":
+                array = np.take(array, np.arange(tokens) % array.shape[at], axis=at)
+                if array.dtype.kind == "f":
+                    array = array * generator.uniform(0.9, 1.1, array.shape).astype(array.dtype)
+            elif axis == PAST_AXIS:
+                array = np.take(array, np.arange(min(array.shape[at], sizes[PAST_AXIS])), axis=at)
+        taken[spec.name] = array
+    return completed(taken, model.inputs)
+
+
 def _feed_batches(
-    model: Model, data: Feed, count: int, fixed: Mapping[str, int]
+    model: Model, data: Feed, count: int, fixed: Mapping[str, int], batch: int
 ) -> Iterator[Fields]:
-    """The batches of a feed; of a fixed batch only whole ones, since a graph takes no others."""
-    batch = fixed.get("batch", model.batch_of)
+    """The batches of a feed; of a fixed or smallest batch only whole ones."""
     size = batch * max(1, SAMPLES // batch)
     names = [spec.name for spec in model.inputs]
     taken = limited(named_batches(data, names), max(count, batch))
@@ -266,6 +325,8 @@ def _feed_batches(
             "the feed holds no inputs", hint=f"give at least one array for '{model.input.name}'"
         )
     first = fitted_arrays(first, model, fixed)
+    if row_count(first) >= model.batch_of and BATCH not in fixed:
+        first = _whole(first, batch)
     if row_count(first) < batch:
         raise FeedError(
             f"--data: the model computes {batch} inputs together, the feed gives {row_count(first)}"
@@ -351,8 +412,8 @@ def random_arrays(
     within = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
     for (first, _, second), most in ((axis.partition(" + "), m) for axis, m in limits.items()):
         if second:  # the sum has a limit of its own
-            within[second] = min(within[second], most // 2)
-            within[first] = min(within[first], most - within[second])
+            within[first] = min(within[first], most // 2)
+            within[second] = min(within[second], most - within[first])
     shapes = {spec.name: spec.concrete({**within, "batch": count}) for spec in model.inputs}
     input_bytes = max(4 * int(np.prod(shape[1:], dtype=np.int64)) for shape in shapes.values())
     fitting = count if "batch" in sizes else max(1, min(count, MAX_BYTES // input_bytes))

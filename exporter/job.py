@@ -7,7 +7,7 @@ writing; what comes after is handed the whole job and resolves nothing again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,15 @@ from ..graphs.precision.weights import not_in_blocks
 from ..graphs.targets import Target, runtime_of
 from .bundle.destination import check_destination
 from .bundle.openvino import check_computes, check_device
-from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
+from .inputs import (
+    BATCH,
+    DEFAULT_BATCH,
+    DEFAULT_TOKENS,
+    PARITY_BATCHES,
+    TRACED_BATCH,
+    TRACED_SIZES,
+    AxisRange,
+)
 from .model import Model, TensorSpec, check_one_input, edited, fingerprint
 from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
 from .parity import ROUNDED_RTOL
@@ -75,6 +83,18 @@ class ExportJob:
         return self.options.batch.opt if self.options.batch.fixed else None
 
     @property
+    def ranges(self) -> dict[str, AxisRange]:
+        """The sizes of axes that may vary and of which the options say something."""
+        asked = {"batch": self.options.batch, "tokens": self.options.tokens}
+        most = {axis: n for spec in self.model.inputs for axis, n in spec.limits.items()}
+        most |= {axis.split(" + ")[-1]: n for axis, n in most.items() if " + " in axis}
+        return {
+            axis: AxisRange(*(min(n, most.get(axis, n)) for n in (sizes.min, sizes.opt, sizes.max)))
+            for axis, sizes in asked.items()
+            if axis in self.model.input.dynamic_axes and axis not in self.fixed
+        }
+
+    @property
     def groups_of(self) -> int | None:
         """The inputs of which a batch is a multiple, where its size may vary."""
         return self.model.input.groups_of if self.fixed_batch is None else None
@@ -83,6 +103,30 @@ class ExportJob:
     def whole_batch(self) -> int | None:
         """The size of batches that the graph takes whatever it is; None where any will do."""
         return self.fixed_batch or self.groups_of
+
+    @property
+    def least_batch(self) -> int:
+        """The smallest batch that the graph is for."""
+        return self.whole_batch or self.options.batch.min
+
+    @property
+    def checked_batch(self) -> int:
+        """The size of batches in which inputs are compared: not the one that is traced."""
+        of = self.model.batch_of
+        return self.fixed_batch or self.options.batch.nearest(PARITY_BATCHES[-1] * of)
+
+    def probed_batches(self, more: Iterable[int] = ()) -> tuple[int, ...]:
+        """Returns the batch sizes at which a graph is compared; none where that is fixed."""
+        if self.fixed_batch is not None:
+            return ()
+        of = self.model.batch_of
+        return self.options.batch.probed(of, [*(size * of for size in PARITY_BATCHES), *more])
+
+    @property
+    def traced_sizes(self) -> dict[str, int]:
+        """The sizes of axes while the model is traced: within the ranges that are asked for."""
+        sizes = {**TRACED_SIZES, BATCH: TRACED_BATCH * self.model.batch_of}
+        return {axis: sizes_of.nearest(sizes[axis]) for axis, sizes_of in self.ranges.items()}
 
     @property
     def decodes(self) -> bool:
@@ -209,7 +253,7 @@ def _ranges(job: ExportJob) -> CalibrationJob | None:
         samples=None if precision.ranged else PEAK_SAMPLES,
         renormalize=options.renormalize,
     )
-    return CalibrationJob(model, options.data, _observed(job.k, _specs(model)), request)
+    return CalibrationJob(model, options.data, _observed(job.k, _specs(model)), request, job.fixed)
 
 
 def _in_groups(model: Model, options: ExportOptions) -> ExportOptions:
@@ -240,16 +284,23 @@ def _needs_ranges(model: Model, options: ExportOptions) -> bool:
 
 
 def calibration_job(
-    model: Model, data: Feed, options: CalibrateRequest | None = None
+    model: Model,
+    data: Feed,
+    options: CalibrateRequest | None = None,
+    *,
+    fixed: Mapping[str, int] | None = None,
 ) -> CalibrationJob:
-    """Returns the job of a calibration; raises `UsageError` for what the model does not take."""
+    """Returns the job of a calibration; raises `UsageError` for what the model does not take.
+
+    `fixed` are the sizes of axes that are constants of the graph.
+    """
     options = options or CalibrateRequest()
     check_one_input(model, "calibration")
     specs = _specs(model)
     if options.renormalize:
         check_renormalize(specs)
     k = resolve_k(parse_k(options.k), specs)
-    return CalibrationJob(model, data, _observed(k, specs), options)
+    return CalibrationJob(model, data, _observed(k, specs), options, fixed or {})
 
 
 def _specs(model: Model) -> dict[str, MoESpec]:

@@ -101,6 +101,13 @@ _IN_INTEGERS = {"outlier": 3.0, "least_cosine": 0.8}
 ROUNDED_RTOL = 1e-3
 """What values on the boundary of a rounding to BF16 may change, in FP32 graphs that do so."""
 
+
+def recorded_sizes(parity: Mapping[str, Any] | None, name: str) -> list[int]:
+    """Returns the sizes that a graph's record of parity holds by a name; none where it has none."""
+    sizes = (parity or {}).get(name, ())
+    return [size for size in sizes if isinstance(size, int) and size > 0]
+
+
 TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
     {
         "fp32": Tolerance(atol=0.0, rtol=1e-4, routing=1.0, tie=1e-5, roundings=16.0),
@@ -210,6 +217,10 @@ class Parity:
     """The one of `ks` whose figures these are: the furthest off."""
     batch: int | None = None
     """The batch size that misses the bounds where another meets them."""
+    token_counts: tuple[int, ...] = ()
+    """The numbers of tokens at which the graph was compared, besides those of the inputs."""
+    tokens: int | None = None
+    """The number of tokens that misses the bounds where another meets them."""
     apart: float | None = None
     """How far the graph is from what its numbers should give (`Rounded`), over how far that is from
     PyTorch."""
@@ -246,6 +257,7 @@ class Comparison:
         self._results: list[_PartResult] = []
         self._probed = tuple(size for size in probed if size != batch)
         self._probes: dict[int, _PartResult] = {}
+        self._sized: dict[int, _PartResult] = {}
         self._first: Reference | None = None
         self._worst: Reference | None = None
         self._furthest = 0.0
@@ -266,6 +278,22 @@ class Comparison:
             if k not in self._at_other_k:
                 self._at_other_k[k] = self._again(k)
             self._at_other_k[k].add(other)
+
+    def add_sized(self, expected: Reference, tokens: int) -> bool:
+        """Runs the graph on inputs with another number of tokens; whether it is within bounds."""
+        result = self._sized[tokens] = self._compared(expected, len(expected.x))
+        return not self._missed(result)
+
+    def _missed(self, probe: _PartResult) -> bool:
+        """Whether inputs of another size miss the bounds where all others together meet them."""
+        near = all(output.within_outliers(self._tolerance) for output in probe.same)
+        return not near or self._missed_routing(probe)
+
+    def _missed_routing(self, probe: _PartResult) -> bool:
+        # Of a few inputs one may choose otherwise by chance: the share is of all of them.
+        parts = [*self._results, *self._probes.values(), *self._sized.values()]
+        routed = self._parity(parts).routing_agreement >= self._tolerance.routing
+        return not (routed or probe.first is None)
 
     def alone(self, expected: Reference) -> Parity:
         """Returns how far the graph is off on these inputs without all others."""
@@ -390,22 +418,43 @@ class Comparison:
         # Engines and PyTorch do not say it.
         said = getattr(self._session, "computed_in", None)
         whole = replace(self._parity(self._results), computed_in=said)
-        batches = tuple(sorted({self._batch, *self._probes}))
-        if whole.passed:
-            # Of a few inputs one may choose otherwise by chance: the share is of all of them.
-            pooled = self._parity([*self._results, *self._probes.values()])
-            routed = pooled.routing_agreement >= self._tolerance.routing
-            outputs = _outputs(self._results)
-            for size, probe in self._probes.items():
-                rows = self._probed_rows(size)
-                off = not all(
-                    one.like(other, rows, self._tolerance)
-                    for one, other in zip(probe.same, outputs, strict=True)
-                )
-                if off or not (routed or probe.first is None):
-                    missed = self._parity([probe])
-                    return replace(missed, passed=False, batch=size, batches=batches)
-        return replace(whole, batches=batches)
+        whole = replace(
+            whole,
+            batches=tuple(sorted({self._batch, *self._probes})),
+            token_counts=tuple(sorted(self._sized)),
+        )
+        if not whole.passed:
+            return whole
+        for size, probe in self._probes.items():
+            if self._missed_in_batch(size, probe):
+                return self._at_size(whole, probe, batch=size)
+        for size, probe in self._sized.items():
+            if self._missed(probe):
+                return self._at_size(whole, probe, tokens=size)
+        return whole
+
+    def _missed_in_batch(self, size: int, probe: _PartResult) -> bool:
+        """Whether inputs in another batch are further off than is allowed, or choose otherwise."""
+        rows = self._probed_rows(size)
+        near = (
+            one.like(other, rows, self._tolerance)
+            for one, other in zip(probe.same, _outputs(self._results), strict=True)
+        )
+        return not all(near) or self._missed_routing(probe)
+
+    def _at_size(
+        self, whole: Parity, probe: _PartResult, batch: int | None = None, tokens: int | None = None
+    ) -> Parity:
+        """The parity of a size that misses the bounds, with what is known of all."""
+        return replace(
+            self._parity([probe]),
+            passed=False,
+            batch=batch,
+            tokens=tokens,
+            batches=whole.batches,
+            token_counts=whole.token_counts,
+            computed_in=whole.computed_in,
+        )
 
     def _parity(self, parts: Sequence[_PartResult]) -> Parity:
         bounds = self._tolerance
@@ -507,13 +556,7 @@ def describe(parity: Parity) -> str:
             f"; MOST WAS NOT COMPARED: {p.tied:,} of {p.choices:,} {what} are ties (scores within "
             f"{p.tie:g} of the k-th)"
         )
-    return _where(p, text + _apart(p))
-
-
-def _where(p: Parity, text: str) -> str:
-    """The same with the batch size and k that it is of, and the layer where it begins."""
-    if p.batch is not None:
-        text = f"in a batch of {p.batch}: {text}"
+    text = _at_size(p) + text + _apart(p)
     if p.k is not None:
         text = f"with k = {p.k}, the furthest off of {', '.join(map(str, p.ks))}: {text}"
     if p.first_difference:
@@ -521,6 +564,13 @@ def _where(p: Parity, text: str) -> str:
     if p.flip_margin:
         text += f"; flips at margins up to {p.flip_margin:.1g} of the k-th score"
     return text
+
+
+def _at_size(p: Parity) -> str:
+    """Which size misses the bounds where others meet them."""
+    if p.tokens is not None:
+        return f"with {p.tokens} tokens: "
+    return "" if p.batch is None else f"in a batch of {p.batch}: "
 
 
 def _apart(p: Parity) -> str:

@@ -161,7 +161,8 @@ def plan(
     serve, `UsageError` for weights larger than the target loads, and what `tune` raises where the
     lowerings are to be measured.
     """
-    traced = traced.clone()
+    known, traced = traced.meta, traced.clone()
+    traced.meta.update(known)  # for what sizes it holds
     if fuses(job):
         fuse(traced)
     precision = apply_precision(job, traced, table, floats=floats, retention=retention)

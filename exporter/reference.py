@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,19 +26,19 @@ from ..graphs.lower import LayerValues
 from ..graphs.targets import runtime_of
 from .bundle.openvino import opened
 from .bundle.parity_record import Reference, Rounded, by_expert, chunks
-from .inputs import SAMPLES, Inputs, completed, parity_sizes
+from .inputs import PARITY_BATCHES, SAMPLES, Inputs, completed, random_arrays
 from .job import ExportJob
 from .model import Model
-from .parity import TOLERANCES, Tolerance, compare, describe
+from .parity import GPU_RTOL, TOLERANCES, Tolerance, compare, describe
 from .session import SessionOptions
 from .user_network.own_forward import GroupRouter, OwnForward
 
 
-def torch_reference(job: ExportJob, x: Inputs) -> Reference:
+def torch_reference(job: ExportJob, x: Inputs, *, every_k: bool = True) -> Reference:
     """Returns what PyTorch computes for inputs of a job.
 
-    Where k is chosen per run a quarter of the experts are kept, and beside that as many as
-    `other_k` says. The pages of mapped weights are given back on the way.
+    Where k is chosen per run a quarter of the experts are kept and, with `every_k`, each number of
+    `other_k`, too. The pages of mapped weights are given back on the way.
     """
     batch = job.fixed_batch or len(first_input(job.model, x))
 
@@ -46,8 +47,98 @@ def torch_reference(job: ExportJob, x: Inputs) -> Reference:
         return reference(job.model, x, kept, renormalize=renormalize, batch=batch)
 
     with _pages_given_back(job.model):
-        at_other_k = {k: computed(kept_experts(job, k)) for k in other_k(job)}
+        others = other_k(job) if every_k else ()
+        at_other_k = {k: computed(kept_experts(job, k)) for k in others}
         return replace(computed(kept_experts(job)), at_other_k=at_other_k)
+
+
+def depends_on_batch(model: Model, batch: int) -> bool:
+    """Whether what a network gives for random inputs depends on the others of a batch.
+
+    It does, too, where it cannot be run on one input alone.
+    """
+    arrays = random_arrays(model, max(batch, PARITY_BATCHES[1]))
+    together = run_untouched(model, arrays)[0]
+    try:
+        alone = [run_untouched(model, part)[0] for part in chunks(arrays, 1)]
+    except (RuntimeError, ValueError, IndexError):
+        return True
+    off = np.abs(np.concatenate(alone) - together).max(initial=0.0)
+    return not off <= GPU_RTOL * np.abs(together).max(initial=0.0)
+
+
+MOST_BYTES = 512 << 20
+"""The largest tensor that inputs of a size beyond the usual may make, as far as is foreseen."""
+
+MOST_SECONDS = 60.0
+"""What PyTorch may take for inputs of a size beyond the usual, as far as it is foreseen."""
+
+
+class Budget:
+    """Which sizes are compared: those that take no more memory and time than a check may.
+
+    What larger sizes take is foreseen from the inputs before, of which `timed` computes the
+    reference.
+    """
+
+    def __init__(self, job: ExportJob) -> None:
+        self._job, self._row_bytes = job, 0
+        self._last = (1, 1, 0.0)  # inputs, their tokens, and seconds
+        self._beyond: dict[str, list[int]] = {}
+        self.batches: tuple[int, ...] = ()
+
+    def timed(self, x: Inputs, *, every_k: bool = True) -> Reference:
+        """Returns what PyTorch computes for inputs (`torch_reference`)."""
+        began = time.thread_time()  # what others do on the machine does not count
+        expected = torch_reference(self._job, x, every_k=every_k)
+        seconds = time.thread_time() - began
+        spec = self._job.model.input
+        at = spec.shape.index("tokens") if "tokens" in spec.shape else None
+        self._last = len(expected.x), 1 if at is None else expected.x.shape[at], seconds
+        self._row_bytes = sum(
+            array[:1].nbytes for array in (expected.x, expected.y, *expected.outputs.values())
+        )
+        return expected
+
+    def choose_batches(self, expected: Reference, changes: Sequence[int]) -> None:
+        """Chooses the batch sizes of the job that are compared."""
+        rows, tokens, _ = self._last
+        self.batches = tuple(
+            size
+            for size in self._job.probed_batches(changes)
+            if size <= rows or self.affords(size, tokens, axis="batch")
+        )
+
+    def affords(
+        self, rows: int, tokens: int, axis: str = "tokens", *, needed: bool = False
+    ) -> bool:
+        """Whether so many inputs of so many tokens are compared; if not, `notes` tell of it.
+
+        What is `needed` may take any time.
+        """
+        last_rows, last_tokens, seconds = self._last
+        longer = tokens / last_tokens
+        specs = [layer.spec for layer in self._job.model.layers.values()]
+        widest = max(spec.experts * max(spec.hidden, spec.dim) for spec in specs)
+        floats = rows * max(tokens * widest, self._row_bytes // 4 * longer, HEADS * tokens**2)
+        quick = needed or seconds * rows / last_rows * longer <= MOST_SECONDS
+        fits = 4 * floats <= MOST_BYTES and quick
+        if not fits:
+            self._beyond.setdefault(axis, []).append(rows if axis == "batch" else tokens)
+        return fits
+
+    def notes(self) -> tuple[str, ...]:
+        """Returns sentences on the sizes that were not compared."""
+        return tuple(
+            f"{'batches' if axis == 'batch' else 'inputs'} of {', '.join(map(str, sorted(sizes)))}"
+            f"{'' if axis == 'batch' else ' tokens'} were not compared: that takes more than "
+            f"{MOST_BYTES >> 20} MiB for one tensor, or {MOST_SECONDS:.0f} s"
+            for axis, sizes in self._beyond.items()
+        )
+
+
+HEADS = 16
+"""Of attention, as far as it is foreseen what scores between tokens take."""
 
 
 def run_untouched(model: Model, x: Fields) -> list[np.ndarray]:
@@ -81,7 +172,7 @@ def exact(job: ExportJob, expected: Reference) -> Rounded | None:
     network = _InFloat64(model, model.module, expected.kept, renormalize=job.options.renormalize)
     with _pages_given_back(model):
         try:
-            for part in chunks(expected.feeds(model.input.name), job.whole_batch or SAMPLES):
+            for part in chunks(expected.feeds(model.input.name), _exact_batch(job)):
                 computed = network.computed(part)
                 y.append(computed.outputs[0])
                 for name, sets in expected.selected.items():
@@ -94,6 +185,11 @@ def exact(job: ExportJob, expected: Reference) -> Rounded | None:
     if outputs.dtype != np.float64 or not np.isfinite(outputs).all():
         return None
     return Rounded(outputs, {name: np.concatenate(parts) for name, parts in selected.items()})
+
+
+def _exact_batch(job: ExportJob) -> int:
+    """How many inputs are computed at once in float64: few, but no fewer than a batch may be."""
+    return job.whole_batch or max(SAMPLES // job.least_batch, 1) * job.least_batch
 
 
 def kept_experts(job: ExportJob, shared: int | None = None) -> dict[str, int]:
@@ -204,12 +300,13 @@ def _trained(model: Model) -> dict[str, int]:
     return {name: layer.spec.trained_k for name, layer in model.layers.items()}
 
 
-def check_network(job: ExportJob, expected: Reference) -> None:
+def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -> None:
     """Raises `ParityError` where the model itself is not what a graph can be compared with.
 
     On the inputs of the reference our layers, as they were trained, must give what the untouched
     network gives; and where the batch is no constant of the graph, what PyTorch gives for an input
-    must not depend on the others of its batch, but for those that it is computed together with.
+    must not depend on the others of its batch, but for those that it is computed together with: it
+    is run in `batches` of these sizes.
     """
     model, options = job.model, job.options
     bounds = TOLERANCES["fp32"]
@@ -219,22 +316,21 @@ def check_network(job: ExportJob, expected: Reference) -> None:
     with _pages_given_back(model):
         ours = model.module if model.as_trained is None else model.as_trained
         trained = replace(model, module=ours, as_trained=None)
-        most = max(parity_sizes(model.batch_of))
-        x = _several(expected.feeds(model.input.name), job.fixed_batch or most)
+        most = job.options.batch.nearest(PARITY_BATCHES[-1] * model.batch_of)
+        x = _several(expected.feeds(model.input.name), most)
         batch = job.fixed_batch or len(first_input(model, x))
         whole = reference(trained, x, _trained(trained), renormalize=False, batch=batch)
         if model.untouched is not ours:
             _check_stand_ins(trained, whole, batch, bounds)
         if job.fixed_batch is not None:
             return
-        sizes = parity_sizes(model.batch_of)
         network = _Network(trained, trained.untouched, _trained(trained))
-        _check_batches(network, whole, bounds, sizes)
+        _check_batches(network, whole, bounds, batches)
         kept, renormalize = expected.kept, options.renormalize
         if ours is not model.module or kept != whole.kept or renormalize:
             changed = reference(model, x, kept, renormalize=renormalize, batch=batch)
             network = _Network(model, model.module, kept, renormalize=renormalize)
-            _check_batches(network, changed, bounds, sizes)
+            _check_batches(network, changed, bounds, batches)
 
 
 def _several(arrays: Fields, count: int) -> Fields:

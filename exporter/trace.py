@@ -17,10 +17,12 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
+from itertools import chain, islice
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -29,13 +31,14 @@ import torch
 from onnxscript import opset20 as op
 from onnxscript.function_libs.torch_lib.ops import nn as torchlib
 from torch import Tensor, nn
+from torch.utils._sympy.printers import PythonPrinter
 
 from ..common.versions import least_size, older_tracer
 from ..errors import MoexportError, TraceError, tells_of_memory
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers
 from ..graphs.lower import simplify
 from ..graphs.names import DOMAIN
-from .inputs import TRACED_BATCH
+from .inputs import BATCH, TRACED_BATCH, TRACED_SIZES
 from .model import Model, Steered
 from .token_routed.network import TransformersNetwork
 from .token_routed.trace import traced_program
@@ -112,16 +115,6 @@ NOTICES = ("torch.onnx", "torch.fx.experimental.symbolic_shapes")
 LINE = re.compile(r'call raised this error:\n  File "([^"]+)", line (\d+), in .*\n +(.+)')
 """Where in the user's code PyTorch could not go on, as it says so."""
 
-BATCH = "batch"
-TRACED_SIZES = {
-    "tokens": 7,
-    "past": 5,
-    "encoder_tokens": 11,
-    "decoder_tokens": 4,
-    "height": 3,
-    "width": 5,
-}
-
 
 class _Node(nn.Module):
     """Stands in for a MoE layer while tracing: one node that knows the layer's name."""
@@ -145,17 +138,64 @@ class _Node(nn.Module):
         )
 
 
-def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = None) -> ir.Model:
+@dataclass(frozen=True, slots=True)
+class Held:
+    """For what sizes of its axes a trace holds, as PyTorch's tracer reports it.
+
+    `bounds` are the least and the largest size of an axis, None without one. A `guard` is a
+    comparison of sizes that came out one way while tracing, as code in terms of axes. Where it
+    comes out the other way, the network may compute something else; mostly only where its tensors
+    lie in memory is another matter then. `traced` are the sizes of the trace.
+    """
+
+    bounds: Mapping[str, tuple[int, int | None]]
+    guards: Sequence[CodeType]
+    traced: Mapping[str, int]
+
+    def changes(self, axis: str, least: int, most: int) -> tuple[int, ...]:
+        """Returns the sizes from `least` to `most` at which a guard first comes out otherwise.
+
+        Of each guard that is one below the traced size and one above it. A size of 1 is none of
+        them: guards about it are of any network.
+        """
+        traced, found = self.traced[axis], set[int]()
+        up, down = range(traced + 1, most + 1), range(traced - 1, max(least, 2) - 1, -1)
+        for guard in self.guards:
+            if axis not in guard.co_names:
+                continue
+            for sizes in (up, down):
+                found.update(islice((n for n in sizes if not self._holds(guard, axis, n)), 1))
+        return tuple(sorted(found))
+
+    def _holds(self, guard: CodeType, axis: str, size: int) -> bool:
+        try:
+            return bool(eval(guard, {"math": math}, {**self.traced, axis: size}))
+        except ArithmeticError:  # it divides by another size
+            return True
+
+
+HELD = "moexport.held"
+"""The key of what is known of a trace's sizes (`Held`), in its `meta`."""
+
+
+def trace(
+    model: Model,
+    *,
+    opset: int = 20,
+    fixed: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> ir.Model:
     """Returns the traced graph of a model, every named axis of its input dynamic.
 
-    `fixed` gives the sizes of axes that are to be constants instead. Raises `TraceError` when the
-    backbone cannot be traced.
+    `fixed` gives the sizes of axes that are to be constants instead, and `sizes` those that others
+    have while they are traced. For what sizes it holds is in its `meta` (`HELD`). Raises
+    `TraceError` when the backbone cannot be traced.
     """
     fixed = fixed or {}
     if isinstance(model.module, Steered):  # strengths meet the layers when these are lowered
         model = replace(model, module=model.module.network, inputs=model.inputs[:-1])
-    sizes = traced_sizes(model, fixed)
-    with layers_as_nodes(model.module) as backbone, _quiet():
+    sizes = traced_sizes(model, {**(sizes or {}), **fixed})
+    with layers_as_nodes(model.module) as backbone, _quiet(), _programs() as programs:
         try:
             if isinstance(backbone, TransformersNetwork):
                 graph = traced_program(
@@ -182,7 +222,78 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
     name_nodes(graph.graph)
     simplify(graph)
     _check_calls(graph)
+    if programs:
+        graph.meta[HELD] = _held(programs[-1], model, sizes, fixed)
     return graph
+
+
+@contextlib.contextmanager
+def _programs() -> Iterator[list[torch.export.ExportedProgram]]:
+    """Lists what PyTorch's tracer makes within the block."""
+    made: list[torch.export.ExportedProgram] = []
+    export = torch.export.export
+
+    def listing(*arguments: Any, **named: Any) -> torch.export.ExportedProgram:
+        made.append(export(*arguments, **named))
+        return made[-1]
+
+    with mock.patch.object(torch.export, "export", listing):
+        yield made
+
+
+def _held(
+    program: torch.export.ExportedProgram,
+    model: Model,
+    traced: Mapping[str, int],
+    fixed: Mapping[str, int],
+) -> Held:
+    """For what sizes a program of PyTorch's holds."""
+    users = set(program.graph_signature.user_inputs)
+    values = [node.meta.get("val") for node in program.graph.nodes if node.name in users]
+    symbols: dict[str, Any] = {}
+    bounds: dict[str, tuple[int, int | None]] = {}
+    environment = None
+    for value, spec in zip(
+        (value for value in values if isinstance(value, Tensor)), model.inputs, strict=False
+    ):
+        sizes: Iterable[Any] = value.shape  # PyTorch's types know of no symbols in it
+        for size, axis in zip(sizes, spec.shape, strict=False):
+            if not isinstance(size, torch.SymInt) or not isinstance(axis, str) or axis in fixed:
+                continue
+            environment, expression = size.node.shape_env, size.node.expr
+            (symbol,) = expression.free_symbols if len(expression.free_symbols) == 1 else (None,)
+            times: Any = None if symbol is None else expression.coeff(symbol)
+            if symbol is None or expression != times * symbol or axis not in traced:
+                continue  # a sum of axes, each of which is an axis of another input
+            symbols[str(symbol)] = axis, int(times)
+            ranges = environment.var_to_range[symbol]
+            low, high = max(1, int(ranges.lower)) * int(times), None
+            if ranges.upper.is_integer and ranges.upper < sys.maxsize - 1:
+                high = int(ranges.upper) * int(times)
+            before = bounds.get(axis, (1, None))
+            bounds[axis] = (
+                max(low, before[0]),
+                min((most for most in (high, before[1]) if most is not None), default=None),
+            )
+    guards = () if environment is None else _guards(environment, symbols)
+    return Held(bounds=bounds, guards=guards, traced=dict(traced))
+
+
+def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[CodeType, ...]:
+    """The comparisons that the tracer made, in terms of axes; those of other numbers left out."""
+    by_code: dict[str, CodeType] = {}
+    deferred = environment.deferred_runtime_asserts.values()
+    for guard in (*environment.guards, *chain.from_iterable(deferred)):
+        if not {str(symbol) for symbol in guard.expr.free_symbols} <= symbols.keys():
+            continue
+        code = PythonPrinter().doprint(guard.expr)
+        for symbol, (axis, times) in symbols.items():
+            size = axis if times == 1 else f"({axis} // {times})"
+            code = re.sub(rf"\b{symbol}\b", size, code)
+        if code not in by_code:
+            with contextlib.suppress(SyntaxError):  # what is no Python is no comparison of numbers
+                by_code[code] = compile(code, "guard", "eval")
+    return tuple(by_code.values())
 
 
 def traced_sizes(model: Model, fixed: Mapping[str, int]) -> dict[str, int]:

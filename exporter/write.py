@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -180,15 +180,22 @@ def graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None = Non
 
 
 def opened_comparison(
-    job: ExportJob, directory: Path, graph: GraphRecord, expected: Reference
+    job: ExportJob,
+    directory: Path,
+    graph: GraphRecord,
+    expected: Reference,
+    batches: Sequence[int] | None = None,
 ) -> Comparison:
-    """Opens a graph that was written to a folder, to be compared with references like this one."""
+    """Opens a graph that was written to a folder, to be compared with references like this one.
+
+    It is compared in `batches` of these sizes, by default in all those that a job names.
+    """
     return graph_comparison(
         directory,
         graph,
         expected,
-        fixed_batch=job.fixed_batch,
-        groups_of=job.groups_of,
+        batch=job.checked_batch,
+        probed=job.probed_batches() if batches is None else batches,
         k_input=job.options.k == "input",
         tolerance=job.options.tolerance,
         runtime=runtime_of(job.options.target),

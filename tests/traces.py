@@ -21,15 +21,23 @@ def traced_once() -> Iterator[None]:
     """
     traces: dict[str, ir.Model] = {}
 
-    def memo(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None) -> ir.Model:
+    def memo(
+        model: Model,
+        *,
+        opset: int = 20,
+        fixed: dict[str, int] | None = None,
+        sizes: dict[str, int] | None = None,
+    ) -> ir.Model:
         if not model.source.files or model.family == "factory":  # code, which no hash tells
-            return trace(model, opset=opset, fixed=fixed)
+            return trace(model, opset=opset, fixed=fixed, sizes=sizes)
         sources = hash_files(model.source.files)
-        what = [model.family, sources, model.config, [*model.layers], opset, fixed]
+        what = [model.family, sources, model.config, [*model.layers], opset, fixed, sizes]
         key = json.dumps(what, sort_keys=True)
         if key not in traces:
-            traces[key] = trace(model, opset=opset, fixed=fixed)
-        return traces[key].clone()
+            traces[key] = trace(model, opset=opset, fixed=fixed, sizes=sizes)
+        copy = traces[key].clone()
+        copy.meta.update(traces[key].meta)
+        return copy
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moexport.exporter.export.trace", memo)

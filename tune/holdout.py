@@ -15,6 +15,7 @@ from ..calibration.feeds import Array, Labels
 from ..common.console import Progress
 from ..errors import FeedError
 from ..exporter.inputs import Inputs
+from ..exporter.job import ExportJob
 from ..exporter.model import Model
 from .budget import UNTOUCHED_SHARE, Clock
 
@@ -133,18 +134,20 @@ def batch_size(outputs: Array) -> int:
     return max(1, min(BATCH, BATCH_BYTES // max(1, outputs[:1].nbytes)))
 
 
-def untouched_outputs(model: Model, data: LabelledData, progress: Progress, clock: Clock) -> Array:
+def untouched_outputs(
+    model: Model, data: LabelledData, progress: Progress, clock: Clock, job: ExportJob
+) -> Array:
     """Returns what the untouched model gives for the search's half.
 
-    Where time is short, or outputs are large, it is run on the first inputs alone; of a model that
-    computes several inputs together, on whole groups of them.
+    Where time is short, or outputs are large, it is run on the first inputs alone, in batches of a
+    size that the graphs of `job` take.
     """
-    together = model.batch_of
+    together = job.least_batch
     base, parts = untouched(model), []
     progress.step("running the untouched model", total=len(data), unit="inputs")
     parts.append(outputs_of(base, data.batch(0, together), model.source.path))
     size, began = batch_size(parts[0]), time.monotonic()
-    size = max(together, size - size % together)
+    size = job.fixed_batch or max(together, size - size % together)
     held = 0
     for rows, x, _ in in_batches(data.head(len(data) - len(data) % together), size):
         if rows.start:

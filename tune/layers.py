@@ -59,7 +59,10 @@ class Replay:
         outputs: Array,
         metric: Metric,
         over: Callable[[], bool] = lambda: False,
+        *,
+        batch: int | None = None,
     ) -> None:
+        """Runs the model in batches of `batch`, by default of as many inputs as memory allows."""
         self.model, self.routed = model, routed_layers(model)
         self.module = sharing_weights(model.module)
         self.layers = {name: moe_layers(self.module)[name] for name in model.layers}
@@ -70,8 +73,10 @@ class Replay:
         self._batches: list[tuple[Inputs, Array, Array | None]] = []
         held, of_tokens = 0, data.inputs.dtype.kind in "iu"
         most = max(1, MOST_TOKENS // data.inputs[0].size) if of_tokens else MOST_SEEN
-        size, began = min(BATCH, batch_size(outputs)), time.monotonic()
-        for rows, x, labels in in_batches(data.head(min(most, MOST_SEEN)), size):
+        size, began = batch or min(BATCH, batch_size(outputs)), time.monotonic()
+        seen = min(most, MOST_SEEN, len(data))
+        seen = max(size, seen - seen % size) if batch else seen
+        for rows, x, labels in in_batches(data.head(seen), size):
             long = rows.start >= MOST and time.monotonic() - began > SEEN_S
             if self._batches and (held > HELD_BYTES or long or over()):
                 break

@@ -25,12 +25,12 @@ from ..common.files import STEP_BYTES
 from ..common.threads import Threads
 from ..common.writing import held, make_folder, remove_folder, scratch_folder
 from ..exporter.bundle.recipe import LayerRecipe
+from ..exporter.export import prepared
 from ..exporter.job import ExportJob, calibration_job, export_job
 from ..exporter.model import Model, check_one_input, fingerprint
 from ..exporter.options import ExportOptions
 from ..exporter.quantization.calibrate import calibrate
 from ..exporter.requests import CalibrateRequest
-from ..exporter.trace import trace
 from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.targets import Precision, Target
@@ -158,7 +158,7 @@ def prepare(
     progress.step("reading the search's half of the data")
     holdout = Holdout.of(data)
     began = time.monotonic()
-    outputs = untouched_outputs(model, holdout.search, progress, clock)
+    outputs = untouched_outputs(model, holdout.search, progress, clock, base)
     holdout = holdout.fewer(len(outputs))
     one_s = (time.monotonic() - began) / len(outputs)
     metric = metric_for(request.metric, outputs, holdout.search.inputs, holdout.search.labels)
@@ -178,14 +178,15 @@ def prepare(
         remove_folder(folder / FOLDER)
     progress.step("tracing")
     with clock.step(TRACE):
-        traced = trace(base.model, opset=base.options.opset, fixed=base.fixed)
+        base, traced = prepared(base, progress)
     wanted = {target: computed_on(target, request) for target in request.targets}
     ranged = any(name in RANGED for names in wanted.values() for name in names)
     if ranged and len(model.inputs) == 1:
-        own = None if base.fixed else traced
-        samples = _samples(clock, one_s, tracing=own is None)
+        samples = _samples(clock, one_s)
         if samples or (folder / CALIBRATION_FILE).is_file():
-            ranges = _ranges(model, holdout.search, folder, journal, samples, own, progress)
+            ranges = _ranges(
+                base, model, holdout.search, folder, journal, samples, traced, progress
+            )
             base = replace(base, table=ranges)
         else:
             wanted = {
@@ -224,32 +225,30 @@ def check_tunable(model: Model) -> None:
         check_one_input(model, "tune")
 
 
-def _samples(clock: Clock, one_s: float, *, tracing: bool) -> int:
-    """How many inputs there is time to take ranges from; 0 where there is none, or hardly any.
-
-    `tracing`: the model is traced for it, too.
-    """
+def _samples(clock: Clock, one_s: float) -> int:
+    """How many inputs there is time to take ranges from; 0 where there is none, or hardly any."""
     if not math.isfinite(clock.left):
         return CALIBRATED
     until = RANGES_SHARE * (clock.seconds - clock.reserve) - (clock.seconds - clock.left)
-    until -= clock.longest[TRACE] if tracing else 0.0
     fitting = until / (OBSERVED * one_s)
     return 0 if fitting < CALIBRATED_FEW else min(CALIBRATED, math.floor(fitting))
 
 
 def _ranges(
+    base: ExportJob,
     model: Model,
     data: LabelledData,
     folder: Path,
     journal: Journal,
     samples: int,
-    traced: ir.Model | None,
+    traced: ir.Model,
     progress: Progress,
 ) -> CalibrationTable:
     """The ranges of a model's tensors over the search's half; kept in the folder."""
     path = folder / CALIBRATION_FILE
     if not (journal.resumed and path.is_file()):
-        job = calibration_job(model, data.inputs, CalibrateRequest(samples=samples))
+        request = CalibrateRequest(samples=samples)
+        job = calibration_job(model, data.inputs, request, fixed=base.fixed)
         calibrate(job, traced=traced, progress=progress).write(path)
     return CalibrationTable.read(path)
 

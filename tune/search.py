@@ -377,7 +377,9 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
     """Measures layers, tries points along the schedules, and measures the front."""
     clock = job.clock
     over = partial(clock.over, RANGES_SHARE)
-    replay = Replay(job.model, job.holdout.search, job.outputs, job.metric, over)
+    # A layer that looks at other inputs of its batch is seen in batches that its graph takes.
+    batch = job.base.least_batch if job.base.least_batch > 1 else None
+    replay = Replay(job.model, job.holdout.search, job.outputs, job.metric, over, batch=batch)
     training_s = partial(clock.training_s, RUN)
     substitutes = Substitutes(job.model, replay.seen, job.folder, training_s)
     times = {target: LayerTimes(target, substitutes) for target in job.spaces}

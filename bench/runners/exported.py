@@ -25,6 +25,7 @@ from ...exporter.model import Model
 from ...exporter.options import AUTO, ExportOptions, KOption, PrecisionOptions
 from ...exporter.parity import TOLERANCES, Tolerance, on_gpu, recorded
 from ...exporter.plan import GraphPlan, plan, plan_graph
+from ...exporter.reference import depends_on_batch
 from ...exporter.tensorrt.backends import BACKENDS
 from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
@@ -75,6 +76,7 @@ def exported(
     routed = {largest_k(whole_k(job)): job for job in jobs} if token_routed(model) else {}
     ks = [largest_k(whole_k(job)) for job in jobs]
     traces: dict[object, ir.Model] = {}
+    only = one_batch(model, request)
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder("bench"))
         for runtime, precision in product(runtimes, request.precisions):
@@ -92,6 +94,7 @@ def exported(
                         precision=precision,
                         folder=place,
                         traces=traces,
+                        only=only,
                     )
             except (LoweringError, UsageError, CalibrationError) as error:
                 if precision == "fp32" and runtime.backend is None:
@@ -111,9 +114,23 @@ def exported(
             renormalize=request.renormalize,
             engines=request.engines,
             routed=routed,
-            only_batch=model.batch_of if model.batch_of > 1 else None,
+            only_batch=only,
         )
         yield stack.enter_context(with_other_exporters(candidate, request.threads))
+
+
+def one_batch(model: Model, request: BenchRequest) -> int | None:
+    """Returns the one batch size that a model is measured in; None where any will do.
+
+    It is that of the inputs that it computes together, or the one that is asked for where outputs
+    depend on the others of a batch: the graphs are for that size alone.
+    """
+    if model.batch_of > 1:
+        return model.batch_of
+    if len(request.batches) > 1 or len(model.inputs) > 1:
+        return None
+    (size,) = request.batches
+    return size if depends_on_batch(model, size) else None
 
 
 def token_routed(model: Model) -> bool:
@@ -166,12 +183,15 @@ def _sources(
     precision: Precision,
     folder: Path,
     traces: dict[object, ir.Model],
+    only: int | None,
 ) -> list[GraphSource]:
     """Exports graphs for a runtime, equal ones once; each that cannot be is refused by itself."""
     routed = token_routed(model)
     data = inputs if precision in ("int8", "fp8") and not routed else None
     # What is calibrated is every expert; a router chooses those of its own k.
     options = _options(request, runtime, precision, jobs[0].options.k if routed else "n")
+    if only is not None and model.batch_of == 1:
+        options = replace(options, batch=_exactly(only))
     exporting = export_job(model, options, data=data)
     key = id(jobs[0].model), exporting.options.opset, frozenset(exporting.fixed.items())
     if key not in traces:

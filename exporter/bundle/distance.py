@@ -106,11 +106,18 @@ class Distance:
 
     def within(self, bounds: Bounds) -> bool:
         """Whether the inputs are within the bounds, each in its own scale."""
-        excess = np.maximum(0.0, self.off - bounds.atol)
-        relative = (excess / self.scale())[self.counted]
-        largest = float(relative.max(initial=0.0))
-        near = _usual(relative) <= bounds.rtol and largest <= bounds.outlier * bounds.rtol
-        return near and not self.turned(bounds.least_cosine)
+        usual = _usual(self._beyond(bounds.atol)) <= bounds.rtol
+        return usual and self.within_outliers(bounds)
+
+    def within_outliers(self, bounds: Bounds) -> bool:
+        """Whether each of a few inputs is as near as an outlier may be."""
+        largest = float(self._beyond(bounds.atol).max(initial=0.0))
+        return largest <= bounds.outlier * bounds.rtol and not self.turned(bounds.least_cosine)
+
+    def _beyond(self, atol: float) -> np.ndarray:
+        """By how much more than `atol` each input that is counted is off, in its scale."""
+        excess: np.ndarray = (np.maximum(0.0, self.off - atol) / self.scale())[self.counted]
+        return excess
 
     def turned(self, least: float) -> bool:
         """Whether the outputs of an input point elsewhere, as far as they have a direction."""

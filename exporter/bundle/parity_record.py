@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +24,19 @@ from ...errors import BundleError, FeedError
 Item = TypeVar("Item")
 
 PARITY_FILE = "parity.npz"
+
+_SIZED = re.compile(r"parity-(\d+)-tokens\.npz")
+
+
+def sized_file(tokens: int) -> str:
+    """Returns the name of the record of inputs with so many tokens."""
+    return f"parity-{tokens}-tokens.npz"
+
+
+def sized_files(files: Iterable[str]) -> dict[int, str]:
+    """Returns, of some names, those of records of other token counts, by these."""
+    found = {int(match[1]): file for file in files if (match := _SIZED.fullmatch(file))}
+    return dict(sorted(found.items()))
 
 
 FIRST = ""
@@ -176,6 +189,11 @@ class Reference:
             mine, theirs = self._unrounded()._arrays(), later._unrounded()._arrays()
         arrays = {name: np.concatenate((array, theirs[name])) for name, array in mine.items()}
         return Reference._of(arrays, self._kept())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all its arrays."""
+        return sum(array.nbytes for array in self._arrays().values())
 
     def save(self, path: Path) -> None:
         """Writes the reference as an `.npz` file."""

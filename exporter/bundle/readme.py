@@ -15,6 +15,7 @@ from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
 from ..text.files import GENAI_FILE, GENERATION_FILE, TOKENIZER_FILES
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
+from .parity_record import sized_files
 from .recipe import RECIPE_FILE
 from .substitutes import SUBSTITUTES_FILE
 
@@ -123,6 +124,8 @@ def _content(manifest: Manifest, name: str) -> str:
                 return f"the graph: {lowerings}"
             first, last = graph.batches
             return f"a graph: {lowerings}; for batch sizes {first} to {last}, but it accepts any"
+    if sized_files([name]):
+        return f"the same for inputs of {next(iter(sized_files([name])))} tokens"
     folder = name.rpartition("/")[0]
     if folder:
         return f"the same for {folder.partition('/')[0]}, by the names that it looks for"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from ...errors import (
     UsageError,
 )
 from ...graphs.targets import Runtime, runtime_of
-from ..inputs import parity_sizes
+from ..inputs import DEFAULT_BATCH, PARITY_BATCHES, parse_range
 from ..parity import (
     ROUNDED_RTOL,
     TOLERANCES,
@@ -34,6 +34,7 @@ from ..parity import (
     furthest_off,
     on_gpu,
     recorded,
+    recorded_sizes,
     tolerance_of,
 )
 from ..session import Session, SessionOptions
@@ -51,7 +52,14 @@ from .manifest import (
     is_as_written,
 )
 from .openvino import opened
-from .parity_record import PARITY_FILE, Reference, not_compared, settled, unreached
+from .parity_record import (
+    PARITY_FILE,
+    Reference,
+    not_compared,
+    settled,
+    sized_files,
+    unreached,
+)
 
 if TYPE_CHECKING:
     from ...graphs.lower import LayerValues
@@ -136,23 +144,25 @@ def graph_comparison(
     graph: GraphRecord,
     expected: Reference,
     *,
-    fixed_batch: int | None,
-    groups_of: int | None = None,
+    batch: int,
+    probed: Sequence[int] = (),
     k_input: bool,
     tolerance: Tolerance,
     runtime: Runtime = "onnxruntime",
     threads: int | None = None,
 ) -> Comparison:
-    """Opens a graph of a bundle, or of one being written, for references like this one."""
+    """Opens a graph of a bundle, or of one being written, for references like this one.
+
+    Inputs are compared in batches of `batch`, and the first of them in those of `probed`, too.
+    """
     observe = expected.observed(graph.selected)
-    sizes = parity_sizes(groups_of)
     return Comparison(
         checking_session(directory, graph, observe=observe, runtime=runtime, threads=threads),
         graph.selected,
-        batch=fixed_batch or max(sizes),
+        batch=batch,
         tolerance=tolerance,
         k=_main_k(expected) if k_input else None,
-        probed=() if fixed_batch else sizes,
+        probed=probed,
     )
 
 
@@ -372,20 +382,24 @@ def _parity_check(
     bounds: Tolerance,
 ) -> Check:
     name = f"parity of {graph.file}"
-    port = manifest.inputs[0]
-    size = port.shape[0]
+    sized = {
+        size: Reference.load(directory / file) for size, file in sized_files(manifest.files).items()
+    }
+    batch, probed = _batches(manifest, graph)
     try:
         comparison = graph_comparison(
             directory,
             graph,
             expected,
-            fixed_batch=size if isinstance(size, int) else None,
-            groups_of=port.groups_of,
+            batch=batch,
+            probed=probed,
             k_input=manifest.k == "input",
             tolerance=bounds,
             runtime=runtime_of(manifest.target),
         )
         comparison.add(expected)
+        for size, of_size in sized.items():
+            comparison.add_sized(of_size, size)
     except MoexportError as error:
         return Check(name, False, error.message)
     parity = comparison.parity()
@@ -402,6 +416,21 @@ def _parity_check(
             f"`verify --atol {exported.atol:g} --rtol {exported.rtol:g}` compares with those"
         )
     return Check(name, parity.passed, detail)
+
+
+def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]]:
+    """The batch sizes in which a graph is compared: that of all inputs, and those of the first.
+
+    They are those of the export; of an older one, and of one that was not compared, the smallest.
+    """
+    port = manifest.inputs[0]
+    if isinstance(port.shape[0], int):
+        return port.shape[0], ()
+    of = port.groups_of or 1
+    known = parse_range(manifest.batch, "--batch") if manifest.batch else DEFAULT_BATCH
+    usual = known.nearest(PARITY_BATCHES[-1] * of)
+    compared = recorded_sizes(graph.parity, "batches")
+    return usual, compared or [known.nearest(size * of) for size in PARITY_BATCHES]
 
 
 def _engine_check(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -25,22 +25,33 @@ from ...graphs.lowerings import lowerings_of
 from ...graphs.lowerings.base import AnyLowering
 from ...graphs.targets import Method
 from ..bundle.weights import WeightsWriter, write_backbone, write_layer
-from ..inputs import feed_batches
+from ..inputs import BATCH, TRACED_BATCH, feed_batches
 from ..model import Model, fingerprint
 from ..requests import CalibrateRequest
-from ..trace import trace
+from ..trace import HELD, Held, trace
 
 GRAPH_FILE = "observing.onnx"
 
 
 @dataclass(frozen=True)
 class CalibrationJob:
-    """A calibration that can begin, as `exporter.job` makes it; `k` is what each layer keeps."""
+    """A calibration that can begin, as `exporter.job` makes it; `k` is what each layer keeps.
+
+    `fixed` are the sizes of axes that are constants of the graph, of which the batch is what is run
+    at once: what a layer computes may depend on all of it.
+    """
 
     model: Model
     data: Feed
     k: Mapping[str, int]
     options: CalibrateRequest
+    fixed: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        """How many inputs are run at once: whole groups of those that are computed together."""
+        together = self.model.batch_of
+        return self.fixed.get(BATCH) or -(-self.options.batch // together) * together
 
     def inputs(self, seen: FeedHash) -> Iterator[Fields]:
         """Yields the inputs of the feed that are taken; a hash is told of them."""
@@ -99,7 +110,7 @@ def calibrate(
 ) -> CalibrationTable:
     """Returns the ranges of a model's tensors over the inputs of a feed.
 
-    `traced` is the model's trace for any batch size, where that was made before. Raises
+    `traced` is the model's trace for the job's sizes, where that was made before. Raises
     `CalibrationError` that names a tensor whose values give no range, and what `observe_model`
     raises.
     """
@@ -145,7 +156,7 @@ def observe_share(
         total = min(total, job.options.samples)
     if traced is None:
         progress.step("tracing")
-        traced = trace(job.model)
+        traced = trace(job.model, fixed=job.fixed, sizes={BATCH: job.batch})
     feed_hash = FeedHash()
     with scratch_folder("calibration", workspace) as folder:
         path = folder / GRAPH_FILE
@@ -153,13 +164,14 @@ def observe_share(
         with output_errors(folder.parent):  # of a full disk, which the system tells without a name
             graph = _write(job, traced.clone(), path)
         progress.step("observing", total=total, unit="inputs")
-        together = job.model.batch_of
-        size = -(-job.options.batch // together) * together
+        together = job.fixed.get(BATCH, job.model.batch_of)
+        held: Held | None = traced.meta.get(HELD)
+        least, _ = (1, None) if held is None else held.bounds.get(BATCH, (1, None))
         # What is computed together with others is seen with as many alone.
         whole = (
             rows_between(batch, 0, row_count(batch) // together * together)
-            for batch in rebatched(job.inputs(feed_hash), size)
-            if row_count(batch) >= together
+            for batch in rebatched(job.inputs(feed_hash), job.batch)
+            if row_count(batch) >= max(together, least if least > TRACED_BATCH else 1)
         )
         seen = observe(path, graph, islice(_numbered(whole, progress), share[0], None, share[1]))
         if total is None:  # nobody knew before, and shards may be fewer than they should be

@@ -5,12 +5,14 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
+import moexport
 import numpy as np
 import pytest
-from moexport.bench.data import LabelledData, open_labelled
+from moexport.bench.data import LabelledData, labelled, open_labelled
 from moexport.bench.runners.base import first_of
 from moexport.errors import FeedError
 from moexport.exporter.model import TensorSpec
+from moexport.tests.recorded import read_case
 
 X = np.linspace(0, 1, 12, dtype=np.float64).reshape(4, 3)
 SPEC = TensorSpec("input", "float32", ("batch", 3))
@@ -122,3 +124,13 @@ def test_batches_cover_the_data_and_go_round() -> None:
     assert [(s.start, s.stop) for s in data.batches(3)] == [(0, 3), (3, 4)]
     assert np.array_equal(first_of(data.batch(1, 3)), X[[3, 0, 1]])
     assert first_of(data.batch(0, 6)).shape == (6, 3)
+
+
+def test_inputs_without_an_axis_that_may_be_left_out_have_it(tmp_path: Path) -> None:
+    model = moexport.load(read_case("mumoe_cp").weights, config={"act": "entmax15"})
+    x = np.random.default_rng(0).standard_normal((6, 24)).astype(np.float32)
+    np.savez(tmp_path / "d.npz", x=x, label=np.arange(6))
+    for data in (labelled(x, model, 1), labelled(tmp_path / "d.npz", model, 1)):
+        assert data.head(9).inputs.shape == (6, 1, 24)
+        ((first, _), _) = data.stream(4)
+        assert np.array_equal(first_of(first)[:, 0], x[:4])

@@ -25,18 +25,17 @@ def never_ends(bundle: Path) -> None:
     graph, output = model.graph, model.graph.output[0].name
     for node in graph.node:
         node.output[:] = ["y/once" if name == output else name for name in node.output]
-    scalar = [TensorProto.FLOAT, [1]]
     body = helper.make_graph(
         [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Mul", ["s", "s"], ["t"])],
         "body",
         [
             helper.make_tensor_value_info("i", TensorProto.INT64, []),
             helper.make_tensor_value_info("go", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("s", *scalar),
+            helper.make_tensor_value_info("s", TensorProto.FLOAT, [1]),
         ],
         [
             helper.make_tensor_value_info("on", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("t", *scalar),
+            helper.make_tensor_value_info("t", TensorProto.FLOAT, [1]),
         ],
     )
     graph.initializer.extend(

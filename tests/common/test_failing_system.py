@@ -126,8 +126,8 @@ cd /
 exec "$@"
 """
     # The volume is mounted below the read-only root, as a container has it.
-    arguments = (*EXPORT, "--precision", "int8", "--target", "ort-cpu", "--data", data)
-    arguments += ("-o", place / "out")
+    arguments = [*EXPORT, "--precision", "int8", "--target", "ort-cpu", "--data", data]
+    arguments += ["-o", place / "out"]
     done = subprocess.run(
         ["unshare", "-m", "bash", "-c", script, "-", *PROGRAM, *map(str, arguments)],
         env={n: v for n, v in os.environ.items() if n != "TMPDIR"} | {"HOME": "/nonexistent"},

@@ -197,9 +197,9 @@ def test_a_bank_of_experts_may_see_rows_that_are_of_no_input(tmp_path: Path) -> 
     assert np.abs(bundle.session()(LARGE) - y).max() < 1e-5 * np.abs(y).max()
 
 
-def test_a_graph_is_compared_at_three_batches(tmp_path: Path) -> None:
+def test_a_graph_is_compared_at_small_batches_and_those_that_were_asked_for(tmp_path: Path) -> None:
     parity = exported("cut", tmp_path / "out", SMALL[:1]).manifest.parity
-    assert parity is not None and list(parity["batches"]) == [1, 2, 3]
+    assert parity is not None and list(parity["batches"]) == [1, 2, 3, 17, 32]
 
 
 class Choosing(nn.Module):

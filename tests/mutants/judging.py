@@ -17,7 +17,7 @@ from moexport.common.files import sha256
 from moexport.errors import BundleError, EngineError, ParityError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import MANIFEST_FILE, FileRecord
-from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference
+from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference, sized_files
 from moexport.exporter.parity import TOLERANCES, Comparison, describe
 from moexport.exporter.write import opened_comparison
 from moexport.graphs.targets import Precision
@@ -155,7 +155,8 @@ def damaged_bundle(base: Base, graph: Graph, folder: Path) -> Bundle:
     folder.mkdir(parents=True)
     manifest, file = base.bundle.manifest, base.bundle.manifest.graphs[0].file
     onnx.save(graph.model, folder / file)
-    shutil.copy(base.bundle.path / PARITY_FILE, folder / PARITY_FILE)
+    for record in (PARITY_FILE, *sized_files(manifest.files).values()):
+        shutil.copy(base.bundle.path / record, folder / record)
     files = {path.name: FileRecord(sha256(path), path.stat().st_size) for path in folder.iterdir()}
     manifest = replace(manifest, files=files)
     (folder / MANIFEST_FILE).write_text(manifest.to_json())
