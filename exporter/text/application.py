@@ -22,11 +22,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ...common.text import printable
 from ...errors import CacheMemoryError, MoexportError, UsageError
 from ..requests import GenerateRequest
 from .generate import GeneratedText, TextModel
-from .protocol import FAILED, Asked, Form, asked, error, events, in_protocol
+from .protocol import FAILED, Asked, Form, NoSuchModelError, error, events, in_protocol
 from .turns import Turns
 from .watched import LEFT, TEXT, Watched
 
@@ -93,10 +92,6 @@ def is_local(host: str | None) -> bool:
         return host == "localhost"
 
 
-class _NoSuchModelError(UsageError):
-    pass
-
-
 class _BusyError(MoexportError):
     pass
 
@@ -125,16 +120,22 @@ class _Service:
     async def read(self, body: bytes, *, chat: bool) -> tuple[Asked, list[int], GenerateRequest]:
         """Returns what a body asks for and the tokens of its prompt."""
 
-        def tokens() -> tuple[Asked, list[int], GenerateRequest]:
-            completion = asked(body)
-            if completion.model not in ("", self.name):
-                named = printable(completion.model[:64])
-                raise _NoSuchModelError(f"model: there is no {named} here, only {self.name}")
-            request = completion.request(self._most)
-            content = completion.content(chat=chat, reads=self.model.prompts.reads)
-            return completion, self.model.tokens(content, request), request
+        def tokens() -> tuple[Asked, list[int]] | MoexportError:
+            try:
+                return self.model.prompts.completion(body, self.name, self._most, chat=chat)
+            except MoexportError as cause:
+                # Raised here it would refer to itself, by way of the future that waits for it, and
+                # its frames would keep the body until cycles are collected.
+                return cause.with_traceback(None)
 
-        return await to_thread.run_sync(tokens, limiter=self._reading)
+        found = await to_thread.run_sync(tokens, limiter=self._reading)
+        if isinstance(found, MoexportError):
+            try:
+                raise found
+            finally:
+                del found
+        completion, ids = found
+        return completion, ids, completion.request(self._most)
 
     async def start(self, ids: list[int], request: GenerateRequest) -> GeneratedText:
         async with self._turns.turn(0):
@@ -161,7 +162,7 @@ class _Completions:
             await self._answer(Request(scope, receive), scope, receive, send)
         except ClientDisconnect:
             response = Response(status_code=LEFT)
-        except _NoSuchModelError as cause:
+        except NoSuchModelError as cause:
             response = JSONResponse(error(cause.message), 404)
         except UsageError as cause:
             response = JSONResponse(error(in_protocol(cause)), 400)

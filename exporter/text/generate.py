@@ -22,7 +22,6 @@ from ...errors import (
     CacheMemoryError,
     EngineError,
     MissingExtraError,
-    UsageError,
     install,
 )
 from ...graphs.names import PAST
@@ -33,7 +32,6 @@ from .files import (
     GENAI_FILE,
     TOKENIZER_BYTES,
     TOKENIZER_FILE,
-    template_in,
     tokenizer_problem,
 )
 from .prompts import Prompts
@@ -83,7 +81,6 @@ class TextModel:
         model = object_in(bundle.path / GENAI_FILE)["model"]
         self._ends, self._vocabulary = frozenset(model["eos_token_id"]), model["vocab_size"]
         self.context = min(model["context_length"], context or model["context_length"])
-        self.chats = template_in(bundle.path) is not None
         self.prompts = Prompts(bundle.path, self.context)
         self._words = _words(bundle.path)
         self._token_bytes = sum(
@@ -101,30 +98,12 @@ class TextModel:
 
     def tokens(self, prompt: str | Sequence[Message], request: GenerateRequest) -> list[int]:
         """Returns the tokens of a prompt, which leave room for one more in the context."""
-        if request.chat and isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        if not isinstance(prompt, str):
-            if not self.chats:
-                raise UsageError(
-                    "--chat: the model has no chat template: it was not trained to chat",
-                    hint="leave --chat out, and the model continues the prompt",
-                )
-            if request.system is not None:
-                prompt = [{"role": "system", "content": request.system}, *prompt]
-        if "\0" in (prompt if isinstance(prompt, str) else "".join(map(_content, prompt))):
-            raise UsageError(
-                "the prompt has a NUL character, which is no text", hint="leave it out"
-            )
-        tokens = self.prompts.ids(prompt)
-        if len(tokens) >= self.context:
-            raise UsageError(
-                f"the prompt has {len(tokens):,} tokens, and the model's context holds "
-                f"{self.context:,}",
-                hint="shorten the prompt",
-            )
-        if not tokens:
-            raise UsageError("the prompt is empty", hint="give some text to continue")
-        return tokens
+        if not request.chat and isinstance(prompt, str):
+            return self.prompts.tokens(prompt)
+        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        if request.system is not None:
+            said.insert(0, {"role": "system", "content": request.system})
+        return self.prompts.tokens(said)
 
     def start(self, tokens: list[int], request: GenerateRequest) -> GeneratedText:
         """Returns the text after some tokens, with a cache of its own.
@@ -340,10 +319,6 @@ def _free_bytes() -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
-
-
-def _content(message: Message) -> str:
-    return "".join(map(str, message.values()))
 
 
 def _bytes(dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""The tokens of prompts, which a process of their own makes: it is ended where it takes too long.
+"""The tokens of prompts, which a process of their own makes (`encoder.py`), within a time.
 
 Hugging Face's `tokenizers` take a time that grows with the length of a text, whatever the text.
 """
@@ -15,7 +15,9 @@ from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
 
+from ...common.documents import from_data
 from ...errors import BundleError, EngineError, MissingExtraError, UsageError, install
+from .protocol import Asked, NoSuchModelError
 
 ENCODER = "moexport.exporter.text.encoder"
 
@@ -24,6 +26,9 @@ LOADING_S = 60
 
 LIMIT_S = 10
 """For the tokens of a prompt, and a second more for each MiB of it."""
+
+CLOSING_S = 5
+"""After which the process is ended, where it does not end its copy by itself."""
 
 
 class Prompts:
@@ -39,35 +44,41 @@ class Prompts:
         self._lock = Lock()
         self._start()
 
-    def ids(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+    def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Returns the tokens of a text, or of a chat as the model's template writes it.
 
         Raises `UsageError` for a prompt that the model does not take, and `EngineError` where the
         tokens are not made in time.
         """
+        ids: list[int] = self._asked({}, json.dumps(prompt).encode())["ids"]
+        return ids
+
+    def completion(
+        self, body: bytes, name: str, most: int, *, chat: bool
+    ) -> tuple[Asked, list[int]]:
+        """Returns what a client's request asks a model for, and the tokens of its prompt.
+
+        A text has `most` tokens at most. Raises as `tokens` does, and `NoSuchModelError`.
+        """
+        found = self._asked({"name": name, "most": most, "chat": chat}, body)
+        return from_data(Asked, found["asked"], "the request"), found["ids"]
+
+    def _asked(self, what: Mapping[str, Any], body: bytes) -> Any:
+        seconds = LIMIT_S + (len(body) >> 20)
         with self._lock:
             if self._process.poll() is not None:
                 self._start()
-            seconds = LIMIT_S + (sum(map(len, _texts(prompt))) >> 20)
-            answer = self._answer({"prompt": prompt, "seconds": seconds}, seconds)
-        if answer is None:
+            line = json.dumps({**what, "bytes": len(body), "seconds": seconds}).encode()
+            answer = self._answer(line + b"\n" + body, seconds + CLOSING_S)
+        if not answer:
             raise EngineError(
-                f"{self._folder}: the tokens of a prompt were not made within {seconds} s and 4 GB",
+                f"{self._folder}: no tokens of a prompt within {seconds} s and 4 GB of memory",
                 hint="a pattern of tokenizer.json or the chat template does not end",
             )
-        if "refused" in answer:
-            raise UsageError(
-                f"the model's chat template does not take these messages: {answer['refused']}",
-                hint="leave --system out: some templates have no system messages",
-            )
-        if "long" in answer:
-            raise UsageError(
-                f"the prompt has {answer['long']:,} characters, and the model's context holds "
-                f"{self._context:,} tokens",
-                hint="shorten the prompt",
-            )
-        ids: list[int] = answer["ids"]
-        return ids
+        if "error" in answer:
+            kind = NoSuchModelError if answer["unknown"] else UsageError
+            raise kind(answer["error"], hint=answer["hint"])
+        return answer
 
     def _start(self) -> None:
         """Starts the process, and waits until it has loaded the tokenizer."""
@@ -81,16 +92,13 @@ class Prompts:
             start_new_session=True,  # a Ctrl-C reaches this process alone
         )
         self._end = weakref.finalize(self, _end, self._process)
-        answer = self._answer(None, LOADING_S)
-        if answer is None:
+        if self._answer(b"", LOADING_S) is None:
             raise BundleError(
                 f"{self._folder}: its tokenizer.json cannot be loaded",
                 hint="save the tokenizer with a current transformers, and export again",
             )
-        self.reads = frozenset(answer["reads"])
-        """The names that the chat template reads, of messages among others."""
 
-    def _answer(self, asked: Mapping[str, Any] | None, seconds: int) -> Any:
+    def _answer(self, asked: bytes, seconds: int) -> Any:
         """What the process answers; None where it ends, or is ended after a time."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
@@ -98,9 +106,8 @@ class Prompts:
         timer.daemon = True
         timer.start()
         try:
-            if asked is not None:
-                process.stdin.write(json.dumps(asked).encode() + b"\n")
-                process.stdin.flush()
+            process.stdin.write(asked)
+            process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
             line = b""
@@ -121,12 +128,6 @@ def check_installed() -> None:
         raise MissingExtraError(
             f"what makes tokens of text is not installed ({error})", hint=install("generate")
         ) from error
-
-
-def _texts(prompt: str | Sequence[Mapping[str, str]]) -> list[str]:
-    if isinstance(prompt, str):
-        return [prompt]
-    return [text for message in prompt for text in message.values()]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ...common.documents import document, from_data
+import msgspec
+
+from ...common.documents import from_data
 from ...common.option import spelled
 from ...common.text import printable
 from ...errors import MoexportError, UsageError
@@ -85,7 +87,6 @@ class Asked:
                 f"stop: at most {MOST_STOPS} texts of {STOP_CHARACTERS} characters are compared"
             )
         return GenerateRequest(
-            chat=self.messages is not None,
             max_tokens=most if longest is None else longest,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -94,8 +95,10 @@ class Asked:
             stop=stop,
         )
 
-    def content(self, *, chat: bool, reads: frozenset[str]) -> str | list[dict[str, str]]:
-        """Returns the prompt or the messages, with the fields that the template `reads`.
+    def content(
+        self, *, chat: bool, most: int, reads: frozenset[str]
+    ) -> str | list[dict[str, str]]:
+        """Returns the prompt or the messages, `most` of them, with what the template `reads`.
 
         Raises `UsageError` for another number of prompts than one, and for what is no text.
         """
@@ -105,11 +108,17 @@ class Asked:
         if getattr(self, other) is not None:
             raise UsageError(f"{other}: it is a field of the other kind of completion")
         if self.messages is not None:
+            if len(self.messages) > most:
+                raise UsageError(f"messages: {len(self.messages):,}, and {most:,} tokens fit here")
             return [_message(said, f"messages[{i}]", reads) for i, said in enumerate(self.messages)]
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
         if len(prompts) != 1:
             raise UsageError(f"prompt: {len(prompts)} prompts, and one text is expected")
         return prompts[0]
+
+
+class NoSuchModelError(UsageError):
+    """A request is for another model than the one that is served."""
 
 
 SERVED = PASSED_OVER | {field.name for field in fields(Asked)}
@@ -118,9 +127,9 @@ SERVED = PASSED_OVER | {field.name for field in fields(Asked)}
 def asked(body: bytes) -> Asked:
     """Returns what a body asks for; `UsageError` for what is no request or is not served."""
     try:
-        data = document(body.decode("utf-8"), "json", "the request", UsageError)
-    except UnicodeDecodeError as error:
-        raise UsageError("the request is no text in UTF-8") from error
+        data = msgspec.json.decode(body)  # in one step, however many values there are
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as cause:
+        raise UsageError(f"the request is not valid JSON: {str(cause)[:200]}") from cause
     if not isinstance(data, dict):
         raise UsageError("the request is no object")
     _check_served({name: data[name] for name in data if name not in SERVED}, "")

@@ -39,7 +39,7 @@ def serve(bundle: Bundle, request: ServeRequest) -> None:
         access_log=False,  # `Watched` writes a line a request, when it ends
         proxy_headers=False,
         server_header=False,
-        backlog=64,  # of which asyncio accepts all before it closes any
+        backlog=128,  # of which asyncio accepts all before it closes any
         timeout_graceful_shutdown=CLOSING_S,
     )
 

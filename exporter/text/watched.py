@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from time import perf_counter
@@ -55,6 +56,8 @@ class Watched:
 
         try:
             await self._app(scope, receive, sending)
+        except asyncio.CancelledError:
+            fault = " (the server ends)"
         except TimeoutError:
             fault = f" (the client has read nothing for {SEND_S:.0f} s)"
         except Exception as cause:  # noqa: BLE001 - whatever it is, the server goes on
