@@ -7,6 +7,8 @@ goes away leaves nothing behind.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from ipaddress import ip_address
@@ -35,6 +37,9 @@ MOST_TEXTS = 64
 LEAST_BODY = 1 << 20
 BODY_TOKEN = 16
 """Bytes of a request at most: so many for each token of the context, and a MiB at least."""
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+"""Gives the system what was freed: the C library of Linux keeps the room of small caches."""
 
 RETRY = {"Retry-After": "1"}
 
@@ -103,7 +108,7 @@ class _Service:
         self.model, self.name, self.local = model, name, local
         self.texts = 0
         self._most = min(most, model.context)
-        self._turns = Turns()
+        self._turns, self._readings = Turns(), Turns()
         self._reading, self._computing = CapacityLimiter(1), CapacityLimiter(1)
 
     @contextmanager
@@ -117,8 +122,11 @@ class _Service:
         finally:
             self.texts -= 1
 
-    async def read(self, body: bytes, *, chat: bool) -> tuple[Asked, list[int], GenerateRequest]:
-        """Returns what a body asks for and the tokens of its prompt."""
+    async def read(
+        self, request: Request, *, chat: bool
+    ) -> tuple[Asked, list[int], GenerateRequest]:
+        """Returns what a request asks for and the tokens of its prompt."""
+        body = await request.body()
 
         def tokens() -> tuple[Asked, list[int]] | MoexportError:
             try:
@@ -128,7 +136,11 @@ class _Service:
                 # its frames would keep the body until cycles are collected.
                 return cause.with_traceback(None)
 
-        found = await to_thread.run_sync(tokens, limiter=self._reading)
+        # Short ones do not wait for long ones, and nothing is read for a client that has left.
+        async with self._readings.turn(len(body)):
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            found = await to_thread.run_sync(tokens, limiter=self._reading)
         if isinstance(found, MoexportError):
             try:
                 raise found
@@ -170,14 +182,16 @@ class _Completions:
             response = JSONResponse(error(cause.message, "server_error"), 503, RETRY)
         else:
             return
+        finally:
+            if _trim is not None:
+                _trim(0)
         await response(scope, receive, send)
 
     async def _answer(self, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
         _check_sender(request, local=self._service.local)
-        body = await request.body()
+        await request.body()
         with self._service.place():
-            completion, ids, how = await self._service.read(body, chat=self._chat)
-            del body
+            completion, ids, how = await self._service.read(request, chat=self._chat)
             text = await self._service.start(ids, how)
             try:
                 scope[TEXT] = text

@@ -5,10 +5,8 @@ Its tokenizer is not used: it recurses for each character, and ends the process 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -51,9 +49,6 @@ Finish = Literal["stop", "length"]
 
 PROMPT_TOKENS = 128
 """Of a prompt that are computed in one step: nothing else runs meanwhile."""
-
-_give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-"""Gives the system what was freed: the C library of Linux keeps the room of small caches."""
 
 OUT_OF_MEMORY = re.compile(r"[Cc]ould not allocate|Failed to allocate memory|bad_alloc")
 """How ONNX Runtime and GenAI report that there is no memory."""
@@ -217,8 +212,6 @@ class GeneratedText(Iterator[str]):
         """Frees the cache; nothing follows."""
         self._generator = None
         self.finish = self.finish or "length"
-        if _give_back is not None:
-            _give_back(0)
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -79,8 +79,8 @@ class Asked:
         """Returns how to generate it, with `most` tokens; `UsageError` for what cannot be."""
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         longest: int | None = getattr(self, name)
-        if longest is not None and longest > most:
-            raise UsageError(f"{name}: {longest:,}, and a text has {most:,} tokens here at most")
+        if longest is not None and not 1 <= longest <= most:
+            raise UsageError(f"{name} {longest}: it must be from 1 to {most}")
         stop = tuple([self.stop] if isinstance(self.stop, str) else self.stop or ())
         if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > STOP_CHARACTERS:
             raise UsageError(

@@ -20,7 +20,7 @@ def serve(bundle: Bundle, request: ServeRequest) -> None:
         import uvicorn
 
         from .application import application
-        from .connections import Connection
+        from .connections import Connection, most_connections
     except ImportError as cause:
         raise MissingExtraError(
             f"uvicorn, which serves text, is not installed ({cause})", hint=install("generate")
@@ -39,7 +39,7 @@ def serve(bundle: Bundle, request: ServeRequest) -> None:
         access_log=False,  # `Watched` writes a line a request, when it ends
         proxy_headers=False,
         server_header=False,
-        backlog=128,  # of which asyncio accepts all before it closes any
+        backlog=2 * most_connections(),  # asyncio accepts all of them before it closes any
         timeout_graceful_shutdown=CLOSING_S,
     )
 

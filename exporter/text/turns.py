@@ -1,4 +1,4 @@
-"""Who computes next: one at a time, and a new text does not wait for long ones."""
+"""Who is next: one at a time, and what is short does not wait for all that is long."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    steps: int
+    size: int
     turn: anyio.Event
 
 
 @dataclass(slots=True)
 class Turns:
-    """Turns of texts that are written at once.
+    """Turns of several that are at work at once.
 
-    Every other turn is that of the text with the fewest steps so far, so that a short one has half
-    of the machine at least, however many long ones there are; the others are by order of arrival.
+    Every other turn is that of the smallest, such as the text with the fewest steps so far: it has
+    half of the machine at least, however many others there are. The others are by order of arrival.
     """
 
     _waiting: list[_Waiting] = field(default_factory=list)
     _busy: bool = False
-    _by_steps: bool = False
+    _by_size: bool = False
 
     @asynccontextmanager
-    async def turn(self, steps: int) -> AsyncIterator[None]:
-        """Waits for the turn of a text that has had some steps, and gives it on at the end."""
+    async def turn(self, size: int) -> AsyncIterator[None]:
+        """Waits for the turn of one that has a size, and gives it on at the end."""
         import anyio
 
         if self._busy:
-            waiting = _Waiting(steps, anyio.Event())
+            waiting = _Waiting(size, anyio.Event())
             self._waiting.append(waiting)
             try:
                 await waiting.turn.wait()
@@ -55,8 +55,8 @@ class Turns:
         self._busy = bool(self._waiting)
         if not self._busy:
             return
-        self._by_steps = not self._by_steps
-        fewest = min(self._waiting, key=lambda each: each.steps)
-        chosen = fewest if self._by_steps else self._waiting[0]
+        self._by_size = not self._by_size
+        smallest = min(self._waiting, key=lambda each: each.size)
+        chosen = smallest if self._by_size else self._waiting[0]
         self._waiting.remove(chosen)
         chosen.turn.set()

@@ -1,0 +1,148 @@
+"""The real server under hostile clients for two minutes, all on this machine's own address."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moexport.tests.exporter.text.hostile import TEXTS
+from moexport.tests.exporter.text.serving import (
+    CONTEXT,
+    PROMPT,
+    Server,
+    get,
+    post,
+    with_tokenizer,
+)
+
+pytest.importorskip("uvicorn", reason="the extra generate is not installed")
+
+SIEGE_S = float(os.environ.get("MOEXPORT_SIEGE_S", "120"))
+
+ASKED = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0}
+
+
+def honest(server: Server, seconds: float) -> tuple[list[float], set[str]]:
+    """Asks for one text after another; returns how long each took, and what they were.
+
+    As clients do, it asks again where the server is busy, which is part of the time.
+    """
+    took, texts, end = list[float](), set[str](), time.monotonic() + seconds
+    while time.monotonic() < end or len(took) < 5:
+        begun = time.monotonic()
+        while (answer := post(server.port, ASKED)).status == 503:
+            time.sleep(float(answer.headers["retry-after"]))
+        assert answer.status == 200, answer.text
+        took.append(time.monotonic() - begun)
+        texts.add(answer.said)
+        time.sleep(0.1)
+    return took, texts
+
+
+@pytest.mark.slow
+def test_honest_clients_are_served_beside_hostile_ones(out: Path, tmp_path: Path) -> None:
+    with Server(out, tmp_path) as server:
+        honest(server, 2)
+        alone, wanted = honest(server, 10)
+        before = server.memory()
+        program = (sys.executable, "-m", "moexport.tests.exporter.text.hostile")
+        attack = subprocess.Popen(
+            [*program, str(server.port), str(SIEGE_S)], stdout=subprocess.PIPE, text=True
+        )
+        beside, texts = honest(server, SIEGE_S)
+        counted, _ = attack.communicate(timeout=120)
+        most, log = 1.1 * before, server.log
+        end = time.monotonic() + 30
+        while server.memory() > most and time.monotonic() < end:
+            time.sleep(0.5)
+        after = server.memory()
+        figures = {
+            "alone_s": round(statistics.median(alone), 3),
+            "beside_s": round(statistics.median(beside), 3),
+            "beside_p90_s": round(statistics.quantiles(beside, n=10)[-1], 3),
+            "honest": len(beside),
+            "hostile": json.loads(counted),
+            "before_mib": round(before, 1),
+            "after_mib": round(after, 1),
+            "log_bytes": log.stat().st_size,
+            "requests": get(server.port, "/metrics").text,
+        }
+        print(json.dumps(figures, indent=2))
+        assert texts == wanted and len(wanted) == 1
+        assert all(json.loads(counted).values())
+        assert statistics.median(beside) < 3 * statistics.median(alone), figures
+        assert after < most, figures
+        assert "Traceback" not in log.read_text()
+        assert log.stat().st_size < 200 * (len(beside) + 20 * sum(json.loads(counted).values()))
+
+
+def split(pattern: str) -> dict[str, Any]:
+    """A step of a pretokenizer that cuts a text where a pattern matches."""
+    parts = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Split", **parts}
+
+
+LETTERS, CONTRACTION = r"[^\r\n\p{L}\p{N}]?\p{L}+", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{M}]*[\p{Ll}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?\p{Lu}+"
+SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+
+PATTERNS = {
+    "GPT-2": [split(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")],
+    "Llama 3": [split(rf"{CONTRACTION}|{LETTERS}|\p{{N}}{{1,3}}|{SIGNS}|{SPACES}")],
+    "Qwen 2": [split(rf"{CONTRACTION}|{LETTERS}|\p{{N}}|{SIGNS}|{SPACES}")],
+    "Qwen 3.5": [
+        split(rf"{CONTRACTION}|[^\r\n\p{{L}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|{SIGNS}|{SPACES}")
+    ],
+    "GPT-4o": [split(rf"{CASED}|\p{{N}}{{1,3}}|{SIGNS}|{SPACES}")],
+    "Kimi": [split(rf"[\p{{Han}}]+|{CASED}|\p{{N}}{{1,3}}|{SIGNS}|{SPACES}")],
+    "DeepSeek": [
+        split(r"\p{N}{1,3}"),
+        split("[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
+        split(rf"[!-/:-~][A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+|{SPACES}"),
+    ],
+    "StarCoder": [{"type": "Digits", "individual_digits": True}, split(r" ?\p{L}+|\s+(?!\S)|\s+")],
+    "BLOOM": [split(r" ?[^(\s|[.,!?…。，、।۔،])]+")],
+    "Falcon": [{"type": "Punctuation", "behavior": "Contiguous"}, split("[0-9][0-9][0-9]")],
+    "BERT": [{"type": "BertPreTokenizer"}],
+    "Metaspace": [{"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"}],
+    "whitespace": [{"type": "Whitespace"}],
+}
+"""The kinds of patterns that published tokenizers cut a text with."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PATTERNS)
+def test_every_pattern_takes_every_text(name: str, out: Path, tmp_path: Path) -> None:
+    last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps = [*PATTERNS[name], {**last, "use_regex": False}]
+    cut = {"type": "Sequence", "pretokenizers": steps}
+    bundle = with_tokenizer(out, tmp_path / "bundle", pre_tokenizer=cut)
+    with Server(bundle, tmp_path) as server:
+        post(server.port, {"prompt": PROMPT, "max_tokens": 1})
+        for kind, text in TEXTS.items():
+            for prompt in (text, text[: CONTEXT // 8]):
+                answer = post(server.port, {"prompt": prompt, "max_tokens": 1})
+                assert answer.status in (200, 400), (kind, answer.text)
+                assert answer.seconds < 5, kind
+            assert answer.status == 200, (kind, answer.text)
+
+
+@pytest.mark.slow
+def test_a_pattern_that_explodes_ends_a_request_and_not_the_server(
+    out: Path, tmp_path: Path
+) -> None:
+    bundle = with_tokenizer(out, tmp_path / "bundle", pre_tokenizer=split("(a+)+$"))
+    with Server(bundle, tmp_path) as server:
+        answer = post(server.port, {"prompt": "a" * 3000 + "b", "max_tokens": 1})
+        assert answer.status in (200, 400, 500)
+        assert answer.seconds < 30
+        assert post(server.port, {"prompt": PROMPT, "max_tokens": 1}).status == 200
