@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import (
     BundleError,
+    CacheMemoryError,
     CalibrationError,
     CheckError,
     CheckpointError,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Bundle",
     "BundleError",
+    "CacheMemoryError",
     "CalibrationError",
     "CheckError",
     "CheckpointError",

@@ -7,9 +7,10 @@ goes away leaves nothing behind.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -40,6 +41,8 @@ BODY_TOKEN = 16
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 """Gives the system what was freed: the C library of Linux keeps the room of small caches."""
+
+TRIM_S = 0.5
 
 RETRY = {"Retry-After": "1"}
 
@@ -108,8 +111,17 @@ class _Service:
         self.model, self.name, self.local = model, name, local
         self.texts = 0
         self._most = min(most, model.context)
+        self._trimming: asyncio.TimerHandle | None = None
         self._turns, self._readings = Turns(), Turns()
         self._reading, self._computing = CapacityLimiter(1), CapacityLimiter(1)
+
+    def give_back(self) -> None:
+        """Gives freed memory back to the system soon, once for all requests that end meanwhile."""
+        if _trim is not None and (self._trimming is None or self._trimming.when() < self._now()):
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_S, _trim, 0)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     @contextmanager
     def place(self) -> Iterator[None]:
@@ -153,7 +165,7 @@ class _Service:
         async with self._turns.turn(0):
             return await to_thread.run_sync(self.model.start, ids, request, limiter=self._computing)
 
-    async def pieces(self, text: GeneratedText) -> AsyncIterator[str]:
+    async def pieces(self, text: GeneratedText) -> AsyncGenerator[str]:
         """The pieces of a text, an empty one where a step makes none."""
         while text.finish is None:
             async with self._turns.turn(text.steps):
@@ -183,8 +195,7 @@ class _Completions:
         else:
             return
         finally:
-            if _trim is not None:
-                _trim(0)
+            self._service.give_back()
         await response(scope, receive, send)
 
     async def _answer(self, request: Request, scope: Scope, receive: Receive, send: Send) -> None:

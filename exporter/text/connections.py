@@ -16,6 +16,10 @@ MOST_CONNECTIONS = 256
 RECEIVE_S = 20.0
 """For a request to be received, head and body."""
 
+GRACE_S = 1.0
+"""For a request to arrive before its connection makes room for another: until then there may be
+twice as many."""
+
 LINGER_S = 2.0
 """For a client to read the answer to a request that was refused before all of it was received."""
 
@@ -33,11 +37,16 @@ class Connection(H11Protocol):
         """Begins to receive; there may be no room."""
         super().connection_made(transport)
         self._opened = self.loop.time()
-        if len(self.connections) > most_connections():
-            others = [each for each in self.connections if each is not self and _idle(each)]
-            oldest: Any = min(others, key=lambda each: each._opened, default=self)
-            self.connections.discard(oldest)
-            oldest.transport.abort()
+        many = len(self.connections) - most_connections()
+        if many > 0:
+            early = self._opened - GRACE_S
+            connections: set[Any] = self.connections  # type: ignore[assignment]
+            waiting = [each for each in connections if _idle(each) and each._opened < early]
+            last = self if many > most_connections() else None
+            oldest: Any = min(waiting, key=lambda each: each._opened, default=last)
+            if oldest is not None:
+                self.connections.discard(oldest)
+                oldest.transport.abort()
         self._limit(RECEIVE_S)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -127,7 +127,7 @@ def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str
     class Generation(Extension):
         """A block that only marks what a model is trained on."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012 - the type that Jinja declares
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)

@@ -39,7 +39,7 @@ def serve(bundle: Bundle, request: ServeRequest) -> None:
         access_log=False,  # `Watched` writes a line a request, when it ends
         proxy_headers=False,
         server_header=False,
-        backlog=2 * most_connections(),  # asyncio accepts all of them before it closes any
+        backlog=most_connections(),  # asyncio accepts all of them before it closes any
         timeout_graceful_shutdown=CLOSING_S,
     )
 

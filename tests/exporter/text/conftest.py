@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that never ends by itself, and says no parts of characters: they score zero."""
     # Skips where there are no transformers or no GenAI, which a conftest cannot.
-    from moexport.tests.exporter.token_routed.test_generation import END, text_model, transformers
+    from moexport.tests.exporter.token_routed.architectures import transformers
+    from moexport.tests.exporter.token_routed.test_generation import END, text_model
 
     place = tmp_path_factory.mktemp("text")
     folder = text_model("mixtral", place / "model", max_position_embeddings=CONTEXT)
