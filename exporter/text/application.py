@@ -168,7 +168,7 @@ class _Service:
     async def pieces(self, text: GeneratedText) -> AsyncGenerator[str]:
         """The pieces of a text, an empty one where a step makes none."""
         while text.finish is None:
-            async with self._turns.turn(text.steps):
+            async with self._turns.turn(text.first_token_s + text.decode_s):
                 piece = await to_thread.run_sync(text.step, limiter=self._computing)
             yield piece
 

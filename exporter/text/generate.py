@@ -193,7 +193,7 @@ class GeneratedText(Iterator[str]):
         ends: frozenset[int],
         no_memory: Callable[[], CacheMemoryError],
     ) -> None:
-        self.prompt_tokens, self.tokens, self.steps = len(prompt), 0, 0
+        self.prompt_tokens, self.tokens = len(prompt), 0
         self.finish: Finish | None = None
         self.first_token_s = self.decode_s = 0.0
         self._generator, self._decoder, self._prompt = generator, decoder, prompt
@@ -224,7 +224,6 @@ class GeneratedText(Iterator[str]):
         Returns what is known not to be a text to stop at, which may be nothing.
         """
         started = perf_counter()
-        self.steps += 1
         try:
             token = self._token()
         except (RuntimeError, MemoryError) as error:
