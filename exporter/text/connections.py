@@ -39,11 +39,11 @@ class Connection(H11Protocol):
         self._opened = self.loop.time()
         many = len(self.connections) - most_connections()
         if many > 0:
-            early = self._opened - GRACE_S
             connections: set[Any] = self.connections  # type: ignore[assignment]
-            waiting = [each for each in connections if _idle(each) and each._opened < early]
-            last = self if many > most_connections() else None
-            oldest: Any = min(waiting, key=lambda each: each._opened, default=last)
+            waiting = [each for each in connections if each is not self and _idle(each)]
+            oldest = min(waiting, key=lambda each: each._opened, default=self)
+            if many < most_connections() and self._opened - oldest._opened < GRACE_S:
+                oldest = None
             if oldest is not None:
                 self.connections.discard(oldest)
                 oldest.transport.abort()

@@ -141,9 +141,9 @@ class Server:
         self.process.wait(60)
 
     def memory(self) -> float:
-        """The MiB that the server and its processes hold."""
+        """The MiB that the server holds, with the process that makes tokens, not its copies."""
         server = psutil.Process(self.process.pid)
-        held = [each.memory_info().rss for each in (server, *server.children(recursive=True))]
+        held = [each.memory_info().rss for each in (server, *server.children())]
         return sum(held) / 2**20
 
 
