@@ -39,7 +39,7 @@ class Connection(H11Protocol):
         self._opened = self.loop.time()
         many = len(self.connections) - most_connections()
         if many > 0:
-            connections: set[Any] = self.connections  # type: ignore[assignment]
+            connections: set[Any] = self.connections
             waiting = [each for each in connections if each is not self and _idle(each)]
             oldest = min(waiting, key=lambda each: each._opened, default=self)
             if many < most_connections() and self._opened - oldest._opened < GRACE_S:

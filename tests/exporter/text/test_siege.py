@@ -80,7 +80,9 @@ def test_honest_clients_are_served_beside_hostile_ones(out: Path, tmp_path: Path
             "answers": re.findall(r'status="(\d+)"} (\d+)', get(server.port, "/metrics").text),
         }
         print(json.dumps(figures))
-    assert len(texts) == 1 and texts == {"".join(moexport.generate(out, **ASKED))}
+    assert len(texts) == 1 and texts == {
+        "".join(moexport.generate(out, PROMPT, max_tokens=100, temperature=0.0))
+    }
     assert set(hostile) == {kind.__name__ for kind in KINDS}
     assert statistics.median(beside) < 3 * statistics.median(alone), figures
     assert after < 1.1 * before, figures
@@ -154,7 +156,8 @@ def test_every_pattern_takes_every_text(name: str, out: Path, tmp_path: Path) ->
                 answer = post(server.port, {"prompt": prompt, "max_tokens": 1})
                 assert answer.status in (200, 400), (kind, answer.text)
                 assert answer.seconds < 5, kind
-            assert answer.status == 200, (kind, answer.text)
+            empty = text.isspace() and "the prompt is empty" in answer.text
+            assert answer.status == 200 or empty, (kind, answer.text)
 
 
 @pytest.mark.slow
