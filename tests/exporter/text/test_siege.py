@@ -32,7 +32,7 @@ WAVES, QUIET_S = 8, 4.0
 WAVE_S = float(os.environ.get("MOEXPORT_WAVE_S", "15"))
 """Attacks alternate with quiet, so that both are of the same machine, whatever else it does."""
 
-ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0}
+ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 500, "temperature": 0}
 
 
 def honest(server: Server, seconds: float, texts: set[str]) -> list[float]:
@@ -81,7 +81,7 @@ def test_honest_clients_are_served_beside_hostile_ones(out: Path, tmp_path: Path
         }
         print(json.dumps(figures))
     assert len(texts) == 1 and texts == {
-        "".join(moexport.generate(out, PROMPT, max_tokens=100, temperature=0.0))
+        "".join(moexport.generate(out, PROMPT, max_tokens=500, temperature=0.0))
     }
     assert set(hostile) == {kind.__name__ for kind in KINDS}
     assert statistics.median(beside) < 3 * statistics.median(alone), figures

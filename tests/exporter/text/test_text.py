@@ -20,11 +20,12 @@ from typing import Any
 import moexport
 import pytest
 from moexport.errors import BundleError, UsageError
+from moexport.exporter.text.generate import PROMPT_TOKENS
 from moexport.tests.command import PROGRAM, run, start
 from moexport.tests.docs.documents import ROOT, blocks, lines
 from moexport.tests.exporter.text.serving import CONTEXT, PROMPT, Server
 from moexport.tests.exporter.token_routed.architectures import transformers
-from moexport.tests.exporter.token_routed.test_generation import PROMPTS, greedy
+from moexport.tests.exporter.token_routed.test_generation import END, PROMPTS, greedy, text_model
 
 AutoTokenizer: Any = transformers.AutoTokenizer
 openai: Any = pytest.importorskip("openai", reason="the client comes with the extra dev")
@@ -86,6 +87,27 @@ def test_a_chat_is_what_its_template_writes(out: Path) -> None:
     done = run("generate", out, "hi", "--chat", "--system", "Be brief.", *("--max-tokens", "8"))
     assert done.code == 0, done.err
     assert "".join(moexport.generate(out, "hi", chat=True, max_tokens=8)) != plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "second"), [("mixtral", True), ("gpt_oss", False)])
+def test_a_prompt_computed_in_parts_is_continued_as_by_transformers(
+    name: str, second: bool, tmp_path: Path
+) -> None:
+    """Also with sliding windows, which reach over the parts; the other graph copies its cache."""
+    folder = text_model(name, tmp_path / "model", second=second, max_position_embeddings=512)
+    prompt = "0123456789abcde\n" * 20
+    ids = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="np")["input_ids"][0]
+    assert 2 * PROMPT_TOKENS < len(ids) < 488
+    wanted = greedy(name, folder, ids)
+    wanted = wanted[: wanted.index(END)] if END in wanted else wanted
+    for target in ("ort-cpu", "onnx"):
+        bundle = moexport.export(
+            moexport.load(folder), tmp_path / target, target=target, verify=False
+        )
+        text = "".join(moexport.generate(bundle, prompt, max_tokens=24, temperature=0.0))
+        # A character that the last token only begins is left out.
+        assert text == AutoTokenizer.from_pretrained(folder).decode(wanted).rstrip("\ufffd")
 
 
 def test_an_interrupt_ends_the_text_with_what_it_took(out: Path) -> None:
