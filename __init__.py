@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .common.libraries import turn_off_reports
 from .errors import (
     BundleError,
+    CacheMemoryError,
     CalibrationError,
     CheckError,
     CheckpointError,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Bundle",
     "BundleError",
+    "CacheMemoryError",
     "CalibrationError",
     "CheckError",
     "CheckpointError",

@@ -378,7 +378,7 @@ def text_model(bundle: Bundle | AnyPath, request: GenerateRequest) -> TextModel:
     from .exporter.text.generate import TextModel
 
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-    return TextModel(opened, request.threads)
+    return TextModel(opened, request.threads, request.context)
 
 
 def serve(bundle: Bundle | AnyPath, request: ServeRequest) -> None:

@@ -90,6 +90,12 @@ class EngineError(MoexportError):
     """An engine cannot be built, or cannot run on this machine."""
 
 
+class CacheMemoryError(EngineError):
+    """The cache of a text does not fit into the memory."""
+
+    HINT = "--context N makes it smaller, --max-tokens too"
+
+
 class ForeignEngineError(EngineError):
     """An engine is for another GPU, driver or version than those of this machine."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,8 +94,11 @@ def _taken(text: GeneratedText) -> dict[str, object]:
 def serve(*, bundle: BundleArgument, request: ServeRequest, verbosity: Verbosity) -> None:
     """Serve a bundle's language model to clients of OpenAI's protocol.
 
-    Completions and chats, streamed or whole, at http://HOST:PORT/v1.
+    Completions and chats, streamed or whole, at http://HOST:PORT/v1; /health and /metrics. A line
+    of log a request goes to standard error.
     """
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
+    logging.getLogger("moexport.serve").setLevel("ERROR" if verbosity.quiet else "INFO")
     where = f"http://{request.host}:{request.port}/v1"
     verbosity.console().step(f"serving {bundle} at {where}; Ctrl-C ends it")
     api.serve(bundle, request)

@@ -480,6 +480,12 @@ class RunRequest(Request):
             refuse_changed(self, ("device", "cache"), ": it is OpenVINO's")
 
 
+LEAST_TOP_P = 2.0**-149
+"""The smallest 32-bit number above 0, which would draw from all tokens."""
+
+TOP_P = "above 0 and at most 1"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest(Request):
     """How a language model continues a text."""
@@ -509,6 +515,12 @@ class GenerateRequest(Request):
     seed: int | None = option(
         None, "The same seed draws the same tokens.", unset="another one each time"
     )
+    context: int | None = option(
+        None,
+        "The tokens of prompt and text together at most, which the cache has room for.",
+        unset="the model's own",
+        min=2,
+    )
     stop: Sequence[str] = option(
         (), "End before this text. Repeat it for several.", unset="none", metavar="TEXT"
     )
@@ -525,7 +537,12 @@ class GenerateRequest(Request):
         for name, fits, wanted in (
             ("max_tokens", self.max_tokens >= 1, "1 or more"),
             ("temperature", 0 <= (self.temperature or 0) < math.inf, "0 or more"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
+            # As a 32-bit number, 0 would draw from all tokens.
+            (
+                "top_p",
+                self.top_p is None or LEAST_TOP_P <= self.top_p <= 1,
+                "above 0 and at most 1",
+            ),
             ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
             ("seed", 0 <= (self.seed or 0) < 2**31, "from 0 to 2147483647"),
         ):
@@ -549,7 +566,13 @@ class ServeRequest(Request):
     port: int = option(8080, "The port.", min=1, max=65535)
     name: str | None = option(None, "What requests call the model.", unset="the bundle's folder")
     max_tokens: int = option(
-        1024, "How many tokens a text has at most, where a client does not say.", min=1
+        4096, "How many tokens a text has at most; a client may ask for fewer.", min=1
+    )
+    context: int | None = option(
+        None,
+        "The tokens of prompt and text together at most, which a cache has room for.",
+        unset="the model's own",
+        min=2,
     )
     threads: int | None = option(
         None, "The number of ONNX Runtime threads.", unset="its own choice", min=1

@@ -19,6 +19,9 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_BYTES = 128 << 20
 """Of a tokenizer at most: those of 200,000 words have 30 MB."""
 
+TEMPLATE_BYTES = 1 << 20
+"""Of a chat template at most: long ones have 20 kB."""
+
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -60,4 +63,22 @@ def tokenizer_problem(folder: Path, vocabulary: int) -> str | None:
             f"{file}: is of another model: it has the token {largest}, and this model's vocabulary "
             f"ends at {vocabulary - 1}"
         )
+    return None
+
+
+def template_in(folder: Path) -> str | None:
+    """Returns the chat template of the model in a folder, the one called `default` of several."""
+    file = folder / TEMPLATE_FILE
+    if file.is_file():
+        with file.open("rb") as opened:
+            return opened.read(TEMPLATE_BYTES).decode("utf-8", errors="replace")
+    for name in (TOKENIZER_CONFIG_FILE, "chat_template.json"):
+        written = object_in(folder / name).get("chat_template")
+        if isinstance(written, list):
+            named = {
+                each.get("name"): each.get("template") for each in written if isinstance(each, dict)
+            }
+            written = named.get("default")
+        if isinstance(written, str):
+            return written
     return None

@@ -1,7 +1,7 @@
 """What a program needs beside the graph to generate text from a bundle, written into it.
 
-The tokenizer's files and the configuration are those of the model's folder, copied as data: nothing
-of them is run. `genai_config.json` is what ONNX Runtime GenAI opens a folder by.
+The tokenizer's files and the configuration are those of the model's folder, copied as data: no code
+of them is run here. `genai_config.json` is what ONNX Runtime GenAI opens a folder by.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ...graphs.fusion.fuse import appends_in_place
 from ...graphs.names import PAST, PRESENT
 from ...graphs.targets import TARGETS
 from ..job import ExportJob
+from ..text.compare_tokens import different_tokens
 from ..text.files import (
     CONFIG_FILE,
     GENAI_FILE,
@@ -82,7 +83,10 @@ def write_generation(
         genai_config(job, file, model, in_place=appends_in_place(graph)), directory / GENAI_FILE
     )
     problem = tokenizer_problem(folder, vocabulary)
-    return () if problem is None else (f"no text can be generated: {problem}",)
+    if problem is not None:
+        return (f"no text can be generated: {problem}",)
+    different = different_tokens(directory)
+    return () if different is None else (different,)
 
 
 def _cache(job: ExportJob, part: str) -> list[tuple[int, int]]:

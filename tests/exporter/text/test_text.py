@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,39 +20,15 @@ from typing import Any
 import moexport
 import pytest
 from moexport.errors import BundleError, UsageError
+from moexport.exporter.text.generate import PROMPT_TOKENS
 from moexport.tests.command import PROGRAM, run, start
 from moexport.tests.docs.documents import ROOT, blocks, lines
+from moexport.tests.exporter.text.serving import CONTEXT, PROMPT, Server
 from moexport.tests.exporter.token_routed.architectures import transformers
 from moexport.tests.exporter.token_routed.test_generation import END, PROMPTS, greedy, text_model
-from safetensors.torch import load_file, save_file
 
 AutoTokenizer: Any = transformers.AutoTokenizer
 openai: Any = pytest.importorskip("openai", reason="the client comes with the extra dev")
-
-PROMPT = PROMPTS[0]
-CONTEXT = 4096
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that never ends by itself, and says no parts of characters: they score zero."""
-    place = tmp_path_factory.mktemp("text")
-    folder = text_model("mixtral", place / "model", max_position_embeddings=CONTEXT)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    head = weights["lm_head.weight"]
-    for token in range(len(head)):
-        text = tokenizer.decode([token])
-        if token == END or not (text and text.isascii() and text.isprintable()):
-            head[token] = 0
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def out(folder: Path) -> Path:
-    model = moexport.load(folder)
-    return moexport.export(model, folder.parent / "out", target="ort-cpu", verify=False).path
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +87,27 @@ def test_a_chat_is_what_its_template_writes(out: Path) -> None:
     done = run("generate", out, "hi", "--chat", "--system", "Be brief.", *("--max-tokens", "8"))
     assert done.code == 0, done.err
     assert "".join(moexport.generate(out, "hi", chat=True, max_tokens=8)) != plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "second"), [("mixtral", True), ("gpt_oss", False)])
+def test_a_prompt_computed_in_parts_is_continued_as_by_transformers(
+    name: str, second: bool, tmp_path: Path
+) -> None:
+    """Also with sliding windows, which reach over the parts; the other graph copies its cache."""
+    folder = text_model(name, tmp_path / "model", second=second, max_position_embeddings=512)
+    prompt = "0123456789abcde\n" * 20
+    ids = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="np")["input_ids"][0]
+    assert 2 * PROMPT_TOKENS < len(ids) < 488
+    wanted = greedy(name, folder, ids)
+    wanted = wanted[: wanted.index(END)] if END in wanted else wanted
+    for target in ("ort-cpu", "onnx"):
+        bundle = moexport.export(
+            moexport.load(folder), tmp_path / target, target=target, verify=False
+        )
+        text = "".join(moexport.generate(bundle, prompt, max_tokens=24, temperature=0.0))
+        # A character that the last token only begins is left out.
+        assert text == AutoTokenizer.from_pretrained(folder).decode(wanted).rstrip("\ufffd")
 
 
 def test_an_interrupt_ends_the_text_with_what_it_took(out: Path) -> None:
@@ -212,26 +208,9 @@ def test_a_bundle_that_cannot_generate_says_why(out: Path, folder: Path, tmp_pat
 
 
 @pytest.fixture(scope="module")
-def served(out: Path) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    process = start("serve", out, "--port", str(port), "--name", "mixtral")
-    try:
-        wait_for(port, process)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-
-
-def wait_for(port: int, process: subprocess.Popen[str]) -> None:
-    for _ in range(600):
-        assert process.poll() is None, process.communicate()
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise TimeoutError
+def served(out: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with Server(out, tmp_path_factory.mktemp("served")) as server:
+        yield f"http://127.0.0.1:{server.port}/v1"
 
 
 @pytest.mark.slow

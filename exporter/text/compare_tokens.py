@@ -1,0 +1,118 @@
+"""Whether ONNX Runtime GenAI's own tokenizer makes the tokens that Hugging Face's makes.
+
+`generate` and `serve` use the latter; other programs that open a bundle's folder with GenAI do not.
+GenAI's reads fewer kinds of files, and may end its process: so it runs in another one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ...common.documents import object_in
+from .files import GENAI_FILE, TOKENIZER_FILE, TOKENIZER_FILES, write_object
+
+TEXTS = (
+    "The graph chooses 12 of 345,678 experts, doesn't it?",
+    "  two spaces\tand a tab \n\n\n  and lines\r\n",
+    "def f(x):\n    return {'a': x[0] ** 2}  # code",
+    "ÀÉÎ naïve Straße",
+    "e\u0301 combined, \ufb01 a ligature, Ⅻ ½",
+    "Привет, мир! Γειά σου",
+    "你好，世界。日本語のテキスト 한국어",
+    "नमस्ते दुनिया مرحبا بالعالم שלום",
+    "🙂👩‍👩‍👧🇩🇪 and ©™",
+    "CamelCase HTTPServer snake_case 3.14e-10 0xFF",
+    "I'LL we've 'quoted' “curly” — dash…",
+    "https://example.com/a?b=c&d=%20",
+)
+
+LIMIT_S = 60
+"""For both tokenizers to be loaded and used."""
+
+
+def different_tokens(folder: Path) -> str | None:
+    """Returns how GenAI's tokenizer differs for a bundle's folder; None where it does not.
+
+    None too where GenAI or `tokenizers` are not installed.
+    """
+    if any(importlib.util.find_spec(name) is None for name in ("onnxruntime_genai", "tokenizers")):
+        return None
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, str(folder.absolute())],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        return f"ONNX Runtime GenAI's own tokenizer does not take {TOKENIZER_FILE}: {_ADVICE}"
+    others = [TEXTS[at] for at in json.loads(done.stdout)]
+    if not others:
+        return None
+    return (
+        f"ONNX Runtime GenAI's own tokenizer makes other tokens of {len(others)} of {len(TEXTS)} "
+        f"texts, such as {others[0]!r}: {_ADVICE}"
+    )
+
+
+_ADVICE = "moexport does not use it; in other programs, give GenAI the tokens of transformers"
+
+
+def _without_weights(folder: Path, place: Path) -> None:
+    """Writes what GenAI loads a tokenizer with: the folder's files, and a graph of one node."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, place / name)
+    ids, logits = "input_ids", "logits"
+    graph = helper.make_graph(
+        [helper.make_node("Cast", [ids], [logits], to=TensorProto.FLOAT)],
+        "none",
+        [helper.make_tensor_value_info(ids, TensorProto.INT64, ["batch", "tokens"])],
+        [helper.make_tensor_value_info(logits, TensorProto.FLOAT, ["batch", "tokens"])],
+    )
+    opset = helper.make_opsetid("", 17)
+    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=8), place / "model.onnx")
+    config: dict[str, Any] = object_in(folder / GENAI_FILE)
+    decoder = {"filename": "model.onnx", "inputs": {ids: ids}, "outputs": {logits: logits}}
+    config["model"]["decoder"] |= decoder | {"session_options": {"provider_options": []}}
+    write_object(config, place / GENAI_FILE)
+
+
+def main() -> None:
+    """Prints which texts have other tokens, by their places."""
+    import onnxruntime_genai
+    from tokenizers import Tokenizer
+
+    folder = Path(sys.argv[1])
+    onnxruntime_genai.disable_telemetry_events()
+    known = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    known.no_truncation()
+    known.no_padding()
+    with tempfile.TemporaryDirectory() as place:
+        _without_weights(folder, Path(place))
+        other = onnxruntime_genai.Tokenizer(onnxruntime_genai.Model(place))
+        different = [
+            at
+            for at, text in enumerate(TEXTS)
+            if other.encode(text).tolist() != known.encode(text).ids
+        ]
+    print(json.dumps(different))
+
+
+if __name__ == "__main__":
+    main()

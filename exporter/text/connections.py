@@ -1,0 +1,95 @@
+"""Connections of clients that send slowly or not at all: there is an end to them, and room beside.
+
+Uvicorn limits the time between requests, not that of a request's head and body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MOST_CONNECTIONS = 256
+"""Of clients at once, where the system lets a process have four times as many files."""
+
+RECEIVE_S = 20.0
+"""For a request to be received, head and body."""
+
+GRACE_S = 1.0
+"""For a request to arrive before its connection makes room for another: until then there may be
+twice as many."""
+
+LINGER_S = 2.0
+"""For a client to read the answer to a request that was refused before all of it was received."""
+
+
+class Connection(H11Protocol):
+    """A client's connection: it is closed where a request takes too long to be received.
+
+    Where there are too many, the one that has been receiving for longest makes room.
+    """
+
+    _opened = 0.0
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to receive; there may be no room."""
+        super().connection_made(transport)
+        self._opened = self.loop.time()
+        many = len(self.connections) - most_connections()
+        if many > 0:
+            connections: set[Any] = self.connections
+            waiting = [each for each in connections if each is not self and _idle(each)]
+            oldest = min(waiting, key=lambda each: each._opened, default=self)
+            if many < most_connections() and self._opened - oldest._opened < GRACE_S:
+                oldest = None
+            if oldest is not None:
+                self.connections.discard(oldest)
+                oldest.transport.abort()
+        self._limit(RECEIVE_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the limit with the connection."""
+        self._unlimit()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Limits the time from the first byte of a request to its last."""
+        super().data_received(data)
+        if not _idle(self):
+            self._unlimit()
+        elif self._deadline is None:
+            self._limit(RECEIVE_S)
+
+    def on_response_complete(self) -> None:
+        """Does not receive the rest of a request that was answered before its end."""
+        if self.cycle.more_body:
+            self._unlimit()
+            self._limit(LINGER_S)
+        super().on_response_complete()
+
+    def _limit(self, seconds: float) -> None:
+        self._deadline = self.loop.call_later(seconds, self.transport.abort)
+
+    def _unlimit(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def _idle(connection: Any) -> bool:
+    """Whether no request of a connection is being answered."""
+    cycle = connection.cycle
+    closing: bool = connection.transport.is_closing()
+    return closing or cycle is None or cycle.more_body or cycle.response_complete
+
+
+def most_connections() -> int:
+    """Returns how many connections there may be: each is a file of this process."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return MOST_CONNECTIONS
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_CONNECTIONS if files < 0 else min(MOST_CONNECTIONS, files // 4)
