@@ -28,7 +28,7 @@ from ..graphs.targets import Target, runtime_of
 from .bundle.destination import check_destination
 from .bundle.openvino import check_computes, check_device
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
-from .model import Model, TensorSpec, check_one_input, edited, fingerprint
+from .model import Model, TensorSpec, check_given_inputs, check_one_input, edited, fingerprint
 from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
 from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
 from .requests import CalibrateRequest
@@ -201,11 +201,11 @@ def _ranges(job: ExportJob) -> CalibrationJob | None:
                 hint="give a feed with --data, or a table with --calibration",
             )
         return None
-    # In FP16, what overflows is looked for in models with one input.
-    several = len(model.inputs) > 1 and precision.name == "fp16"
+    # In FP16, what overflows is looked for in models whose inputs a feed has.
+    several = any(spec.default is not None for spec in model.inputs) and precision.name == "fp16"
     if several or precision.name not in CALIBRATED:
         return None
-    check_one_input(model, "--quantize all" if precision.scope == "all" else "--data")
+    check_given_inputs(model, "--quantize all" if precision.scope == "all" else "--data")
     request = CalibrateRequest(
         method=options.method or DEFAULT_METHOD,
         samples=None if precision.ranged else PEAK_SAMPLES,
@@ -246,7 +246,7 @@ def calibration_job(
 ) -> CalibrationJob:
     """Returns the job of a calibration; raises `UsageError` for what the model does not take."""
     options = options or CalibrateRequest()
-    check_one_input(model, "calibration")
+    check_given_inputs(model, "calibration")
     specs = _specs(model)
     if options.renormalize:
         check_renormalize(specs)

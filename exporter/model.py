@@ -32,6 +32,7 @@ from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.names import STEER_INPUT
 from .bundle.manifest import TensorSpec as TensorSpec  # noqa: PLC0414
 from .edits import NO_EDITS, Ablation, Edits, KeptExperts, LayerRewrite, MergedExperts, Steer
+from .inputs import Inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Model:
     notes: tuple[str, ...] = ()
     original: nn.Module | None = None
     as_trained: nn.Module | None = None
-    example: np.ndarray | None = field(default=None, compare=False)
+    example: Inputs | None = field(default=None, compare=False)
     order: tuple[str, ...] = ()
     rounded: bool = False
     edits: Edits = NO_EDITS
@@ -147,7 +148,16 @@ class Model:
 
 def check_one_input(model: Model, what: str) -> None:
     """Raises `UsageError` for a model of several inputs where `what` was asked, which takes one."""
-    if len(model.inputs) > 1:
+    _check_inputs(model, what, len(model.inputs) > 1)
+
+
+def check_given_inputs(model: Model, what: str) -> None:
+    """Raises `UsageError` for a model with inputs that may be left out, where `what` was asked."""
+    _check_inputs(model, what, any(spec.default is not None for spec in model.inputs))
+
+
+def _check_inputs(model: Model, what: str, wrong: bool) -> None:
+    if wrong:
         raise UsageError(
             f"{what}: a model with one input is expected, and this {model.family} model has "
             f"{len(model.inputs)}",

@@ -284,6 +284,8 @@ class Comparison:
                 of_tokens = len(shape) > array.ndim  # which the layer sees one after the other
                 if len(shape) == len("smn1") and array.shape[-1:] == shape[-2:-1]:
                     array = by_expert(array)
+                if array.shape == (len(x), 1, *shape[1:]):  # one token, for which PyTorch has no axis
+                    array = array[:, 0]
                 same_k = array.ndim > 0 and array.shape[-1] == shape[-1]
                 if not same_k or not (of_tokens or array.shape == wanted):
                     raise ParityError(
@@ -481,7 +483,14 @@ class _Distance:
 
 
 def _distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> _Distance:
-    """How far outputs are off in the samples [s] or tokens [s, m] that are `same`."""
+    """How far outputs are off in the samples [s] or tokens [s, m] that are `same`.
+
+    Of whole numbers, which are classes or masks, it is the share that differs: none is nearly right.
+    """
+    if expected.dtype.kind in "iub":
+        off = float((y != expected)[same].mean()) if same.any() else 0.0
+        apart = int(same.reshape(len(y), -1).any(axis=1).sum())
+        return _Distance(max_abs=off, largest=1.0, cosine=1 - off, finite=True, inputs=apart)
     spread = same.reshape(*same.shape, *(1,) * (y.ndim - same.ndim))
     actual = np.where(spread, y, 0.0).astype(np.float64)
     wanted = np.where(spread, expected, 0.0).astype(np.float64)

@@ -82,6 +82,42 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
+_embedding_bag = nn.functional.embedding_bag
+
+
+def embedding_bag(
+    input: Tensor,  # noqa: A002  PyTorch's own names
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Bags of one size as rows that are looked up and reduced; PyTorch's is a loop over the bags."""
+    if input.ndim != 2 or offsets is not None or max_norm is not None:
+        return _embedding_bag(
+            *(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse),
+            *(per_sample_weights, include_last_offset, padding_idx),
+        )
+    rows = nn.functional.embedding(input, weight)  # [b, m, d]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[..., None]
+    if padding_idx is None:
+        reduced = {"sum": rows.sum, "mean": rows.mean, "max": rows.amax}[mode](dim=1)
+        return reduced
+    counts = (input != padding_idx % len(weight))[..., None]
+    if mode == "max":
+        highest = rows.masked_fill(~counts, -torch.inf).amax(dim=1)
+        return highest.masked_fill(~counts.any(dim=1), 0.0)
+    total = (rows * counts).sum(dim=1)
+    return total if mode == "sum" else total / counts.sum(dim=1).clamp(min=1)
+
+
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -227,7 +263,10 @@ def _program(
     nested: tuple[Any, ...] = dynamic  # what `*past` takes is one argument to the tracer
     if listed is not None and listed < len(dynamic):
         nested = (*dynamic[:listed], dynamic[listed:])
-    with _sizes_as_numbers() as lines:
+    with (
+        _sizes_as_numbers() as lines,
+        mock.patch.object(nn.functional, "embedding_bag", embedding_bag),
+    ):
         program = torch.onnx.export(
             backbone,
             examples,

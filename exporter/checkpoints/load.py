@@ -173,7 +173,7 @@ def _load_checkpoint(
         inputs=model.inputs,
         outputs=model.outputs,
         notes=(*checkpoint.notes, *notes, *model.notes),
-        example=example if isinstance(example, np.ndarray) else None,
+        example=None if isinstance(example, str | Path) else example,
         rounded=model.rounded,
     )
 

@@ -34,7 +34,7 @@ from ...graphs.layers.base import algorithm_1
 from ...graphs.targets import Runtime, runtime_of
 from ..bundle.manifest import GraphRecord
 from ..bundle.verify import checking_session
-from ..inputs import feed_inputs, fitted
+from ..inputs import Inputs, feed_inputs, fitted
 from ..job import ExportJob, export_job
 from ..model import Model
 from ..options import AUTO, TUNE, ExportOptions, KOption, PrecisionOptions
@@ -178,7 +178,7 @@ class Trials:
             yield folder, graph_record(graph, lowered)
 
     def sensitivity(
-        self, x: np.ndarray, outputs: ReferenceOutputs | None = None
+        self, x: Inputs, outputs: ReferenceOutputs | None = None
     ) -> tuple[LayerSensitivity, ...]:
         """Returns the sensitivity of each part that a job quantises on inputs x, the worst first.
 
