@@ -59,9 +59,7 @@ def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
     return (batch[name] for batch in named_batches(feed, [name]))
 
 
-def labelled_batches(
-    feed: Feed, name: str, outputs: Sequence[str] = ()
-) -> Iterator[LabelledBatch]:
+def labelled_batches(feed: Feed, name: str, outputs: Sequence[str] = ()) -> Iterator[LabelledBatch]:
     """Yields batches [b, …] of the input called `name` with their labels, None where it has none.
 
     Raises what `named_batches` raises.

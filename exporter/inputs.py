@@ -320,7 +320,9 @@ def feed_inputs(
     model: Model, data: Feed, count: int, fixed: Mapping[str, int] | None = None
 ) -> Fields:
     """Returns up to `count` inputs of a feed; `FeedError` where they do not fit the model."""
-    return fitted_arrays(named_samples(data, [spec.name for spec in model.inputs], count), model, fixed)
+    return fitted_arrays(
+        named_samples(data, [spec.name for spec in model.inputs], count), model, fixed
+    )
 
 
 def feed_batches(model: Model, data: Feed) -> Iterator[Fields]:
@@ -353,8 +355,8 @@ def random_arrays(
     """Returns standard normal inputs [count, …], fewer where `count` would take too much memory.
 
     Integer inputs are drawn evenly from the values that the model takes, or, where that is not
-    known, from those of its example, as inputs beside the first are: a time, a weight. A mask leaves out the end
-    of every second input, or with a cache its beginning.
+    known, from those of its example, as inputs beside the first are: a time, a weight. A mask
+    leaves out the end of every second input, or with a cache its beginning.
     """
     limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
     within = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
@@ -451,7 +453,9 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
             )
     if whole and x.size and not np.can_cast(x.dtype, port.dtype):
         limits = np.iinfo(port.dtype)
-        wrong = next((v for v in (int(x.min()), int(x.max())) if not limits.min <= v <= limits.max), None)
+        wrong = next(
+            (v for v in (int(x.min()), int(x.max())) if not limits.min <= v <= limits.max), None
+        )
         if wrong is not None:
             raise FeedError(
                 f"{what} holds {wrong}, but {port.dtype} goes from {limits.min} to {limits.max}",

@@ -170,6 +170,8 @@ class Parity:
     PyTorch."""
     computed_in: str | None = None
     """What the runtime says that it computed matrix products in."""
+    whole_differing: float | None = None
+    """Of outputs of whole numbers (classes, masks), the share of the numbers that differ."""
 
     @property
     def mostly_ties(self) -> bool:
@@ -284,7 +286,8 @@ class Comparison:
                 of_tokens = len(shape) > array.ndim  # which the layer sees one after the other
                 if len(shape) == len("smn1") and array.shape[-1:] == shape[-2:-1]:
                     array = by_expert(array)
-                if array.shape == (len(x), 1, *shape[1:]):  # one token, for which PyTorch has no axis
+                # One token, for which the layer in PyTorch has no axis.
+                if array.shape == (len(x), 1, *shape[1:]):
                     array = array[:, 0]
                 same_k = array.ndim > 0 and array.shape[-1] == shape[-1]
                 if not same_k or not (of_tokens or array.shape == wanted):
@@ -334,6 +337,8 @@ class Comparison:
         same = _Distance.of([part.same for part in parts])
         if tokens and not same.inputs:  # every input has a token that chose otherwise
             same = everything
+        numbers = sum(part.whole[1] for part in parts)
+        wrong = sum(part.whole[0] for part in parts) / numbers if numbers else None
         apart = _Rounding.times([part.rounding for part in parts if part.rounding is not None])
         return Parity(
             max_abs=same.max_abs,
@@ -347,6 +352,7 @@ class Comparison:
                 and agreeing / choices >= bounds.routing
                 and same.inputs
                 and tied <= MOST_TIES * choices
+                and (wrong is None or wrong <= 1 - bounds.routing)
                 and (apart is None or apart <= bounds.roundings)
             ),
             first_difference=next((part.first for part in parts if part.first), None),
@@ -364,6 +370,7 @@ class Comparison:
             agreeing=agreeing,
             tied=tied,
             apart=apart,
+            whole_differing=wrong,
         )
 
 
@@ -413,6 +420,8 @@ def describe(parity: Parity) -> str:
             f"; MOST WAS NOT COMPARED: {p.tied:,} of {p.choices:,} {what} are ties (scores within "
             f"{p.tie:g} of the k-th)"
         )
+    if p.whole_differing:
+        text += f"; {p.whole_differing:.2%} of the whole numbers that it gives differ"
     text += _apart(p)
     if p.batch is not None:
         text = f"in a batch of {p.batch}: {text}"
@@ -485,12 +494,10 @@ class _Distance:
 def _distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> _Distance:
     """How far outputs are off in the samples [s] or tokens [s, m] that are `same`.
 
-    Of whole numbers, which are classes or masks, it is the share that differs: none is nearly right.
+    Whole numbers are no distances: `_PartResult.whole` counts them.
     """
-    if expected.dtype.kind in "iub":
-        off = float((y != expected)[same].mean()) if same.any() else 0.0
-        apart = int(same.reshape(len(y), -1).any(axis=1).sum())
-        return _Distance(max_abs=off, largest=1.0, cosine=1 - off, finite=True, inputs=apart)
+    if expected.dtype.kind != "f":
+        expected = y = np.zeros(expected.shape)
     spread = same.reshape(*same.shape, *(1,) * (y.ndim - same.ndim))
     actual = np.where(spread, y, 0.0).astype(np.float64)
     wanted = np.where(spread, expected, 0.0).astype(np.float64)
@@ -622,6 +629,8 @@ class _PartResult:
     everything: _Distance
     untouched_cosine: float
     rounding: _Rounding | None
+    whole: tuple[int, int]
+    """Of the outputs of whole numbers, how many numbers differ, and how many there are."""
 
 
 def _compared(
@@ -662,6 +671,10 @@ def _compared(
         agreeing = sum(int((counted[name] & ~wrong[name]).sum()) for name in sets)
         same = _same_tokens([*differs.values()], expected.y.shape)
         tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
+    outputs = [(expected.y, y), *zip(expected.outputs.values(), further, strict=True)]
+    # Of classes and masks none is nearly right: they are counted.
+    samples = same if same.ndim == 1 else same.all(axis=1)
+    whole = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
     return _PartResult(
         samples=len(y),
@@ -677,17 +690,14 @@ def _compared(
         same=_Distance.widest(
             [
                 _distance(expected.y, y, same),
-                # Where tokens differ by themselves a cache has their places elsewhere.
-                *(
-                    _distance(wanted, actual, same)
-                    for wanted, actual in zip(expected.outputs.values(), further, strict=True)
-                    if same.ndim == 1
-                ),
+                # Where tokens differ by themselves others have their places elsewhere.
+                *(_distance(wanted, actual, samples) for wanted, actual in outputs[1:]),
             ]
         ),
         everything=_distance(expected.y, y, np.ones(len(y), dtype=bool)),
         untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
         rounding=_Rounding.of(expected, y, sets, tolerance),
+        whole=(sum(int((a != b).sum()) for a, b in whole), sum(a.size for a, b in whole)),
     )
 
 

@@ -98,7 +98,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Bags of one size as rows that are looked up and reduced; PyTorch's is a loop over the bags."""
+    """Bags of one size as rows, looked up and reduced: PyTorch's is a loop over the bags."""
     if input.ndim != 2 or offsets is not None or max_norm is not None:
         return _embedding_bag(
             *(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse),

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ...common.documents import document, read_document
 from ...common.locations import named_by_url, url_of
 from ...common.option import takes

@@ -78,7 +78,8 @@ def forward_pass(
 
     It takes a tensor for each, in their order. Raises UsageError when its forward fails, with
     `hint`, and FamilyError when a layer is called with more than its tokens, when something is not
-    computed in float32, or for an output that is not served. A layer with the user's own code around it may be called with more.
+    computed in float32, or for an output that is not served. A layer with the user's own code
+    around it may be called with more.
     """
     calls: dict[str, LayerCall] = {}
     with ExitStack() as watching, torch.no_grad():

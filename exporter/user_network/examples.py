@@ -108,7 +108,7 @@ def _given(
                 hint=f"{source} takes {', '.join(types)}: an .npz with an array for each",
             )
         array = arrays[name]
-        if known is not None:
+        if known is not None and array.dtype.kind in "fbiu":
             dtype = str(known.dtype).removeprefix("torch.")
             array = fitted(array, TensorSpec(name, dtype, ("batch", *array.shape[1:])))
         what = "the example" if form.plain else f"the example's input '{name}'"

@@ -201,7 +201,7 @@ def check_outputs(outputs: Mapping[str, Tensor], inputs: int, what: str) -> None
             raise FamilyError(
                 f"{port} is of shape {shape} for {inputs} inputs, and the first axis of every "
                 "output is the batch",
-                hint="return y.unflatten(0, (x.shape[0], -1)) where it is the batch times the tokens"
+                hint="of the batch times the tokens, return y.unflatten(0, (x.shape[0], -1))"
                 if shape[0] % inputs == 0
                 else "return the batch first: y.movedim(1, 0)",
             )
