@@ -232,9 +232,11 @@ def parity_batches(
     batch = fixed.get("batch", model.batch_of)
     if data is not None:
         return _feed_batches(model, data, count, fixed)
-    if model.example is not None and "batch" not in fixed:
+    if model.example is not None and not fixed:
         arrays = by_name(model.example, model.inputs)
-        return iter([{spec.name: arrays[spec.name].astype(spec.dtype) for spec in model.inputs}])
+        own = {spec.name: arrays[spec.name].astype(spec.dtype) for spec in model.inputs}
+        varies = len(model.input.dynamic_axes) > 1  # of another length, too
+        return iter([own, random_arrays(model, SAMPLES)] if varies else [own])
     rows = fixed.get("batch", -(-SAMPLES // batch) * batch)
     arrays = random_arrays(model, rows, {**SIZES, **fixed})
     return iter([_with_tiny(arrays, model) if tiny else arrays])

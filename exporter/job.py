@@ -38,6 +38,7 @@ from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions
 from .text.files import TOKENIZER_FILE
 from .token_routed.routers import with_k
+from .user_network.lengths import with_token_axis
 from .user_network.own_forward import with_router_k
 
 ROUNDED = 1e-3
@@ -172,6 +173,8 @@ def export_job(
         options = replace(options, rtol=ROUNDED)
     if options.precision.min_retention is not None:
         check_one_input(loaded, "--min-retention")
+    if loaded.family == "factory" and options.tokens != DEFAULT_TOKENS:
+        loaded = with_token_axis(loaded, options.tokens)
     fixed = fixed_axes(loaded.input, options)
     changed = edited(loaded, options.edits)
     k = resolve_k(options.k, _specs(changed))

@@ -204,19 +204,49 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
             if tells_of_memory(cause):  # that says nothing of the network
                 # Anew: chained to itself, it would have no end.
                 raise MemoryError(str(cause)) from None
-            said = str(cause).strip().splitlines() or [type(cause).__name__]
+            said, hint = _why(cause)
             line = LINE.search(str(cause))
             where = f" ({Path(line[1]).name}, line {line[2]}: {line[3]})" if line else ""
             raise TraceError(
-                f"PyTorch cannot trace this {model.family} model: {said[0]}{where}",
-                hint=older_tracer()
-                or "the network's forward must not depend on the values of its inputs; "
-                "--verbose shows PyTorch's own report",
+                f"PyTorch cannot trace this {model.family} model: {said}{where}",
+                hint=older_tracer() or f"{hint}--verbose shows PyTorch's own report",
             ) from error
     name_nodes(graph.graph)
     simplify(graph)
     _check_calls(graph)
     return graph
+
+
+def _why(cause: BaseException) -> tuple[str, str]:
+    """What kept PyTorch from tracing a network, in words, and the beginning of a hint, if any.
+
+    What was raised first says it: what is around it says only in which step that was.
+    """
+    chain = [cause]
+    while (before := chain[-1].__cause__) is not None:
+        chain.append(before)
+    first = chain[-1]
+    lines = (line.strip() for line in str(first).splitlines())
+    said = next((line for line in lines if line), type(first).__name__)
+    for error in chain:
+        if type(error).__name__ != "DispatchError":  # of PyTorch's exporter, which has it inside
+            continue
+        frames = traceback.walk_tb(error.__traceback__)
+        nodes = (frame.f_locals.get("node") for frame, _ in frames)
+        node = next((node for node in nodes if isinstance(node, torch.fx.Node)), None)
+        if node is None:
+            return said, ""
+        modules = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path]
+        where = f" in {modules[-1]}" if modules else ""
+        hint = "write it with other operators, or leave that part out of the network; "
+        return f"the operator {node.target}{where} has no form in ONNX", hint
+    text = f"{type(first).__name__}: {first}"
+    if "DataDependent" in text or "data-dependent" in text:
+        said = "a branch of its forward, or a size, depends on the values of its inputs"
+        return said, "torch.where(condition, a, b) computes both branches; "
+    if "Constraints violated" in text:
+        return said, "--batch N exports for that size alone; "
+    return said, ""
 
 
 def traced_sizes(model: Model, fixed: Mapping[str, int]) -> dict[str, int]:
