@@ -75,7 +75,7 @@ def bench(
         groups = tuple(group for group in groups if group.batch == only)
         request = replace(request, batch=(only,))
     for candidate in candidates:
-        arrays = by_name(head.batch(0, 1), candidate.model.inputs)
+        arrays = by_name(head.batch(0, len(head)), candidate.model.inputs)
         for spec in (spec for spec in candidate.model.inputs if spec.name in arrays):
             check_array(arrays[spec.name], spec, f"{candidate.name}: ")
     on_gpu = any(case.provider == CUDA for group in groups for case in group.cases)

@@ -18,6 +18,7 @@ from ..calibration.feeds import (
     rows_between,
 )
 from ..calibration.shards import Fields
+from ..calibration.shards import Inputs as Inputs  # noqa: PLC0414
 from ..errors import FeedError, UsageError
 
 if TYPE_CHECKING:
@@ -97,9 +98,6 @@ SIZES = {
 }
 """Random inputs take these where an axis is dynamic; none is a size that was traced."""
 
-
-Inputs = np.ndarray | Mapping[str, np.ndarray]
-"""What a model or a graph is given: arrays by name, or that of its first input alone."""
 
 WHOLE = ("uint8", "int8", "int16", "int32", "int64")
 """The types of whole numbers that an input may have; floats are float32, and there is bool."""

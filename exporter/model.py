@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..calibration.shards import Inputs
 from ..common.files import Reading, Watched, hash_files
 from ..common.user_code import names_code
 from ..errors import MoexportError, UsageError
@@ -32,7 +33,6 @@ from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.names import STEER_INPUT
 from .bundle.manifest import TensorSpec as TensorSpec  # noqa: PLC0414
 from .edits import NO_EDITS, Ablation, Edits, KeptExperts, LayerRewrite, MergedExperts, Steer
-from .inputs import Inputs
 
 
 @dataclass(frozen=True, slots=True)
