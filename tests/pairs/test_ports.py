@@ -78,7 +78,15 @@ def check(form: str, dtype: str, batch: str, done: str) -> None:
             assert names == record[0]["inputs"]
         case "bench":
             quick = ("--engine", "onnxruntime", "--no-memory", "--rounds", "5", "--threads", "1")
-            succeeded("bench", *factory, "-o", "report", "--batch", batch.split(":")[0], *quick)
+            succeeded(
+                "bench",
+                *factory,
+                "-o",
+                "report",
+                "--batch",
+                batch.split(":", maxsplit=1)[0],
+                *quick,
+            )
 
 
 @pytest.mark.parametrize("row", QUICK, ids=" ".join)
