@@ -162,7 +162,10 @@ def _check_inputs(model: Model, what: str, wrong: bool) -> None:
             f"{what}: a model with one input is expected, and this {model.family} model has "
             f"{len(model.inputs)}",
             hint="models with token-routed experts are exported, verified and run: "
-            "docs/token-routed.md",
+            "docs/token-routed.md"
+            if any(spec.default is not None for spec in model.inputs)
+            else "such networks are exported, verified, run, measured, calibrated and tuned: "
+            "docs/families.md#inputs-and-outputs",
         )
 
 

@@ -44,7 +44,8 @@ class Own(Net):
         if self.does == "loop of bags":
             starts = torch.arange(0, x.numel(), x.shape[1] * x.shape[2], device=x.device)
             ids = (x > 0).long().reshape(-1)
-            return self.b(self.hidden(x)) + F.embedding_bag(ids, self.bag.weight[:, :5], starts)[:, None]
+            bags = F.embedding_bag(ids, self.bag.weight[:, :5], starts)
+            return self.b(self.hidden(x)) + bags[:, None]
         y = self.b(self.hidden(x))
         return {
             "flat": lambda: y.reshape(-1, 5),
