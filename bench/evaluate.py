@@ -260,7 +260,8 @@ class _Judge:
 
     def scores(self, outputs: Array, x: Array, labels: Labels | None) -> Array | SequenceLosses:
         """What is judged: outputs, or the losses of the tokens that they foretell."""
-        tokens = x.dtype.kind in "iu" and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
+        ids = x.dtype.kind in "iu" and x.ndim == 2
+        tokens = ids and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
         if tokens and self.foretells and self.vocabulary in (None, outputs.shape[-1]):
             return SequenceLosses.of(outputs, x, labels)
         return outputs

@@ -420,9 +420,7 @@ def describe(parity: Parity) -> str:
             f"; MOST WAS NOT COMPARED: {p.tied:,} of {p.choices:,} {what} are ties (scores within "
             f"{p.tie:g} of the k-th)"
         )
-    if p.whole_differing:
-        text += f"; {p.whole_differing:.2%} of the whole numbers that it gives differ"
-    text += _apart(p)
+    text += _whole(p) + _apart(p)
     if p.batch is not None:
         text = f"in a batch of {p.batch}: {text}"
     if p.first_difference:
@@ -430,6 +428,13 @@ def describe(parity: Parity) -> str:
     if p.flip_margin:
         text += f"; flips at margins up to {p.flip_margin:.1g} of the k-th score"
     return text
+
+
+def _whole(p: Parity) -> str:
+    """What is said of outputs of whole numbers."""
+    if not p.whole_differing:
+        return ""
+    return f"; {p.whole_differing:.2%} of the whole numbers that it gives differ"
 
 
 def _apart(p: Parity) -> str:
@@ -673,7 +678,7 @@ def _compared(
         tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
     outputs = [(expected.y, y), *zip(expected.outputs.values(), further, strict=True)]
     # Of classes and masks none is nearly right: they are counted.
-    samples = same if same.ndim == 1 else same.all(axis=1)
+    samples = same.reshape(len(y), -1).all(axis=1)
     whole = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
     return _PartResult(

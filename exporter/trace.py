@@ -86,7 +86,7 @@ _embedding_bag = nn.functional.embedding_bag
 
 
 def embedding_bag(
-    input: Tensor,  # noqa: A002  PyTorch's own names
+    input: Tensor,
     weight: Tensor,
     offsets: Tensor | None = None,
     max_norm: float | None = None,
@@ -108,8 +108,9 @@ def embedding_bag(
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[..., None]
     if padding_idx is None:
-        reduced = {"sum": rows.sum, "mean": rows.mean, "max": rows.amax}[mode](dim=1)
-        return reduced
+        if mode == "max":
+            return rows.amax(dim=1)
+        return rows.sum(dim=1) if mode == "sum" else rows.mean(dim=1)
     counts = (input != padding_idx % len(weight))[..., None]
     if mode == "max":
         highest = rows.masked_fill(~counts, -torch.inf).amax(dim=1)

@@ -50,10 +50,11 @@ def _own_outputs(graph: ir.Graph) -> None:
         node = value.producer()
         outside = (node is None or node.graph is not graph) and value not in graph.inputs
         if outside or value in seen:
-            copied = ir.node("Identity", [value]).outputs[0]
+            copy = ir.node("Identity", [value])
+            copied = copy.outputs[0]
             copied.name = f"{value.name}/returned_{index}"
             copied.shape, copied.type = value.shape, value.type
-            graph.append(copied.producer())
+            graph.append(copy)
             graph.outputs[index] = copied
         seen.add(value)
 

@@ -357,7 +357,8 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
 def _gives_classes(model: Model) -> bool:
     """Whether a model's outputs are class scores: [b, c], or [b, m, c] for token ids [b, m]."""
     axes = len(model.output.shape)
-    return axes == 2 or (axes == 3 and np.dtype(model.input.dtype).kind in "iu")
+    ids = np.dtype(model.input.dtype).kind in "iu" and len(model.input.shape) == 2
+    return axes == 2 or (axes == 3 and ids)
 
 
 def _check_labels(labels: Labels, y: np.ndarray, first: int) -> None:

@@ -59,11 +59,10 @@ def example_of(
                 hint="give a value for each input, x.expand(b), or keep what all share in the "
                 "network itself",
             )
-    notes = ()
-    if example is None and own is None:
-        sizes = [*inputs[INPUT].shape[1:]]
-        notes = (f"the replaced layers were checked on random inputs of shape {sizes}",)
-    return form, inputs, notes
+    if example is not None or own is not None:
+        return form, inputs, ()
+    sizes = [*inputs[INPUT].shape[1:]]
+    return form, inputs, (f"the replaced layers were checked on random inputs of shape {sizes}",)
 
 
 def _own_example(source: str, module: nn.Module, *, needed: bool) -> object:
@@ -88,6 +87,7 @@ def _given(
 
     Without an example of its own a network of several inputs has one for each of its parameters.
     """
+    types: dict[str, Tensor | None]
     if own is not None:
         form, found = arguments_of(source, module, own)
         types = {name: _input(source, _called(name, form), each) for name, each in found.items()}

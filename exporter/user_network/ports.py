@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import FamilyError, UsageError
+from ...graphs.layers.base import sharing_weights
 from ...graphs.names import K_INPUT, STEER_INPUT
 from ..inputs import WHOLE
-from ..model import sharing_weights
 
 INPUT = "input"
 """What the only input of a network is called, whatever its parameter is."""
@@ -161,6 +161,12 @@ def outputs_of(result: object, taken: Sequence[str], what: str) -> dict[str, Ten
             raise FamilyError(
                 f"{what}: its output '{name}' is a {type(value).__name__}, not a tensor",
                 hint="return tensors alone: one, a tuple, or a dictionary of them",
+            )
+        twin = next((other for other, tensor in found.items() if tensor is value), None)
+        if twin is not None:
+            raise FamilyError(
+                f"{what}: its outputs '{twin}' and '{name}' are one tensor",
+                hint="return it once: each output of a graph is a value of its own",
             )
         found[name] = value
     if not found:

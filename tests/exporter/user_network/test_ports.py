@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import moexport
 import numpy as np
@@ -155,7 +156,7 @@ def test_bags_of_one_size_are_those_of_pytorch(mode: str, padding: int | None) -
     assert torch.allclose(embedding_bag(ids, weight, mode=mode, padding_idx=padding), wanted)
     if mode == "sum":
         given = torch.rand(ids.shape)
-        each = {"mode": mode, "padding_idx": padding, "per_sample_weights": given}
+        each: dict[str, Any] = {"mode": mode, "padding_idx": padding, "per_sample_weights": given}
         assert torch.allclose(
             embedding_bag(ids, weight, **each), F.embedding_bag(ids, weight, **each)
         )
@@ -197,8 +198,8 @@ def net(form: str, dtype: str = "float32") -> moexport.Model:
 def test_data_label_the_output_that_they_name() -> None:
     model, given = net("several outputs"), ports.inputs("several outputs", "float32", 9)
     classes = np.arange(9) % 3
-    np.savez("first.npz", **given, label=classes)
-    np.savez("named.npz", **given, scores=classes)
+    np.savez("first.npz", **given, label=classes)  # type: ignore[arg-type]
+    np.savez("named.npz", **given, scores=classes)  # type: ignore[arg-type]
     first, named = (labelled(Path(name), model, 1) for name in ("first.npz", "named.npz"))
     assert (first.output, named.output) == (0, 1)
     for data in (first, named):
@@ -209,14 +210,14 @@ def test_data_label_the_output_that_they_name() -> None:
 
 def test_an_input_called_y_holds_no_labels() -> None:
     given = ports.inputs("several", "float32", 9)
-    np.savez("data.npz", **given)
+    np.savez("data.npz", **given)  # type: ignore[arg-type]
     assert not labelled(Path("data.npz"), net("several"), 1).labelled
 
 
 def test_a_missing_input_is_named() -> None:
     given = ports.inputs("several", "float32", 9)
     del given["t"]
-    np.savez("data.npz", **given)
+    np.savez("data.npz", **given)  # type: ignore[arg-type]
     setting = ("--set", "form=several", "--data", "data.npz")
     outcome = run("export", "ports_net:net", *ADAPTER, *setting, "-o", "out")
     assert outcome.code != 0 and "the input 't' is missing" in outcome.error
@@ -234,7 +235,7 @@ def test_numbers_that_an_input_cannot_hold_are_refused() -> None:
 
 
 def test_a_search_keeps_the_accuracy_of_the_first_output() -> None:
-    np.savez("data.npz", **ports.inputs("several outputs", "float32", 9), scores=np.arange(9) % 3)
+    np.savez("data.npz", **ports.inputs("several outputs", "float32", 9), scores=np.arange(9) % 3)  # type: ignore[arg-type]
     setting = ("--set", "form=several outputs", "--data", "data.npz", "--keep", "0.9")
     outcome = run("tune", "ports_net:net", *ADAPTER, *setting, "-o", "out")
     assert outcome.code == 2
