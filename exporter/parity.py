@@ -678,7 +678,7 @@ def _compared(
         tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
     outputs = [(expected.y, y), *zip(expected.outputs.values(), further, strict=True)]
     # Of classes and masks none is nearly right: they are counted.
-    samples: np.ndarray = same.reshape(len(y), -1).all(axis=1)
+    samples = np.logical_and.reduce(same.reshape(len(y), -1), axis=1)
     whole = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
     return _PartResult(
