@@ -46,6 +46,7 @@ def run_file(
     """Writes a bundle's outputs for the inputs of an `.npz` to another one; tells what it wrote.
 
     The first input is read, and the first output written, a batch at a time; the others are held.
+
     Raises
     `UsageError` for a k outside 1 … n, a batch size outside the bundle's range and an output file
     of another kind or that is the input; `OutputError` for one that exists, unless `force`;
