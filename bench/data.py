@@ -18,6 +18,7 @@ import numpy as np
 from ..calibration.feeds import (
     LABEL_NAMES,
     Array,
+    Feed,
     LabelledBatch,
     Labels,
     check_classes,
@@ -52,7 +53,8 @@ InputsAndLabels = tuple[Inputs, Labels | None]
 class LabelledData:
     """Inputs [samples, ...] and class labels [samples], without which accuracy is not known.
 
-    `beside` are a model's further inputs, by name.
+    `beside` are a model's further inputs, by name. `output` is the number of the output that the
+    labels are of.
     """
 
     inputs: Array
@@ -60,6 +62,7 @@ class LabelledData:
     input_name: str = "input"
     label_name: str | None = None
     beside: Mapping[str, Array] = field(default_factory=dict)
+    output: int = 0
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -106,6 +109,11 @@ class LabelledData:
             return main
         beside = {name: np.ascontiguousarray(array[rows]) for name, array in self.beside.items()}
         return {self.input_name: main, **beside}
+
+    @property
+    def feed(self) -> Feed:
+        """The inputs as a feed, those of several inputs by name."""
+        return [{self.input_name: self.inputs, **self.beside}] if self.beside else self.inputs
 
     def check_classes(self, classes: int) -> None:
         """Raises FeedError unless every label is a class of a model with `classes` outputs."""
@@ -170,11 +178,13 @@ class Streamed:
     labelled: bool
     fingerprint: str
     input_name: str = "input"
+    output: int = 0
 
     def head(self, count: int) -> LabelledData:
         """Returns the first `count` samples, fewer where there are fewer."""
         for inputs, labels in self.stream(count, count):
-            return LabelledData(first_of(inputs), labels, self.input_name, "label")
+            x = first_of(inputs)
+            return LabelledData(x, labels, self.input_name, "label", output=self.output)
         raise FeedError("the data hold no samples", hint="give at least one input")
 
     def stream(self, size: int, limit: int | None = None) -> Iterator[InputsAndLabels]:
@@ -202,7 +212,8 @@ def labelled(
     if len(model.inputs) > 1 and not isinstance(data, LabelledData | Streamed):
         return several_inputs(data, model, max(batch, RANDOM_INPUTS), sizes)
     if isinstance(data, str | Path):
-        return _whole_shape(open_labelled(str(data), model.input, pixels), model.input)
+        labelled = open_labelled(str(data), model.input, pixels, output_names(model))
+        return _whole_shape(labelled, model.input)
     if pixels is not None:
         raise UsageError(
             f"--pixels {pixels}: there is no folder of images", hint="give one with --data"
@@ -228,6 +239,16 @@ def _whole_shape(data: Labelled, spec: TensorSpec) -> Labelled:
     return replace(data, pairs=pairs)
 
 
+def output_names(model: Model) -> list[str]:
+    """Returns the outputs by whose names an `.npz` may hold labels: those of several."""
+    return [spec.name for spec in model.outputs] if len(model.outputs) > 1 else []
+
+
+def _labelled_output(label: str | None, outputs: Sequence[str]) -> int:
+    """The number of the output that an array of labels is of: the first, unless it has a name."""
+    return outputs.index(label) if label in outputs else 0
+
+
 def several_inputs(
     data: str | Path | Array | None, model: Model, count: int, sizes: Mapping[str, int] = SIZES
 ) -> LabelledData:
@@ -236,7 +257,7 @@ def several_inputs(
     An `.npz` holds arrays called as the inputs are, and `label`; what is left out has its default.
     Raises FeedError for a file that is none, or does not fit.
     """
-    name, labels = model.input.name, None
+    name, labels, output = model.input.name, None, 0
     if data is None:
         arrays = random_arrays(model, count, {**SIZES, **sizes})
     elif isinstance(data, np.ndarray):
@@ -249,7 +270,9 @@ def several_inputs(
                 hint=f"a model with several inputs is measured on an .npz with '{name}', and "
                 "'label' where there are any",
             )
-        known, held = {spec.name for spec in model.inputs}, npz_archive(path, name)
+        known = [spec.name for spec in model.inputs]
+        held = npz_archive(path, name, known[1:], output_names(model))
+        output = _labelled_output(held.label, output_names(model))
         inputs = {
             npz_name: npz_array(path, npz_name) for npz_name in npz_names(path) if npz_name in known
         }
@@ -260,15 +283,23 @@ def several_inputs(
             labels = checked_labels(classes, ids.dtype, ids.shape, where, f"'{held.inputs}'")
     main = arrays.pop(name)
     return LabelledData(
-        inputs=main, labels=labels, input_name=name, label_name=LABEL_NAMES[0], beside=arrays
+        inputs=main,
+        labels=labels,
+        input_name=name,
+        label_name=LABEL_NAMES[0],
+        beside=arrays,
+        output=output,
     )
 
 
-def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> Labelled:
+def open_labelled(
+    where: str, spec: TensorSpec, pixels: str | None = None, outputs: Sequence[str] = ()
+) -> Labelled:
     """Returns the labelled data that `where` names, for a model that takes `spec`.
 
-    An `.npz` holds inputs and labels; a folder holds a folder of images per class, in the order of
-    their names, or `.npy` batches without labels; shards hold arrays or images and their classes;
+    An `.npz` holds inputs and labels, which may be called as one of several `outputs` is; a folder
+    holds a folder of images per class, in the order of their names, or `.npy` batches without
+    labels; shards hold arrays or images and their classes;
     `package.module:iterable` yields (inputs, labels) or a dict with both. All but code may be URLs.
     Raises FeedError for what is none of these, UsageError where `pixels` is missing for images, or
     given for anything else.
@@ -289,8 +320,8 @@ def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> La
             raise FeedError(
                 f"{path}: no such file", hint="give an .npz file with inputs and labels"
             )
-        held = npz_archive(path, spec.name)
-        pairs = partial(_pairs, where, held.inputs)
+        held = npz_archive(path, spec.name, outputs=outputs)
+        pairs = partial(_pairs, where, held.inputs, outputs)
         samples = held.header.shape[0]
         if samples == 0 or next(pairs(), None) is None:
             raise FeedError(f"{path}: array '{held.inputs}' holds no samples")
@@ -300,6 +331,7 @@ def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> La
             labelled=held.label is not None,
             fingerprint=held.digest,
             input_name=held.inputs,
+            output=_labelled_output(held.label, outputs),
         )
     # A folder of arrays, or what code yields, can only be told from what comes first.
     nothing = FeedError(f"{where}: yields nothing", hint="yield (inputs, labels) batches")
@@ -322,9 +354,9 @@ def _told_by_first(
     )
 
 
-def _pairs(where: str, name: str) -> Iterator[LabelledBatch]:
+def _pairs(where: str, name: str, outputs: Sequence[str] = ()) -> Iterator[LabelledBatch]:
     """The inputs called `name`, floats as FP32, and their labels."""
-    for inputs, labels in labelled_batches(where, name):
+    for inputs, labels in labelled_batches(where, name, outputs):
         if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
             raise FeedError(f"{where}: input '{name}' holds NaN or infinite values")
         yield inputs.astype(np.float32, copy=False) if inputs.dtype.kind == "f" else inputs, labels

@@ -212,14 +212,16 @@ def _batches(
             hint=f"give {only} inputs or more",
         )
     rows = only or candidate.model.batch_of
-    nbytes = outputs_of(base, first.batch(0, rows), name).nbytes // rows
+    output = data.output
+    nbytes = outputs_of(base, first.batch(0, rows), name, output).nbytes // rows
     fitting = max(1, OUTPUT_BYTES // max(1, nbytes))
     foretells = len(model.inputs) == 1 or is_language_model(model)
-    judge = _Judge(foretells, model.input.below)
+    judge = _Judge(foretells, model.input.below, output)
 
     def after(state: EvaluationState, inputs: Inputs, labels: Labels | None) -> EvaluationState:
         x = np.ascontiguousarray(inputs) if isinstance(inputs, np.ndarray) else inputs
-        return _after(state, runners, outputs_of(base, x, name), references, x, labels, judge)
+        dense = outputs_of(base, x, name, output)
+        return _after(state, runners, dense, references, x, labels, judge)
 
     for inputs, labels in data.stream(only or min(batch, fitting), limit):
         # What depends on its batch is the same function only of whole ones.
@@ -248,15 +250,17 @@ class _Judge:
     """How outputs are judged: by the class of an input or token, or by how they foretell tokens.
 
     `foretells` says whether the outputs are of the tokens after those of the input, of which there
-    are `vocabulary`, where the model tells it.
+    are `vocabulary`, where the model tells it. Of several outputs it is the one of that number.
     """
 
     foretells: bool
     vocabulary: int | None
+    output: int
 
     def scores(self, outputs: Array, x: Array, labels: Labels | None) -> Array | SequenceLosses:
         """What is judged: outputs, or the losses of the tokens that they foretell."""
-        tokens = x.dtype.kind in "iu" and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
+        ids = x.dtype.kind in "iu" and x.ndim == 2
+        tokens = ids and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
         if tokens and self.foretells and self.vocabulary in (None, outputs.shape[-1]):
             return SequenceLosses.of(outputs, x, labels)
         return outputs
@@ -290,7 +294,7 @@ def _after(
     if labels is not None and labels.ndim == 1:
         check_classes(labels, dense.shape[-1], "the data", first=state.seen)
     scores = judge.scores(dense, main, labels)
-    expected = {k: reference.with_routing(x) for k, reference in references.items()}
+    expected = {k: reference.with_routing(x, judge.output) for k, reference in references.items()}
     sums, failures = dict(state.sums), dict(state.failures)
     for case, runner in runners.items():
         if case.label in failures:
@@ -298,7 +302,7 @@ def _after(
         reference = None if _is_untouched(case) else expected.get(case.k)
         wanted = reference or Expected(dense, {}, {})
         try:
-            actual = runner.infer(x)
+            actual = runner.infer(x, judge.output)
             chosen = _compared(runner, x, wanted)
             alike = _alike(chosen, wanted, actual.shape)
             own = replace(

@@ -96,7 +96,7 @@ def prepared(listed: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterator
     )
     # The same threads for every engine.
     request = replace(request, threads=threads.count)
-    with candidates_of(listed, request, watcher, head.inputs) as candidates:
+    with candidates_of(listed, request, watcher, head.feed) as candidates:
         phased = [in_phases(candidate, data, wanted.tokens) for candidate in candidates]
         yield Prepared(
             candidates=phased,
@@ -144,7 +144,11 @@ def threads_for(
 def _served(item: Model | Bundle) -> Serves:
     """Which engines of `engines.KINDS` a model is for, beside those for all."""
     ports = item.inputs if isinstance(item, Model) else item.manifest.inputs
-    return "transformers" if len([p for p in ports if p.name != K_INPUT]) > 1 else "one-input"
+    further = [port for port in ports if port.name != K_INPUT][1:]
+    if not further:
+        return "one-input"
+    # A network of the user's own has no input that may be left out.
+    return "transformers" if any(port.default is not None for port in further) else "all"
 
 
 def fixed_sizes(model: Model, listed: Sequence[Model | Bundle]) -> dict[str, int]:

@@ -24,7 +24,7 @@ from ..common.threads import Threads, with_threads
 from ..common.writing import held
 from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
-from ..exporter.inputs import check_array
+from ..exporter.inputs import by_name, check_array
 from ..exporter.model import Model
 from .analyses.experts import Wanted, parse_analyses, studied
 from .analyses.subgroups import compared
@@ -75,7 +75,9 @@ def bench(
         groups = tuple(group for group in groups if group.batch == only)
         request = replace(request, batch=(only,))
     for candidate in candidates:
-        check_array(head.inputs, candidate.model.input, f"{candidate.name}: ")
+        arrays = by_name(head.batch(0, len(head)), candidate.model.inputs)
+        for spec in (spec for spec in candidate.model.inputs if spec.name in arrays):
+            check_array(arrays[spec.name], spec, f"{candidate.name}: ")
     on_gpu = any(case.provider == CUDA for group in groups for case in group.cases)
     with ExitStack() as stack:
         # A second benchmark in the same folder is refused at once.

@@ -59,21 +59,24 @@ def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
     return (batch[name] for batch in named_batches(feed, [name]))
 
 
-def labelled_batches(feed: Feed, name: str) -> Iterator[LabelledBatch]:
+def labelled_batches(feed: Feed, name: str, outputs: Sequence[str] = ()) -> Iterator[LabelledBatch]:
     """Yields batches [b, …] of the input called `name` with their labels, None where it has none.
 
     Raises what `named_batches` raises.
     """
-    labelled = named_batches(feed, [name], labelled=True)
+    labelled = named_batches(feed, [name], labelled=True, outputs=outputs)
     return ((batch[name], batch.get(LABEL)) for batch in labelled)
 
 
-def named_batches(feed: Feed, names: Sequence[str], *, labelled: bool = False) -> Iterator[Fields]:
+def named_batches(
+    feed: Feed, names: Sequence[str], *, labelled: bool = False, outputs: Sequence[str] = ()
+) -> Iterator[Fields]:
     """Yields batches of those of a model's inputs that a feed has; the first it must have.
 
     Of an `.npz`, of shards and of the dicts that code yields all that are called so; of any other
     feed the first. With `labelled` the field `LABEL` holds the labels, where there are any: the
-    array `label`, `labels` or `y`, or the second of a tuple. Raises `FeedError` that names what
+    array `label`, `labels` or `y` that is no input, of an `.npz` also one that is called as one of
+    `outputs` is; or the second of a tuple. Raises `FeedError` that names what
     cannot be read, or cannot be labels.
     """
     first, *others = names
@@ -90,12 +93,12 @@ def named_batches(feed: Feed, names: Sequence[str], *, labelled: bool = False) -
                 for place, fields in shard_batches(shards, npy_array):
                     inputs = _shard_inputs(fields, first, place)
                     check_inputs(inputs.dtype, inputs.shape, place)
-                    labels = _labels_of({**fields}, inputs, place) if labelled else {}
+                    labels = _labels_of({**fields}, inputs, place, names) if labelled else {}
                     yield {first: inputs} | {n: fields[n] for n in others if n in fields} | labels
                 return
             path = local(feed)
             if path.exists():
-                yield from _file_batches(path, names, labelled=labelled)
+                yield from _file_batches(path, names, outputs, labelled=labelled)
                 return
         if not names_code(where):
             raise FeedError(
@@ -108,19 +111,21 @@ def named_batches(feed: Feed, names: Sequence[str], *, labelled: bool = False) -
         raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=WANTED)
     for item in feed:
         inputs = _array_of(item, first, where)
-        batch = {first: inputs} | (_labels_of(item, inputs, where) if labelled else {})
+        batch = {first: inputs} | (_labels_of(item, inputs, where, names) if labelled else {})
         if isinstance(item, dict):
             batch |= {name: _array_of(item, name, where) for name in others if name in item}
         yield batch
 
 
-def _file_batches(path: Path, names: Sequence[str], *, labelled: bool) -> Iterator[Fields]:
+def _file_batches(
+    path: Path, names: Sequence[str], outputs: Sequence[str], *, labelled: bool
+) -> Iterator[Fields]:
     """The batches of a file or folder; what an `.npz` holds beside its inputs is read whole."""
     first, *others = names
     beside: Fields = {}
     if path.suffix == ".npz" and path.is_file() and (others or labelled):
         beside = {n: npz_array(path, n) for n in npz_names(path) if n in others}
-        archive = npz_archive(path, first)
+        archive = npz_archive(path, first, others, outputs)
         if labelled and archive.label is not None:
             array, header = npz_array(path, archive.label), archive.header
             where = f"{path}: array '{archive.label}'"
@@ -128,7 +133,7 @@ def _file_batches(path: Path, names: Sequence[str], *, labelled: bool) -> Iterat
             beside[LABEL] = checked_labels(array, header.dtype, header.shape, where, of)
     for file in _files(path):
         start = 0
-        for rows in _rows_in(file, first):
+        for rows in _rows_in(file, first, others):
             end = start + len(rows)
             yield {first: rows, **{name: x[start:end] for name, x in beside.items()}}
             start = end
@@ -152,11 +157,17 @@ def count(feed: Feed, name: str) -> int | None:
 
 def samples(feed: Feed, name: str, most: int) -> np.ndarray:
     """Returns the first `most` inputs of a feed as one array [most or fewer, …]."""
-    taken = [batch[name] for batch in limited(named_batches(feed, [name]), most)]
+    return named_samples(feed, [name], most)[name]
+
+
+def named_samples(feed: Feed, names: Sequence[str], most: int) -> Fields:
+    """Returns the first `most` inputs of a feed, an array for each of the names that it has."""
+    taken = [*limited(named_batches(feed, names), most)]
     if not taken:
-        raise FeedError("the feed holds no inputs", hint=f"give at least one array for '{name}'")
+        hint = f"give at least one array for '{names[0]}'"
+        raise FeedError("the feed holds no inputs", hint=hint)
     # Inputs of several sizes (images of any height): keep those that stack.
-    return np.concatenate([batch for batch in taken if batch.shape[1:] == taken[0].shape[1:]])
+    return _joined([batch for batch in taken if _row_shapes(batch) == _row_shapes(taken[0])])
 
 
 def _files(path: Path) -> list[Path]:
@@ -226,11 +237,16 @@ def check_inputs(
         raise FeedError(f"{where}: {what}, not an array of inputs", hint=WANTED)
 
 
-def _labels_of(item: object, inputs: Array, where: str) -> Fields:
+def label_names(inputs: Sequence[str], outputs: Sequence[str] = ()) -> list[str]:
+    """Returns what labels may be called in an archive, the likeliest first; no input is one."""
+    return [name for name in (*LABEL_NAMES, *outputs) if name not in inputs]
+
+
+def _labels_of(item: object, inputs: Array, where: str, names: Sequence[str]) -> Fields:
     """The field of labels in what an iterable yields, where there is one."""
     labels: object = None
     if isinstance(item, dict):
-        labels = next((item[name] for name in LABEL_NAMES if name in item), None)
+        labels = next((item[name] for name in label_names(names) if name in item), None)
     elif isinstance(item, tuple | list) and len(item) > 1:
         labels = item[1]
     if labels is None:
@@ -322,20 +338,27 @@ class FeedHash:
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self._kind: tuple[object, ...] | None = None
+        self._beside: list[FeedHash] = []
         self.samples = 0
 
-    def update(self, batch: np.ndarray) -> None:
-        """Adds the inputs of a batch [b, …]."""
+    def update(self, batch: np.ndarray, *beside: np.ndarray) -> None:
+        """Adds the inputs of a batch [b, …], and those of a model's further inputs."""
         kind = (batch.dtype.str, batch.shape[1:])
         if kind != self._kind:  # shapes are part of the content, and seldom change
             self._hash.update(repr(kind).encode())
             self._kind = kind
         self._hash.update(np.ascontiguousarray(batch).data)
         self.samples += len(batch)
+        self._beside = self._beside or [FeedHash() for _ in beside]
+        for own, array in zip(self._beside, beside, strict=True):
+            own.update(array)
 
     def hexdigest(self) -> str:
         """The SHA-256 of everything so far, as hex digits."""
-        return self._hash.hexdigest()
+        whole = self._hash.copy()
+        for own in self._beside:
+            whole.update(own.hexdigest().encode())
+        return whole.hexdigest()
 
 
 def limited(batches: Iterable[Fields], count: int | None) -> Iterator[Fields]:
@@ -452,16 +475,21 @@ class Archive:
     digest: str
 
 
-def npz_archive(path: Path, name: str) -> Archive:
-    """Returns what an `.npz` file holds for an input called `name`.
+def npz_archive(
+    path: Path, name: str, others: Sequence[str] = (), outputs: Sequence[str] = ()
+) -> Archive:
+    """Returns what an `.npz` file holds for an input called `name`, beside `others`.
+
+    Labels may be called as one of `outputs` is, too.
 
     Raises `FeedError` that names the file, or lists its arrays.
     """
     with _archive(path) as archive:
-        inputs = _inputs_name(archive, path, name)
+        inputs = _inputs_name(archive, path, name, others)
         with _member(archive, inputs) as (file, size):
             header = _inputs_header(file, path, size)
-        label = next((n for n in LABEL_NAMES if n in _names(archive) and n != inputs), None)
+        known = label_names((inputs, *others), outputs)
+        label = next((n for n in known if n in _names(archive)), None)
         members = sorted((m.filename, m.CRC, m.file_size) for m in archive.infolist())
         digest = hashlib.sha256(repr(members).encode()).hexdigest()
         return Archive(inputs=inputs, header=header, label=label, digest=digest)
@@ -573,27 +601,32 @@ def _names(archive: zipfile.ZipFile) -> tuple[str, ...]:
     return tuple(member.removesuffix(".npy") for member in archive.namelist())
 
 
-def _inputs_name(archive: zipfile.ZipFile, path: Path, name: str) -> str:
-    """The array that holds the inputs called `name`, as `Archive` says."""
+def _inputs_name(
+    archive: zipfile.ZipFile, path: Path, name: str, others: Sequence[str] = ()
+) -> str:
+    """The array that holds the inputs called `name`, as `Archive` says; `others` are no such."""
     names = _names(archive)
     if name in names:
         return name
-    others = [name for name in names if name not in LABEL_NAMES]
-    if len(others) != 1:
+    left = [name for name in names if name not in (*LABEL_NAMES, *others)]
+    if len(left) != 1:
+        saved = ", ".join(f"{each}={each}" for each in (name, *others)) if others else f"{name}=x"
         raise FeedError(
             f"{path}: holds {', '.join(names) or 'nothing'}, but no array '{name}'",
-            hint=f"save the inputs as np.savez(path, {name}=x)",
+            hint=f"save the inputs as np.savez(path, {saved})",
         )
-    return others[0]
+    return left[0]
 
 
 @contextmanager
-def _inputs_in(path: Path, name: str) -> Iterator[tuple[BinaryIO, ArrayHeader]]:
+def _inputs_in(
+    path: Path, name: str, others: Sequence[str] = ()
+) -> Iterator[tuple[BinaryIO, ArrayHeader]]:
     """The inputs of a file, open where their numbers begin."""
     if path.suffix == ".npz":
         with (
             _archive(path) as archive,
-            _member(archive, _inputs_name(archive, path, name)) as (file, size),
+            _member(archive, _inputs_name(archive, path, name, others)) as (file, size),
         ):
             yield file, _inputs_header(file, path, size)
     else:
@@ -601,9 +634,9 @@ def _inputs_in(path: Path, name: str) -> Iterator[tuple[BinaryIO, ArrayHeader]]:
             yield file, _inputs_header(file, path, path.stat().st_size)
 
 
-def _rows_in(path: Path, name: str) -> Iterator[np.ndarray]:
+def _rows_in(path: Path, name: str, others: Sequence[str] = ()) -> Iterator[np.ndarray]:
     """Yields the rows of a file's inputs in chunks [c, …]."""
-    with _inputs_in(path, name) as (file, header):
+    with _inputs_in(path, name, others) as (file, header):
         left = header.shape[0]
         if header.fortran:
             # Columns first: no row is complete before the last byte, so the array is read whole.

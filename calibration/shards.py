@@ -7,7 +7,7 @@ A feed names shards by one file, a folder of them, or a range as WebDataset writ
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ Array = NDArray[Any]
 Fields = dict[str, Array]
 """A batch: an array [b, …] of each field. Labels are the field `LABEL`, and files of images
 objects: their bytes."""
+
+Inputs = np.ndarray | Mapping[str, np.ndarray]
+"""What a model or a graph is given: arrays by name, or that of its first input alone."""
 
 TAR, PARQUET = ".tar", ".parquet"
 SHARD_BATCH = 32

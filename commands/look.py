@@ -296,7 +296,8 @@ def run(
     if as_json:
         show(json_text({"output": str(output), **asdict(written)}))
     else:
-        console.note(f"{output}: output of shape {written.shape}")
+        further = "".join(f", {name} {shape}" for name, shape in written.further.items())
+        console.note(f"{output}: output of shape {written.shape}{further}")
     if written.not_finite:
         console.note(
             f"{written.not_finite} values of the output are NaN or infinite: look at the inputs; "

@@ -12,12 +12,13 @@ from ..calibration.feeds import (
     Feed,
     limited,
     named_batches,
+    named_samples,
     rebatched,
     row_count,
     rows_between,
-    samples,
 )
 from ..calibration.shards import Fields
+from ..calibration.shards import Inputs as Inputs  # noqa: PLC0414
 from ..errors import FeedError, UsageError
 
 if TYPE_CHECKING:
@@ -116,8 +117,13 @@ SIZES = {
 """Random inputs take these where an axis is dynamic; none is a size that was traced."""
 
 
-Inputs = np.ndarray | Mapping[str, np.ndarray]
-"""What a model or a graph is given: arrays by name, or that of its first input alone."""
+WHOLE = ("uint8", "int8", "int16", "int32", "int64")
+"""The types of whole numbers that an input may have; floats are float32, and there is bool."""
+
+
+def by_name(inputs: Inputs, ports: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
+    """Returns inputs by name: an array is that of the first of `ports`."""
+    return dict(inputs) if isinstance(inputs, Mapping) else {ports[0].name: inputs}
 
 
 def completed(
@@ -128,7 +134,7 @@ def completed(
     An array stands for the first input, and what is left out for its default. Raises `FeedError`
     for a name that is no input's, and for an input that must be given.
     """
-    arrays = dict(inputs) if isinstance(inputs, Mapping) else {ports[0].name: inputs}
+    arrays = by_name(inputs, ports)
     known = {port.name for port in ports}
     for name in arrays.keys() - known:
         raise FeedError(
@@ -245,11 +251,14 @@ def parity_batches(
     least = fixed.get(BATCH) or max(model.batch_of, ranges[BATCH].min if BATCH in ranges else 1)
     if data is not None:
         return _feed_batches(model, data, count, fixed, least)
-    if model.example is not None and BATCH not in fixed:
-        return iter([_whole({model.input.name: model.example.astype(model.input.dtype)}, least)])
     rows = fixed.get(BATCH, -(-SAMPLES // least) * least)
     within = {axis: sizes.nearest(SIZES[axis]) for axis, sizes in ranges.items() if axis in SIZES}
     arrays = random_arrays(model, rows, {**SIZES, **within, **fixed})
+    if model.example is not None and BATCH not in fixed:
+        given = by_name(model.example, model.inputs)
+        own = {spec.name: given[spec.name].astype(spec.dtype) for spec in model.inputs}
+        varies = len(model.input.dynamic_axes) > 1  # of another length, too
+        return iter([_whole(own, least), arrays] if varies else [_whole(own, least)])
     return iter([_with_tiny(arrays, model) if tiny else arrays])
 
 
@@ -351,7 +360,7 @@ def fitted_arrays(
     inputs: Inputs, model: Model, fixed: Mapping[str, int] | None = None
 ) -> dict[str, np.ndarray]:
     """Returns an array for every input as the model takes it; `FeedError` where they cannot."""
-    named = dict(inputs) if isinstance(inputs, Mapping) else {model.input.name: inputs}
+    named = by_name(inputs, model.inputs)
     for spec in model.inputs:
         if spec.default == "zeros" and spec.name not in named:  # zeros would compare nothing
             count = len(named[model.input.name])
@@ -370,15 +379,17 @@ def fitted_arrays(
 
 def feed_inputs(
     model: Model, data: Feed, count: int, fixed: Mapping[str, int] | None = None
-) -> np.ndarray:
+) -> Fields:
     """Returns up to `count` inputs of a feed; `FeedError` where they do not fit the model."""
-    return fitted(samples(data, model.input.name, count), model.input, fixed)
+    return fitted_arrays(
+        named_samples(data, [spec.name for spec in model.inputs], count), model, fixed
+    )
 
 
 def feed_batches(model: Model, data: Feed) -> Iterator[Fields]:
     """Yields all inputs of a feed as the model takes them; `FeedError` where they do not fit."""
-    for batch in named_batches(data, [model.input.name]):
-        yield {model.input.name: fitted(batch[model.input.name], model.input)}
+    for batch in named_batches(data, [spec.name for spec in model.inputs]):
+        yield fitted_arrays(batch, model)
 
 
 def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = None) -> np.ndarray:
@@ -405,8 +416,8 @@ def random_arrays(
     """Returns standard normal inputs [count, …], fewer where `count` would take too much memory.
 
     Integer inputs are drawn evenly from the values that the model takes, or, where that is not
-    known, from those of its example. A mask leaves out the end
-    of every second input, or with a cache its beginning.
+    known, from those of its example, as inputs beside the first are: a time, a weight. A mask
+    leaves out the end of every second input, or with a cache its beginning.
     """
     limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
     within = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
@@ -418,13 +429,16 @@ def random_arrays(
     input_bytes = max(4 * int(np.prod(shape[1:], dtype=np.int64)) for shape in shapes.values())
     fitting = count if "batch" in sizes else max(1, min(count, MAX_BYTES // input_bytes))
     random = np.random.default_rng(SEED)
+    examples = {} if model.example is None else by_name(model.example, model.inputs)
     arrays: dict[str, np.ndarray] = {}
     for spec in model.inputs:
         shape = (fitting, *shapes[spec.name][1:])
         if spec.below is not None:
             arrays[spec.name] = random.integers(0, spec.below, shape)
-        elif spec is model.input and model.example is not None and spec.dtype.startswith("int"):
-            arrays[spec.name] = random.choice(model.example.ravel(), shape).astype(spec.dtype)
+        elif spec.name in examples and (
+            spec is not model.input or not spec.dtype.startswith("float")
+        ):
+            arrays[spec.name] = random.choice(examples[spec.name].ravel(), shape).astype(spec.dtype)
         elif spec.default == "ones":
             arrays[spec.name] = _gaps(shape, cached=" + " in str(spec.shape[-1]))
         elif spec.default != "positions":
@@ -456,11 +470,11 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
     """Raises `FeedError` for an array that an input of a graph or model cannot take.
 
     What is no integer in the shape of `port` is a dynamic axis. Whole numbers are cast to whole
-    numbers and floats to floats, so widths need not agree. Of a `feed` whole numbers serve as
-    floats, too, and NaN or Inf is refused. `where` says whose array it is.
+    numbers and floats to floats, so widths need not agree where the values fit. Of a `feed` whole
+    numbers serve as floats, too, and NaN or Inf is refused. `where` says whose array it is.
     """
-    what, whole = f"{where}input '{port.name}'", port.dtype.startswith("int")
-    kinds = "iu" if whole else "fbiu" if feed else "f"
+    what, whole = f"{where}input '{port.name}'", port.dtype in WHOLE
+    kinds = "iu" if whole else "b" if port.dtype == "bool" else "fbiu" if feed else "f"
     if not fits(x.shape, port.shape) or x.dtype.kind not in kinds:
         raise FeedError(
             f"{what} takes {port.dtype} {_shape(port.shape)}, not {x.dtype.name} {_shape(x.shape)}",
@@ -497,6 +511,16 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
                 f"{what} holds {low if low < 0 else high}, but the model takes values from 0 to "
                 f"{port.below - 1}",
                 hint="token ids are those of the tokenizer that the model was trained with",
+            )
+    if whole and x.size and not np.can_cast(x.dtype, port.dtype):
+        limits = np.iinfo(port.dtype)
+        wrong = next(
+            (v for v in (int(x.min()), int(x.max())) if not limits.min <= v <= limits.max), None
+        )
+        if wrong is not None:
+            raise FeedError(
+                f"{what} holds {wrong}, but {port.dtype} goes from {limits.min} to {limits.max}",
+                hint="cast the array as the network was given it in its example",
             )
     if feed and x.dtype.kind == "f" and not np.isfinite(x).all():
         raise FeedError(f"{what} holds NaN or Inf", hint="leave such inputs out")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from ..calibration.feeds import Feed
+from ..calibration.feeds import Feed, rebatched
 from ..errors import UsageError
 from ..graphs.layers.base import MoELayer, MoESpec, choice_key, recorded_choices, replaced_layers
 from .inputs import DEFAULT_TOKENS, feed_inputs
@@ -96,8 +96,8 @@ def inspect(model: Model, data: Feed | None = None) -> ModelReport:
     return ModelReport(
         family=model.family,
         config=dict(model.config),
-        input=_port(model.input.name, model.input.shape),
-        output=_port(model.output.name, model.output.shape),
+        input=", ".join(_port(spec.name, spec.shape) for spec in model.inputs),
+        output=", ".join(_port(spec.name, spec.shape) for spec in model.outputs),
         parameters=_parameters(model.module),
         moe_parameters=sum(layer.parameters for layer in layers),
         layers=layers,
@@ -123,7 +123,9 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
         "height": side,
         "width": side,
     }
-    example = torch.zeros(model.input.concrete(sizes), dtype=getattr(torch, model.input.dtype))
+    examples = tuple(
+        torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype)) for spec in model.inputs
+    )
     tokens: dict[str, int] = {}
 
     class Counted(nn.Module):
@@ -145,7 +147,7 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
             for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())
             if tensor.is_floating_point()
         }
-        functional_call(backbone, zeros, (example,))
+        functional_call(backbone, zeros, examples)
     return tokens
 
 
@@ -250,9 +252,9 @@ def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportRepo
         )
     x = feed_inputs(model, data, count)
     counts: dict[tuple[str, int], list[np.ndarray]] = {}
-    for start in range(0, len(x), BATCH):
+    for part in rebatched([x], BATCH):
         with recorded_choices(model.module) as records:
-            model.module(torch.from_numpy(np.ascontiguousarray(x[start : start + BATCH])))
+            model.module(*(torch.from_numpy(np.ascontiguousarray(each)) for each in part.values()))
         for name, spec in specs.items():
             for level, choice in enumerate(spec.choices()):
                 sizes = (records[choice_key(name, choice)].chosen > 0).sum(dim=-1)

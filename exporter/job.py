@@ -36,7 +36,7 @@ from .inputs import (
     TRACED_SIZES,
     AxisRange,
 )
-from .model import Model, TensorSpec, check_one_input, edited, fingerprint
+from .model import Model, TensorSpec, check_given_inputs, check_one_input, edited, fingerprint
 from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
 from .parity import ROUNDED_RTOL
 from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
@@ -47,6 +47,7 @@ from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions
 from .text.files import TOKENIZER_FILE
 from .token_routed.routers import with_k
+from .user_network.lengths import with_token_axis
 from .user_network.own_forward import with_router_k
 
 PEAK_SAMPLES = 64
@@ -214,6 +215,8 @@ def export_job(
         options = replace(options, rtol=ROUNDED_RTOL)
     if options.precision.min_retention is not None:
         check_one_input(loaded, "--min-retention")
+    if loaded.family == "factory" and options.tokens != DEFAULT_TOKENS:
+        loaded = with_token_axis(loaded, options.tokens)
     fixed = fixed_axes(loaded.input, options)
     changed = edited(loaded, options.edits)
     k = resolve_k(options.k, _specs(changed))
@@ -243,11 +246,11 @@ def _ranges(job: ExportJob) -> CalibrationJob | None:
                 hint="give a feed with --data, or a table with --calibration",
             )
         return None
-    # In FP16, what overflows is looked for in models with one input.
-    several = len(model.inputs) > 1 and precision.name == "fp16"
+    # In FP16, what overflows is looked for in models whose inputs a feed has.
+    several = any(spec.default is not None for spec in model.inputs) and precision.name == "fp16"
     if several or precision.name not in CALIBRATED:
         return None
-    check_one_input(model, "--quantize all" if precision.scope == "all" else "--data")
+    check_given_inputs(model, "--quantize all" if precision.scope == "all" else "--data")
     request = CalibrateRequest(
         method=options.method or DEFAULT_METHOD,
         samples=None if precision.ranged else PEAK_SAMPLES,
@@ -295,7 +298,7 @@ def calibration_job(
     `fixed` are the sizes of axes that are constants of the graph.
     """
     options = options or CalibrateRequest()
-    check_one_input(model, "calibration")
+    check_given_inputs(model, "calibration")
     specs = _specs(model)
     if options.renormalize:
         check_renormalize(specs)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..calibration.shards import Inputs
 from ..common.files import Reading, Watched, hash_files
 from ..common.user_code import names_code
 from ..errors import MoexportError, UsageError
@@ -108,7 +109,7 @@ class Model:
     notes: tuple[str, ...] = ()
     original: nn.Module | None = None
     as_trained: nn.Module | None = None
-    example: np.ndarray | None = field(default=None, compare=False)
+    example: Inputs | None = field(default=None, compare=False)
     order: tuple[str, ...] = ()
     rounded: bool = False
     edits: Edits = NO_EDITS
@@ -147,12 +148,24 @@ class Model:
 
 def check_one_input(model: Model, what: str) -> None:
     """Raises `UsageError` for a model of several inputs where `what` was asked, which takes one."""
-    if len(model.inputs) > 1:
+    _check_inputs(model, what, len(model.inputs) > 1)
+
+
+def check_given_inputs(model: Model, what: str) -> None:
+    """Raises `UsageError` for a model with inputs that may be left out, where `what` was asked."""
+    _check_inputs(model, what, any(spec.default is not None for spec in model.inputs))
+
+
+def _check_inputs(model: Model, what: str, wrong: bool) -> None:
+    if wrong:
         raise UsageError(
             f"{what}: a model with one input is expected, and this {model.family} model has "
             f"{len(model.inputs)}",
             hint="models with token-routed experts are exported, verified and run: "
-            "docs/token-routed.md",
+            "docs/token-routed.md"
+            if any(spec.default is not None for spec in model.inputs)
+            else "such networks are exported, verified, run, measured, calibrated and tuned: "
+            "docs/families.md#inputs-and-outputs",
         )
 
 

@@ -226,6 +226,8 @@ class Parity:
     PyTorch."""
     computed_in: str | None = None
     """What the runtime says that it computed matrix products in."""
+    whole_differing: float | None = None
+    """Of outputs of whole numbers (classes, masks), the share of the numbers that differ."""
 
     @property
     def mostly_ties(self) -> bool:
@@ -291,9 +293,10 @@ class Comparison:
 
     def _missed_routing(self, probe: _PartResult) -> bool:
         # Of a few inputs one may choose otherwise by chance: the share is of all of them.
-        parts = [*self._results, *self._probes.values(), *self._sized.values()]
-        routed = self._parity(parts).routing_agreement >= self._tolerance.routing
-        return not (routed or probe.first is None)
+        pooled = self._parity([*self._results, *self._probes.values(), *self._sized.values()])
+        least = self._tolerance.routing
+        wrong = probe.whole[0] > 0 and (pooled.whole_differing or 0.0) > 1 - least
+        return wrong or not (pooled.routing_agreement >= least or probe.first is None)
 
     def alone(self, expected: Reference) -> Parity:
         """Returns how far the graph is off on these inputs without all others."""
@@ -383,6 +386,9 @@ class Comparison:
                 of_tokens = len(shape) > array.ndim  # which the layer sees one after the other
                 if len(shape) == len("smn1") and array.shape[-1:] == shape[-2:-1]:
                     array = by_expert(array)
+                # One token, for which the layer in PyTorch has no axis.
+                if array.shape == (len(x), 1, *shape[1:]):
+                    array = array[:, 0]
                 same_k = array.ndim > 0 and array.shape[-1] == shape[-1]
                 if not same_k or not (of_tokens or array.shape == wanted):
                     raise ParityError(
@@ -468,6 +474,8 @@ class Comparison:
         if tokens and not outputs[0].inputs:  # every input has a token that chose otherwise
             outputs = (everything,)
         same = max(outputs, key=lambda output: (not output.within(bounds), output.max_rel))
+        numbers = sum(part.whole[1] for part in parts)
+        wrong = sum(part.whole[0] for part in parts) / numbers if numbers else None
         apart = _Rounding.times([part.rounding for part in parts if part.rounding is not None])
         return Parity(
             max_abs=same.max_abs,
@@ -483,6 +491,7 @@ class Comparison:
                 and agreeing / choices >= bounds.routing
                 and same.inputs
                 and tied <= MOST_TIES * choices
+                and (wrong is None or wrong <= 1 - bounds.routing)
                 and (apart is None or apart <= bounds.roundings)
             ),
             first_difference=next((part.first for part in parts if part.first), None),
@@ -500,6 +509,7 @@ class Comparison:
             agreeing=agreeing,
             tied=tied,
             apart=apart,
+            whole_differing=wrong,
         )
 
 
@@ -556,7 +566,7 @@ def describe(parity: Parity) -> str:
             f"; MOST WAS NOT COMPARED: {p.tied:,} of {p.choices:,} {what} are ties (scores within "
             f"{p.tie:g} of the k-th)"
         )
-    text = _at_size(p) + text + _apart(p)
+    text = _at_size(p) + text + _whole(p) + _apart(p)
     if p.k is not None:
         text = f"with k = {p.k}, the furthest off of {', '.join(map(str, p.ks))}: {text}"
     if p.first_difference:
@@ -571,6 +581,13 @@ def _at_size(p: Parity) -> str:
     if p.tokens is not None:
         return f"with {p.tokens} tokens: "
     return "" if p.batch is None else f"in a batch of {p.batch}: "
+
+
+def _whole(p: Parity) -> str:
+    """What is said of outputs of whole numbers."""
+    if not p.whole_differing:
+        return ""
+    return f"; {p.whole_differing:.2%} of the whole numbers that it gives differ"
 
 
 def _apart(p: Parity) -> str:
@@ -724,6 +741,8 @@ class _PartResult:
     everything: Distance
     untouched_cosine: float
     rounding: _Rounding | None
+    whole: tuple[int, int]
+    """Of the outputs of whole numbers, how many numbers differ, and how many there are."""
 
 
 def _compared(
@@ -764,6 +783,10 @@ def _compared(
         agreeing = sum(int((counted[name] & ~wrong[name]).sum()) for name in sets)
         same = _same_tokens([*differs.values()], expected.y.shape)
         tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
+    outputs = [(expected.y, y), *zip(expected.outputs.values(), further, strict=True)]
+    # Of classes and masks none is nearly right: they are counted.
+    samples = np.logical_and.reduce(same.reshape(len(y), -1), axis=1)
+    whole = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
     return _PartResult(
         samples=len(y),
@@ -778,16 +801,13 @@ def _compared(
         margin=margin,
         same=(
             distance(expected.y, y, same),
-            # Where tokens differ by themselves a cache has their places elsewhere.
-            *(
-                distance(wanted, actual, same)
-                for wanted, actual in zip(expected.outputs.values(), further, strict=True)
-                if same.ndim == 1
-            ),
+            # Where tokens differ by themselves others have their places elsewhere.
+            *(distance(wanted, actual, samples) for wanted, actual in outputs[1:]),
         ),
         everything=distance(expected.y, y, np.ones(len(y), dtype=bool)),
         untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
         rounding=_Rounding.of(expected, y, sets, tolerance),
+        whole=(sum(int((a != b).sum()) for a, b in whole), sum(a.size for a, b in whole)),
     )
 
 

@@ -20,7 +20,7 @@ from ..errors import BundleError, EngineError, UsageError, install
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime
 from .bundle.manifest import METADATA, GraphFacts, TensorSpec
-from .inputs import Inputs, check_array, completed
+from .inputs import WHOLE, Inputs, check_array, completed
 from .tensorrt.backends import first_gpu
 from .tensorrt.cuda import DRIVERS
 from .tensorrt.profiles import check_given
@@ -366,7 +366,8 @@ class SessionByBatch(Session):
 _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(float16)": np.dtype(np.float16),
-    "tensor(int64)": np.dtype(np.int64),
+    "tensor(bool)": np.dtype(np.bool_),
+    **{f"tensor({name})": np.dtype(name) for name in WHOLE},
 }
 
 
@@ -376,7 +377,12 @@ Described = tuple[str, str, Sequence[Any]]
 
 def described(model: ModelProto) -> list[Described]:
     """Returns the inputs of a graph as its file tells them; those of BF16 are fed as FP32."""
-    names = {1: "tensor(float)", 7: "tensor(int64)", 10: "tensor(float16)", 16: "tensor(float)"}
+    import onnx
+
+    names = {
+        onnx.helper.np_dtype_to_tensor_dtype(dtype): name for name, dtype in _NUMPY_TYPES.items()
+    }
+    names[onnx.TensorProto.BFLOAT16] = "tensor(float)"
     stored = {tensor.name for tensor in model.graph.initializer}
     return [
         (

@@ -85,6 +85,43 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
+_embedding_bag = nn.functional.embedding_bag
+
+
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Bags of one size as rows, looked up and reduced: PyTorch's is a loop over the bags."""
+    if input.ndim != 2 or offsets is not None or max_norm is not None:
+        return _embedding_bag(
+            *(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse),
+            *(per_sample_weights, include_last_offset, padding_idx),
+        )
+    rows = nn.functional.embedding(input, weight)  # [b, m, d]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[..., None]
+    if padding_idx is None:
+        if mode == "max":
+            return rows.amax(dim=1)
+        return rows.sum(dim=1) if mode == "sum" else rows.mean(dim=1)
+    counts = (input != padding_idx % len(weight))[..., None]
+    if mode == "max":
+        highest = rows.masked_fill(~counts, -torch.inf).amax(dim=1)
+        return highest.masked_fill(~counts.any(dim=1), 0.0)
+    total = (rows * counts).sum(dim=1)
+    return total if mode == "sum" else total / counts.sum(dim=1).clamp(min=1)
+
+
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -210,14 +247,12 @@ def trace(
                 raise MemoryError(str(cause)) from None
             if isinstance(cause, MoexportError):  # of what stands around the user's code
                 raise type(cause)(cause.message, hint=cause.hint) from error
-            said = str(cause).strip().splitlines() or [type(cause).__name__]
+            said, hint = _why(cause)
             line = LINE.search(str(cause))
             where = f" ({Path(line[1]).name}, line {line[2]}: {line[3]})" if line else ""
             raise TraceError(
-                f"PyTorch cannot trace this {model.family} model: {said[0]}{where}",
-                hint=older_tracer()
-                or "the network's forward must not depend on the values of its inputs; "
-                "--verbose shows PyTorch's own report",
+                f"PyTorch cannot trace this {model.family} model: {said}{where}",
+                hint=older_tracer() or f"{hint}--verbose shows PyTorch's own report",
             ) from error
     name_nodes(graph.graph)
     simplify(graph)
@@ -296,6 +331,38 @@ def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[C
     return tuple(by_code.values())
 
 
+def _why(cause: BaseException) -> tuple[str, str]:
+    """What kept PyTorch from tracing a network, in words, and the beginning of a hint, if any.
+
+    What was raised first says it: what is around it says only in which step that was.
+    """
+    chain = [cause]
+    while (before := chain[-1].__cause__) is not None:
+        chain.append(before)
+    first = chain[-1]
+    lines = (line.strip() for line in str(first).splitlines())
+    said = next((line for line in lines if line), type(first).__name__)
+    for error in chain:
+        if type(error).__name__ != "DispatchError":  # of PyTorch's exporter, which has it inside
+            continue
+        frames = traceback.walk_tb(error.__traceback__)
+        nodes = (frame.f_locals.get("node") for frame, _ in frames)
+        node = next((node for node in nodes if isinstance(node, torch.fx.Node)), None)
+        if node is None:
+            return said, ""
+        modules = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path]
+        where = f" in {modules[-1]}" if modules else ""
+        hint = "write it with other operators, or leave that part out of the network; "
+        return f"the operator {node.target}{where} has no form in ONNX", hint
+    text = f"{type(first).__name__}: {first}"
+    if "DataDependent" in text or "data-dependent" in text:
+        said = "a branch of its forward, or a size, depends on the values of its inputs"
+        return said, "torch.where(condition, a, b) computes both branches; "
+    if "Constraints violated" in text:
+        return said, "--batch N exports for that size alone; "
+    return said, ""
+
+
 def traced_sizes(model: Model, fixed: Mapping[str, int]) -> dict[str, int]:
     """Returns the size of every named axis of a model's inputs while it is traced."""
     limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
@@ -340,7 +407,10 @@ def _program(
     nested: tuple[Any, ...] = dynamic  # what `*past` takes is one argument to the tracer
     if listed is not None and listed < len(dynamic):
         nested = (*dynamic[:listed], dynamic[listed:])
-    with _sizes_as_numbers() as lines:
+    with (
+        _sizes_as_numbers() as lines,
+        mock.patch.object(nn.functional, "embedding_bag", embedding_bag),
+    ):
         program = torch.onnx.export(
             backbone,
             examples,

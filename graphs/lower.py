@@ -31,10 +31,32 @@ def simplify(model: ir.Model) -> None:
         common.RemoveUnusedOpsetsPass(),
     )
     passes(model)
+    for graph in (graph for graph in model.graphs() if graph is not model.graph):
+        _own_outputs(graph)
     for graph in model.graphs():  # that pass leaves the notes on values where they are
         outputs = (value for node in graph for value in node.outputs)
         for value in (*graph.inputs, *graph.initializers.values(), *outputs):
             value.metadata_props.clear()
+
+
+def _own_outputs(graph: ir.Graph) -> None:
+    """Makes each output of a subgraph the value of a node of its own, in place.
+
+    A branch must not return a value from outside, and no graph one value twice: either is left
+    where an identity is dropped.
+    """
+    seen: set[ir.Value | None] = {None}
+    for index, value in enumerate(graph.outputs):
+        node = value.producer()
+        outside = (node is None or node.graph is not graph) and value not in graph.inputs
+        if outside or value in seen:
+            copy = ir.node("Identity", [value])
+            copied = copy.outputs[0]
+            copied.name = f"{value.name}/returned_{index}"
+            copied.shape, copied.type = value.shape, value.type
+            graph.append(copy)
+            graph.outputs[index] = copied
+        seen.add(value)
 
 
 @dataclass(frozen=True, slots=True)

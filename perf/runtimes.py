@@ -146,7 +146,7 @@ class ConvertedRunner(Runner):
 
     request: Any
 
-    def infer(self, x: Inputs) -> np.ndarray:
+    def infer(self, x: Inputs, output: int = 0) -> np.ndarray:
         """Maps inputs [b, …] to outputs [b, …]."""
         y: np.ndarray = self.bound(x)()[0]
         return y

@@ -103,7 +103,7 @@ def _seen(log: str) -> Seen:
 def _foreign(code: frozenset[Path], machine: Machine) -> list[Path]:
     """Code outside the packages, the system and the user's own cache."""
     own = [sys.prefix, sys.base_prefix, sysconfig.get_paths()["purelib"], "/usr", "/lib", "/bin"]
-    own += ["/sbin", "/opt", "/lib64", machine.folder / "home" / ".cache" / "moexport"]
+    own += ["/sbin", "/opt", "/lib64", str(machine.folder / "home/.cache/moexport")]
     roots = [Path(path).resolve() for path in own]
     return [
         path

@@ -24,10 +24,11 @@ from ..common.environment import environment
 from ..common.files import STEP_BYTES
 from ..common.threads import Threads
 from ..common.writing import held, make_folder, remove_folder, scratch_folder
+from ..errors import UsageError
 from ..exporter.bundle.recipe import LayerRecipe
 from ..exporter.export import prepared
 from ..exporter.job import ExportJob, calibration_job, export_job
-from ..exporter.model import Model, check_one_input, fingerprint
+from ..exporter.model import Model, fingerprint
 from ..exporter.options import ExportOptions
 from ..exporter.quantization.calibrate import calibrate
 from ..exporter.requests import CalibrateRequest
@@ -151,6 +152,12 @@ def prepare(
     clock: Clock,
 ) -> SearchJob:
     """Prepares a search; refuses what can be refused without it."""
+    if data.output:
+        raise UsageError(
+            f"--data: its labels are of the output '{model.outputs[data.output].name}', and a "
+            f"search keeps the accuracy of the first, '{model.output.name}'",
+            hint=f"save the labels of {model.output.name} as label",
+        )
     if sum(tensor.nbytes for tensor in model.module.state_dict().values()) < STEP_BYTES:
         # To give the pages of mapped weights back takes longer than all else of a small graph.
         model = replace(model, source=replace(model.source, mapped=()))
@@ -181,7 +188,7 @@ def prepare(
         base, traced = prepared(base, progress)
     wanted = {target: computed_on(target, request) for target in request.targets}
     ranged = any(name in RANGED for names in wanted.values() for name in names)
-    if ranged and len(model.inputs) == 1:
+    if ranged and all(spec.default is None for spec in model.inputs):
         samples = _samples(clock, one_s)
         if samples or (folder / CALIBRATION_FILE).is_file():
             ranges = _ranges(
@@ -211,18 +218,11 @@ def prepare(
 
 def base_job(model: Model, request: SearchOptions) -> ExportJob:
     """Returns the export of the model as trained; refuses what cannot be searched or exported."""
-    check_tunable(model)
     options = ExportOptions(batch=request.batch, tokens=request.tokens, verify=False)
     first, *others = request.targets
     for target in others:  # refused before the search, too
         export_job(model, replace(options, target=target))
     return export_job(model, replace(options, target=first))
-
-
-def check_tunable(model: Model) -> None:
-    """Raises `UsageError` for a model of several inputs that cannot be left out."""
-    if any(spec.default is None for spec in model.inputs[1:]):
-        check_one_input(model, "tune")
 
 
 def _samples(clock: Clock, one_s: float) -> int:
@@ -248,7 +248,7 @@ def _ranges(
     path = folder / CALIBRATION_FILE
     if not (journal.resumed and path.is_file()):
         request = CalibrateRequest(samples=samples)
-        job = calibration_job(model, data.inputs, request, fixed=base.fixed)
+        job = calibration_job(model, data.feed, request, fixed=base.fixed)
         calibrate(job, traced=traced, progress=progress).write(path)
     return CalibrationTable.read(path)
 

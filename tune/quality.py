@@ -219,7 +219,8 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
     with them, `FeedError` for labels that are of one class.
     """
     classes = one_per_sample(outputs)
-    of_ids = first_of(x).dtype.kind in "iu" and outputs.ndim == 3
+    main = first_of(x)
+    of_ids = main.dtype.kind in "iu" and main.ndim == 2 and outputs.ndim == 3
     tokens = of_ids and (labels is None or labels.ndim == 2)
     if name is None:
         name = "perplexity" if tokens else "agreement" if labels is None else "accuracy"

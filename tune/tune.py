@@ -209,7 +209,7 @@ def export_point(
         layers = {n: replace(r, constant=bool(r.experts)) for n, r in recipe.layers.items()}
         recipe = replace(recipe, substitutes=digest, layers=layers)
         export_options = replace(export_options, recipe=recipe)
-    inputs = job.holdout.search.inputs[:CALIBRATED]
+    inputs = job.holdout.search.head(CALIBRATED).feed
     # Where k is part of the graph, its trace is that of the k which was found.
     traced = None if routed_layers(job.model) else job.traced
     with _recipe_kept(export_options, recipe_folder):

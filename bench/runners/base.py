@@ -39,8 +39,8 @@ class Runner(ABC):
         return None
 
     @abstractmethod
-    def infer(self, x: Inputs) -> Array:
-        """Maps inputs [b, …] to outputs [b, …]."""
+    def infer(self, x: Inputs, output: int = 0) -> Array:
+        """Maps inputs [b, …] to outputs [b, …]: those of the first output, or of a later one."""
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the call that is timed for inputs [b, …].

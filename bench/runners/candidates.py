@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import product, zip_longest
 from pathlib import Path
 
-from ...calibration.feeds import Array
+from ...calibration.feeds import Feed
 from ...common.console import Progress
 from ...common.locations import url_of
 from ...common.user_code import names_code
@@ -183,7 +183,7 @@ def candidates_of(
     listed: Sequence[Model | Bundle],
     request: BenchRequest,
     progress: Progress,
-    inputs: Array | None = None,
+    inputs: Feed | None = None,
 ) -> Iterator[list[Candidate]]:
     """Yields a candidate per model; the bundles that follow a model are measured beside it."""
     candidates: list[Candidate] = []

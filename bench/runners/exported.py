@@ -9,9 +9,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
-from ...calibration.feeds import Array
+from ...calibration.feeds import Feed
 from ...common.console import Progress, Silent
 from ...common.user_code import names_code
 from ...common.writing import scratch_folder
@@ -57,7 +58,7 @@ def exported(
     model: Model,
     request: BenchRequest,
     *,
-    inputs: Array | None = None,
+    inputs: Feed | None = None,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Candidate]:
@@ -176,7 +177,7 @@ def _refused(
 def _sources(
     model: Model,
     request: BenchRequest,
-    inputs: Array | None,
+    inputs: Feed | None,
     *,
     jobs: Sequence[ExportJob],
     runtime: GraphEngine,
@@ -342,11 +343,11 @@ def _bounds(
 
 
 def engine_options(
-    model: Model, request: BenchRequest, backend: str, inputs: Array | None = None
+    model: Model, request: BenchRequest, backend: str, inputs: Feed | None = None
 ) -> EngineOptions:
     """Returns how engines are compiled: a profile for each batch size, of exactly these inputs."""
     sizes: dict[str, AxisRange] = {}
-    if inputs is not None and inputs.ndim == len(model.input.shape):
+    if isinstance(inputs, np.ndarray) and inputs.ndim == len(model.input.shape):
         named = zip(model.input.shape[1:], inputs.shape[1:], strict=True)
         sizes = {axis: _exactly(size) for axis, size in named if isinstance(axis, str)}
     return EngineOptions(

@@ -35,8 +35,9 @@ class OnnxRunner(Runner):
     def computed_in(self) -> str | None:
         return self.session.computed_in
 
-    def infer(self, x: Inputs) -> Array:
-        return self.session(x, self.k)
+    def infer(self, x: Inputs, output: int = 0) -> Array:
+        name = self.session.output_names[output]
+        return self.session.run(x, self.k, [name])[name]
 
     def bound(self, x: Inputs) -> Callable[[], list[Any]]:
         """Returns the runtime's own call for inputs [b, …], with its first output.

@@ -49,8 +49,8 @@ class PyTorch(Runner):
         self.module, self.ports = module, ports
 
     @torch.inference_mode()
-    def infer(self, x: Inputs) -> Array:
-        result: Array = first_output(self.module(*self.tensors(x))).numpy()
+    def infer(self, x: Inputs, output: int = 0) -> Array:
+        result: Array = all_outputs(self.module(*self.tensors(x)))[output].numpy()
         return result
 
     @torch.inference_mode()
@@ -70,10 +70,10 @@ class PyTorch(Runner):
         return torch.inference_mode()(own_call(self.module, self.tensors(x)))
 
     @torch.inference_mode()
-    def with_routing(self, x: Inputs) -> Expected:
-        """Returns the outputs, and the experts [b, k] that each layer with k < n chose."""
+    def with_routing(self, x: Inputs, output: int = 0) -> Expected:
+        """Returns what `infer` does, and the experts [b, k] that each layer with k < n chose."""
         with recorded_choices(self.module) as choices, routed_margins(self.module) as margins:
-            output = self.infer(x)
+            y = self.infer(x, output)
         layers = moe_layers(self.module)
         specs = {n: layer.spec for n, layer in layers.items() if chooses(layer)}
         chosen = {name: choices[name].chosen.numpy() for name in specs if name in choices}
@@ -84,7 +84,7 @@ class PyTorch(Runner):
         }
         # Of experts that choose for themselves, that of the token's least certain one.
         least = {n: m.reshape(len(m), -1).amin(dim=1).numpy() for n, m in margins.items()}
-        return Expected(output, chosen, least)
+        return Expected(y, chosen, least)
 
 
 def chooses(layer: MoELayer) -> bool:
@@ -125,9 +125,10 @@ class PyTorchOnGpu(PyTorch):
         return [tensor.to(CUDA) for tensor in super().tensors(x)]
 
     @torch.inference_mode()
-    def infer(self, x: Inputs) -> Array:
+    def infer(self, x: Inputs, output: int = 0) -> Array:
         with torch.cuda.stream(self._stream):
-            result: Array = first_output(self.module(*self.tensors(x))).cpu().numpy()
+            y = all_outputs(self.module(*self.tensors(x)))[output]
+            result: Array = y.cpu().numpy()
         return result
 
     def bound(self, x: Inputs) -> Callable[[], object]:
@@ -187,9 +188,10 @@ class CompiledPyTorch(Runner):
         self._runner = runner(compiled)
         self._sizes = frozenset(sizes)
 
-    def infer(self, x: Inputs) -> Array:
+    def infer(self, x: Inputs, output: int = 0) -> Array:
         most, takes = max(self._sizes), self._sizes.__contains__
-        return in_batches(self._runner.infer, first_of(x), most=most, takes=takes)
+        infer = partial(self._runner.infer, output=output)
+        return in_batches(infer, first_of(x), most=most, takes=takes)
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the module's own call where it was compiled for inputs [b, …] as they are."""
@@ -270,10 +272,10 @@ def with_algorithm_1(
     return PyTorch(module, model.inputs)
 
 
-def outputs_of(base: PyTorch, x: Inputs, name: str) -> Array:
+def outputs_of(base: PyTorch, x: Inputs, name: str, output: int = 0) -> Array:
     """Returns what a candidate's PyTorch model gives; FeedError where it cannot run the inputs."""
     try:
-        return base.infer(x)
+        return base.infer(x, output)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise FeedError(
             f"the PyTorch model {name} cannot run inputs of shape {first_of(x).shape}: {error}",

@@ -27,9 +27,12 @@ class EngineRunner(Runner):
     k: int | None
     selected_values: Mapping[str, str] = field(default_factory=dict)
 
-    def infer(self, x: Inputs) -> Array:
+    def infer(self, x: Inputs, output: int = 0) -> Array:
         """Maps inputs [b, …] to outputs [b, …], in batches of sizes that its profiles take."""
-        return self._in_batches(lambda part: self.session(part, self.k), first_of(x))
+        name = self.session.output_names[output]
+        return self._in_batches(
+            lambda part: self.session.run(part, self.k, [name])[name], first_of(x)
+        )
 
     def selected(self, x: Inputs) -> dict[str, Array] | None:
         """Returns the chosen experts [b, k], ascending, of each layer whose choice is an output."""

@@ -160,7 +160,12 @@ def _usual(relative: np.ndarray) -> float:
 
 
 def distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> Distance:
-    """How far outputs are off in the samples [s] or tokens [s, m] that are `same`."""
+    """How far outputs are off in the samples [s] or tokens [s, m] that are `same`.
+
+    Whole numbers are no distances: whoever compares counts those that differ.
+    """
+    if expected.dtype.kind != "f":
+        expected = y = np.zeros(expected.shape)
     spread = same.reshape(*same.shape, *(1,) * (y.ndim - same.ndim))
     actual = np.where(spread, y, 0.0).astype(np.float64).reshape(len(y), -1)
     wanted = np.where(spread, expected, 0.0).astype(np.float64).reshape(len(y), -1)

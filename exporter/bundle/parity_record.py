@@ -283,10 +283,12 @@ class Reference:
         if self.x.ndim == 0 or not self.x.size:
             yield "it holds no inputs"
         for name, array in arrays:
-            if array.dtype.kind not in "fiu":
+            if array.dtype.kind not in "fiub":
                 yield f"'{name}' is {array.dtype.name}, not numbers"
             elif array.shape[:1] != self.x.shape[:1] or not (array.size or name in self.inputs):
                 yield f"'{name}' is of shape {array.shape}, for inputs {self.x.shape}"
+        if any(array.dtype.kind in "ub" for array in self.selected.values()):
+            yield "its choices are neither indices nor weights"
         for other in (self.dense, rounded.y):
             if self.y.shape != other.shape:
                 yield f"outputs {self.y.shape} and {other.shape} are of different shapes"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import cast
 
 from ...common.text import markdown, markdown_text
-from ...graphs.names import K_INPUT
+from ...graphs.names import K_INPUT, PRESENT
 from ...graphs.targets import TARGETS, Target
 from ..edits import Edits
 from ..inputs import PAST_AXIS
@@ -81,7 +81,7 @@ def readme(manifest: Manifest) -> str:
         *(["\n".join(f"- {note}" for note in notes)] if notes else ()),
         "## Run it",
         _program(manifest),
-        f"Input {_port(manifest.inputs[0])}, output {_port(manifest.outputs[0])}; named axes take "
+        f"Input {_ports(manifest.inputs)}, output {_ports(manifest.outputs)}; named axes take "
         f"any size{_multiples(manifest.inputs[0])}. `moexport run` and `moexport verify` do the "
         "same from a shell."
         + (f" {ROUTING}" if any("/" in port.name for port in manifest.outputs) else "")
@@ -138,6 +138,13 @@ def _one(port: TensorSpec) -> str:
     return ", ".join(
         str(size if isinstance(size, int) else least.get(size, 1)) for size in port.shape
     )
+
+
+def _ports(ports: Sequence[TensorSpec]) -> str:
+    """The first of them, and those that a network of several has; no cache and no routing."""
+    others = (p for p in ports[1:] if p.default is None and p.name != K_INPUT)
+    own = (p for p in others if "/" not in p.name and not p.name.startswith(f"{PRESENT}."))
+    return ", ".join(map(_port, (ports[0], *own)))
 
 
 def _port(port: TensorSpec) -> str:

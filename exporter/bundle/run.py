@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import cast, get_args
@@ -16,6 +16,7 @@ from ...calibration.shards import INPUT
 from ...common.console import Silent
 from ...common.writing import check_file, whole_file
 from ...errors import FeedError, OutputError, UsageError
+from ...graphs.names import PRESENT
 from ...graphs.targets import Runtime
 from ..inputs import DEFAULT_BATCH, AxisRange, check_array, parse_range, with_axes
 from ..requests import RunRequest
@@ -26,10 +27,14 @@ from .manifest import Manifest, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a run wrote: the output's shape, and how many of its values are NaN or infinite."""
+    """What a run wrote: the first output's shape, and how many values are NaN or infinite.
+
+    `further` are the shapes of the other outputs, by name.
+    """
 
     shape: tuple[int, ...]
     not_finite: int
+    further: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def run_file(
@@ -38,9 +43,11 @@ def run_file(
     output_file: Path,
     options: RunRequest | None = None,
 ) -> Outputs:
-    """Writes a bundle's output for the inputs of an `.npz` to another one; tells what it wrote.
+    """Writes a bundle's outputs for the inputs of an `.npz` to another one; tells what it wrote.
 
-    Inputs are read, and of several outputs the first is written, a batch at a time. Raises
+    The first input is read, and the first output written, a batch at a time; the others are held.
+
+    Raises
     `UsageError` for a k outside 1 … n, a batch size outside the bundle's range and an output file
     of another kind or that is the input; `OutputError` for one that exists, unless `force`;
     `FeedError` for inputs that do not fit; and what an engine's profiles do not contain before it
@@ -64,16 +71,25 @@ def run_file(
     others = _others(input_file, record.inputs[1:], total)
     session = _opened(bundle, options, first, k)
     progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
-    with whole_file(output_file) as partial, _Rows(partial, record.outputs[0].name, total) as rows:
+    names = _written(record)
+    with whole_file(output_file) as partial, _Rows(partial, names[0], total) as rows:
         done = 0
         for x in chain([first], feed):
             beside = {name: array[done : done + len(x)] for name, array in others.items()}
-            rows.add(session({port.name: x, **beside} if beside else x, k))
+            values = session.run({port.name: x, **beside} if beside else x, k, names)
+            rows.add(values.pop(names[0]), values)
             progress.advance(len(x))
             done += len(x)
         if total is not None and rows.shape[0] != total:
             raise FeedError(f"{input_file}: changed while it was read")
-    return Outputs(shape=rows.shape, not_finite=rows.not_finite)
+    return Outputs(shape=rows.shape, not_finite=rows.not_finite, further=rows.further)
+
+
+def _written(record: Manifest) -> list[str]:
+    """The outputs that are written: all that the network has, without its cache and its routing."""
+    routing = {name for graph in record.graphs for name in graph.selected.values()}
+    names = (port.name for port in record.outputs)
+    return [n for n in names if n not in routing and not n.startswith(f"{PRESENT}.")]
 
 
 def _check_output(output: Path, source: Path, *, force: bool) -> None:
@@ -218,15 +234,17 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
 
 
 class _Rows:
-    """An `.npz` archive of one array that grows by rows; a context manager that ends it.
+    """An `.npz` archive of an array that grows by rows; a context manager that ends it.
 
-    Its length stands before its rows: where it is not known they are kept until the end.
+    Its length stands before its rows: where it is not known they are kept until the end, as those
+    of further arrays are, since an archive is written one array after the other.
     """
 
     def __init__(self, path: Path, name: str, total: int | None) -> None:
         self.shape: tuple[int, ...] = ()
         self.not_finite = 0
         self._total, self._parts = total, list[np.ndarray]()
+        self._further: dict[str, list[np.ndarray]] = {}
         self._archive = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED)
         self._file = self._archive.open(f"{name}.npy", "w", force_zip64=True)
 
@@ -234,16 +252,27 @@ class _Rows:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._archive, self._file:  # both end, also where the disk is full
-            if self._parts:
-                self._total = self.shape[0]
-                self._begin(self._parts[0])
-                for part in self._parts:
-                    self._file.write(part.tobytes())
+        with self._archive:
+            with self._file:  # both end, also where the disk is full
+                if self._parts:
+                    self._total = self.shape[0]
+                    self._begin(self._parts[0])
+                    for part in self._parts:
+                        self._file.write(part.tobytes())
+            for name, parts in self._further.items():
+                with self._archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, np.concatenate(parts), allow_pickle=False)
 
-    def add(self, y: np.ndarray) -> None:
+    @property
+    def further(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the further arrays, by name."""
+        return {n: (self.shape[0], *parts[0].shape[1:]) for n, parts in self._further.items()}
+
+    def add(self, y: np.ndarray, further: Mapping[str, np.ndarray]) -> None:
         """Writes the rows of a batch."""
-        self.not_finite += int(y.size - np.isfinite(y).sum())
+        self.not_finite += sum(int(a.size - np.isfinite(a).sum()) for a in (y, *further.values()))
+        for name, array in further.items():
+            self._further.setdefault(name, []).append(array)
         if not self.shape and self._total is not None:
             self._begin(y)
         self.shape = (len(y) + (self.shape[0] if self.shape else 0), *y.shape[1:])

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ...common.documents import document, read_document
 from ...common.locations import named_by_url, url_of
 from ...common.option import takes
@@ -173,7 +171,7 @@ def _load_checkpoint(
         inputs=model.inputs,
         outputs=model.outputs,
         notes=(*checkpoint.notes, *notes, *model.notes),
-        example=example if isinstance(example, np.ndarray) else None,
+        example=None if isinstance(example, str | Path) else example,
         rounded=model.rounded,
     )
 

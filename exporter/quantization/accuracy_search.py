@@ -35,7 +35,7 @@ from ...graphs.targets import Runtime, runtime_of
 from ..bundle.distance import cosines
 from ..bundle.manifest import GraphRecord
 from ..bundle.verify import checking_session
-from ..inputs import feed_inputs, fitted
+from ..inputs import Inputs, feed_inputs, fitted
 from ..job import ExportJob, export_job
 from ..model import Model
 from ..options import AUTO, TUNE, ExportOptions, KOption, PrecisionOptions
@@ -178,7 +178,7 @@ class Trials:
             yield folder, graph_record(graph, lowered)
 
     def sensitivity(
-        self, x: np.ndarray, outputs: ReferenceOutputs | None = None
+        self, x: Inputs, outputs: ReferenceOutputs | None = None
     ) -> tuple[LayerSensitivity, ...]:
         """Returns the sensitivity of each part that a job quantises on inputs x, the worst first.
 
@@ -357,7 +357,8 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
 def _gives_classes(model: Model) -> bool:
     """Whether a model's outputs are class scores: [b, c], or [b, m, c] for token ids [b, m]."""
     axes = len(model.output.shape)
-    return axes == 2 or (axes == 3 and np.dtype(model.input.dtype).kind in "iu")
+    ids = np.dtype(model.input.dtype).kind in "iu" and len(model.input.shape) == 2
+    return axes == 2 or (axes == 3 and ids)
 
 
 def _check_labels(labels: Labels, y: np.ndarray, first: int) -> None:

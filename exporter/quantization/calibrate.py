@@ -56,7 +56,7 @@ class CalibrationJob:
     def inputs(self, seen: FeedHash) -> Iterator[Fields]:
         """Yields the inputs of the feed that are taken; a hash is told of them."""
         for batch in limited(feed_batches(self.model, self.data), self.options.samples):
-            seen.update(batch[self.model.input.name])
+            seen.update(*batch.values())
             yield batch
 
     def whole_origin(self) -> Origin:

@@ -15,13 +15,14 @@ import numpy as np
 
 from ...errors import BundleError
 from ..bundle.manifest import TensorSpec
+from ..inputs import WHOLE
 
 TYPES = {
     "float32": "TYPE_FP32",
     "float16": "TYPE_FP16",
     "bfloat16": "TYPE_BF16",
-    "int64": "TYPE_INT64",
-    "int32": "TYPE_INT32",
+    "bool": "TYPE_BOOL",
+    **{name: f"TYPE_{name.upper()}" for name in WHOLE},
 }
 
 WARM_UP = "warmup"

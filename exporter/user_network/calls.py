@@ -15,6 +15,7 @@ from ...common.user_code import user_code
 from ...errors import FamilyError
 from .layers import LayerPlace
 from .own_forward import result_of
+from .ports import check_outputs, outputs_of
 
 FITS = "does the example, or --set input_shape=…, fit the network?"
 
@@ -49,31 +50,36 @@ class LayerCall:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """What one forward pass showed: its inputs, the layers' last calls by path, and the result."""
+    """What one forward pass showed: inputs and outputs by name, and the layers' last calls.
 
-    inputs: Tensor
+    `single`: what the network returned is one tensor, and no tuple or dictionary with it.
+    """
+
+    inputs: Mapping[str, Tensor]
     layers: Mapping[str, LayerCall]
-    result: Tensor
+    outputs: Mapping[str, Tensor]
+    single: bool
 
     @property
     def finite(self) -> bool:
         """Whether the network and all its layers returned numbers."""
-        results = (self.result, *(call.y for call in self.layers.values()))
+        results = (*self.outputs.values(), *(call.y for call in self.layers.values()))
         return all(bool(result.isfinite().all()) for result in results)
 
 
 def forward_pass(
     module: nn.Module,
     places: Sequence[LayerPlace],
-    inputs: Tensor,
+    inputs: Mapping[str, Tensor],
     what: str,
     hint: str = FITS,
 ) -> ForwardPass:
     """Runs the network once on `inputs` and returns what those of its MoE layers did that it calls.
 
-    Raises UsageError when its forward fails, with `hint`, and FamilyError when a layer is called
-    with more than its tokens, when something is not computed in float32, or when the result is not
-    one tensor. A layer with the user's own code around it may be called with more.
+    It takes a tensor for each, in their order. Raises UsageError when its forward fails, with
+    `hint`, and FamilyError when a layer is called with more than its tokens, when something is not
+    computed in float32, or for an output that is not served. A layer with the user's own code
+    around it may be called with more.
     """
     calls: dict[str, LayerCall] = {}
     with ExitStack() as watching, torch.no_grad():
@@ -81,10 +87,8 @@ def forward_pass(
             watch = _Watch(module.get_submodule(place.path), place.path, calls)
             watching.enter_context(watch.watching())
         autocast = watching.enter_context(_Autocast())
-        with user_code(
-            f"{what}: its forward failed on an input of shape {list(inputs.shape)}", hint
-        ):
-            result = module(inputs.clone())
+        with user_code(f"{what}: its forward failed on {shapes_of(inputs)}", hint):
+            result = module(*(tensor.clone() for tensor in inputs.values()))
     if autocast.dtype is not None:
         raise FamilyError(
             f"{what}: its forward computes in {_dtype(autocast.dtype)} under torch.autocast, and "
@@ -95,14 +99,17 @@ def forward_pass(
     by_path = {place.path: place for place in places}
     for path, call in calls.items():
         _check_call(by_path[path], call, what)
-    if not isinstance(result, Tensor):
-        raise FamilyError(
-            f"{what}: its forward returned a {type(result).__name__}, not one tensor",
-            hint="give a factory whose forward returns the logits alone",
-        )
-    if result.dtype == torch.bfloat16:
-        raise FamilyError(f"{what}: its forward returned bfloat16", hint="return y.float()")
-    return ForwardPass(inputs=inputs, layers=calls, result=result.detach())
+    outputs = {n: y.detach() for n, y in outputs_of(result, [*inputs], what).items()}
+    check_outputs(outputs, len(next(iter(inputs.values()))), what)
+    single = isinstance(result, Tensor)
+    return ForwardPass(inputs=inputs, layers=calls, outputs=outputs, single=single)
+
+
+def shapes_of(inputs: Mapping[str, Tensor]) -> str:
+    """The inputs of a network in a message."""
+    if len(inputs) == 1:
+        return f"an input of shape {[*next(iter(inputs.values())).shape]}"
+    return "inputs " + ", ".join(f"{name} {[*x.shape]}" for name, x in inputs.items())
 
 
 class _Watch:

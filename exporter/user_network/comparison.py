@@ -286,7 +286,8 @@ def check_same(
         for place in called
         if (miss := _miss(own.layers[place.path].y, ours.layers[place.path].y)) is not None
     ]
-    result = _miss(own.result, ours.result)
+    misses = ((n, _miss(y, ours.outputs[n])) for n, y in own.outputs.items())
+    result = next((f"{name} is {miss}" for name, miss in misses if miss is not None), None)
     if not wrong and result is None:
         return
     changing = [place.at for place in called if own.layers[place.path].in_place]
@@ -326,6 +327,7 @@ def _miss(expected: Tensor, actual: Tensor) -> str | None:
     """How two tensors differ; None where they agree within TOLERANCE of the larger's maximum."""
     if expected.shape != actual.shape:
         return f"shape {list(actual.shape)} instead of {list(expected.shape)}"
+    expected, actual = expected.double(), actual.double()  # what is whole may wrap around
     if difference(expected, actual) <= TOLERANCE:
         return None
     error, largest = float((expected - actual).abs().max()), float(expected.abs().max())

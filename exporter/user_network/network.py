@@ -21,7 +21,7 @@ from ...graphs.layers.base import MoELayer, sharing_weights
 from ..checkpoints.state_dict import Checkpoint, check_finite, read_checkpoint
 from ..model import Model, Source, TensorSpec
 from .adapters import EXAMPLE, Adapter, adapter_name, adapters_for, describe
-from .calls import ForwardPass, LayerCall, changed_buffers, forward_pass
+from .calls import ForwardPass, LayerCall, changed_buffers, forward_pass, shapes_of
 from .comparison import (
     check_adapter,
     check_alone,
@@ -31,11 +31,12 @@ from .comparison import (
     surroundings,
 )
 from .descriptions import ExpertsDescription
-from .examples import INPUT_SHAPE, Example, differ, example_of, made_up
+from .examples import INPUT_SHAPE, Example, all_made_up, differ, example_of
 from .layers import LayerPlace, find_in_module
 from .mismatch import CLOSE, difference
 from .moved import move_out
 from .own_forward import OwnForward
+from .ports import INPUT, ported, with_flat_outputs
 
 ARGUMENTS = "--config and --set are passed to the factory as its arguments"
 
@@ -77,7 +78,8 @@ def load_factory(
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters()):
         notes += ("converted the network to float32",)
     module = module.float().eval().requires_grad_(False)
-    inputs, random = example_of(source, module, config.get(INPUT_SHAPE), example)
+    form, inputs, random = example_of(source, module, config.get(INPUT_SHAPE), example)
+    module = ported(module, form, [*inputs])
     places = find_in_module(module, known)
     passes, made = _passes(module, places, inputs, source)
     places, left = _called(places, passes, source)
@@ -89,7 +91,9 @@ def load_factory(
     twin, layers, replaced = swapped(module, places, calls)
     for pass_ in passes:
         check_same(pass_, twin, places, source)
-    array, result = passes[0].inputs.numpy(), passes[0].result.numpy()
+    if not passes[0].single:
+        module, twin = (with_flat_outputs(network, [*inputs]) for network in (module, twin))
+    arrays = {name: tensor.numpy() for name, tensor in passes[0].inputs.items()}
     used = {adapter_name(layer.adapter): None for layer in places if layer.adapter is not None}
     return Model(
         module=twin,
@@ -102,12 +106,19 @@ def load_factory(
             mapped=mapped,
             adapters=tuple(used),
         ),
-        inputs=(TensorSpec("input", array.dtype.name, ("batch", *array.shape[1:])),),
-        outputs=(TensorSpec("output", result.dtype.name, ("batch", *result.shape[1:])),),
+        inputs=_ports(passes[0].inputs),
+        outputs=_ports(passes[0].outputs),
         notes=(*notes, *random, *made, *replaced, *left),
         original=module,
-        example=array,
+        example=arrays if len(arrays) > 1 or not form.plain else arrays[INPUT],
         order=layers,
+    )
+
+
+def _ports(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(name, str(x.dtype).removeprefix("torch."), ("batch", *x.shape[1:]))
+        for name, x in tensors.items()
     )
 
 
@@ -178,7 +189,7 @@ def _named_as(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[st
 
 
 def _passes(
-    module: nn.Module, places: Sequence[LayerPlace], inputs: Tensor, source: str
+    module: nn.Module, places: Sequence[LayerPlace], inputs: Mapping[str, Tensor], source: str
 ) -> tuple[list[ForwardPass], tuple[str, ...]]:
     """The passes that are compared, over two different inputs at least, and a note if made up.
 
@@ -186,12 +197,14 @@ def _passes(
     example alone.
     """
     alone, notes = _with_kept_buffers(module, places, inputs, source)
-    if differ(inputs):
+    if differ(*inputs.values()):
         return [alone], notes
     begins = "the example holds no two different inputs: the replaced layers were checked on"
-    for further in made_up(inputs):
+    for made in all_made_up([*inputs.values()]):
+        further = dict(zip(inputs, made, strict=True))
+        both = {name: torch.cat([x, further[name]]) for name, x in inputs.items()}
         # A network may run on batches of the example's size alone.
-        for batch, before in ((torch.cat([inputs, further]), ()), (further, (alone,))):
+        for batch, before in ((both, ()), (further, (alone,))):
             try:
                 more = forward_pass(module, places, batch, source)
             except MoexportError:
@@ -203,7 +216,7 @@ def _passes(
 
 
 def _with_kept_buffers(
-    module: nn.Module, places: Sequence[LayerPlace], inputs: Tensor, source: str
+    module: nn.Module, places: Sequence[LayerPlace], inputs: Mapping[str, Tensor], source: str
 ) -> tuple[ForwardPass, tuple[str, ...]]:
     """Returns the first pass, and a note on buffers that it changes, which are set back.
 
@@ -218,7 +231,7 @@ def _with_kept_buffers(
     listed = ", ".join(changed)
     for _ in range(CALLS_TRIED):
         again = forward_pass(module, places, inputs, source)
-        pairs = [(first.result, again.result)]
+        pairs = [(y, again.outputs[name]) for name, y in first.outputs.items()]
         pairs += [(call.y, again.layers[path].y) for path, call in first.layers.items()]
         if any(difference(a, b) > CLOSE for a, b in pairs):
             raise FamilyError(
@@ -243,8 +256,8 @@ def _called(
     left = [place.at for path, place in by_path.items() if path not in called]
     if not called:
         raise FamilyError(
-            f"{source}: the network calls none of the layers that moexport found in it on an input "
-            f"of shape {list(passes[0].inputs.shape)}: {', '.join(left)}",
+            f"{source}: the network calls none of the layers that moexport found in it on "
+            f"{shapes_of(passes[0].inputs)}: {', '.join(left)}",
             hint="a layer is called as y = layer(x); is another branch taken with real inputs "
             "(--data), or by another argument (--set)?",
         )

@@ -19,6 +19,7 @@ from ...errors import UsageError
 from ...graphs.layers.base import MoELayer, sharing_weights
 from ...graphs.layers.experts import Experts, ExpertsSpec
 from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec
+from ..inputs import by_name
 from ..model import Model
 
 Router = Callable[..., tuple[Tensor, Tensor]]
@@ -616,7 +617,8 @@ def _try(model: Model, changes: Mapping[str, int | None]) -> None:
     said = ", ".join(f"{name} {wanted}" for name, wanted in changes.items())
     try:
         with torch.no_grad(), user_code(f"--k ({said}): the router failed", ROUTER_K):
-            model.module(torch.from_numpy(model.example))
+            arrays = by_name(model.example, model.inputs).values()
+            model.module(*map(torch.from_numpy, arrays))
     finally:
         for hook in hooks:
             hook.remove()

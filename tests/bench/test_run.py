@@ -52,7 +52,7 @@ class InPlaceOfAGraph(Runner):
         self.torch, self.k = with_algorithm_1(model, k, "masked"), k
         self.shift = shift
 
-    def infer(self, x: Inputs) -> Array:
+    def infer(self, x: Inputs, output: int = 0) -> Array:
         return self.torch.infer(x)
 
     def selected(self, x: Inputs) -> dict[str, Array]:
@@ -74,7 +74,7 @@ class FailsAt(Runner):
     def __init__(self, model: Model, size: int) -> None:
         self.torch, self.size = with_algorithm_1(model, 2, "masked"), size
 
-    def infer(self, x: Inputs) -> Array:
+    def infer(self, x: Inputs, output: int = 0) -> Array:
         if len(first_of(x)) == self.size:
             raise MemoryError("no room")
         return self.torch.infer(x)

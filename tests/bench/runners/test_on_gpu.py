@@ -172,7 +172,7 @@ class Clocked(Runner):
     def __init__(self, model: Model) -> None:
         self.torch = with_algorithm_1(model, 2, "masked")
 
-    def infer(self, x: Inputs) -> Array:
+    def infer(self, x: Inputs, output: int = 0) -> Array:
         return self.torch.infer(x)
 
     def selected(self, x: Inputs) -> dict[str, Array]:

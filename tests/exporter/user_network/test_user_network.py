@@ -181,12 +181,6 @@ def plain():
     return nn.Linear(3, 3)
 
 
-def two_outputs():
-    network = Tokens()
-    network.forward = lambda x: (network.early(network.stem(x)), network.late(network.stem(x)))
-    return network
-
-
 def masked():
     network = Tokens()
     layer = network.late
@@ -440,7 +434,6 @@ def test_a_layer_with_more_parameters_is_named() -> None:
     ("name", "words"),
     [
         ("plain", "holds no Soft MoE layer"),
-        ("two_outputs", "returned a tuple"),
         ("masked", "more than its tokens"),
         ("holds_itself", "does not call what takes the place of the layer early"),
         ("ByClass", "does not call what takes the place of the layer late"),
