@@ -133,6 +133,10 @@ class PrecisionOptions:
             case _:
                 return self.name
 
+    def fp16_weights(self, target: Target) -> bool:
+        """Whether FP16 is what weights are stored in, and all is computed in FP32."""
+        return self.float_name(target) == "fp16" and TARGETS[target].provider == CPU_PROVIDER
+
     def quant_format(self, target: Target) -> QuantFormat:
         """How integer products are written for a target."""
         return TARGETS[target].integers

@@ -78,7 +78,7 @@ def _lower(
         )
         for fact in graph.layers
     }
-    lowered = lower(traced, requests)
+    lowered = lower(traced, requests, fp16_weights=options.precision.fp16_weights(options.target))
     if options.expose_routing:
         lowered = _exposed(lowered, graph)
     model, precision = lowered.model, options.precision
