@@ -29,7 +29,7 @@ from .bundle.destination import check_destination
 from .bundle.openvino import check_computes, check_device
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from .model import Model, TensorSpec, check_one_input, edited, fingerprint
-from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
+from .options import CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
 from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
 from .requests import CalibrateRequest
 from .session import OPENVINO
@@ -203,7 +203,7 @@ def _ranges(job: ExportJob) -> CalibrationJob | None:
         return None
     # In FP16, what overflows is looked for in models with one input.
     several = len(model.inputs) > 1 and precision.name == "fp16"
-    if several or precision.name not in CALIBRATED:
+    if several or not options.finds_ranges:
         return None
     check_one_input(model, "--quantize all" if precision.scope == "all" else "--data")
     request = CalibrateRequest(

@@ -278,8 +278,14 @@ class ExportOptions:
     @property
     def reads(self) -> int:
         """How many times an export reads its data: for ranges, to compare, to tell the accuracy."""
-        ranges = self.precision.name in CALIBRATED and self.calibration is None
+        ranges = self.finds_ranges and self.calibration is None
         return ranges + self.verify + (self.precision.min_retention is not None)
+
+    @property
+    def finds_ranges(self) -> bool:
+        """Whether the value ranges of tensors say how this precision is written."""
+        stored = self.precision.fp16_weights(self.target)
+        return self.precision.name in CALIBRATED and not stored
 
     @property
     def _least_opset(self) -> int:

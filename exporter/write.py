@@ -21,7 +21,7 @@ from ..graphs.layers.stored import LayerOf
 from ..graphs.lower import Lowered, LoweringRequest, lower
 from ..graphs.names import K_INPUT, SELECTED, STEER_INPUT
 from ..graphs.precision.types import FLOAT_TYPES, ComputeTypes
-from ..graphs.targets import runtime_of
+from ..graphs.targets import for_cpus, runtime_of
 from .bundle.manifest import (
     METADATA,
     FileRecord,
@@ -193,6 +193,7 @@ def opened_comparison(
         tolerance=job.options.tolerance,
         runtime=runtime_of(job.options.target),
         threads=torch.get_num_threads(),
+        rounded=not for_cpus(job.options.target),
     )
 
 

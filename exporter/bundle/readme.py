@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import cast
 
-from ...common.text import markdown
+from ...common.text import markdown, size
 from ...graphs.names import K_INPUT
-from ...graphs.targets import TARGETS, Target
+from ...graphs.targets import TARGETS, Target, for_cpus
 from ..edits import Edits
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
@@ -70,6 +70,7 @@ def readme(manifest: Manifest) -> str:
         markdown(("layer", "kind", "experts computed", "lowering", "precision"), layers),
         "## Checked against PyTorch",
         _parity(manifest),
+        *_where(manifest),
         *(["\n".join(f"- {note}" for note in manifest.notes)] if manifest.notes else ()),
         "## Run it",
         _program(manifest),
@@ -145,6 +146,29 @@ def _parity(manifest: Manifest) -> str:
         return "**Not checked**: it was exported with `--no-verify`."
     text = describe(Parity(**record))
     return f"{text[0].upper()}{text[1:]}."
+
+
+ON_OTHER_CPUS = (
+    "Graphs in FP32, FP16 and INT8 for CPUs gave the same on emulated CPUs: ARM with and without "
+    "FP16 arithmetic, and x86 with AVX2 and with SSE4.2 alone."
+)
+
+
+def _where(manifest: Manifest) -> Iterator[str]:
+    """On which CPUs the precision was checked, and the memory that one input takes."""
+    cpu = manifest.environment.get("cpu", {})
+    names = ", ".join(cpu.get("instructions", ()))
+    machine = f"{cpu.get('architecture', 'this machine')}" + (f" with {names}" if names else "")
+    if manifest.parity is not None:
+        same = f" {ON_OTHER_CPUS}" * (
+            for_cpus(manifest.target) and manifest.precision in ("fp32", "fp16", "int8")
+        )
+        yield f"It was checked on {machine}.{same} `moexport verify` checks it where it is to run."
+    if manifest.peak_memory_bytes is not None:
+        yield (
+            f"One input takes {size(manifest.peak_memory_bytes)} of memory at the most, Python and "
+            "the runtime included, as measured there."
+        )
 
 
 def _program(manifest: Manifest) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import onnx
 from google.protobuf.message import DecodeError
 
+from ...common.environment import cpu_features
 from ...common.files import sha256
 from ...errors import (
     FeedError,
@@ -19,7 +20,7 @@ from ...errors import (
     UntrustedEngineError,
     UsageError,
 )
-from ...graphs.targets import Runtime, runtime_of
+from ...graphs.targets import Runtime, for_cpus, runtime_of
 from ..inputs import parity_sizes
 from ..parity import (
     TOLERANCES,
@@ -32,7 +33,7 @@ from ..parity import (
     on_gpu,
     recorded,
 )
-from ..session import Session, SessionOptions
+from ..session import CPU, OPENVINO, Session, SessionOptions
 from ..tensorrt.backends import backend_named, first_gpu
 from ..tensorrt.records import EngineRecord, engines_of
 from ..tensorrt.trust import TRUST
@@ -136,12 +137,15 @@ def graph_comparison(
     tolerance: Tolerance,
     runtime: Runtime = "onnxruntime",
     threads: int | None = None,
+    rounded: bool = True,
 ) -> Comparison:
     """Opens a graph of a bundle, or of one being written, for references like this one."""
     observe = expected.observed(graph.selected)
     sizes = parity_sizes(groups_of)
     return Comparison(
-        checking_session(directory, graph, observe=observe, runtime=runtime, threads=threads),
+        checking_session(
+            directory, graph, observe=observe, runtime=runtime, threads=threads, rounded=rounded
+        ),
         graph.selected,
         batch=fixed_batch or max(sizes),
         tolerance=tolerance,
@@ -157,8 +161,12 @@ def checking_session(
     observe: Mapping[str, int] | None = None,
     runtime: Runtime = "onnxruntime",
     threads: int | None = None,
+    rounded: bool = True,
 ) -> Session:
-    """Returns a graph of a bundle, or of one being written, ready for its values to be compared."""
+    """Returns a graph of a bundle, or of one being written, ready for its values to be compared.
+
+    `rounded`: not as this machine computes 16-bit floats, but rounded as a GPU rounds them.
+    """
     # Graphs that are written together are open together.
     weights = sum(file.stat().st_size for file in directory.glob("*.bin"))
     prepack = weights * len(list(directory.glob("*.onnx"))) < LARGE_WEIGHTS_BYTES
@@ -170,7 +178,7 @@ def checking_session(
             prepack=prepack,
             plan_memory=False,
             observe=observe,
-            rounded=True,
+            rounded=rounded,
         ),
     )
 
@@ -321,27 +329,27 @@ def _parity_check(
     bounds: Tolerance,
 ) -> Check:
     name = f"parity of {graph.file}"
-    port = manifest.inputs[0]
-    size = port.shape[0]
+    here = for_cpus(manifest.target)
     try:
-        comparison = graph_comparison(
-            directory,
-            graph,
-            expected,
-            fixed_batch=size if isinstance(size, int) else None,
-            groups_of=port.groups_of,
-            k_input=manifest.k == "input",
-            tolerance=bounds,
-            runtime=runtime_of(manifest.target),
-        )
-        comparison.add(expected)
+        parity = _compared(directory, manifest, graph, expected, bounds, rounded=not here)
+        twin = here and not parity.passed and (manifest.numbers.get("rest") == "fp16")
+        meant = parity
+        if twin:
+            meant = _compared(directory, manifest, graph, expected, bounds, rounded=True)
     except MoexportError as error:
         return Check(name, False, error.message)
-    parity = comparison.parity()
     detail = describe(parity)
     experts = {layer.name: layer.experts for layer in manifest.layers}
     missing = not_compared(unreached(expected.reached(), experts), experts)
     detail += f"; {missing}" if missing else ""
+    if not parity.passed:
+        detail += f"; computed by {_computed_by(manifest)}"
+    if meant.passed and not parity.passed:
+        detail += (
+            f", which sums its FP16 products in FP16: in FP32, rounded to FP16, the same graph is "
+            f"right ({describe(meant)}). Export it again: this version's FP16 graphs for CPUs are "
+            "computed in FP32"
+        )
     exported = recorded(manifest.parity)
     if not parity.passed and (exported.atol > bounds.atol or exported.rtol > bounds.rtol):
         detail += (
@@ -349,6 +357,40 @@ def _parity_check(
             f"`verify --atol {exported.atol:g} --rtol {exported.rtol:g}` compares with those"
         )
     return Check(name, parity.passed, detail)
+
+
+def _compared(
+    directory: Path,
+    manifest: Manifest,
+    graph: GraphRecord,
+    expected: Reference,
+    bounds: Tolerance,
+    *,
+    rounded: bool,
+) -> Parity:
+    """How far a graph is off on this machine, or with `rounded` as `checking_session` has it."""
+    port = manifest.inputs[0]
+    size = port.shape[0]
+    comparison = graph_comparison(
+        directory,
+        graph,
+        expected,
+        fixed_batch=size if isinstance(size, int) else None,
+        groups_of=port.groups_of,
+        k_input=manifest.k == "input",
+        tolerance=bounds,
+        runtime=runtime_of(manifest.target),
+        rounded=rounded,
+    )
+    comparison.add(expected)
+    return comparison.parity()
+
+
+def _computed_by(manifest: Manifest) -> str:
+    """What ran a graph here: its runtime's provider, and the CPU's instructions."""
+    runtime = runtime_of(manifest.target)
+    provider = "OpenVINO" if runtime == OPENVINO else CPU
+    return f"{provider} on {cpu_features()}"
 
 
 def _engine_check(

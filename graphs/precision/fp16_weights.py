@@ -84,29 +84,30 @@ class _Widening:
         for attribute in node.attributes.values():
             if attribute.type == ir.AttributeType.GRAPH:
                 self.graph(attribute.as_graph(), main)
-        given = [v for v in node.inputs if v in self._half]
-        if given and node.op_type in MOVES and not node.domain and node.inputs[0] in self._half:
-            if node.op_type != "Concat" or len(given) == len(node.inputs):
-                self._half |= {*node.outputs}
-                return
+        if self._moves(node):
+            self._half |= {*node.outputs}
+            return
         for index, value in enumerate(node.inputs):
             if value in self._half:
                 assert value is not None
                 node.replace_input_with(index, self._wide(value, graph, node))
-        for name in ("to", "dtype"):
-            if node.attributes.get_int(name, 0) == HALF.value:
+        for name, attribute in list(node.attributes.items()):
+            if name in ("to", "dtype") and attribute.value == HALF.value:
                 node.attributes[name] = ir.AttrInt64(name, FLOAT.value)
-        constant = node.attributes.get("value")
-        if constant is not None and constant.type == ir.AttributeType.TENSOR:
-            tensor = constant.as_tensor()
-            if tensor.dtype == HALF:
-                wide = ir.tensor(tensor.numpy().astype(np.float32))
-                node.attributes["value"] = ir.AttrTensor("value", wide)
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == HALF:
+                wide = ir.tensor(attribute.as_tensor().numpy().astype(np.float32))
+                node.attributes[name] = ir.AttrTensor(name, wide)
         for value in node.outputs:
             if value.dtype == HALF:
                 value.type = ir.TensorType(FLOAT)
         if node.op_type == "Cast" and node.attributes.get_int("to") == FLOAT.value:
             self._drop(node, graph)
+
+    def _moves(self, node: ir.Node) -> bool:
+        """Whether a node only moves FP16 values."""
+        if node.domain or node.op_type not in MOVES or node.inputs[0] not in self._half:
+            return False
+        return node.op_type != "Concat" or all(value in self._half for value in node.inputs)
 
     def _drop(self, cast: ir.Node, graph: ir.Graph) -> None:
         """Takes away a cast of what is FP32 already."""
