@@ -13,6 +13,7 @@ from ...graphs.targets import TARGETS, Target, for_cpus
 from ..edits import Edits
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
+from ..session import NO_KLEIDIAI
 from ..text.files import GENAI_FILE, GENERATION_FILE, TOKENIZER_FILES
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
 from .recipe import RECIPE_FILE
@@ -193,16 +194,22 @@ def _program(manifest: Manifest) -> str:
         )
     provider = "CPU" if TARGETS[cast(Target, manifest.target)].on_cpu else "CUDA"
     options, arguments = "", "providers="
+    if manifest.precision == "int4" and provider == "CPU":
+        # On ARM its kernels of integer rows are further off (`session.NO_KLEIDIAI`).
+        options, arguments = _with_entry(*NO_KLEIDIAI), "options, "
     if manifest.precision == "int8" and manifest.target.startswith("tensorrt"):
         # What it fuses QuantizeLinear and DequantizeLinear to is wrong for experts in one tensor.
-        options = (
-            "options = onnxruntime.SessionOptions()\n"
-            'options.add_session_config_entry("session.disable_quant_qdq", "1")\n'
-        )
-        arguments = "options, "
+        options, arguments = _with_entry("session.disable_quant_qdq", "1"), "options, "
     where = f'{arguments}["{provider}ExecutionProvider"]'
     return (
         f"```python\nimport numpy as np, onnxruntime\n{options}"
         f'session = onnxruntime.InferenceSession("{file}", {where})\n'
         f'(y,) = session.run(["{output}"], {{{feed}}})\n```'
+    )
+
+
+def _with_entry(name: str, value: str) -> str:
+    return (
+        "options = onnxruntime.SessionOptions()\n"
+        f'options.add_session_config_entry("{name}", "{value}")\n'
     )

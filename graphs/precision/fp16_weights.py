@@ -121,6 +121,7 @@ class _Widening:
             self.names[value.name] = value.name = output.name
         else:
             self.names[output.name] = value.name
+        value.type, value.shape = ir.TensorType(FLOAT), value.shape or output.shape
         ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
         graph.remove(cast, safe=True)
 
