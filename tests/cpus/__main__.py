@@ -13,6 +13,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -154,10 +155,11 @@ def main() -> None:
         machine = Machine(place).prepared()
         made = {name: list(exported(bundles, name)) for name in asked.only or PRECISIONS}
         every = [folder for folders in made.values() for folder in folders]
-        found = {}
-        for cpu in (HERE, *cpus):
-            print(f"{len(every)} bundles on {cpu}", file=sys.stderr, flush=True)
-            found[cpu] = answers(machine, cpu, every, place / "answers.npz")
+        print(f"{len(every)} bundles on {', '.join(cpus)}", file=sys.stderr, flush=True)
+        found = {HERE: answers(machine, HERE, every, place / "here.npz")}
+        with ThreadPoolExecutor(len(cpus)) as pool:  # each is a process of one thread
+            given = pool.map(lambda cpu: answers(machine, cpu, every, place / f"{cpu}.npz"), cpus)
+            found |= dict(zip(cpus, given, strict=True))
         rows = [row(name, folders, found) for name, folders in made.items()]
     record = {
         "date": datetime.now(UTC).date().isoformat(),
