@@ -35,14 +35,14 @@ class _Opposite(_Network):
 
     def __init__(self, *, first: bool) -> None:
         super().__init__()
-        step = 2.0**-6  # FP16 holds 1 and 1 less this
+        step = 2.0**-6 if first else 2.0**-11  # FP16 holds 1 and 1 less this
         one, other = torch.ones(10, LONG), torch.full((10, LONG), step - 1)
         pairs = torch.stack((one, other), -1).flatten(1)
         self.register_buffer("signs", torch.cat((one, other), 1) if first else pairs)
         self.first = first
 
     def forward(self, x: Tensor) -> Tensor:
-        # Near one another, so that what is left of a pair is a hundredth of either.
+        # Near one another, so that little is left of a pair.
         large = 1500 + self.wide(self.layer(x)).tanh()
         both = torch.cat((large, large), -1) if self.first else large.repeat_interleave(2, dim=-1)
         signs: Tensor = self.signs  # type: ignore[assignment]
