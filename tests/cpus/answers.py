@@ -33,7 +33,7 @@ def main(output: Path, folders: list[Path]) -> None:
             given[folder.name] = answer(folder)
         except MoexportError as error:
             print(f"{folder.name}: {error.message}", file=sys.stderr)
-    np.savez(output, **given)
+    np.savez(output, **given)  # type: ignore[arg-type]  # names of bundles
 
 
 if __name__ == "__main__":
