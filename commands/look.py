@@ -181,12 +181,14 @@ def bundle_text(path: str | Path, manifest: Manifest) -> str:
         for port in (*manifest.inputs, *manifest.outputs)
     )
     files = [(name, record.bytes) for name, record in manifest.files.items()]
+    peak = manifest.peak_memory_bytes
     return "\n".join(
         (
             lines(
                 f"bundle      {path} (moexport {manifest.moexport}, {manifest.created})",
                 f"source      {manifest.source.path} ({manifest.source.family})",
                 f"target      {manifest.target}, {manifest.precision}, opset {manifest.opset}",
+                *([] if peak is None else [f"memory      {size(peak)} at the most for one input"]),
                 *(f"edited      {text}" for text in _edit_texts(manifest)),
                 *ports,
                 *(f"note        {note}" for note in manifest.notes),

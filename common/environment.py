@@ -32,7 +32,7 @@ def environment() -> dict[str, Any]:
     """Returns what a reader needs to judge numbers: versions, CPU, GPUs, memory, platform.
 
     Keys: `python`, `platform`, `packages` (name to version, installed ones only), `cpu` (`model`,
-    `cores` usable by this process, `architecture`), `memory_bytes` and `gpu`
+    `cores` usable by this process, `architecture`, `instructions`), `memory_bytes` and `gpu`
     (a list of `name`, `memory`, `driver`; null without one). Imports none of the packages.
     """
     return {
@@ -43,6 +43,7 @@ def environment() -> dict[str, Any]:
             "model": cpu_model(),
             "cores": usable_cores(),
             "architecture": platform.machine(),
+            "instructions": kernel_instructions(),
         },
         "memory_bytes": memory_bytes(),
         "gpu": gpus(),
@@ -88,6 +89,26 @@ def cpu_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     flags = (line.partition(":") for line in text.splitlines())
     words = next((v for key, _, v in flags if key.strip() in ("flags", "Features")), "")
     return frozenset(words.split())
+
+
+KERNEL_INSTRUCTIONS = (
+    *("sse4_2", "avx", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_int8", "amx_bf16"),
+    *("asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2", "sme"),
+)
+"""Those by which runtimes choose what they multiply matrices with, of x86 and of ARM."""
+
+
+def kernel_instructions() -> list[str]:
+    """Returns those of `KERNEL_INSTRUCTIONS` that this CPU has; none where Linux does not tell."""
+    found = cpu_instructions()
+    return [name for name in KERNEL_INSTRUCTIONS if name in found]
+
+
+def cpu_features() -> str:
+    """Returns the CPU's architecture and what runtimes choose their kernels by, in words."""
+    names = ", ".join(kernel_instructions())
+    return f"{platform.machine()} with {names}" if names else platform.machine()
 
 
 def usable_cores() -> int:

@@ -2,6 +2,7 @@
 
 python docs/refresh.py performance  every table and chart of perf/results: docs/performance.md,
                                     token-routed.md, mumoe.md, calibration.md and tune.md
+python docs/refresh.py cpus         what other CPUs compute, in docs/deploy.md, from tests/cpus
 python docs/refresh.py compat       the versions in docs/install.md, from `make compat`
 python docs/refresh.py demo DIR     the README's table and figure and the site's report, from
                                     `moexport demo -o DIR`
@@ -20,9 +21,10 @@ import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import moexport
 import onnx
@@ -314,6 +316,24 @@ def compat_tables() -> dict[str, str]:
     return {"compat": markdown(header, rows, words=2) + "\n"}
 
 
+def cpus_tables() -> dict[str, str]:
+    """Returns the table of docs/deploy.md: what `python -m moexport.tests.cpus` found."""
+    rows = kept(RESULTS / "cpus.json")["rows"]
+    cpus = list(rows[0]["cpus"])
+    lines = [
+        (row["precision"], row["bundles"], f"{row['error']:.1e}", *_by_cpu(row, cpus))
+        for row in rows
+    ]
+    return {"cpus": markdown(("precision", "bundles", "error on x86", *cpus), lines) + "\n"}
+
+
+def _by_cpu(row: Mapping[str, Any], cpus: Sequence[str]) -> Iterator[str]:
+    """What each CPU gave: how many times as far off as x86, and how far from that."""
+    for cpu in cpus:
+        found = row["cpus"][cpu]
+        yield f"{found['times']:.2f} times, {found['from_here']:.1e} from x86"
+
+
 MEASURED: Mapping[str, Callable[[], dict[str, str]]] = {
     "performance.md": performance_tables,
     "token-routed.md": token_routed_tables,
@@ -321,6 +341,7 @@ MEASURED: Mapping[str, Callable[[], dict[str, str]]] = {
     "mumoe.md": mumoe_tables,
     "tune.md": tune_tables,
     "install.md": compat_tables,
+    "deploy.md": cpus_tables,
 }
 """The tables of each page that shows kept results, by the page's markers."""
 
@@ -377,6 +398,8 @@ if __name__ == "__main__":
             refresh_pictures()
         case ["compat"]:
             refresh_tables("install.md")
+        case ["cpus"]:
+            refresh_tables("deploy.md")
         case ["performance"]:
             refresh_performance()
         case _:

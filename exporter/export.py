@@ -31,6 +31,7 @@ from ..graphs.lowerings import lowerings_of
 from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.distance import FEW_NUMBERS
+from .bundle.footprint import with_peak_memory
 from .bundle.manifest import MANIFEST_FILE
 from .bundle.parity_record import MOST_KEPT, PARITY_FILE, Reference, sized_file, unreached
 from .bundle.readme import with_readme
@@ -174,6 +175,7 @@ def _written(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bun
         progress.step("hashing")
         manifest = manifest_of(planned, lowered, parities, directory, unreached=missing)
         manifest = replace(manifest, notes=[*manifest.notes, *notes, *generation])
+        manifest = with_peak_memory(directory, manifest)
         manifest = build_for_export(directory, manifest, options.engine, progress)
         if options.layout is not None:
             manifest = with_layout(directory, manifest, options.layout)

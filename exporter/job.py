@@ -37,7 +37,7 @@ from .inputs import (
     AxisRange,
 )
 from .model import Model, TensorSpec, check_given_inputs, check_one_input, edited, fingerprint
-from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
+from .options import CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
 from .parity import ROUNDED_RTOL
 from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
 from .requests import CalibrateRequest
@@ -248,7 +248,7 @@ def _ranges(job: ExportJob) -> CalibrationJob | None:
         return None
     # In FP16, what overflows is looked for in models whose inputs a feed has.
     several = any(spec.default is not None for spec in model.inputs) and precision.name == "fp16"
-    if several or precision.name not in CALIBRATED:
+    if several or not options.finds_ranges:
         return None
     check_given_inputs(model, "--quantize all" if precision.scope == "all" else "--data")
     request = CalibrateRequest(

@@ -240,7 +240,9 @@ def _write(
             ),
         )
         paths[candidate.name] = folder / f"{candidate.name}.onnx"
-        ir.save(lower(traced, {name: request}).model, paths[candidate.name])
+        fp16_weights = job.options.precision.fp16_weights(job.options.target)
+        made = lower(traced, {name: request}, fp16_weights=fp16_weights)
+        ir.save(made.model, paths[candidate.name])
     return paths
 
 

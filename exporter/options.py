@@ -133,6 +133,10 @@ class PrecisionOptions:
             case _:
                 return self.name
 
+    def fp16_weights(self, target: Target) -> bool:
+        """Whether FP16 is what weights are stored in, and all is computed in FP32."""
+        return self.float_name(target) == "fp16" and TARGETS[target].provider == CPU_PROVIDER
+
     def quant_format(self, target: Target) -> QuantFormat:
         """How integer products are written for a target."""
         return TARGETS[target].integers
@@ -274,8 +278,14 @@ class ExportOptions:
     @property
     def reads(self) -> int:
         """How many times an export reads its data: for ranges, to compare, to tell the accuracy."""
-        ranges = self.precision.name in CALIBRATED and self.calibration is None
+        ranges = self.finds_ranges and self.calibration is None
         return ranges + self.verify + (self.precision.min_retention is not None)
+
+    @property
+    def finds_ranges(self) -> bool:
+        """Whether the value ranges of tensors say how this precision is written."""
+        stored = self.precision.fp16_weights(self.target)
+        return self.precision.name in CALIBRATED and not stored
 
     @property
     def _least_opset(self) -> int:

@@ -21,7 +21,7 @@ from ..graphs.layers.stored import LayerOf
 from ..graphs.lower import Lowered, LoweringRequest, lower
 from ..graphs.names import K_INPUT, SELECTED, STEER_INPUT
 from ..graphs.precision.types import FLOAT_TYPES, ComputeTypes
-from ..graphs.targets import runtime_of
+from ..graphs.targets import for_cpus, runtime_of
 from .bundle.manifest import (
     METADATA,
     FileRecord,
@@ -78,7 +78,7 @@ def _lower(
         )
         for fact in graph.layers
     }
-    lowered = lower(traced, requests)
+    lowered = lower(traced, requests, fp16_weights=options.precision.fp16_weights(options.target))
     if options.expose_routing:
         lowered = _exposed(lowered, graph)
     model, precision = lowered.model, options.precision
@@ -200,6 +200,7 @@ def opened_comparison(
         tolerance=job.options.tolerance,
         runtime=runtime_of(job.options.target),
         threads=torch.get_num_threads(),
+        rounded=not for_cpus(job.options.target),
     )
 
 

@@ -15,6 +15,7 @@ from .layers.base import choice_key
 from .layers.stored import LayerOf
 from .lowerings.base import AnyLowering
 from .names import DOMAIN, K_INPUT, STEER_CENTRES, STEER_INPUT, in_layer
+from .precision.fp16_weights import compute_in_fp32
 
 
 def simplify(model: ir.Model) -> None:
@@ -84,6 +85,12 @@ class LayerValues:
         """The value of the layer's first choice."""
         return next(iter(self.choices.values()), None)
 
+    def renamed(self, names: Mapping[str, str]) -> LayerValues:
+        """Returns them by other names, for those that have one."""
+        choices = {choice: names.get(value, value) for choice, value in self.choices.items()}
+        x, y = (names.get(name, name) for name in (self.input, self.output))
+        return LayerValues(x, y, choices)
+
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
@@ -98,12 +105,17 @@ Observer = Callable[[Builder], Sequence[ir.Value]]
 
 
 def lower(
-    traced: ir.Model, requests: Mapping[str, LoweringRequest], observer: Observer | None = None
+    traced: ir.Model,
+    requests: Mapping[str, LoweringRequest],
+    observer: Observer | None = None,
+    *,
+    fp16_weights: bool = False,
 ) -> Lowered:
     """Returns a copy of a traced model in which every MoE node is replaced as requested.
 
     The traced model is left as it is, and its tensors are shared, not copied. With an `observer`,
-    what it returns for each layer becomes further outputs of the graph.
+    what it returns for each layer becomes further outputs of the graph. With `fp16_weights` FP16 is
+    what weights are stored in alone (`precision.fp16_weights`).
     """
     model = traced.clone()
     layers = [request.layer for request in requests.values()]
@@ -122,6 +134,9 @@ def lower(
             hint="the layer is part of the model but not of its forward pass on these inputs",
         )
     model.opset_imports.pop(DOMAIN, None)
+    if fp16_weights:
+        names = compute_in_fp32(model)
+        values = {name: layer.renamed(names) for name, layer in values.items()}
     simplify(model)
     model.ir_version = min(model.ir_version, _lowest_ir_version(model.opset_imports[""]))
     return Lowered(model, values)

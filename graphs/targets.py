@@ -92,7 +92,10 @@ class TargetRecord:
         return self.machine in ON_CPU
 
 
-_CPU_FP16 = "ONNX Runtime computes FP16 in FP32 on a CPU: half the file, but not faster there"
+_CPU_FP16 = (
+    "weights are stored in FP16 and everything is computed in FP32: half the file, no faster, and "
+    "the same on every CPU; for a GPU use --target ort-cuda"
+)
 
 _NO_INT4: Mapping[Precision, tuple[str, str]] = {
     "int4": (
@@ -210,6 +213,11 @@ TARGETS: Mapping[Target, TargetRecord] = MappingProxyType(
 def runtime_of(target: str) -> Runtime:
     """Returns what runs the graphs of a target, as a manifest names it."""
     return next((record.runtime for record in _RECORDS if record.name == target), "onnxruntime")
+
+
+def for_cpus(target: str) -> bool:
+    """Returns whether a target's graphs, as a manifest names it, are for CPUs."""
+    return any(record.name == target and record.on_cpu for record in _RECORDS)
 
 
 EVERY_TARGET: frozenset[Target] = frozenset(TARGETS)

@@ -104,6 +104,8 @@ def compare(before: Results, now: Results) -> ResultsComparison:
     notes = []
     for name in ("cpu", "gpu", "threads", "memory_bytes"):
         was, is_now = before.environment.get(name), now.environment.get(name)
+        if isinstance(was, dict) and isinstance(is_now, dict):  # earlier files tell less of a CPU
+            is_now = {key: is_now[key] for key in is_now if key in was}
         if was != is_now:
             notes.append(f"Measured on another machine or setting: {name} was {was}, is {is_now}.")
     were, are = (run.environment.get("packages") or {} for run in (before, now))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.files import known_sha256
 from ...errors import BundleError, EngineError, UsageError
-from ...graphs.targets import runtime_of
+from ...graphs.targets import for_cpus, runtime_of
 from ..session import OPENVINO, PROVIDERS, Session, SessionByBatch, SessionOptions
 from ..tensorrt.records import EngineRecord, engines_of
 from .manifest import Check, GraphRecord, Manifest, external_files, local_bundle
@@ -96,6 +96,8 @@ class Bundle:
         """
         if options is None and provider is None:
             runtime = runtime or runtime_of(self.manifest.target)
+        # A CPU is not what the 16-bit graphs of the others are for: some sum them in 16 bits.
+        rounded = options is None and not for_cpus(self.manifest.target)
         keywords: dict[str, Any] = {
             "runtime": runtime,
             "provider": provider and PROVIDERS.get(provider, provider),
@@ -106,6 +108,7 @@ class Bundle:
             "spin_ms": spin_ms,
             "prepack": prepack,
             "profile": profile and Path(profile),
+            "rounded": rounded or None,
         }
         stated = {name: value for name, value in keywords.items() if value is not None}
         return self._opened(graph, replace(options or SessionOptions(), **stated))

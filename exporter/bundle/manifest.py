@@ -268,6 +268,8 @@ class Manifest:
     """What `tune` was asked, found and confirmed (`Recipe.contract`); empty without a recipe."""
     tuning: Tuning | None = None
     """What `--lowering tune` measured; an empty object in the file where nothing was."""
+    peak_memory_bytes: Count | None = None
+    """The most that a process took which ran one input here; None where it was not measured."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -279,6 +281,8 @@ class Manifest:
             for key in OPTIONAL:
                 if key in record and not record[key]:
                     del record[key]
+        if self.peak_memory_bytes is None:
+            del content["peak_memory_bytes"]
         _without_empty_counts(content)
         ordered = {"schema": content.pop("schema"), **content}
         ordered[DIGEST] = digest(ordered)

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import cast
 
-from ...common.text import markdown, markdown_text
+from ...common.text import markdown, markdown_text, size
 from ...graphs.names import K_INPUT, PRESENT
-from ...graphs.targets import TARGETS, Target
+from ...graphs.targets import TARGETS, Target, for_cpus
 from ..edits import Edits
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
+from ..session import NO_KLEIDIAI
 from ..text.files import GENAI_FILE, GENERATION_FILE, TOKENIZER_FILES
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
 from .parity_record import sized_files
@@ -78,6 +79,7 @@ def readme(manifest: Manifest) -> str:
         markdown(("layer", "kind", "experts computed", "lowering", "precision"), layers),
         "## Checked against PyTorch",
         _parity(manifest),
+        *_where(manifest),
         *(["\n".join(f"- {note}" for note in notes)] if notes else ()),
         "## Run it",
         _program(manifest),
@@ -164,6 +166,29 @@ def _parity(manifest: Manifest) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
+ON_OTHER_CPUS = (
+    "Graphs in FP32, FP16 and INT8 for CPUs gave the same on emulated CPUs: ARM with and without "
+    "FP16 arithmetic, and x86 with AVX2 and with SSE4.2 alone."
+)
+
+
+def _where(manifest: Manifest) -> Iterator[str]:
+    """On which CPUs the precision was checked, and the memory that one input takes."""
+    cpu = manifest.environment.get("cpu", {})
+    names = ", ".join(cpu.get("instructions", ()))
+    machine = f"{cpu.get('architecture', 'this machine')}" + (f" with {names}" if names else "")
+    if manifest.parity is not None:
+        same = f" {ON_OTHER_CPUS}" * (
+            for_cpus(manifest.target) and manifest.precision in ("fp32", "fp16", "int8")
+        )
+        yield f"It was checked on {machine}.{same} `moexport verify` checks it where it is to run."
+    if manifest.peak_memory_bytes is not None:
+        yield (
+            f"One input takes {size(manifest.peak_memory_bytes)} of memory at the most, Python and "
+            "the runtime included, as measured there."
+        )
+
+
 def _program(manifest: Manifest) -> str:
     """The program that runs the main graph, on one input of zeros."""
     k = max(1, min(layer.experts for layer in manifest.layers) // 4)
@@ -186,16 +211,22 @@ def _program(manifest: Manifest) -> str:
         )
     provider = "CPU" if TARGETS[cast(Target, manifest.target)].on_cpu else "CUDA"
     options, arguments = "", "providers="
+    if manifest.precision == "int4" and provider == "CPU":
+        # On ARM its kernels of integer rows are further off (`session.NO_KLEIDIAI`).
+        options, arguments = _with_entry(*NO_KLEIDIAI), "options, "
     if manifest.precision == "int8" and manifest.target.startswith("tensorrt"):
         # What it fuses QuantizeLinear and DequantizeLinear to is wrong for experts in one tensor.
-        options = (
-            "options = onnxruntime.SessionOptions()\n"
-            'options.add_session_config_entry("session.disable_quant_qdq", "1")\n'
-        )
-        arguments = "options, "
+        options, arguments = _with_entry("session.disable_quant_qdq", "1"), "options, "
     where = f'{arguments}["{provider}ExecutionProvider"]'
     return (
         f"```python\nimport numpy as np, onnxruntime\n{options}"
         f'session = onnxruntime.InferenceSession("{file}", {where})\n'
         f'(y,) = session.run(["{output}"], {{{feed}}})\n```'
+    )
+
+
+def _with_entry(name: str, value: str) -> str:
+    return (
+        "options = onnxruntime.SessionOptions()\n"
+        f'options.add_session_config_entry("{name}", "{value}")\n'
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import onnx
 from google.protobuf.message import DecodeError
 
+from ...common.environment import cpu_features
 from ...common.files import sha256
 from ...errors import (
     FeedError,
@@ -20,7 +21,7 @@ from ...errors import (
     UntrustedEngineError,
     UsageError,
 )
-from ...graphs.targets import Runtime, runtime_of
+from ...graphs.targets import Runtime, for_cpus, runtime_of
 from ..inputs import DEFAULT_BATCH, PARITY_BATCHES, parse_range
 from ..parity import (
     ROUNDED_RTOL,
@@ -37,7 +38,7 @@ from ..parity import (
     recorded_sizes,
     tolerance_of,
 )
-from ..session import Session, SessionOptions
+from ..session import CPU, OPENVINO, Session, SessionOptions
 from ..tensorrt.backends import backend_named, first_gpu
 from ..tensorrt.records import EngineRecord, engines_of
 from ..tensorrt.trust import TRUST
@@ -150,6 +151,7 @@ def graph_comparison(
     tolerance: Tolerance,
     runtime: Runtime = "onnxruntime",
     threads: int | None = None,
+    rounded: bool = True,
 ) -> Comparison:
     """Opens a graph of a bundle, or of one being written, for references like this one.
 
@@ -157,7 +159,9 @@ def graph_comparison(
     """
     observe = expected.observed(graph.selected)
     return Comparison(
-        checking_session(directory, graph, observe=observe, runtime=runtime, threads=threads),
+        checking_session(
+            directory, graph, observe=observe, runtime=runtime, threads=threads, rounded=rounded
+        ),
         graph.selected,
         batch=batch,
         tolerance=tolerance,
@@ -173,8 +177,12 @@ def checking_session(
     observe: Mapping[str, int] | None = None,
     runtime: Runtime = "onnxruntime",
     threads: int | None = None,
+    rounded: bool = True,
 ) -> Session:
-    """Returns a graph of a bundle, or of one being written, ready for its values to be compared."""
+    """Returns a graph of a bundle, or of one being written, ready for its values to be compared.
+
+    `rounded`: not as this machine computes 16-bit floats, but rounded as a GPU rounds them.
+    """
     # Graphs that are written together are open together.
     weights = sum(file.stat().st_size for file in directory.glob("*.bin"))
     prepack = weights * len(list(directory.glob("*.onnx"))) < LARGE_WEIGHTS_BYTES
@@ -186,7 +194,7 @@ def checking_session(
             prepack=prepack,
             plan_memory=False,
             observe=observe,
-            rounded=True,
+            rounded=rounded,
         ),
     )
 
@@ -382,33 +390,29 @@ def _parity_check(
     bounds: Tolerance,
 ) -> Check:
     name = f"parity of {graph.file}"
-    sized = {
-        size: Reference.load(directory / file) for size, file in sized_files(manifest.files).items()
-    }
-    batch, probed = _batches(manifest, graph)
+    here = for_cpus(manifest.target)
     try:
-        comparison = graph_comparison(
-            directory,
-            graph,
-            expected,
-            batch=batch,
-            probed=probed,
-            k_input=manifest.k == "input",
-            tolerance=bounds,
-            runtime=runtime_of(manifest.target),
-        )
-        comparison.add(expected)
-        for size, of_size in sized.items():
-            comparison.add_sized(of_size, size)
+        parity = _compared(directory, manifest, graph, expected, bounds, rounded=not here)
+        twin = here and not parity.passed and (manifest.numbers.get("rest") == "fp16")
+        meant = parity
+        if twin:
+            meant = _compared(directory, manifest, graph, expected, bounds, rounded=True)
     except MoexportError as error:
         return Check(name, False, error.message)
-    parity = comparison.parity()
     detail = describe(parity)
     experts = {layer.name: layer.experts for layer in manifest.layers}
     missing = not_compared(unreached(expected.compared(experts), experts), experts)
     detail += f"; {missing}" if missing else ""
     if bounds.rtol == ROUNDED_RTOL > tolerance_of(manifest.precision).rtol:
         detail += f"; held to {bounds.rtol:g} of max|y|, since the graph rounds to BF16"
+    if not parity.passed:
+        detail += f"; computed by {_computed_by(manifest)}"
+    if meant.passed and not parity.passed:
+        detail += (
+            f", which sums its FP16 products in FP16: in FP32, rounded to FP16, the same graph is "
+            f"right ({describe(meant)}). Export it again: this version's FP16 graphs for CPUs are "
+            "computed in FP32"
+        )
     exported = recorded(manifest.parity, manifest.precision)
     if not parity.passed and (exported.atol > bounds.atol or exported.rtol > bounds.rtol):
         detail += (
@@ -431,6 +435,41 @@ def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]
     usual = known.nearest(PARITY_BATCHES[-1] * of)
     compared = recorded_sizes(graph.parity, "batches")
     return usual, compared or [known.nearest(size * of) for size in PARITY_BATCHES]
+
+
+def _compared(
+    directory: Path,
+    manifest: Manifest,
+    graph: GraphRecord,
+    expected: Reference,
+    bounds: Tolerance,
+    *,
+    rounded: bool,
+) -> Parity:
+    """How far a graph is off on this machine, or with `rounded` as `checking_session` has it."""
+    batch, probed = _batches(manifest, graph)
+    comparison = graph_comparison(
+        directory,
+        graph,
+        expected,
+        batch=batch,
+        probed=probed,
+        k_input=manifest.k == "input",
+        tolerance=bounds,
+        runtime=runtime_of(manifest.target),
+        rounded=rounded,
+    )
+    comparison.add(expected)
+    for tokens, file in sized_files(manifest.files).items():
+        comparison.add_sized(Reference.load(directory / file), tokens)
+    return comparison.parity()
+
+
+def _computed_by(manifest: Manifest) -> str:
+    """What ran a graph here: its runtime's provider, and the CPU's instructions."""
+    runtime = runtime_of(manifest.target)
+    provider = "OpenVINO" if runtime == OPENVINO else CPU
+    return f"{provider} on {cpu_features()}"
 
 
 def _engine_check(

@@ -171,7 +171,7 @@ def apply_precision(
         )
     fp32_nodes: list[Fp32Node] = []
     if dtype in HALF_TYPES:
-        peaks = {} if table is None else table.peaks
+        peaks = {} if table is None or precision.fp16_weights(target) else table.peaks
         joined = dtype == ir.DataType.BFLOAT16 and TARGETS[target].runtime == "openvino"
         fp32_nodes = to_fp16(
             traced, dtype, peaks=peaks, io=FLOAT_TYPES[precision.io], attention=joined
@@ -193,7 +193,8 @@ def _layer(
     """The numbers of a layer; `left_out` is why it stays in floats where INT8 is asked for."""
     precision, target = options.precision, options.target
     inner = FLOAT_TYPES[precision.float_name(target)]
-    problem = _overflow(name, layer, inner, table)
+    seen_by = None if precision.fp16_weights(target) else table  # FP32 holds what was seen
+    problem = _overflow(name, layer, inner, seen_by)
     if problem is not None:
         inner = ir.DataType.FLOAT
     if precision.name == "int4":

@@ -20,6 +20,7 @@ from ...graphs.fusion.fuse import appends_in_place
 from ...graphs.names import PAST, PRESENT
 from ...graphs.targets import TARGETS
 from ..job import ExportJob
+from ..session import NO_KLEIDIAI
 from ..text.compare_tokens import different_tokens
 from ..text.files import (
     CONFIG_FILE,
@@ -122,7 +123,8 @@ def genai_config(job: ExportJob, file: str, model: Any, *, in_place: bool) -> di
             "decoder": {
                 "filename": file,
                 "session_options": {
-                    "provider_options": [] if provider is None else [{provider: {}}]
+                    "provider_options": [] if provider is None else [{provider: {}}],
+                    **dict([NO_KLEIDIAI]),
                 },
                 "head_size": width,
                 "hidden_size": text.hidden_size,

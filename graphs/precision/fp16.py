@@ -30,8 +30,8 @@ FP16_OPS = frozenset(
         *("QuantizeLinear", "DequantizeLinear"),
     }
 )
-"""Products, which sum in FP32 on every runtime that has 16-bit kernels, what goes element by
-element without growing, and what only moves values."""
+"""Products, which GPUs and OpenVINO sum in FP32 (ONNX Runtime on CPUs does not: `fp16_weights`),
+what goes element by element without growing, and what only moves values."""
 
 _STATISTICS = "its mean and variance are sums over many values"
 _SUM = "a sum over many values"

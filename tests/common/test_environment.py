@@ -15,6 +15,7 @@ from moexport.common.environment import (
     cpu_model,
     energy_counters,
     environment,
+    kernel_instructions,
     peak_memory_bytes,
     versions,
 )
@@ -26,6 +27,7 @@ def test_the_environment_is_json_and_names_versions_and_cpu() -> None:
     assert found["packages"]["torch"].startswith("2.")
     assert found["cpu"]["model"]
     assert found["cpu"]["cores"] >= 1
+    assert found["cpu"]["instructions"] == kernel_instructions()
     assert found["gpu"] is None or found["gpu"][0]["name"]
 
 

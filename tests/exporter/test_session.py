@@ -261,3 +261,9 @@ def test_an_array_with_a_mask_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FeedError, match="input 'x' is a masked array"):
         Session(path)(x)
     assert Session(path)(x.filled(0)).sum() == 0
+
+
+def test_a_session_takes_no_kernels_that_round_rows_whole() -> None:
+    from moexport.exporter.session import _settings
+
+    assert _settings(SessionOptions()).get_session_config_entry("mlas.disable_kleidiai") == "1"

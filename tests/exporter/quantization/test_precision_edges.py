@@ -70,17 +70,28 @@ def overflowing(state: State) -> None:
             state[key] = state[key] / 300
 
 
+@pytest.mark.parametrize("target", ["onnx", "ort-cpu", "ort-web"])
+def test_values_beyond_fp16_are_right_on_a_cpu(target: str, tmp_path: Path) -> None:
+    checkpoint = changed(tmp_path, overflowing)
+    x = 500 * CASE.x
+    assert export(tmp_path, checkpoint, "--no-verify", "--target", target).code == 0
+    bundle = Bundle.open(tmp_path / "out")
+    assert bundle.manifest.layers[0].precision == "fp16"
+    assert_close(bundle.session(options=SessionOptions(rounded=True))(x), in_pytorch(checkpoint, x))
+
+
 def test_values_seen_beyond_fp16_keep_their_layer_in_fp32(tmp_path: Path) -> None:
     checkpoint = changed(tmp_path, overflowing)
     x = 500 * CASE.x
     np.savez(tmp_path / "x.npz", input=x)
     expected = in_pytorch(checkpoint, x)
+    gpu = ("--target", "ort-cuda")
     # Unseen, it cannot be known, and does overflow.
-    assert export(tmp_path, checkpoint, "--no-verify").code == 0
+    assert export(tmp_path, checkpoint, "--no-verify", *gpu).code == 0
     blind = Bundle.open(tmp_path / "out")
     assert blind.manifest.layers[0].precision == "fp16"
     assert not np.isfinite(blind.session(options=SessionOptions(rounded=True))(x)).all()
-    outcome = export(tmp_path, checkpoint, "--data", tmp_path / "x.npz", "--force")
+    outcome = export(tmp_path, checkpoint, "--data", tmp_path / "x.npz", "--force", *gpu)
     assert outcome.code == 0, outcome.err
     bundle = Bundle.open(tmp_path / "out")
     (record,) = bundle.manifest.layers

@@ -166,6 +166,7 @@ def test_configurations_are_those_of_the_graph(bundle: Bundle, folder: Path) -> 
     assert read["config"]["num_experts_per_tok"] == 1
     assert json.loads((folder / "config.json").read_text())["num_experts_per_tok"] == 2
     model, search = read["genai_config"]["model"], read["genai_config"]["search"]
+    assert model["decoder"]["session_options"]["mlas.disable_kleidiai"] == "1"
     assert model["eos_token_id"] == [END, 9] == read["generation_config"]["eos_token_id"]
     assert model["vocab_size"] == 304 and model["context_length"] == search["max_length"] == 96
     assert (search["do_sample"], search["temperature"], search["top_p"]) == (True, 0.5, 0.9)

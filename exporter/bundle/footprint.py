@@ -1,0 +1,58 @@
+"""The most memory that a process takes which runs a bundle's graph for one input: measured."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from ...common.environment import peak_memory_bytes
+from ...graphs.targets import Runtime, for_cpus, runtime_of
+from ..session import SessionOptions
+from .manifest import Manifest
+from .openvino import opened
+from .parity_record import PARITY_FILE, Reference
+
+CALLS = 2
+
+
+def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
+    """Returns the manifest with the peak, where this machine's CPU is what the graphs are for.
+
+    The process is one of Python with the runtime, without PyTorch; it runs inputs of the check.
+    """
+    if not for_cpus(manifest.target) or not (directory / PARITY_FILE).is_file():
+        return manifest
+    size = manifest.inputs[0].shape[0]
+    batch = size if isinstance(size, int) else manifest.inputs[0].groups_of or 1
+    graph, runtime = manifest.graph_for(batch).file, runtime_of(manifest.target)
+    package = Path(__file__).resolve().parents[2]
+    places = [place for place in sys.path if place and Path(place).resolve() != package]
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, directory, graph, runtime, str(batch), manifest.k],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode or not done.stdout.strip().isdigit():
+        why = done.stderr.strip().rpartition("\n")[2] or f"it ended with code {done.returncode}"
+        note = f"the memory of one input could not be measured: {why}"
+        return replace(manifest, notes=[*manifest.notes, note])
+    return replace(manifest, peak_memory_bytes=int(done.stdout) or None)
+
+
+def _main(directory: Path, graph: str, runtime: str, batch: int, k: str) -> None:
+    expected = Reference.load(directory / PARITY_FILE)
+    kind: Runtime = "openvino" if runtime == "openvino" else "onnxruntime"
+    session = opened(directory / graph, SessionOptions(runtime=kind))
+    feeds = expected.feeds(session.input_name, batch)
+    for _ in range(CALLS):
+        session.run(feeds, next(iter(expected.kept.values())) if k == "input" else None)
+    print(peak_memory_bytes())
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])

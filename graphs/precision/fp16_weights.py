@@ -1,0 +1,170 @@
+"""Lets a 16-bit graph compute in FP32, for CPUs: FP16 is what its weights are stored in.
+
+ONNX Runtime computes FP16 in FP32 on CPUs without FP16 arithmetic, by casts that it inserts. Where
+a CPU has it, as ARM's of the last years do, it sums products in FP16: ten times the error, and NaN
+beyond 65504. A graph that casts its weights itself is the same on all of them, and gives
+the runtime the graph that it makes of the other one on x86.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
+
+MOVES = frozenset(
+    {
+        *("Gather", "GatherND", "GatherElements", "Reshape", "Transpose", "Squeeze", "Unsqueeze"),
+        *("Slice", "Split", "Expand", "Flatten", "Identity", "Concat"),
+    }
+)
+"""What only moves values: weights are cast after it, since it may take a few of many."""
+
+SMALL = 512
+"""Constants of so few numbers are stored in FP32: a cast of them saves nothing."""
+
+
+def compute_in_fp32(model: ir.Model) -> dict[str, str]:
+    """Lets all ops of a lowered FP16 graph compute in FP32, in place.
+
+    Its inputs and outputs keep their types. Returns the new names of values that lost theirs, since
+    a cast between two ops is gone.
+    """
+    work = _Widening(_types(model))
+    work.graph(model.graph, model.graph)
+    names = work.names
+    return {old: _last(names, new) for old, new in names.items()}
+
+
+def _types(model: ir.Model) -> dict[str, ir.DataType]:
+    """The types of all values as ONNX infers them."""
+    typed = model.clone()
+    common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(typed)
+    return {
+        value.name: value.dtype
+        for graph in typed.graphs()
+        for node in graph
+        for value in (*node.inputs, *node.outputs)
+        if value is not None and value.name and value.dtype is not None
+    }
+
+
+class _Widening:
+    """One pass; `names` tells of values that were dropped which one is there instead."""
+
+    def __init__(self, types: dict[str, ir.DataType]) -> None:
+        self.names: dict[str, str] = {}
+        self._types = types
+        self._half: set[ir.Value] = set()
+        self._casts: dict[tuple[ir.Value, ir.Graph], ir.Value] = {}
+
+    def graph(self, graph: ir.Graph, main: ir.Graph) -> None:
+        """Widens a graph, or that of a branch."""
+        halves = [v for v in graph.outputs if v.dtype == HALF]
+        self._half |= {v for v in graph.initializers.values() if v.dtype == HALF}
+        for value in graph.inputs:
+            if value.dtype == HALF and graph is main:
+                self._half.add(value)
+            elif value.dtype == HALF:
+                value.type = ir.TensorType(FLOAT)
+        for node in list(graph):
+            self._node(node, graph, main)
+        for index, value in enumerate(list(graph.outputs)):
+            if graph is not main and value in self._half:
+                graph.outputs[index] = self._wide(value, graph, None)
+            elif graph is main and value in halves and value not in self._half:
+                name = str(value.name)
+                self.names[name] = value.name = f"{name}/wide"
+                value.type = ir.TensorType(FLOAT)
+                graph.outputs[index] = _cast(graph, None, value, HALF, name)
+
+    def _node(self, node: ir.Node, graph: ir.Graph, main: ir.Graph) -> None:
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                self.graph(attribute.as_graph(), main)
+        if self._moves(node):
+            self._half |= {*node.outputs}
+            return
+        for index, value in enumerate(node.inputs):
+            if value in self._half:
+                assert value is not None
+                node.replace_input_with(index, self._wide(value, graph, node))
+        for name, attribute in list(node.attributes.items()):
+            if name in ("to", "dtype") and attribute.value == HALF.value:
+                node.attributes[name] = ir.AttrInt64(name, FLOAT.value)
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == HALF:
+                wide = ir.tensor(attribute.as_tensor().numpy().astype(np.float32))
+                node.attributes[name] = ir.AttrTensor(name, wide)
+        for value in node.outputs:
+            if value.dtype == HALF:
+                value.type = ir.TensorType(FLOAT)
+        if node.op_type == "Cast" and node.attributes.get_int("to") == FLOAT.value:
+            self._drop(node, graph)
+
+    def _moves(self, node: ir.Node) -> bool:
+        """Whether a node only moves FP16 values."""
+        if node.domain or node.op_type not in MOVES or node.inputs[0] not in self._half:
+            return False
+        return node.op_type != "Concat" or all(value in self._half for value in node.inputs)
+
+    def _drop(self, cast: ir.Node, graph: ir.Graph) -> None:
+        """Takes away a cast of what is FP32 already."""
+        (value,), (output,) = cast.inputs, cast.outputs
+        assert value is not None and value.name is not None and output.name is not None
+        if value.dtype != FLOAT and self._types.get(value.name) not in (FLOAT, HALF):
+            return
+        if output in graph.outputs:
+            if value.producer() is None or value.graph is not graph or value in graph.outputs:
+                return
+            self.names[value.name] = value.name = output.name
+        else:
+            self.names[output.name] = value.name
+        value.type, value.shape = ir.TensorType(FLOAT), value.shape or output.shape
+        ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
+        graph.remove(cast, safe=True)
+
+    def _wide(self, value: ir.Value, graph: ir.Graph, user: ir.Node | None) -> ir.Value:
+        """An FP16 value in FP32: a constant, or one cast for all its users in a graph."""
+        if value.is_initializer():
+            assert value.graph is not None
+            graph, user = value.graph, next(iter(value.graph), None)
+        key = (value, graph)
+        if key not in self._casts:
+            name = f"{value.name}/fp32"
+            small = _small(value, graph, name)
+            self._casts[key] = small or _cast(graph, user, value, FLOAT, name)
+        return self._casts[key]
+
+
+def _small(value: ir.Value, graph: ir.Graph, name: str) -> ir.Value | None:
+    """A small constant in FP32; None of what is large, lies in a file or is no constant."""
+    tensor = value.const_value if value.is_initializer() else None
+    if tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.size > SMALL:
+        return None
+    wide = ir.tensor(tensor.numpy().astype(np.float32), name=name)
+    type_ = ir.TensorType(FLOAT)
+    constant = ir.Value(name=name, shape=value.shape, type=type_, const_value=wide)
+    graph.register_initializer(constant)
+    return constant
+
+
+def _cast(
+    graph: ir.Graph, user: ir.Node | None, value: ir.Value, target: ir.DataType, name: str
+) -> ir.Value:
+    """Adds a cast before a node of a graph, or at its end."""
+    output = ir.Value(name=name, shape=value.shape, type=ir.TensorType(target))
+    attributes = {"to": target.value}
+    node = ir.node("Cast", [value], attributes=attributes, outputs=[output], name=f"{name}/Cast")
+    if user is None:
+        graph.append(node)
+    else:
+        graph.insert_before(user, node)
+    return output
+
+
+def _last(names: dict[str, str], name: str) -> str:
+    while name in names:
+        name = names[name]
+    return name
