@@ -46,7 +46,8 @@ class _Opposite(_Network):
         large = 1500 + self.wide(self.layer(x)).tanh()
         both = torch.cat((large, large), -1) if self.first else large.repeat_interleave(2, dim=-1)
         signs: Tensor = self.signs  # type: ignore[assignment]
-        return self.last(self.deep(large)) * 1e-6 + (both @ signs.T).mean(1, keepdim=True)
+        deep: Tensor = self.last(self.deep(large))
+        return deep * 1e-6 + (both @ signs.T).mean(1, keepdim=True)
 
 
 def _made(network: type[nn.Module], **settings: bool) -> nn.Module:
