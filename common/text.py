@@ -39,7 +39,7 @@ def markdown_text(text: str) -> str:
     """
     line = re.sub(r"\\(?=[^\w\s]|$)|[\[\]|]", r"\\\g<0>", printable(text))
     line = line.replace("<", "&lt;")
-    return re.sub(r"^(\s*)([#>+=~`-])", r"\1\\\2", line)
+    return re.sub(r"^(\s*)(?=#{1,6}\s|>|[-+*]\s|[=-]+\s*$|`{3}|~{3})", r"\1\\", line)
 
 
 def csv_cell(value: object) -> object:
