@@ -18,7 +18,7 @@ def results_files() -> list[Path]:
     """Every results file of the repository: what tests keep of their own has no schema."""
     found = [*(ROOT / "perf").rglob("*.json"), *(ROOT / "docs").rglob("*.json")]
     bodies = {path: json.loads(path.read_text(encoding="utf-8")) for path in found}
-    return [path for path, body in bodies.items() if {"rows", "schema"} <= {*body}]
+    return [path for path, body in bodies.items() if "rows" in body and "schema" in body]
 
 
 def kept_schema() -> Any:
