@@ -62,20 +62,24 @@ def _watched(taken: list[int], raised_at: list[float], end: Callable[[], None]) 
 
 
 def _watch(reader: int, taken: list[int], raised_at: list[float], end: Callable[[], None]) -> None:
+    waiting = time.monotonic()
     while content := os.read(reader, 1):
-        sent = time.monotonic()
-        if content[0] in taken and _stuck(reader, raised_at, sent):
+        # Python may raise the exception before this thread gets to read of the signal.
+        since = min(waiting, time.monotonic() - ANOTHER_S)
+        if content[0] in taken and _stuck(reader, raised_at, since):
             end()
+        waiting = time.monotonic()
     os.close(reader)
 
 
-def _stuck(reader: int, raised_at: list[float], sent: float) -> bool:
-    """Whether Python raises nothing for a signal in time, or until another follows."""
-    while raised_at[0] < sent:
+def _stuck(reader: int, raised_at: list[float], since: float) -> bool:
+    """Whether Python has raised nothing `since`, and does not in time or until another signal."""
+    sent = time.monotonic()
+    while raised_at[0] < since:
         waited = time.monotonic() - sent
         if waited >= GRACE_S:
             return True
         if waited >= ANOTHER_S and select.select([reader], [], [], 0)[0]:
-            return raised_at[0] < sent
+            return raised_at[0] < since
         time.sleep(ANOTHER_S / 10)
     return False

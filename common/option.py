@@ -169,7 +169,8 @@ def parse_size(text: str | int, option: str) -> int:
     size = 0
     if match is not None:
         base = 1000 if match[3] == "b" else 1024
-        size = int(float(match[1]) * base ** (1 + "kmg".index(match[2]) if match[2] else 0))
+        number = float(match[1]) * base ** (1 + "kmg".index(match[2]) if match[2] else 0)
+        size = int(number) if number < 1 << 63 else 0
     if size < 1:
         raise UsageError(
             f"{option} {text}: not a number of bytes",

@@ -162,6 +162,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("-o", "bench"),
     ),
     "tune": (*("tune", "vit.pt", *VIT_SETS, "--data", "data.npz", "--keep", "50%", "-o", "tuned"),),
+    "specialise": ("specialise", "vit.pt", *VIT_SETS, "--data", "data.npz", "-o", "experts"),
+    "triton": ("triton", "onnx", "-o", "repository"),
+    "demo": ("demo", "-o", "demo"),
     "doctor": ("doctor",),
 }
 

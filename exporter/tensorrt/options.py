@@ -229,5 +229,5 @@ class EngineOptions:
         return content
 
 
-_NUMBERS = r"\d+\.\d+"
+_NUMBERS = r"[0-9]{1,4}\.[0-9]{1,4}"
 """A compute capability, whether there is such a GPU or not."""

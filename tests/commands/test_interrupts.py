@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -78,3 +79,30 @@ def test_a_graph_that_computes_for_ages_ends_with_130(
     assert time.monotonic() - sent < most_s
     assert err.splitlines()[-1] == "error: interrupted; nothing half-written was left behind"
     assert not (tmp_path / "y.npz").exists()
+
+
+CLEANS_UP = """
+import os, time
+from moexport.common.interrupts import GRACE_S, interrupts
+try:
+    with interrupts(lambda: os._exit(9)):
+        try:
+            print("computes", flush=True)
+            while True:
+                pass
+        finally:
+            time.sleep(GRACE_S + 1)
+            print("cleaned up", flush=True)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.slow
+def test_what_is_cleaned_up_after_an_interrupt_may_take_its_time() -> None:
+    process = subprocess.Popen([sys.executable, "-c", CLEANS_UP], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "computes\n"
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert out.splitlines() == ["cleaned up", "interrupted"]
+    assert process.returncode == 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import pytest
 import typer
 from moexport.commands.options import flattened
+from moexport.tests.command import run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +42,19 @@ def test_the_parser_makes_the_group_that_the_command_takes() -> None:
     assert seen == [("a", Sizes(rows=3), True)]
     with pytest.raises(typer.BadParameter, match="rows"):
         app(["a"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--workspace", "9" * 5000 + "GiB"),
+        ("--weight-streaming", "9" * 5000),
+        ("--compute-capability", "9" * 5000 + ".9"),
+    ],
+)
+def test_a_number_of_thousands_of_digits_is_no_defect(
+    option: str, value: str, bundle: Path
+) -> None:
+    outcome = run("build", bundle, "--target", "tensorrt-rtx", option, value)
+    assert outcome.code == 2
+    assert option in outcome.error
