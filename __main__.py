@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .common.console import Console
-from .common.interrupts import interrupts
+from .common.interrupts import INTERRUPTED, interrupts
 from .common.text import likest
 from .errors import MoexportError, tells_of_memory, tells_of_threads
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from typer.exceptions import TyperException
-
-INTERRUPTED = 130
 
 UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO)
 """The system's errors about a path that a user gave, wherever it is first looked at."""

@@ -10,6 +10,7 @@ import typer
 
 from .. import api
 from ..common.console import Console, show
+from ..common.interrupts import in_own_process
 from ..common.text import printable
 from ..exporter.requests import GenerateRequest, ServeRequest
 from .options import AsJson, BundleArgument, Verbosity, json_text
@@ -35,6 +36,7 @@ def generate(
 
     --chat without a prompt is a conversation, a line each, until it is told to end (Ctrl-D).
     """
+    in_own_process()
     console = verbosity.console()
     if prompt is None and request.chat and sys.stdin.isatty() and not as_json:
         _converse(api.text_model(bundle, request), request, console)
@@ -97,6 +99,7 @@ def serve(*, bundle: BundleArgument, request: ServeRequest, verbosity: Verbosity
     Completions and chats, streamed or whole, at http://HOST:PORT/v1; /health and /metrics. A line
     of log a request goes to standard error.
     """
+    in_own_process()
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("moexport.serve").setLevel("ERROR" if verbosity.quiet else "INFO")
     where = f"http://{request.host}:{request.port}/v1"

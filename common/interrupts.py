@@ -7,13 +7,20 @@ import select
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import Thread
 from typing import NoReturn
 
 GRACE_S = 2.0
 """How long the first signal may wait until Python can raise its exception."""
+
+INTERRUPTED = 130
+"""The exit code of a command that a signal has ended."""
+
+PR_SET_PDEATHSIG = 1
 
 ANOTHER_S = 0.2
 """Signals that follow each other faster are one: `systemctl stop` sends two."""
@@ -41,6 +48,63 @@ def interrupts(end: Callable[[], None]) -> Iterator[list[str]]:
         signal.signal(number, interrupt)
     with _watched(taken, raised_at, end):
         yield received
+
+
+def in_own_process() -> None:
+    """Goes on in a child process, which this one ends where a signal does not.
+
+    ONNX Runtime GenAI holds Python's lock while it reads a graph and computes a prompt: no thread
+    of its process sees a signal then, and only another process can end it.
+    """
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    started = spec.name if spec is not None else Path(getattr(main, "__file__", "")).name
+    if sys.platform == "linux" and started in ("moexport.__main__", "moexport"):
+        supervise()
+
+
+def supervise() -> None:
+    """Returns in a child process alone; its parent waits for it, and ends as it ends."""
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the thread that watches signals is not needed in a child
+        child = os.fork()
+    signal.set_wakeup_fd(-1)
+    if child == 0:
+        _die_with(parent)
+        return
+    sent: list[float] = []
+
+    def hand_on(signum: int, _frame: object) -> None:
+        sent.append(time.monotonic())
+        if signum == signal.SIGINT and any(map(os.isatty, range(3))):
+            return  # a terminal sends it to both
+        with suppress(ProcessLookupError):
+            os.kill(child, signum)
+
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
+            signal.signal(getattr(signal, name), hand_on)
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+        again = len(sent) > 1 and sent[-1] - sent[0] > ANOTHER_S
+        if sent and (again or time.monotonic() - sent[0] > GRACE_S):
+            os.kill(child, signal.SIGKILL)
+            print("error: interrupted while a library computed", file=sys.stderr, flush=True)
+            os._exit(INTERRUPTED)
+        time.sleep(ANOTHER_S / 10)
+
+
+def _die_with(parent: int) -> None:
+    """Lets the kernel end this process when its parent is killed."""
+    import ctypes  # only here: --help takes no longer than it must
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before
+        os._exit(INTERRUPTED)
 
 
 @contextmanager

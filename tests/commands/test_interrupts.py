@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import psutil
 import pytest
 from moexport.tests import command
 from moexport.tests.recorded import read_case
@@ -106,3 +107,51 @@ def test_what_is_cleaned_up_after_an_interrupt_may_take_its_time() -> None:
     out, _ = process.communicate(timeout=30)
     assert out.splitlines() == ["cleaned up", "interrupted"]
     assert process.returncode == 0
+
+
+HOLDS_THE_LOCK = """
+import ctypes, sys
+from moexport.common.interrupts import interrupts, supervise
+with interrupts(lambda: None):
+    supervise()
+    print("computing", flush=True)
+    ctypes.PyDLL(None).sleep(int(sys.argv[1]))
+    sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a kernel that ends orphans")
+@pytest.mark.parametrize(("signals", "most_s"), [(1, 3.5), (2, 1.5)])
+def test_a_library_that_holds_pythons_lock_is_ended_from_outside(
+    signals: int, most_s: float
+) -> None:
+    program = [sys.executable, "-c", HOLDS_THE_LOCK, "60"]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "computing\n"
+    (child,) = psutil.Process(process.pid).children()
+    sent = time.monotonic()
+    for _ in range(signals):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.4)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert time.monotonic() - sent < most_s
+    assert err == "error: interrupted while a library computed\n"
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a kernel that ends orphans")
+def test_a_supervised_command_ends_as_its_child_does_and_dies_with_it() -> None:
+    done = subprocess.run([sys.executable, "-c", HOLDS_THE_LOCK, "0"], check=False)
+    assert done.returncode == 7
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS_THE_LOCK, "60"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    (child,) = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait(10)
+    gone, _ = psutil.wait_procs([child], timeout=10)
+    assert gone

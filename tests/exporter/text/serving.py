@@ -142,7 +142,7 @@ class Server:
 
     def memory(self) -> float:
         """The MiB that the server holds, with the process that makes tokens, not its copies."""
-        server = psutil.Process(self.process.pid)
+        (server,) = psutil.Process(self.process.pid).children()  # the first one passes signals on
         held = [each.memory_info().rss for each in (server, *server.children())]
         return sum(held) / 2**20
 
