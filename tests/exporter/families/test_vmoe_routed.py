@@ -22,7 +22,7 @@ from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.exporter.plan import plan
 from moexport.exporter.session import Session
 from moexport.exporter.trace import trace
-from moexport.graphs.layers.base import algorithm_1, recorded_choices
+from moexport.graphs.layers.base import recorded_choices
 from moexport.tests.exporter.families.test_vmoe_vit import (
     CLOSE,
     JaxCase,
@@ -48,9 +48,8 @@ def one_image(case: JaxCase) -> int:
     return int(case.meta["tokens"]) * int(case.config["encoder"]["moe"].get("ensemble_size", 1))
 
 
-def computed(model: Model, x: np.ndarray, k: int | None = None) -> np.ndarray:
-    kept = {} if k is None else dict.fromkeys(model.layers, k)
-    with torch.no_grad(), algorithm_1(model.module, kept):
+def computed(model: Model, x: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
         return model.module(torch.from_numpy(x)).numpy()  # type: ignore[no-any-return]
 
 
