@@ -257,7 +257,9 @@ class Experts(MoELayer):
             if weight is not None:
                 sizes = {"w1": (spec.dim, spec.inner), "w2": (spec.hidden, spec.out)}
                 size = sizes.get(key, (spec.inner if key in inner else spec.out,))
-                last = key in outer or (spec.linear and key in ("w1", "b1"))
+                # With a first map of zeros, too, no number overflows before the last one.
+                unnormed = spec.linear or spec.hidden_norm is None
+                last = key in outer or (unnormed and key in ("w1", "b1"))
                 yield StoredPart(
                     f"experts.{key}",
                     (n, *size),

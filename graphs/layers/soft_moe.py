@@ -325,8 +325,11 @@ class SoftMoE(MoELayer):
             "b2": (spec.out,),
             **{"g1": (spec.inner,), "s1": (spec.inner,), "g2": (spec.out,), "s2": (spec.out,)},
         }
-        # An expert whose last map is zero contributes nothing, and costs what it did.
-        last = {"g2", "s2"} | ({"w1", "b1"} if self.w2 is None else {"w2", "b2"})
+        # An expert whose last map is zero contributes nothing, and costs what it did. With a first
+        # one of zeros no number overflows before it.
+        last = {"g2", "s2", "w2", "b2"}
+        if self.w2 is None or spec.hidden_norm is None:
+            last |= {"w1", "b1"}
         for key, size in sizes.items():
             weight: nn.Parameter | nn.ParameterList | None = getattr(self, key)
             if weight is not None:
@@ -416,15 +419,14 @@ class SoftMoE(MoELayer):
                 combine = _over_slots(routing.logits.masked_fill(others, -torch.inf))
             else:
                 combine = combine.masked_fill(others, 0.0)
-        if self.edits.ablated:  # after the softmax: what others contribute stays as it was
-            present = self.edits.present(0, self.spec.experts, combine)
-            combine = combine * present[:, None]
         if chosen is not None and self.algorithm == "selected":
             outputs = self._selected_experts(slots, chosen)
         else:
             outputs = self._all_experts(slots)
             if chosen is not None:  # what is left out may be infinite
                 outputs = outputs.masked_fill(~chosen[..., None, None], 0.0)
+        if self.edits.ablated:  # which may be infinite, too; what others contribute stays as it was
+            outputs = outputs.index_fill(1, torch.tensor(self.edits.ablated_in(0)), 0.0)
         if self.spec.rounded:
             outputs = to_bfloat16(outputs)
         y = torch.einsum("bnpo,bmnp->bmo", outputs, combine)

@@ -65,9 +65,14 @@ def _chosen_rows(b: Builder, layer: Layer, slots: ir.Value, selected: ir.Value) 
     if p > 1:
         outputs = b.op("Reshape", outputs, b.ints(-1, p * o), name="group/outputs_by_pair")
 
-    place = inverse(b, pairs.order)
-    outputs = b.op("Gather", outputs, place, axis=0, name="group/unsorted")
-    return b.op("Reshape", outputs, _output_shape(b, layer), name="combine/outputs")
+    # The places get the shape, not the outputs: OpenVINO knows no width of what is reshaped by k.
+    place = b.op(
+        "Reshape", inverse(b, pairs.order), _by_input(b, layer), name="group/place_by_input"
+    )
+    if p == 1:
+        return b.op("Gather", outputs, place, axis=0, name="combine/outputs")
+    outputs = b.op("Gather", outputs, place, axis=0, name="group/unsorted")  # [b, k, p·o]
+    return b.op("Reshape", outputs, b.ints(0, -1, o), name="combine/outputs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +111,11 @@ def inverse(b: Builder, order: ir.Value) -> ir.Value:
     return b.op("ScatterElements", order, order, positions, axis=0, name="group/place")
 
 
-def _output_shape(b: Builder, layer: Layer) -> ir.Value:
-    """The shape [b, k·p, o] for a Reshape of [b·k, p·o]."""
-    p, o = layer.spec.slots, layer.spec.out
+def _by_input(b: Builder, layer: Layer) -> ir.Value:
+    """The shape [b, k] for a Reshape of [b·k]."""
     if isinstance(layer.k, int):
-        return b.ints(-1, layer.k * p, o)
-    rows = layer.k_value(b)
-    if p > 1:
-        rows = b.op("Mul", rows, b.ints(p), name="combine/rows")
-    return b.op("Concat", b.ints(-1), rows, b.ints(o), axis=0, name="combine/outputs_shape")
+        return b.ints(-1, layer.k)
+    return b.op("Concat", b.ints(-1), layer.k_value(b), axis=0, name="group/place_shape")
 
 
 MANY_EXPERTS = 64

@@ -5,8 +5,10 @@ Each is exported with its parity check, which runs in OpenVINO, and opened there
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import re
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,12 @@ from moexport.exporter.bundle import openvino
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.openvino import OpenVinoSession, _words
 from moexport.graphs.targets import Precision
-from moexport.tests.command import run
+from moexport.tests.command import PROGRAM, run
+from moexport.tests.exporter.families.reference import vit
+from moexport.tests.exporter.families.states import vit_state
+from moexport.tests.exporter.families.test_vmoe_routed import computed, loaded
+from moexport.tests.exporter.families.test_vmoe_vit import apart, config_file
+from moexport.tests.exporter.families.test_vmoe_vit import read_case as read_jax_case
 from moexport.tests.exporter.test_routed_precisions import exported as routed
 from moexport.tests.recorded import read_case
 
@@ -102,6 +109,83 @@ def test_all_experts_and_a_k_of_each_call_hold_and_are_the_bundles(k: str, tmp_p
     theirs = bundle.session(runtime="onnxruntime", threads=1)(x, given)
     np.testing.assert_allclose(mine, theirs, atol=2e-6)
     assert all(each.passed for each in bundle.verify())
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("int8", 5e-3)])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_factor_for_each_channel_follows_a_layer_whose_k_is_given(
+    slots: int, precision: str, bound: float, tmp_path: Path
+) -> None:
+    """OpenVINO makes LayerScale a part of the product before it, where it knows its width."""
+    state = vit_state(layer_scale=True, p=slots)
+    torch.save(state, tmp_path / "vit.pt")
+    x = np.random.default_rng(0).standard_normal((32, 3, 12, 12), np.float32)
+    np.savez(tmp_path / "x.npz", input=x)
+    arrays = {key: t.double().numpy() for key, t in state.items()}
+    out = tmp_path / "out"
+    for lowering in ("dense", "grouped"):
+        options = ("--lowering", lowering, "--precision", precision, "--k", "input", "--force")
+        settings = ("--set", "num_heads=3", "--set", "rest=default")
+        files = ("export", tmp_path / "vit.pt", "-o", out, "--data", tmp_path / "x.npz")
+        outcome = run(*files, "--target", "openvino", *options, *settings)
+        assert outcome.code == 0, outcome.err
+        assert run("verify", out).code == 0
+        for k in (1, 3, 4):
+            data = ("-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz", "--force")
+            outcome = run("run", out, *data, "--k", str(k))
+            assert outcome.code == 0, outcome.err
+            with np.load(tmp_path / "y.npz") as found:
+                expected = vit(x.astype(np.float64), arrays, heads=3, pool="token", keep=k)
+                assert apart(found["output"], expected) < bound
+
+
+def test_ports_in_bf16_are_fed_fp32(tmp_path: Path) -> None:
+    if not computes("bf16"):
+        pytest.skip("this CPU has no BF16")
+    case, out = read_case("soft_moe_vit"), tmp_path / "out"
+    np.savez(tmp_path / "x.npz", input=case.x)
+    exported("soft_moe_vit", out, k=2, precision="bf16", io_precision="bf16")
+    outcome = run("run", out, "-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz")
+    assert outcome.code == 0, outcome.err
+    with np.load(tmp_path / "y.npz") as found:
+        assert apart(found["output"], case.y(2)) < 2e-2
+    assert run("verify", out).code == 0
+    timed = ("--engine", "openvino", "--no-memory", "--threads", "1")
+    outcome = run("bench", out, "-o", tmp_path / "report", *timed)
+    assert outcome.code == 0, outcome.err
+    with (tmp_path / "report" / "report.csv").open() as lines:
+        (row,) = (row for row in csv.DictReader(lines) if row["engine"] == "openvino")
+    assert row["error"] == "" and float(row["same_experts"]) == 1.0
+
+
+def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [*PROGRAM, *map(str, arguments)]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("priority", ["false", "true"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_experts_with_a_capacity_hold_at_any_k(k: int, priority: str, tmp_path: Path) -> None:
+    case, out = read_jax_case("jax_vmoe_every2_k1_indices"), tmp_path / "out"
+    x = case.x(16)
+    np.savez(tmp_path / "x.npz", input=x)
+    config = ("--config", config_file(case, tmp_path), "--set", f"batch_priority={priority}")
+    options = ("--target", "openvino", "--k", str(k))
+    outcome = program("export", case.index, "-o", out, *config, *options)
+    assert outcome.returncode == 0, outcome.stderr
+    assert program("verify", out).returncode == 0
+    outcome = program("run", out, "-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz")
+    assert outcome.returncode == 0, outcome.stderr
+    with np.load(tmp_path / "y.npz") as found:
+        y = found["output"]
+    if k == 1 and priority == "false":
+        expected = case.io["y_nobf16_b16"]
+    else:  # which drops as a loop does: `test_vmoe_routed`
+        model = loaded(case, batch_priority=priority, num_selected_experts=k)
+        expected = computed(model, x)
+    assert apart(y, expected) < 1e-5
+    assert priority == "false" or apart(y, computed(loaded(case, num_selected_experts=k), x)) > 1e-2
 
 
 @pytest.mark.parametrize(

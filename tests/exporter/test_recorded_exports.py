@@ -253,3 +253,15 @@ def test_the_program_itself_runs_verifies_and_inspects(tmp_path: Path) -> None:
     inspected = run_program("inspect", "out", cwd=tmp_path)
     assert (inspected.code, inspected.err) == (0, said)
     assert "soft-moe-pytorch" in inspected.out
+
+
+@pytest.mark.parametrize(("opset", "version"), [("20", 9), ("21", 10)])
+def test_a_file_has_the_oldest_form_that_holds_its_opset(
+    opset: str, version: int, tmp_path: Path
+) -> None:
+    weights = read_case("mumoe_cp").weights
+    options = ("--set", "act=entmax15", "--opset", opset, "--no-verify")
+    outcome = run("export", weights, "-o", tmp_path / "out", *options)
+    assert outcome.code == 0, outcome.err
+    for file in (tmp_path / "out").glob("*.onnx"):
+        assert onnx.load(file, load_external_data=False).ir_version == version

@@ -338,6 +338,31 @@ def _renormalised(graph: Graph) -> Places:
             readers = {each.op_type for each in graph.readers(node.output[0])}
             if readers and "ReduceSum" not in readers:
                 yield node.name, partial(_divide_by_sum, number=number)
+    values = {name for node in graph.nodes for name in node.output}
+    for node in graph.nodes:  # Soft MoE's C over all experts, where outputs alone are left out
+        layer = node.name.removesuffix("/combine/selected")
+        if layer != node.name and f"{layer}/combine/C" not in values:
+            yield node.name, partial(_divide_by_kept, layer=layer)
+
+
+def _divide_by_kept(graph: Graph, layer: str) -> None:
+    """Divides a layer's outputs by each token's sum of C over the experts that it keeps."""
+    output = next(n for n in graph.nodes if n.op_type == "MatMul" and n.name in _last(layer))
+    number, nodes = graph.nodes.index(output), graph.model.graph.node
+    kept, sums = f"{layer}/damage/kept", f"{layer}/damage/sums"
+    place = list(nodes).index(output)
+    graph.after(number, "Div", f"{sums}_like")
+    for added in (
+        helper.make_node("CastLike", [sums, output.output[0]], [f"{sums}_like"]),
+        helper.make_node("MatMul", [f"{layer}/router/C", kept], [sums]),
+        helper.make_node("Cast", [f"{layer}/combine/kept"], [kept], to=onnx.TensorProto.FLOAT),
+    ):
+        nodes.insert(place + (added.op_type == "CastLike"), added)
+
+
+def _last(layer: str) -> tuple[str, ...]:
+    """The names of the product of C and the experts' outputs."""
+    return tuple(f"{layer}/{name}" for name in ("output", "combine/products", "combine/computed"))
 
 
 def _divide_by_sum(graph: Graph, number: int) -> None:
@@ -380,7 +405,7 @@ def _not_renormalised(graph: Graph) -> Places:
         def mask(g: Graph, node: str = node.name, layer: str = node.name.split("/")[0]) -> None:
             number = next(i for i, each in enumerate(g.nodes) if each.name == node)
             g.nodes[number].input[0] = f"{layer}/router/logits"
-            g.after(number, "Mul", f"{layer}/combine/mask")
+            g.after(number, "Mul", f"{layer}/combine/mask_row")
 
         yield node.name, mask
 

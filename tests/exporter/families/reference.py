@@ -87,7 +87,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def vit_moe_layer(x: Array, w: Arrays, prefix: str, act: str = "gelu") -> Array:
+def vit_moe_layer(
+    x: Array, w: Arrays, prefix: str, act: str = "gelu", keep: int | None = None
+) -> Array:
     """The layer of bwconrad/soft-moe with separate experts; normalised where it has a scale."""
     phi = w[f"{prefix}.phi"]
     if f"{prefix}.scale" in w:
@@ -97,7 +99,7 @@ def vit_moe_layer(x: Array, w: Arrays, prefix: str, act: str = "gelu") -> Array:
         name = f"{prefix}.experts.{i}"
         return linear(ACTIVATIONS[act](linear(slots, w, f"{name}.fc1")), w, f"{name}.fc2")
 
-    return soft_moe(x, x, phi, expert)
+    return soft_moe(x, x, phi, expert, keep)
 
 
 def vit(
@@ -109,6 +111,7 @@ def vit(
     no_embed_class: bool = False,
     act: str = "gelu",
     eps: float = 1e-6,
+    keep: int | None = None,
 ) -> Array:
     """timm's VisionTransformer with such layers, as its state dict `w` says it was built."""
 
@@ -147,7 +150,7 @@ def vit(
         x = x + w.get(f"{name}.ls1.gamma", 1.0) * y
         y = norm(x, f"{name}.norm2")
         if f"{name}.mlp.phi" in w:
-            y = vit_moe_layer(y, w, f"{name}.mlp", act)
+            y = vit_moe_layer(y, w, f"{name}.mlp", act, keep)
         else:
             y = linear(ACTIVATIONS[act](linear(y, w, f"{name}.mlp.fc1")), w, f"{name}.mlp.fc2")
         x = x + w.get(f"{name}.ls2.gamma", 1.0) * y

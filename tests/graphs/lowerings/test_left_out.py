@@ -7,13 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from moexport.graphs.layers.base import algorithm_1
+from moexport.graphs.layers.base import LayerEdits, algorithm_1
 from moexport.graphs.layers.experts import ExpertsSpec
+from moexport.graphs.layers.soft_moe import ExpertKind
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.precision.types import ComputeTypes
 from moexport.graphs.targets import Precision
 from moexport.tests.graphs import experts_layers, mumoe_layers
 from moexport.tests.graphs.experts_layers import CAPACITY, PLAIN, computed, experts, routed
+from moexport.tests.graphs.layers.test_edits import stored
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
 from moexport.tests.graphs.mumoe_layers import random_layer
 from moexport.tests.graphs.soft_moe_layers import (
@@ -91,6 +93,39 @@ def test_token_routed(name: str, lowering: str) -> None:
     x[~chose] *= np.float32(LARGE)
     x[chose] *= np.float32(1e-15)
     expected = experts_layers.formula(layer, x, index, weights)
+    assert_close(computed(layer, x, index, weights), expected)
+    made = experts_layers.lowered(layer, lowering, target="ort-cpu")
+    assert_close(experts_layers.run(made, x, index, weights), expected)
+
+
+@pytest.mark.parametrize(
+    ("lowering", "expert"),
+    [(low, "mlp") for low in LOWERINGS] + [(low, "linear") for low in LOWERINGS if low != "fused"],
+)
+def test_ablated_experts(lowering: str, expert: ExpertKind) -> None:
+    """One that overflows for every input contributes nothing."""
+    layer = tiny_layer(expert=expert, slots=2, biases=False)
+    expected = soft_moe(layer, tokens(6, 3), 3, ablated=(1,))[0]
+    layer.w1[1] *= 1e38
+    if layer.w2 is not None:
+        layer.w2[1] *= 1e38
+    module = torch_module(layer).eval()
+    module.edits = LayerEdits(frozenset({(0, 1)}))
+    with torch.no_grad(), algorithm_1(module, {"": 3}):
+        assert_close(module(torch.from_numpy(tokens(6, 3))).numpy(), expected)
+    made = lowered(layer, lowering, 3, tensors=stored(module))
+    assert_close(session(made).run(None, {"input": tokens(6, 3)})[0], expected)
+
+
+@pytest.mark.parametrize("lowering", lowerings_for(SPECS["gated"]))
+def test_ablated_experts_of_tokens(lowering: str) -> None:
+    layer = experts(SPECS["gated"], biases=True)
+    x, index, weights = routed(layer.spec, 12)
+    expected = experts_layers.formula(layer, x, index, np.where(index == 0, 0.0, weights))
+    with torch.no_grad():
+        layer.w1[0] *= 1e38
+        layer.w2[0] *= 1e38  # type: ignore[index]
+    layer.edits = LayerEdits(frozenset({(0, 0)}))
     assert_close(computed(layer, x, index, weights), expected)
     made = experts_layers.lowered(layer, lowering, target="ort-cpu")
     assert_close(experts_layers.run(made, x, index, weights), expected)
