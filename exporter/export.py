@@ -36,7 +36,7 @@ from .bundle.parity_record import MOST_KEPT, PARITY_FILE, Reference, sized_file,
 from .bundle.readme import with_readme
 from .bundle.recipe import RECIPE_FILE
 from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
-from .inputs import DEFAULT_TOKENS, TRACED_BATCH, AxisRange, of_tokens, parity_batches
+from .inputs import DEFAULT_TOKENS, AxisRange, of_tokens, parity_batches
 from .job import ExportJob
 from .model import Model
 from .options import ExportOptions
@@ -212,8 +212,7 @@ def prepared(
     if held is None:
         return job, traced
     for axis, wanted in job.ranges.items():
-        low, high = held.bounds.get(axis, (1, None))
-        low = 1 if low <= TRACED_BATCH else low  # it knows no 1, at which graphs are compared
+        low, high = held.between(axis)
         high = wanted.max if high is None else high
         if low <= wanted.min and wanted.max <= high:
             continue
@@ -324,6 +323,7 @@ def _parities(
     kept: Reference | None = None
     compared: list[Reference] = []
     reached: dict[str, frozenset[int]] = {}
+    silent: dict[str, bool] = {}
     experts = {name: layer.spec.experts for name, layer in job.model.layers.items()}
     budget = Budget(job)
 
@@ -346,6 +346,8 @@ def _parities(
             kept = kept.with_unreached(expected, MOST_KEPT)
         if job.options.tolerance.routing < 1 or expected.y[0].size < FEW_NUMBERS:
             compared.append(expected)
+        for name, y in {job.model.outputs[0].name: expected.y, **expected.outputs}.items():
+            silent[name] = silent.get(name, True) and not y.any()
         for choice, sets in expected.compared(experts).items():
             reached[choice] = reached.get(choice, frozenset()) | sets
         progress.advance(len(x[job.model.input.name]))
@@ -363,7 +365,7 @@ def _parities(
     # Without a record it has more inputs than the first batch, or there is none.
     again = held and kept.rounded is None
     (with_exact(job, kept) if again else kept).save(directory / PARITY_FILE)
-    notes = (*budget.notes(), *_dropped(kept, job.model))
+    notes = (*budget.notes(), *_dropped(kept, job.model), *_zeros(silent))
     return parities, unreached(reached, experts), notes
 
 
@@ -513,6 +515,16 @@ def _differs(
         hint=f"the limits are {_allowed(bounds)} and the same experts in at least "
         f"{bounds.routing:.0%}: {way_out(parity, job.options)}; --no-verify exports without "
         "the check",
+    )
+
+
+def _zeros(silent: Mapping[str, bool]) -> tuple[str, ...]:
+    """A sentence on each output that is zero for all inputs of the check."""
+    return tuple(
+        f"'{name}' is zero for all inputs of the check, which says nothing of the graph: give "
+        "other inputs with --data"
+        for name, zero in silent.items()
+        if zero
     )
 
 
