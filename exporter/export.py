@@ -61,10 +61,13 @@ from .write import graph_record, manifest_of, opened_comparison, write_graphs
 class TokensError(ParityError):
     """A graph is right for fewer numbers of tokens than it should be.
 
-    It misses its bounds with so many `tokens`, and holds from the first to the last of `held`.
+    It misses its bounds with so many `tokens`, and holds from the first to the last of `held`, as
+    far as that is known.
     """
 
-    def __init__(self, message: str, *, hint: str, tokens: int, held: tuple[int, int]) -> None:
+    def __init__(
+        self, message: str, *, hint: str, tokens: int, held: tuple[int, int] | None = None
+    ) -> None:
         super().__init__(message, hint=hint)
         self.tokens, self.held = tokens, held
 
@@ -119,7 +122,7 @@ def _of_other_tokens(
             more = trace(job.model, opset=job.options.opset, fixed=job.fixed, sizes=sizes)
             job_of_more, more = prepared(job, progress, more)
             return _written(job_of_more, progress, more)
-    if job.options.tokens != DEFAULT_TOKENS:
+    if job.options.tokens != DEFAULT_TOKENS or missed.held is None:
         raise missed
     low, high = missed.held
     return _written(_of_tokens(job, low, high, missed.message), progress, traced)
@@ -484,10 +487,13 @@ def _compared(
         for file, comparison in comparisons.items():  # noqa: B007  for the error
             comparison.add(expected)
     except EngineError as error:
-        raise ParityError(
+        port = job.model.input
+        at = port.shape.index("tokens") if "tokens" in job.ranges else 0
+        raise TokensError(
             f"{file} does not run at sizes that were not traced: {error.message}",
             hint="a size of the network became a constant of the graph: --tokens N and "
             "--batch N export it for that size alone",
+            tokens=expected.x.shape[at] if at else 0,
         ) from error
     return expected
 

@@ -214,7 +214,7 @@ class Held:
 
     def _holds(self, guard: CodeType, axis: str, size: int) -> bool:
         try:
-            return bool(eval(guard, {"math": math}, {**self.traced, axis: size}))
+            return bool(eval(guard, {"math": math, "torch": torch}, {**self.traced, axis: size}))
         except ArithmeticError:  # it divides by another size
             return True
 
