@@ -37,7 +37,7 @@ from .bundle.parity_record import MOST_KEPT, PARITY_FILE, Reference, sized_file,
 from .bundle.readme import with_readme
 from .bundle.recipe import RECIPE_FILE
 from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
-from .inputs import DEFAULT_TOKENS, TRACED_BATCH, AxisRange, of_tokens, parity_batches
+from .inputs import DEFAULT_TOKENS, AxisRange, of_tokens, parity_batches
 from .job import ExportJob
 from .model import Model
 from .options import ExportOptions
@@ -62,10 +62,13 @@ from .write import graph_record, manifest_of, opened_comparison, write_graphs
 class TokensError(ParityError):
     """A graph is right for fewer numbers of tokens than it should be.
 
-    It misses its bounds with so many `tokens`, and holds from the first to the last of `held`.
+    It misses its bounds with so many `tokens`, and holds from the first to the last of `held`, as
+    far as that is known.
     """
 
-    def __init__(self, message: str, *, hint: str, tokens: int, held: tuple[int, int]) -> None:
+    def __init__(
+        self, message: str, *, hint: str, tokens: int, held: tuple[int, int] | None = None
+    ) -> None:
         super().__init__(message, hint=hint)
         self.tokens, self.held = tokens, held
 
@@ -120,7 +123,7 @@ def _of_other_tokens(
             more = trace(job.model, opset=job.options.opset, fixed=job.fixed, sizes=sizes)
             job_of_more, more = prepared(job, progress, more)
             return _written(job_of_more, progress, more)
-    if job.options.tokens != DEFAULT_TOKENS:
+    if job.options.tokens != DEFAULT_TOKENS or missed.held is None:
         raise missed
     low, high = missed.held
     return _written(_of_tokens(job, low, high, missed.message), progress, traced)
@@ -214,8 +217,7 @@ def prepared(
     if held is None:
         return job, traced
     for axis, wanted in job.ranges.items():
-        low, high = held.bounds.get(axis, (1, None))
-        low = 1 if low <= TRACED_BATCH else low  # it knows no 1, at which graphs are compared
+        low, high = held.between(axis)
         high = wanted.max if high is None else high
         if low <= wanted.min and wanted.max <= high:
             continue
@@ -326,6 +328,7 @@ def _parities(
     kept: Reference | None = None
     compared: list[Reference] = []
     reached: dict[str, frozenset[int]] = {}
+    silent: dict[str, bool] = {}
     experts = {name: layer.spec.experts for name, layer in job.model.layers.items()}
     budget = Budget(job)
 
@@ -348,6 +351,8 @@ def _parities(
             kept = kept.with_unreached(expected, MOST_KEPT)
         if job.options.tolerance.routing < 1 or expected.y[0].size < FEW_NUMBERS:
             compared.append(expected)
+        for name, y in {job.model.outputs[0].name: expected.y, **expected.outputs}.items():
+            silent[name] = silent.get(name, True) and not y.any()
         for choice, sets in expected.compared(experts).items():
             reached[choice] = reached.get(choice, frozenset()) | sets
         progress.advance(len(x[job.model.input.name]))
@@ -365,7 +370,7 @@ def _parities(
     # Without a record it has more inputs than the first batch, or there is none.
     again = held and kept.rounded is None
     (with_exact(job, kept) if again else kept).save(directory / PARITY_FILE)
-    notes = (*budget.notes(), *_dropped(kept, job.model))
+    notes = (*budget.notes(), *_dropped(kept, job.model), *_zeros(silent))
     return parities, unreached(reached, experts), notes
 
 
@@ -484,10 +489,13 @@ def _compared(
         for file, comparison in comparisons.items():  # noqa: B007  for the error
             comparison.add(expected)
     except EngineError as error:
-        raise ParityError(
+        port = job.model.input
+        at = port.shape.index("tokens") if "tokens" in job.ranges else 0
+        raise TokensError(
             f"{file} does not run at sizes that were not traced: {error.message}",
             hint="a size of the network became a constant of the graph: --tokens N and "
             "--batch N export it for that size alone",
+            tokens=expected.x.shape[at] if at else 0,
         ) from error
     return expected
 
@@ -515,6 +523,16 @@ def _differs(
         hint=f"the limits are {_allowed(bounds)} and the same experts in at least "
         f"{bounds.routing:.0%}: {way_out(parity, job.options)}; --no-verify exports without "
         "the check",
+    )
+
+
+def _zeros(silent: Mapping[str, bool]) -> tuple[str, ...]:
+    """A sentence on each output that is zero for all inputs of the check."""
+    return tuple(
+        f"'{name}' is zero for all inputs of the check, which says nothing of the graph: give "
+        "other inputs with --data"
+        for name, zero in silent.items()
+        if zero
     )
 
 

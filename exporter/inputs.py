@@ -59,6 +59,19 @@ class AxisRange:
         """Returns the size of the range that is nearest to one."""
         return max(self.min, min(size, self.max))
 
+    def compared(self, of: int = 1) -> int:
+        """Returns the size of batches in which inputs are compared: not the one that is traced.
+
+        It is a multiple of the smallest batch, so that what is left over is none below that.
+        """
+        least = of if of > 1 else self.min
+        return min(-(-PARITY_BATCHES[-1] * of // least) * least, self.largest(of))
+
+    def largest(self, of: int = 1) -> int:
+        """Returns the largest size that is a multiple of the smallest batch."""
+        least = of if of > 1 else self.min
+        return max(self.max // least, 1) * least
+
     def probed(self, of: int = 1, more: Iterable[int] = ()) -> tuple[int, ...]:
         """Returns the sizes of the range at which a graph is compared, multiples of `of`.
 
@@ -257,9 +270,20 @@ def parity_batches(
     if model.example is not None and BATCH not in fixed:
         given = by_name(model.example, model.inputs)
         own = {spec.name: given[spec.name].astype(spec.dtype) for spec in model.inputs}
+        if "tokens" in ranges:
+            own = _within(own, model, ranges["tokens"])
         varies = len(model.input.dynamic_axes) > 1  # of another length, too
         return iter([_whole(own, least), arrays] if varies else [_whole(own, least)])
     return iter([_with_tiny(arrays, model) if tiny else arrays])
+
+
+def _within(arrays: Fields, model: Model, tokens: AxisRange) -> Fields:
+    """The inputs, with as many tokens as a graph is for."""
+    has = arrays[model.input.name].shape[model.input.shape.index("tokens")]
+    nearest = tokens.nearest(has)
+    if nearest == has:
+        return arrays
+    return of_tokens(model, arrays, row_count(arrays), nearest, random=False)
 
 
 TINY = 2.0**-20

@@ -113,8 +113,12 @@ class ExportJob:
     @property
     def checked_batch(self) -> int:
         """The size of batches in which inputs are compared: not the one that is traced."""
-        of = self.model.batch_of
-        return self.fixed_batch or self.options.batch.nearest(PARITY_BATCHES[-1] * of)
+        return self.fixed_batch or self.options.batch.compared(self.model.batch_of)
+
+    @property
+    def largest_batch(self) -> int:
+        """The size of the largest batch that inputs are computed in."""
+        return self.fixed_batch or self.options.batch.largest(self.model.batch_of)
 
     def probed_batches(self, more: Iterable[int] = ()) -> tuple[int, ...]:
         """Returns the batch sizes at which a graph is compared; none where that is fixed."""

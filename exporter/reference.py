@@ -40,7 +40,7 @@ def torch_reference(job: ExportJob, x: Inputs, *, every_k: bool = True) -> Refer
     Where k is chosen per run a quarter of the experts are kept and, with `every_k`, each number of
     `other_k`, too. The pages of mapped weights are given back on the way.
     """
-    batch = job.fixed_batch or len(first_input(job.model, x))
+    batch = job.largest_batch
 
     def computed(kept: Mapping[str, int]) -> Reference:
         renormalize = job.options.renormalize
@@ -189,7 +189,8 @@ def exact(job: ExportJob, expected: Reference) -> Rounded | None:
 
 def _exact_batch(job: ExportJob) -> int:
     """How many inputs are computed at once in float64: few, but no fewer than a batch may be."""
-    return job.whole_batch or max(SAMPLES // job.least_batch, 1) * job.least_batch
+    few = max(SAMPLES // job.least_batch, 1) * job.least_batch
+    return job.whole_batch or min(few, job.largest_batch)
 
 
 def kept_experts(job: ExportJob, shared: int | None = None) -> dict[str, int]:
@@ -220,11 +221,6 @@ def other_k(job: ExportJob) -> list[int]:
 
 def _fewest_experts(job: ExportJob) -> int:
     return min(layer.spec.experts for layer in job.model.layers.values())
-
-
-def first_input(model: Model, x: Inputs) -> np.ndarray:
-    """Returns the array of a model's first input."""
-    return x if isinstance(x, np.ndarray) else x[model.input.name]
 
 
 @contextmanager
@@ -316,9 +312,9 @@ def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -
     with _pages_given_back(model):
         ours = model.module if model.as_trained is None else model.as_trained
         trained = replace(model, module=ours, as_trained=None)
-        most = job.options.batch.nearest(PARITY_BATCHES[-1] * model.batch_of)
+        most = job.checked_batch
         x = _several(expected.feeds(model.input.name), most)
-        batch = job.fixed_batch or len(first_input(model, x))
+        batch = job.largest_batch
         whole = reference(trained, x, _trained(trained), renormalize=False, batch=batch)
         if model.untouched is not ours:
             _check_stand_ins(trained, whole, batch, bounds)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import numpy as np
 
-from ..errors import BundleError, EngineError, UsageError, install
+from ..errors import BundleError, EngineError, FeedError, UsageError, install
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime
 from .bundle.manifest import METADATA, GraphFacts, TensorSpec
@@ -184,6 +184,7 @@ class Session:
                 "beside k",
                 hint="run a graph that `moexport export` wrote",
             )
+        self._sizes = facts.sizes
         self.input_name = given_ports[0].name
         self._ports.sort(key=lambda port: port is not given_ports[0])
         self.output_names = list(outputs)
@@ -298,10 +299,24 @@ class Session:
         feeds = {}
         for port in self._ports:
             check_array(arrays[port.name], port)
+            self._check_sizes(arrays[port.name], port)
             feeds[port.name] = np.asarray(arrays[port.name], dtype=port.dtype, order="C")
         if k is not None:
             feeds[K_INPUT] = np.array([k], dtype=np.int64)
         return feeds
+
+    def _check_sizes(self, x: np.ndarray, port: TensorSpec) -> None:
+        """Raises `FeedError` for sizes at which the network computes something else."""
+        for axis, size in zip(port.shape, x.shape, strict=True):
+            low, high = self._sizes.get(str(axis), (1, None))
+            if not low <= size <= (high or inf):
+                held = f"from {low} on" if high is None else f"from {low} to {high}"
+                given = f"{size} tokens" if axis == "tokens" else f"a {axis} of {size}"
+                raise FeedError(
+                    f"input '{port.name}': {given}, and the graph holds {held}: beyond that the "
+                    "network computes something else",
+                    hint=f"export another graph for it, with --{axis}",
+                )
 
 
 class SessionByBatch(Session):

@@ -189,6 +189,14 @@ class Held:
     guards: Sequence[CodeType]
     traced: Mapping[str, int]
 
+    def between(self, axis: str) -> tuple[int, int | None]:
+        """Returns the least and the largest size of an axis that the trace holds for.
+
+        None: any. A size of 1 the trace never knows, and graphs are compared at it.
+        """
+        low, high = self.bounds.get(axis, (1, None))
+        return 1 if low <= TRACED_BATCH else low, high
+
     def changes(self, axis: str, least: int, most: int) -> tuple[int, ...]:
         """Returns the sizes from `least` to `most` at which a guard first comes out otherwise.
 
@@ -206,7 +214,7 @@ class Held:
 
     def _holds(self, guard: CodeType, axis: str, size: int) -> bool:
         try:
-            return bool(eval(guard, {"math": math}, {**self.traced, axis: size}))
+            return bool(eval(guard, {"math": math, "torch": torch}, {**self.traced, axis: size}))
         except ArithmeticError:  # it divides by another size
             return True
 
@@ -358,7 +366,11 @@ def _why(cause: BaseException) -> tuple[str, str]:
     if "DataDependent" in text or "data-dependent" in text:
         said = "a branch of its forward, or a size, depends on the values of its inputs"
         return said, "torch.where(condition, a, b) computes both branches; "
-    if "Constraints violated" in text:
+    # PyTorch fails over its own sentence where the size at which that comes is no whole number.
+    where = re.search(r"Expected op to be '==', got \S+ for (.+)", text)
+    if where is not None:
+        said = f"what it computes depends on its sizes: the trace holds for {where[1]}"
+    if "Constraints violated" in text or where is not None:
         return said, "--batch N exports for that size alone; "
     return said, ""
 

@@ -39,6 +39,7 @@ from .job import ExportJob
 from .parity import Comparison, Parity
 from .plan import GraphPlan, LayerPlan, Plan
 from .quantization.precision import precision_record
+from .trace import HELD, Held
 
 
 def write_graphs(
@@ -110,6 +111,9 @@ def _lower(
     }
     if limits:
         facts["limits"] = limits
+    sizes = _held_sizes(plan)
+    if sizes:
+        facts["sizes"] = sizes
     if job.groups_of is not None:
         facts["groups_of"] = job.groups_of
     model.metadata_props[METADATA] = json.dumps(facts)
@@ -120,6 +124,20 @@ def _lower(
     model.graph.doc_string = "\n".join(f"{name}: {what}" for name, what in layers.items())
     model.metadata_props.update({f"moexport.{name}": what for name, what in layers.items()})
     return lowered
+
+
+def _held_sizes(plan: Plan) -> dict[str, tuple[int, int | None]]:
+    """The sizes of axes beyond which the network computes something else than the graph."""
+    held: Held | None = plan.traced.meta.get(HELD)
+    if held is None:
+        return {}
+    most = {axis: n for port in plan.job.model.inputs for axis, n in port.limits.items()}
+    between = {axis: held.between(axis) for axis in plan.job.ranges}
+    return {
+        axis: (low, high)
+        for axis, (low, high) in between.items()
+        if low > 1 or high not in (None, most.get(axis))  # a limit of the model is its own
+    }
 
 
 def _exposed(lowered: Lowered, plan: GraphPlan) -> Lowered:

@@ -397,7 +397,8 @@ class GraphFacts:
     """What a graph says of itself in its metadata.
 
     Its layers, the type of its floats, what its inputs are that are left out, how large axes may be
-    together (`past + tokens`), and how many inputs are computed together.
+    together (`past + tokens`), and how many inputs are computed together. `sizes` are the least and
+    the largest size of an axis where the network computes something else beyond them.
     """
 
     layers: dict[str, LayerFacts]
@@ -405,6 +406,7 @@ class GraphFacts:
     defaults: dict[str, Default] = field(default_factory=dict)
     limits: dict[str, int] = field(default_factory=dict)
     groups_of: Count | None = None
+    sizes: dict[str, tuple[Count, Count | None]] = field(default_factory=dict)
 
     @staticmethod
     def read(text: str, file: str) -> GraphFacts:

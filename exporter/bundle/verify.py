@@ -432,7 +432,7 @@ def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]
         return port.shape[0], ()
     of = port.groups_of or 1
     known = parse_range(manifest.batch, "--batch") if manifest.batch else DEFAULT_BATCH
-    usual = known.nearest(PARITY_BATCHES[-1] * of)
+    usual = known.compared(of)
     compared = recorded_sizes(graph.parity, "batches")
     return usual, compared or [known.nearest(size * of) for size in PARITY_BATCHES]
 

@@ -58,7 +58,14 @@ class Mix(nn.Module):
             return (scores * (3.0 if x.shape[0] % 8 == 0 else 1.0)).softmax(-1)
         if self.kind == "alone":
             return (scores * (3.0 if x.shape[0] == 1 else 1.0)).softmax(-1)
-        weights = scores.softmax(-1)  # each expert chooses 48 of all tokens
+        weights = scores.softmax(-1)
+        if self.kind == "from 8":
+            return (scores * (3.0 if x.shape[0] > 7 else 1.0)).softmax(-1)
+        if self.kind == "tokens below 10":
+            return (scores * (3.0 if x.shape[1] < 10 else 1.0)).softmax(-1)
+        if self.kind == "silent":
+            return weights
+        # Each expert chooses 48 of all tokens
         flat = weights.flatten(0, 1)
         top, at = flat.topk(48, dim=0)
         return torch.zeros_like(flat).scatter(0, at, top).view_as(weights)
@@ -71,11 +78,13 @@ class Mix(nn.Module):
 class Net(nn.Module):
     def __init__(self, kind):
         super().__init__()
+        self.kind = kind
         self.embed, self.moe, self.head = nn.Linear(6, 16), Mix(kind), nn.Linear(16, 5)
 
     def forward(self, x):
         x = self.embed(x)
-        return self.head((x + self.moe(x)).mean(1))
+        y = self.head((x + self.moe(x)).mean(1))
+        return torch.relu(y - 100) if self.kind == "silent" else y
 
 
 def build(kind="above 16"):
@@ -147,6 +156,60 @@ def test_a_graph_is_of_the_branch_that_its_batches_take(
     for size in sizes:
         assert off(bundle, model, inputs(size, 12, 6)) < 1e-5, size
     assert all(check.passed for check in bundle.verify())
+
+
+def test_inputs_are_compared_in_batches_of_the_range_alone(tmp_path: Path) -> None:
+    """The example holds 8 inputs, at which the network takes its other branch."""
+    model = loaded("from 8")
+    bundle = moexport.export(model, tmp_path / "out", batch="1:1:7")
+    for size in (1, 7):
+        assert off(bundle, model, inputs(size, 12, 6)) < 1e-5, size
+    assert all(check.passed for check in bundle.verify())
+
+
+@pytest.mark.parametrize("range_of", [AxisRange(2, 3, 15), AxisRange(5, 7, 9), AxisRange(3, 3, 7)])
+def test_what_is_left_over_of_inputs_is_no_smaller_batch_than_the_range_has(
+    range_of: AxisRange,
+) -> None:
+    for size in (range_of.compared(), range_of.largest()):
+        assert size % range_of.min == 0 and size <= range_of.max
+    assert AxisRange(1, 1, 32).compared() == 3 and AxisRange(1, 1, 32).compared(of=4) == 12
+
+
+def test_an_example_of_another_length_is_compared_with_the_tokens_of_the_range(
+    tmp_path: Path,
+) -> None:
+    """The example holds 12 tokens, at which the network takes its other branch."""
+    model = loaded("tokens below 10")
+    with pytest.raises(UsageError, match="something else with 10 tokens") as told:
+        moexport.export(model, tmp_path / "out", tokens="3:9:20")
+    assert "--tokens 3:9:9" in str(told.value.hint)
+    bundle = moexport.export(model, tmp_path / "out", tokens="3:9:9")
+    for tokens in (3, 8, 9):
+        assert off(bundle, model, inputs(2, tokens, 6)) < 1e-5, tokens
+    with pytest.raises(FeedError, match="10 tokens, and the graph holds from 1 to 9"):
+        bundle.session()(inputs(2, 10, 6))
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "held"),
+    [("1:1:16", 17, "from 1 to 16"), ("20:24:40", 2, "from 17 on")],
+)
+def test_no_session_takes_a_batch_at_which_the_network_computes_something_else(
+    tmp_path: Path, batch: str, size: int, held: str
+) -> None:
+    bundle = moexport.export(loaded("above 16"), tmp_path / "out", batch=batch)
+    for session in (bundle.session(), moexport.Session(bundle.path / "model.onnx")):
+        with pytest.raises(FeedError, match=f"a batch of {size}, and the graph holds {held}"):
+            session(inputs(size, 12, 6))
+        assert session(inputs(16 if size > 16 else 17, 12, 6)).shape[1:] == (5,)
+
+
+def test_an_export_tells_of_an_output_that_is_zero_for_all_inputs(tmp_path: Path) -> None:
+    bundle = moexport.export(loaded("silent"), tmp_path / "out")
+    assert any("'output' is zero for all inputs" in note for note in bundle.manifest.notes)
+    heard = moexport.export(loaded("above 16"), tmp_path / "heard", batch="1:1:16")
+    assert not any("is zero" in note for note in heard.manifest.notes)
 
 
 @pytest.mark.parametrize("kind", ["of eight", "alone"])

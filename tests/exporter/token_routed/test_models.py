@@ -49,6 +49,25 @@ MIXTRAL = ARCHITECTURES["mixtral"]
 
 
 @pytest.mark.slow
+def test_a_hybrid_that_works_in_chunks_is_right_for_any_number_of_them(tmp_path: Path) -> None:
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}
+    folder = save(
+        ARCHITECTURES["nemotron_h"],
+        tmp_path / "model",
+        **{"layers_block_type": ["mamba", "moe"], "chunk_size": 16, **mamba},
+    )
+    bundle = moexport.export(moexport.load(folder), tmp_path / "out", tokens="1:20:64")
+    assert bundle.manifest.tokens == "1:20:64"
+    network = Library(ARCHITECTURES["nemotron_h"], folder).model
+    session = bundle.session()
+    for tokens in (1, 16, 17, 32, 33, 64):
+        ids = np.random.default_rng(tokens).integers(0, 61, (2, tokens))
+        with torch.no_grad():
+            y = network(torch.from_numpy(ids), use_cache=False).logits.numpy()
+        assert np.abs(session({"input_ids": ids}) - y).max() <= 1e-4 * np.abs(y).max(), tokens
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h", "muse_spark_text", "olmoe"])
 def test_an_architecture_gives_the_values_and_the_experts_of_the_library(
     name: str, tmp_path: Path
