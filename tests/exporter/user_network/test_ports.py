@@ -59,6 +59,7 @@ class Own(Net):
         y = self.b(self.hidden(x))
         return {
             "even": lambda: y,
+            "noise": lambda: (y + torch.randn_like(y), y > 0),
             "unused": lambda: 2 * x,
             "squeezed": lambda: y.squeeze(1).squeeze(-1),
             "flat": lambda: y.reshape(-1, 5),
@@ -119,6 +120,7 @@ ADAPTER = ("--adapter", "ports_net:adapt")
     [
         ("own_net:own does=flat", "'output' is of shape (40, 5) for 4 inputs", "unflatten"),
         ("own_net:own does=loss", "'loss' is one number", "without a mean or a loss"),
+        ("own_net:own does=noise", "another result each time that it is called", "self.training"),
         ("own_net:own does=turned", "'output' is of shape (10, 4, 5)", "movedim(1, 0)"),
         ("own_net:odd what=k", "has an input 'k'", "another name"),
         ("own_net:odd what=shared", "'t' is of shape [1], and 'x' holds 4", "x.expand(b)"),
