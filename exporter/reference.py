@@ -464,8 +464,8 @@ class _Network:
 
     def _values(self, module: nn.Module, arrays: Fields) -> list[np.ndarray]:
         tensors = [
-            torch.from_numpy(np.ascontiguousarray(arrays[spec.name])) for spec in self._model.inputs
-        ]
+            torch.from_numpy(np.array(arrays[spec.name])) for spec in self._model.inputs
+        ]  # copies: a network may change its inputs in place
         with _told(self._model, len(tensors[0])):
             values = all_outputs(module(*tensors))[: len(self._model.outputs)]
         return [value.numpy() for value in values]
