@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from ..calibration.shards import Fields
-from ..errors import ParityError
+from ..errors import MoexportError, ParityError, UsageError, in_one_line, tells_of_memory
 from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, moe_layers, recorded_choices
 from ..graphs.layers.experts import Experts
 from ..graphs.lower import LayerValues
@@ -460,10 +460,25 @@ class _Network:
 
     def _values(self, module: nn.Module, arrays: Fields) -> list[np.ndarray]:
         tensors = [
-            torch.from_numpy(np.ascontiguousarray(arrays[spec.name])) for spec in self._model.inputs
-        ]
-        values = all_outputs(module(*tensors))[: len(self._model.outputs)]
+            torch.from_numpy(np.array(arrays[spec.name])) for spec in self._model.inputs
+        ]  # copies: a network may change its inputs in place
+        with _told(self._model, len(tensors[0])):
+            values = all_outputs(module(*tensors))[: len(self._model.outputs)]
         return [value.numpy() for value in values]
+
+
+@contextmanager
+def _told(model: Model, count: int) -> Iterator[None]:
+    """Within the context a user's own network runs on so many inputs: it may refuse them."""
+    try:
+        yield
+    except Exception as error:  # the user's code may fail in any way
+        if model.family != "factory" or isinstance(error, MoexportError) or tells_of_memory(error):
+            raise
+        raise UsageError(
+            f"{model.source.path}: its forward failed on a batch of {count}: {in_one_line(error)}",
+            hint="if it takes some batches alone, --batch N exports it for batches of N",
+        ) from error
 
 
 class _InFloat64(_Network):

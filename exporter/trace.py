@@ -29,6 +29,7 @@ from unittest import mock
 import onnx_ir as ir
 import torch
 from onnxscript import opset20 as op
+from onnxscript.function_libs.torch_lib.ops import core
 from onnxscript.function_libs.torch_lib.ops import nn as torchlib
 from torch import Tensor, nn
 from torch.utils._sympy.printers import PythonPrinter
@@ -79,7 +80,16 @@ def stable_sort(
     return op.TopK(values, size, axis=dim, largest=int(descending))
 
 
+def squeeze(values: Any, dim: int) -> Any:
+    """An axis is left out where its size is 1: as in PyTorch, others stay."""
+    size = None if values.shape is None or not len(values.shape) else values.shape[dim]
+    if isinstance(size, int) and size != 1:
+        return op.Identity(values)
+    return core.aten_squeeze_dim(values, dim)
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten.squeeze.dim: squeeze,
     torch.ops.aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
     torch.ops.aten.sort.stable: stable_sort,
 }
@@ -120,6 +130,14 @@ def embedding_bag(
         return highest.masked_fill(~counts.any(dim=1), 0.0)
     total = (rows * counts).sum(dim=1)
     return total if mode == "sum" else total / counts.sum(dim=1).clamp(min=1)
+
+
+def said_to_be_causal(
+    mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+) -> bool:
+    """Whether a mask was said to be causal: to see it, PyTorch reads its values; it is added."""
+    del mask, size
+    return is_causal is True
 
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -264,7 +282,7 @@ def trace(
             ) from error
     name_nodes(graph.graph)
     simplify(graph)
-    _check_calls(graph)
+    _check_calls(graph, moe_layers(model.module))
     if programs:
         graph.meta[HELD] = _held(programs[-1], model, sizes, fixed)
     return graph
@@ -422,6 +440,7 @@ def _program(
     with (
         _sizes_as_numbers() as lines,
         mock.patch.object(nn.functional, "embedding_bag", embedding_bag),
+        mock.patch.object(nn.modules.transformer, "_detect_is_causal_mask", said_to_be_causal),
     ):
         program = torch.onnx.export(
             backbone,
@@ -521,11 +540,17 @@ def _values(of: ir.Node | ir.Graph) -> Sequence[ir.Value]:
     return (*of.inputs, *of.outputs) if isinstance(of, ir.Graph) else of.outputs
 
 
-def _check_calls(graph: ir.Model) -> None:
+def _check_calls(graph: ir.Model, layers: Iterable[str]) -> None:
     """Each layer must be one node: values and choices are identified by the layer's name."""
     calls = Counter(
         node.attributes.get_string("layer") for node in graph.graph if node.domain == DOMAIN
     )
+    names = ", ".join(layers)
+    if names and not calls:
+        raise TraceError(
+            f"no output of the network depends on its MoE layers ({names})",
+            hint="return what is computed with them",
+        )
     for layer, count in calls.items():
         if count > 1:
             raise TraceError(

@@ -248,6 +248,9 @@ def _without_prefixes(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], tu
         removed.append(shared)
 
 
+MOST_FLOAT32 = torch.finfo(torch.float32).max
+
+
 def check_finite(source: Path | str, tensors: Mapping[str, Tensor], reading: Reading) -> None:
     """Raises CheckpointError for a weight that is NaN or infinite, naming its key."""
     for key, tensor in tensors.items():
@@ -257,8 +260,10 @@ def check_finite(source: Path | str, tensors: Mapping[str, Tensor], reading: Rea
             continue
         # The extremes of a tensor with a NaN are NaN; finding them allocates nothing.
         low, high = (float(x) for x in torch.aminmax(tensor.detach()))
-        if not (math.isfinite(low) and math.isfinite(high)):
+        if not (low >= -MOST_FLOAT32 and high <= MOST_FLOAT32):
             value = "NaN" if math.isnan(low) or math.isnan(high) else "infinite values"
+            if math.isfinite(low) and math.isfinite(high):
+                value = "numbers that are infinite in float32"
             raise CheckpointError(
                 f"{source}: {key} holds {value}",
                 hint="the training diverged or the file is damaged: use an earlier checkpoint",

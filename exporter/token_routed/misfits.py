@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ LOOKS: Mapping[str, tuple[str, str]] = {
     r"(^|[._])(ema|averaged?|swa|shadow)([._]|\d|$)|n_averaged": (
         "a moving average of weights",
         "save the weights that are meant alone: the average or the others",
+    ),
+    r"optimizer|exp_avg|global_step|scheduler": (
+        "a part of the state of a training",
+        "save the network alone: its save_pretrained",
     ),
     r"bias$": ("a bias that this network does not have", ""),
     r"(^|\.)(lm_head|score|classifier|qa_outputs|v_head|value_head|summary)\.": (
@@ -133,11 +137,13 @@ def _without_place(
     if not what and layer and count is not None and int(layer[2]) >= count:
         what = f", and {CONFIG_FILE} has {count} layers"
     missing = sorted(report["missing_keys"])
-    if missing:
-        what += f"; {missing[0]} is missing"
-    if missing and first.endswith(f".{missing[0]}"):
+    behind = next((key for key in wrong if missing and key.endswith(f".{missing[0]}")), None)
+    if behind is not None:  # the network is there, within another
+        first, what = behind, ""
         begin = first.removesuffix(missing[0])
         hint = f"save the network alone, without {begin} before its keys: its save_pretrained"
+    if missing:
+        what += f"; {missing[0]} is missing"
     more = f" (and {len(wrong) - 1} more keys)" if len(wrong) > 1 else ""
     return CheckpointError(
         f"{place}: {type(model).__name__} has no place for {first}{more}{what}", hint=hint or SAME
@@ -197,13 +203,20 @@ def check_missing(found: Any, model: Any, report: Mapping[str, Any]) -> None:
             f'name the class that was saved in {CONFIG_FILE}: "architectures"; or, where the head '
             'is the embedding, "tie_word_embeddings": true'
         )
-    elif layer is not None and all(LAYER.match(key) for key in missing):
+    elif layer is not None and _whole_layers(model, missing):
         hint = f"{CONFIG_FILE} has more layers, or other ones, than the weights"
     else:
         hint = _MOVED
     raise CheckpointError(
         f"{found.place}: {len(missing)} weights are missing, the first is {missing[0]}", hint=hint
     )
+
+
+def _whole_layers(model: Any, missing: Sequence[str]) -> bool:
+    """Whether what is missing is all weights of some layers, and nothing else."""
+    layers = {match[0] for key in missing if (match := LAYER.match(key)) is not None}
+    within = [key for key in model.state_dict() if key.startswith(tuple(layers))]
+    return set(within) == set(missing)
 
 
 def check_mismatched(place: Path, model: Any, report: Mapping[str, Any]) -> None:

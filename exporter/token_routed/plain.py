@@ -49,11 +49,13 @@ class PlainTensors:
 Compute = Callable[[], Tensor]
 
 
-def plain_tensors(weights: WeightFiles, adapter: Path | None, place: Path) -> PlainTensors:
+def plain_tensors(
+    weights: WeightFiles, adapter: Path | None, place: Path, quantisation: Any = None
+) -> PlainTensors:
     """Returns the tensors in a folder's files, and the adapter's beside them merged into them.
 
-    Raises `CheckpointError` for weights in few bits and adapters whose meaning the files leave
-    open.
+    `quantisation` is what the configuration says of weights in few bits. Raises `CheckpointError`
+    for such weights, and adapters, whose meaning the files leave open.
     """
     tensors, notes = _named(dict(read_files(weights)))
     factors = {k: t for k, t in tensors.items() if lora.FACTOR.fullmatch(k)}
@@ -73,7 +75,7 @@ def plain_tensors(weights: WeightFiles, adapter: Path | None, place: Path) -> Pl
             hint="remove the file if the adapter is merged already",
         )
     rest = {_without_base(key, pairs): tensor for key, tensor in rest.items()}
-    computed, read = _dequantised(rest, place)
+    computed, read = _dequantised(rest, place, fp8.blocks_of(quantisation))
     dequantised = bool(computed)
     if dequantised:
         notes.append(f"multiplied {len(computed)} weights of eight bits by their scales")
@@ -114,7 +116,7 @@ def _without_base(key: str, pairs: Mapping[str, lora.LoraPair]) -> str:
 
 
 def _dequantised(
-    tensors: Mapping[str, Tensor], place: Path
+    tensors: Mapping[str, Tensor], place: Path, blocks: tuple[int, int] | None
 ) -> tuple[dict[str, Compute], dict[str, Tensor]]:
     """How to compute each weight of eight bits, and the scales that are used up by that."""
     packed = [key for key, tensor in tensors.items() if fp8.is_packed(tensor)]
@@ -123,7 +125,7 @@ def _dequantised(
     if packed:
         read |= {k: t for k, t in tensors.items() if fp8.ACTIVATIONS.search(k)}
     still = [key for key in packed if key not in read]  # scales may be of eight bits themselves
-    return {key: partial(fp8.dequantised, key, tensors, place) for key in still}, read
+    return {key: partial(fp8.dequantised, key, tensors, place, blocks) for key in still}, read
 
 
 def _merge(

@@ -119,8 +119,9 @@ def load_weights(found: FolderFiles, class_: Any, config: Any, watched: Watched)
 
     Raises `CheckpointError` where they are not all there, where a key is of no use, and for NaN.
     """
-    plain = plain_tensors(found.weights, found.adapter, found.place)
-    if getattr(config, "quantization_config", None) is not None:
+    quantisation = getattr(config, "quantization_config", None)
+    plain = plain_tensors(found.weights, found.adapter, found.place, quantisation)
+    if quantisation is not None:
         if not plain.dequantised:
             raise CheckpointError(
                 f"{found.folder}: its weights are quantised already", hint=DEQUANTISED

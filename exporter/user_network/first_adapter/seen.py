@@ -34,6 +34,11 @@ COMPARED |= {"__gt__", "__ge__"}
 """Comparisons that a mask is made by."""
 
 
+Point = tuple[int, int]
+"""A line of a file and a column in it, in bytes."""
+
+Decision = ast.If | ast.While | ast.IfExp
+
 MOST_SIZE = 2048
 """Of a batch, or of tokens, that is tried because a branch compares something with it."""
 
@@ -62,8 +67,8 @@ class WatchedForward(TorchFunctionMode):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.places: dict[tuple[str, int, str], Place] = {}
-        self._files = own_files(layer)
-        self._lines: dict[CodeType, set[int]] = defaultdict(set)
+        self._layer, self._files = layer, own_files(layer)
+        self._ran: dict[CodeType, set[int]] = defaultdict(set)
 
     def __torch_function__(
         self,
@@ -108,12 +113,12 @@ class WatchedForward(TorchFunctionMode):
         del event, argument
         if frame.f_code.co_filename not in self._files:
             return None
-        lines = self._lines[frame.f_code]
-        lines.add(frame.f_lineno)
+        ran = self._ran[frame.f_code]
+        frame.f_trace_opcodes = True  # two branches may stand on one line
 
         def local(inner: FrameType, event: str, argument: object) -> Any:
             del event, argument
-            lines.add(inner.f_lineno)
+            ran.add(inner.f_lasti)
             return local
 
         return local
@@ -125,34 +130,50 @@ class WatchedForward(TorchFunctionMode):
             for place in self.places.values()
             if (True not in place.outcomes if place.name in LIMITS else len(place.outcomes) == 1)
         ]
-        for file, seen, functions in self._run_lines():
+        for file, seen, functions in self._run_places():
             said += _branches(file, seen, functions)
         return list(dict.fromkeys(said))
 
-    def _run_lines(self) -> Iterator[tuple[str, set[int], set[int]]]:
-        """Yields each file with the lines that ran, and those on which their functions begin."""
-        lines: dict[str, set[int]] = defaultdict(set)
+    def _run_places(self) -> Iterator[tuple[str, set[Point], set[int]]]:
+        """Yields each file with what ran in it, and the lines on which its functions begin."""
+        points: dict[str, set[Point]] = defaultdict(set)
         functions: dict[str, set[int]] = defaultdict(set)
-        for code, seen in self._lines.items():
-            lines[code.co_filename] |= seen
+        for code, ran in self._ran.items():
+            for index, (line, _, column, _) in enumerate(code.co_positions()):
+                if 2 * index in ran and line is not None and column is not None:
+                    points[code.co_filename].add((line, column))
             functions[code.co_filename].add(code.co_firstlineno)
-        yield from ((file, seen, functions[file]) for file, seen in lines.items())
+        yield from ((file, seen, functions[file]) for file, seen in points.items())
 
     def all_places(self) -> list[str]:
         """Returns the lines with limits, masks and branches, whatever was seen there."""
         said = [place.text for place in self.places.values()]
-        for file, seen, functions in self._run_lines():
+        for file, seen, functions in self._run_places():
             said += [_line(file, node.lineno) for node in _decisions(file, seen, functions)]
         return list(dict.fromkeys(said))
 
     def sizes(self) -> list[int]:
         """Returns the numbers that branches compare sizes with, as far as they may be sizes."""
-        found: list[int] = []
-        for file, seen, functions in self._run_lines():
-            for node in _decisions(file, seen, functions):
-                parts = [part for part in ast.walk(node.test) if isinstance(part, ast.Constant)]
-                found += [part.value for part in parts if type(part.value) is int]
-        return [size for size in dict.fromkeys(found) if 1 < size <= MOST_SIZE]
+        found = [
+            value
+            for file, seen, functions in self._run_places()
+            for node in _decisions(file, seen, functions)
+            for part in ast.walk(node.test)
+            for value in self._values(part)
+        ]
+        return [
+            size for size in dict.fromkeys(found) if type(size) is int and 1 < size <= MOST_SIZE
+        ]
+
+    def _values(self, part: ast.AST) -> Iterator[object]:
+        """Yields what a part of a condition may be: numbers in it, of the layer or its module."""
+        if isinstance(part, ast.Constant):
+            yield part.value
+        for module in self._layer.modules():
+            if isinstance(part, ast.Attribute):
+                yield vars(module).get(part.attr)
+            if isinstance(part, ast.Name):
+                yield vars(sys.modules[type(module).__module__]).get(part.id)
 
     @property
     def limits(self) -> list[tuple[float | None, float | None]]:
@@ -224,15 +245,16 @@ def _line(file: str, line: int) -> str:
     return f"{Path(file).name} line {line}: `{linecache.getline(file, line).strip()}`"
 
 
-def _branches(file: str, seen: set[int], functions: set[int]) -> Iterator[str]:
+def _branches(file: str, seen: set[Point], functions: set[int]) -> Iterator[str]:
     """Yields the branches of functions that were called, but not taken, in a file."""
     for node in _decisions(file, seen, functions):
         for body, what in ((node.body, "was not taken"), (node.orelse, "was always taken")):
-            if body and not _run(body, seen) and not _only_raises(body):
+            part = body if isinstance(body, list) else [body]
+            if part and not _run(part[0], part[-1], seen) and not _only_raises(part):
                 yield f"{_line(file, node.lineno)} (it {what})"
 
 
-def _decisions(file: str, seen: set[int], functions: set[int]) -> Iterator[ast.If | ast.While]:
+def _decisions(file: str, seen: set[Point], functions: set[int]) -> Iterator[Decision]:
     """Yields what decided in the functions that were called, and may decide otherwise."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -246,26 +268,25 @@ def _decisions(file: str, seen: set[int], functions: set[int]) -> Iterator[ast.I
             yield from (
                 node
                 for node in ast.walk(function)
-                if isinstance(node, ast.If | ast.While)
-                and _tested(node, seen)
+                if isinstance(node, Decision)
+                and _run(node.test, node.test, seen)
                 and _matters(node)
-                and (node.orelse or not _only_raises(node.body))
+                and (node.orelse or isinstance(node.body, ast.AST) or not _only_raises(node.body))
             )
 
 
-def _tested(node: ast.If | ast.While, seen: set[int]) -> bool:
-    return any(line in seen for line in range(node.lineno, (node.test.end_lineno or 0) + 1))
+def _run(first: ast.stmt | ast.expr, last: ast.stmt | ast.expr, seen: set[Point]) -> bool:
+    """Whether anything ran from the beginning of one part of a file to the end of another."""
+    begin = first.lineno, first.col_offset
+    end = last.end_lineno or last.lineno, last.end_col_offset or 0
+    return any(begin <= point < end for point in seen)
 
 
-def _run(body: Sequence[ast.stmt], seen: set[int]) -> bool:
-    return any(line in seen for line in range(body[0].lineno, (body[-1].end_lineno or 0) + 1))
-
-
-def _only_raises(body: Sequence[ast.stmt]) -> bool:
+def _only_raises(body: Sequence[ast.AST]) -> bool:
     return isinstance(body[-1], ast.Raise) or all(isinstance(part, ast.Pass) for part in body)
 
 
-def _matters(node: ast.If | ast.While) -> bool:
+def _matters(node: Decision) -> bool:
     """Whether a branch may be taken by other inputs: not by training, arguments or parts alone."""
     text = ast.unparse(node.test)
     if "training" in text or " is None" in text or " is not None" in text:

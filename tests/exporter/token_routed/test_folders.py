@@ -98,7 +98,7 @@ def quantised(weight: Tensor, blocks: tuple[int, int]) -> tuple[Tensor, Tensor, 
         ((10**3, 10**3), "_scale_inv", lambda s: s.reshape(1)),
         ((1, 10**3), "_scale", lambda s: s),
         ((1, 10**3), "_scale", lambda s: s.reshape(-1)),
-        ((16, 16), "_scale_inv", lambda s: s),
+        ((8, 8), "_scale_inv", lambda s: s),
         ((128, 8), "_scale_inv", lambda s: s),
     ],
     ids=["tensor", "one", "rows", "rows-flat", "blocks", "last-block-short"],
@@ -132,6 +132,41 @@ def test_weights_of_eight_bits_are_multiplied_by_their_scales(
     content["quantization_config"] = method
     (folder / "config.json").write_text(json.dumps(content))
     check_same(moexport.load(folder), right)
+
+
+@pytest.mark.parametrize("blocks", [(24, 16), (16, 12), (12, 24)])
+def test_blocks_that_are_no_powers_of_two_are_those_of_the_configuration(
+    blocks: tuple[int, int], mixtral: Path, tmp_path: Path
+) -> None:
+    meant: Weights = {}
+
+    def change(weights: Weights) -> Weights:
+        packed, scales, meant[Q] = quantised(weights[f"{Q}.weight"], blocks)
+        return {**weights, f"{Q}.weight": packed, f"{Q}.weight_scale_inv": scales}
+
+    method = {"quant_method": "fp8", "weight_block_size": list(blocks)}
+    folder = changed(mixtral, tmp_path / "fp8", change, quantization_config=method)
+    right = changed(mixtral, tmp_path / "right", lambda w: {**w, f"{Q}.weight": meant[Q]})
+    check_same(moexport.load(folder), right)
+    method = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    refused(changed(mixtral, tmp_path / "8", change, quantization_config=method), "blocks of 8 × 8")
+
+
+def test_a_number_of_blocks_that_leaves_their_length_open_is_refused(
+    mixtral: Path, tmp_path: Path
+) -> None:
+    def change(weights: Weights) -> Weights:
+        key = f"{EXPERT}w1.weight"  # 24 rows: twice 12, or 16 and 8
+        scales = {f"{key}_scale": torch.tensor([[0.1], [0.2]])}
+        return {**weights, key: weights[key].to(torch.float8_e4m3fn), **scales}
+
+    refused(changed(mixtral, tmp_path / "fp8", change), "does not tell what part of")
+
+
+def test_scales_of_a_type_that_is_not_read_are_refused(mixtral: Path, tmp_path: Path) -> None:
+    scales = torch.ones(1).to(torch.float8_e8m0fnu)
+    folder = changed(mixtral, tmp_path / "fp8", lambda w: _packed(w, weight_scale=scales))
+    refused(folder, f"{Q}.weight_scale is of type float8_e8m0fnu", "save it as float32")
 
 
 def test_weights_that_are_quantised_otherwise_are_refused(mixtral: Path, tmp_path: Path) -> None:
@@ -314,6 +349,23 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
     "another prefix": (
         lambda w: {f"teacher.{k}": t for k, t in w.items()},
         ("teacher.lm_head.weight", "without teacher. before its keys"),
+    ),
+    "a prefix of the head's module": (
+        lambda w: {f"transformer.{k}": t for k, t in w.items()},
+        ("place for transformer.lm_head.weight (and ", "keys); lm_head.weight is missing"),
+    ),
+    "a router": (
+        _left_out(f"{LAYER}block_sparse_moe.gate"),
+        (f"{LAYER}mlp.gate.weight", "should be saved together"),
+    ),
+    "no second layer": (_left_out(LAYER), ("config.json has more layers",)),
+    "an optimiser": (
+        lambda w: {**w, "optimizer.state.0.exp_avg": torch.ones(4)},
+        ("the state of a training", "save the network alone"),
+    ),
+    "beyond float32": (
+        lambda w: {**w, "model.norm.weight": torch.full((32,), 1e300, dtype=torch.float64)},
+        ("model.norm.weight holds numbers that are infinite in float32",),
     ),
     "nan": (_nan(f"{Q}.weight"), (f"{Q}.weight holds NaN",)),
     "nan in a rare expert": (_nan(f"{EXPERT}w2.weight"), (f"{EXPERT}w2.weight holds NaN",)),

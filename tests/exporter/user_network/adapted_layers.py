@@ -103,6 +103,32 @@ class LongBranch(TopTwo):
         return logits
 
 
+LONG = 50
+
+
+class LongByName(TopTwo):
+    def logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.gate(x)
+        return logits - logits.flip(-1) / 4 if x.shape[1] > LONG else logits
+
+
+class LongByAttribute(TopTwo):
+    def __init__(self) -> None:
+        super().__init__()
+        self.long = 60
+
+    def logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.gate(x)
+        return logits if x.shape[1] <= self.long else logits / 2
+
+
+class LongUnreached(TopTwo):
+    def logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.gate(x)
+        if x.shape[1] > 4000: logits = logits / 2  # fmt: skip  # noqa: E701
+        return logits / 2 if x.shape[1] > 5000 else logits
+
+
 class Capacity(TopTwo):
     """Experts have room for so many tokens of an input."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -31,6 +32,9 @@ class Own(Net):
         super().__init__("one")
         self.does, self.frames = does, nn.Conv1d(12, 24, 4, 2)
         self.positions = nn.Parameter(torch.randn(10, 24))
+        if does == "causal":
+            layer = nn.TransformerEncoderLayer(24, 4, 48, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
 
     def forward(self, x):
         if self.does == "frames":
@@ -47,8 +51,20 @@ class Own(Net):
             ids = (x > 0).long().reshape(-1)
             bags = F.embedding_bag(ids, self.bag.weight[:, :5], starts)
             return self.b(self.hidden(x)) + bags[:, None]
+        if self.does == "in place":
+            x *= 2
+        if self.does == "causal":
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            h = self.encoder(self.a(x), mask=mask)
+            return self.b(h + self.mix(h))
+        assert self.does != "even" or x.shape[0] % 2 == 0, "pairs alone"
         y = self.b(self.hidden(x))
         return {
+            "even": lambda: y,
+            "in place": lambda: y,
+            "noise": lambda: (y + torch.randn_like(y), y > 0),
+            "unused": lambda: 2 * x,
+            "squeezed": lambda: y.squeeze(1).squeeze(-1),
             "flat": lambda: y.reshape(-1, 5),
             "loss": lambda: {"scores": y, "loss": y.square().mean()},
             "turned": lambda: y.transpose(0, 1),
@@ -107,6 +123,7 @@ ADAPTER = ("--adapter", "ports_net:adapt")
     [
         ("own_net:own does=flat", "'output' is of shape (40, 5) for 4 inputs", "unflatten"),
         ("own_net:own does=loss", "'loss' is one number", "without a mean or a loss"),
+        ("own_net:own does=noise", "another result each time that it is called", "self.training"),
         ("own_net:own does=turned", "'output' is of shape (10, 4, 5)", "movedim(1, 0)"),
         ("own_net:odd what=k", "has an input 'k'", "another name"),
         ("own_net:odd what=shared", "'t' is of shape [1], and 'x' holds 4", "x.expand(b)"),
@@ -128,12 +145,33 @@ def test_what_is_not_served_is_refused_by_its_name(factory: str, error: str, hin
         ("median", "the operator aten.median.dim has no form in ONNX", "other operators"),
         ("distances", "_cdist_forward.default has no form in ONNX", "other operators"),
         ("branch", "depends on the values of its inputs (own_net.py", "torch.where"),
+        ("unused", "no output of the network depends on its MoE layers (mix", "return what is"),
     ],
 )
 def test_a_network_that_cannot_be_traced_says_which_part(does: str, error: str, hint: str) -> None:
     outcome = run("export", "own_net:own", *ADAPTER, "--set", f"does={does}", "-o", "out")
     assert outcome.code == 1
     assert error in outcome.error and hint in outcome.hint
+
+
+@pytest.mark.parametrize("does", ["squeezed", "causal", "in place"])
+def test_what_pytorch_does_in_silence_is_right_in_the_graph(does: str) -> None:
+    """An axis of several stays, a causal mask is looked at, and an input is changed in place."""
+    outcome = run("export", "own_net:own", *ADAPTER, "--set", f"does={does}", "-o", "out")
+    assert outcome.code == 0, outcome.err
+    network = importlib.import_module("own_net").own(does).eval()
+    x = torch.randn(3, *network.example_input.shape[1:], generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        y = network(x.clone()).numpy()
+    found = moexport.Bundle.open("out").session()(x.numpy())
+    assert np.abs(found - y).max() <= 1e-5 * np.abs(y).max()
+
+
+def test_a_batch_that_a_network_refuses_is_named() -> None:
+    outcome = run("export", "own_net:own", *ADAPTER, "--set", "does=even", "-o", "out")
+    assert outcome.code == 2
+    assert "forward failed on a batch of 1: AssertionError: pairs alone" in outcome.error
+    assert "--batch N" in outcome.hint and not Path("out").exists()
 
 
 def test_a_loop_over_bags_returns_values_of_its_own() -> None:

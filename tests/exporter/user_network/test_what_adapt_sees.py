@@ -77,6 +77,8 @@ def test_a_clamp_that_usual_inputs_do_not_reach_is_in_the_adapter(name: str, lin
     [
         ("Where", "inputs 10 times as large", "torch.where(logits.abs() > 8"),
         ("LongBranch", "101 tokens", "if x.shape[1] > 100:"),
+        ("LongByName", "51 tokens", "if x.shape[1] > LONG else logits"),
+        ("LongByAttribute", "61 tokens", "logits if x.shape[1] <= self.long else"),
         ("Capacity", "16 tokens", "room = before < 6"),
     ],
 )
@@ -97,6 +99,10 @@ def test_what_no_input_reaches_is_said() -> None:
     assert "`logits = self.gate(x).clamp(-1e9, 1e9)` (no value reached it)" in outcome.err
     assert "the layer also takes bias: the adapter was tried without" in outcome.err
     assert "bias is not None" not in outcome.err
+    outcome = run("adapt", "mine:LongUnreached")  # branches on one line with their conditions
+    assert outcome.code == 0
+    assert "> 4000: logits = logits / 2  # fmt: skip  # noqa: E701` (it was not" in outcome.err
+    assert "`return logits / 2 if x.shape[1] > 5000 else logits` (it was not" in outcome.err
 
 
 @pytest.mark.slow
