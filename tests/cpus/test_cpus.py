@@ -35,7 +35,7 @@ for words in json.loads(sys.argv[1]):
         if end.code:
             raise
 """
-"""Commands in one process, up to the first that fails: to import all of it takes an emulator long."""
+"""Commands in one process, up to the first that fails: an import takes an emulator long."""
 
 VIT = (DATA / "soft_moe_vit" / "weights.pt", *VIT_SETS)
 
