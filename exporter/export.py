@@ -17,6 +17,7 @@ import onnx_ir as ir
 from ..calibration.shards import Fields
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
+from ..common.files import release
 from ..common.threads import Threads, fastest_threads, with_threads
 from ..errors import (
     EngineError,
@@ -28,6 +29,8 @@ from ..errors import (
 )
 from ..graphs.lower import Lowered
 from ..graphs.lowerings import lowerings_of
+from ..graphs.lowerings.base import AnyLowering
+from ..graphs.lowerings.cost import machine_for
 from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.distance import FEW_NUMBERS
@@ -37,7 +40,8 @@ from .bundle.parity_record import MOST_KEPT, PARITY_FILE, Reference, sized_file,
 from .bundle.readme import with_readme
 from .bundle.recipe import RECIPE_FILE
 from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
-from .inputs import DEFAULT_TOKENS, AxisRange, of_tokens, parity_batches
+from .bundle.verify import LARGE_WEIGHTS_BYTES, is_large
+from .inputs import DEFAULT_TOKENS, TRACED_BATCH, AxisRange, of_tokens, parity_batches
 from .job import ExportJob
 from .model import Model
 from .options import ExportOptions
@@ -287,7 +291,15 @@ def _beside(planned: Plan) -> tuple[GraphPlan, ...]:
         return ()
     kinds = dict.fromkeys(layer.work.spec.kind for layer in layers)
     names = [record for kind in kinds for record in lowerings_of(kind).values()]
-    for record in sorted(names, key=lambda record: record.name in used):
+    large = planned.weights_bytes * (len(planned.graphs) + 1) >= LARGE_WEIGHTS_BYTES
+
+    def rank(record: AnyLowering) -> tuple[bool, float]:
+        """Others come first, of large weights those that read few of them."""
+        works = [layer.work for layer in layers if layer.work.spec.kind == record.kind]
+        times = (record.predict_us(w, machine_for(options.target, w.precision)) for w in works)
+        return record.name in used, sum(times) if large else 0
+
+    for record in sorted(names, key=rank):
         if any(
             record.inexact(layer.work.spec, layer.work.precision, options.target)
             for layer in layers
@@ -344,7 +356,7 @@ def _parities(
             comparisons = {graph.file: opened(graph, expected) for graph in planned.graphs}
             rounded = next((opened(graph, expected) for graph in beside), None)
         measured = held and kept is None
-        expected = _compared(job, comparisons, expected, rounded, measured=measured)
+        expected = _compared(job, comparisons, expected, rounded, directory, measured=measured)
         if kept is None:
             kept = expected
         elif job.least_batch == 1:
@@ -472,6 +484,7 @@ def _compared(
     comparisons: Mapping[str, Comparison],
     expected: Reference,
     rounded: Comparison | None,
+    directory: Path,
     *,
     measured: bool,
 ) -> Reference:
@@ -481,13 +494,22 @@ def _compared(
     float64.
     """
     file = next(iter(comparisons))
+    large = is_large(directory)
+
+    def give_back() -> None:
+        """Drops the pages of weights that one graph has read, before another reads them."""
+        if large:
+            release(directory.glob("*.bin"))
+
     try:
         if rounded is not None:
             expected = rounded.with_rounded(expected)
+            give_back()
         elif measured:
             expected = with_exact(job, expected)
         for file, comparison in comparisons.items():  # noqa: B007  for the error
             comparison.add(expected)
+            give_back()
     except EngineError as error:
         port = job.model.input
         at = port.shape.index("tokens") if "tokens" in job.ranges else 0

@@ -48,6 +48,14 @@ NO_KLEIDIAI = ("mlas.disable_kleidiai", "1")
 """On ARM its products of INT4 weights round what they multiply row by row, not block by block: 2.5
 to 5 times the error where some channels are large."""
 
+AS_STORED = (
+    ("session.disable_prepacking", "1"),
+    ("optimization.constant_folding_max_output_size_in_bytes", str(1 << 20)),
+    ("optimization.disable_specified_optimizers", "FuseFp16InitializerToFp32NodeTransformer"),
+)
+"""The runtime keeps no copy of weights: neither packed ones, nor those in FP32 of a graph that
+casts FP16 ones to it."""
+
 PROVIDER_OPTIONS = {CUDA: {"use_tf32": "0"}}
 """FP32 is FP32: the provider would round products to 10 bits of mantissa by itself."""
 
@@ -57,16 +65,16 @@ class SessionOptions:
     """How a graph is run.
 
     `threads` within an operator (None: the runtime's choice). `prepack` lets the runtime keep a
-    re-ordered copy of each constant weight: faster, but the copy is private memory, where weights
-    read as they lie stay pages of the mapped file. `plan_memory` lets the runtime decide at the
-    start which values share a buffer, as it does by default: the time grows with the square of the
-    nodes, and for thousands of them is most of what opening takes, so graphs that are only checked
-    go without. `observe` names inner values to return beside the outputs, with their ONNX element
-    type. `profile` makes the runtime time every node, into a file whose name begins with it.
-    `spin_ms` is how long the runtime's threads spin after a call (None: some 35 ms, as they do by
-    default): the next call finds them awake, but whatever else runs in between waits for a core.
-    `rounded` runs 16-bit graphs in FP32 with their own rounding (`fp16_emulation`): to check
-    them, not to be fast.
+    re-ordered copy of each constant weight, in FP32 of those that are cast to it: faster, but the
+    copy is private memory, where weights read as they lie stay pages of the mapped file.
+    `plan_memory` lets the runtime decide at the start which values share a buffer, as it does by
+    default: the time grows with the square of the nodes, and for thousands of them is most of what
+    opening takes, so graphs that are only checked go without. `observe` names inner values to
+    return beside the outputs, with their ONNX element type. `profile` makes the runtime time every
+    node, into a file whose name begins with it. `spin_ms` is how long the runtime's threads spin
+    after a call (None: some 35 ms, as they do by default): the next call finds them awake, but
+    whatever else runs in between waits for a core. `rounded` runs 16-bit graphs in FP32 with their
+    own rounding (`fp16_emulation`): to check them, not to be fast.
 
     `runtime` says who runs it. OpenVINO runs it on `device`, computes in the types of the graph,
     and takes `threads`, `observe`, `streams` (how many calls at a time share the threads) and
@@ -459,8 +467,11 @@ def _settings(options: SessionOptions) -> ort.SessionOptions:
         us = str(round(1e3 * options.spin_ms))
         settings.add_session_config_entry("session.intra_op.spin_duration_us", us)
     if not options.prepack:
-        settings.add_session_config_entry("session.disable_prepacking", "1")
+        for entry in AS_STORED:
+            settings.add_session_config_entry(*entry)
     settings.enable_mem_reuse = options.plan_memory
+    # What a check casts on the way goes back to the system, where another graph is open, too.
+    settings.enable_cpu_mem_arena = options.plan_memory or options.prepack
     if options.profile is not None:
         settings.enable_profiling = True
         settings.profile_file_prefix = str(options.profile)

@@ -23,30 +23,42 @@ def fp16_emulation(model: ModelProto) -> ModelProto:
     stored = {tensor.name: tensor.data_type for tensor in inferred.graph.initializer}
     halves = {name: kind for name, kind in (types | stored).items() if kind in HALF_TYPES}
     for graph in _graphs(inferred.graph):
-        _round(graph, halves)
+        _round(graph, halves, halves.keys() & stored.keys())
     main = inferred.graph
     for value in (*main.input, *main.output):
         if value.name in halves:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
+    read = {name for graph in _graphs(main) for node in graph.node for name in node.input}
+    read |= {value.name for value in main.output}
     weights = []
     for tensor in main.initializer:
         if tensor.data_type in HALF_TYPES:
             name, tensor.name = tensor.name, f"{tensor.name}/stored"
-            weights.append(_cast(tensor.name, name, TensorProto.FLOAT))
+            if name in read:
+                weights.append(_cast(tensor.name, name, TensorProto.FLOAT))
     nodes = [*weights, *main.node]
     del main.node[:]
     main.node.extend(nodes)
     return inferred
 
 
-def _round(graph: GraphProto, halves: dict[str, int]) -> None:
-    """Lets every node of a graph that makes a 16-bit value make an FP32 one, rounded."""
+def _round(graph: GraphProto, halves: dict[str, int], weights: set[str]) -> None:
+    """Lets every node of a graph that makes a 16-bit value make an FP32 one, rounded.
+
+    A Gather takes a few of many weights: it takes them as they are stored, and they need no
+    rounding.
+    """
     nodes: list[NodeProto] = []
     for node in graph.node:
         made = [(index, name) for index, name in enumerate(node.output) if name in halves]
         if node.op_type == "Cast" and made:
             node.attribute[0].i = TensorProto.FLOAT
         nodes.append(node)
+        if node.op_type == "Gather" and not node.domain and node.input[0] in weights:
+            name, node.output[0] = node.output[0], f"{node.output[0]}/stored"
+            node.input[0] = f"{node.input[0]}/stored"
+            nodes.append(_cast(node.output[0], name, TensorProto.FLOAT))
+            continue
         for index, name in made:
             node.output[index] = f"{name}/exact"
             nodes.append(_cast(f"{name}/exact", f"{name}/rounded", halves[name]))

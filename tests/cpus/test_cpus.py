@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,20 @@ __all__ = ["sdist", "wheel"]  # fixtures
 pytestmark = pytest.mark.slow
 
 PRECISIONS = ("fp32", "fp16", "int8")
+COMMANDS = """
+import json, sys
+from moexport.__main__ import main
+
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["moexport", *words]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+"""Commands in one process, up to the first that fails: an import takes an emulator long."""
+
 VIT = (DATA / "soft_moe_vit" / "weights.pt", *VIT_SETS)
 
 
@@ -30,8 +46,10 @@ def machine(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Machine:
     lacking = missing(CPUS["cortex-a76"])
     if lacking is not None:
         pytest.skip(lacking)
+    place = tmp_path_factory.mktemp("machine")
+    shutil.unpack_archive(wheel, place / "own", "zip")  # for the Python of this machine
     try:
-        return Machine(tmp_path_factory.mktemp("machine")).prepared([wheel])
+        return Machine(place).prepared([wheel])
     except RuntimeError as error:
         pytest.skip(f"the packages for ARM cannot be had: {error}")
 
@@ -51,21 +69,27 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+def commands(
+    machine: Machine, cpu: str, *commands: tuple[str | Path, ...]
+) -> subprocess.CompletedProcess[str]:
+    """Runs commands on a CPU; on an x86 one, too, without PyTorch, from the wheel."""
+    words = json.dumps([[str(word) for word in command] for command in commands])
+    return machine.run(CPUS[cpu], "-c", COMMANDS, words, path=[machine.folder / "own"])
+
+
 @pytest.mark.parametrize("cpu", ["Nehalem", "Haswell", "cortex-a53", "cortex-a76"])
 def test_bundles_verify_and_run_on_other_cpus(
-    cpu: str, machine: Machine, bundles: Path, wheel: Path, tmp_path: Path
+    cpu: str, machine: Machine, bundles: Path, tmp_path: Path
 ) -> None:
-    path = [machine.folder / "own"]  # the wheel, for the Python of this machine
-    if not path[0].is_dir():
-        shutil.unpack_archive(wheel, path[0], "zip")
+    words: list[tuple[str | Path, ...]] = []
     for precision in PRECISIONS:
         out = bundles / precision
-        done = machine.run(CPUS[cpu], "-m", "moexport", "verify", out, path=path)
-        assert done.returncode == 0, done.stdout + done.stderr
         y = tmp_path / f"{precision}.npz"
-        words = ("run", out, "-i", bundles / "x.npz", "-o", y)
-        done = machine.run(CPUS[cpu], "-m", "moexport", *words, path=path)
-        assert done.returncode == 0, done.stderr
+        words += [("verify", out), ("run", out, "-i", bundles / "x.npz", "-o", y)]
+    done = commands(machine, cpu, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for precision in PRECISIONS:
+        y = tmp_path / f"{precision}.npz"
         with np.load(y) as there, np.load(bundles / f"{precision}.npz") as here:
             assert off(there["output"], here["output"]) < (1e-3 if precision == "int8" else 1e-5)
 
@@ -81,33 +105,37 @@ def test_an_fp16_graph_that_a_cpu_sums_in_fp16_fails_there(
     )
     assert done.code == 0, done.err
     given = Bundle.open(out).manifest
-    before = replace(given, target="ort-cpu")
-    (out / MANIFEST_FILE).write_text(before.to_json(), encoding="utf-8")
-    assert run("verify", out).code == 0  # x86 computes it in FP32
-    old = machine.run(CPUS["cortex-a53"], "-m", "moexport", "verify", out)
-    assert old.returncode == 0, old.stdout
-    new = machine.run(CPUS["cortex-a76"], "-m", "moexport", "verify", out)
-    assert new.returncode != 0
+    before = shutil.copytree(out, tmp_path / "before")
+    old = replace(given, target="ort-cpu").to_json()
+    (before / MANIFEST_FILE).write_text(old, encoding="utf-8")
+    assert run("verify", before).code == 0  # x86 computes it in FP32
+    # The same graph for a GPU is checked with a GPU's rounding, and passes.
+    done = commands(machine, "cortex-a76", ("verify", out), ("verify", before))
+    assert done.returncode != 0
     for words in ("CPUExecutionProvider on aarch64 with asimdhp", "in FP16", "Export it again"):
-        assert words in new.stdout
-    # The same graph for a GPU is checked, and run, with a GPU's rounding.
-    (out / MANIFEST_FILE).write_text(given.to_json(), encoding="utf-8")
-    assert machine.run(CPUS["cortex-a76"], "-m", "moexport", "verify", out).returncode == 0
+        assert done.stdout.count(words) == 1
 
 
-@pytest.mark.parametrize("network", ["long", "cancelling", "large"])
-def test_fp16_is_as_near_as_on_x86(network: str, machine: Machine, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    source = f"moexport.tests.cpus.networks:{network}"
-    done = run("export", source, "--k", "4", "-o", out, "--precision", "fp16")
-    assert done.code == 0, done.err
-    with np.load(out / "parity.npz") as reference:
-        x, wanted = reference["x"], reference["y"]
-    np.savez(tmp_path / "x.npz", input=x)
-    words = ("run", out, "-i", tmp_path / "x.npz", "--force", "-o")
-    assert run(*words, tmp_path / "here.npz").code == 0
-    there = machine.run(CPUS["cortex-a76"], "-m", "moexport", *words, tmp_path / "there.npz")
-    assert there.returncode == 0, there.stderr
-    with np.load(tmp_path / "here.npz") as here, np.load(tmp_path / "there.npz") as far:
-        error = off(here["output"], wanted)
-        assert off(far["output"], wanted) <= 1.5 * max(error, 1e-5)
+def test_fp16_is_as_near_as_on_x86(machine: Machine, tmp_path: Path) -> None:
+    words: list[tuple[str | Path, ...]] = []
+    names = ("long", "cancelling", "large")
+    for name in names:
+        out = tmp_path / name
+        source = f"moexport.tests.cpus.networks:{name}"
+        done = run("export", source, "--k", "4", "-o", out, "--precision", "fp16")
+        assert done.code == 0, done.err
+        with np.load(out / "parity.npz") as reference:
+            np.savez(tmp_path / f"{name}.npz", input=reference["x"])
+        run_it = ("run", out, "-i", tmp_path / f"{name}.npz", "-o")
+        assert run(*run_it, tmp_path / f"{name}-here.npz").code == 0
+        words.append((*run_it, tmp_path / f"{name}-there.npz"))
+    ran = commands(machine, "cortex-a76", *words)
+    assert ran.returncode == 0, ran.stderr
+    for name in names:
+        with (
+            np.load(tmp_path / f"{name}-here.npz") as here,
+            np.load(tmp_path / f"{name}-there.npz") as there,
+            np.load(tmp_path / name / "parity.npz") as reference,
+        ):
+            error = off(here["output"], reference["y"])
+            assert off(there["output"], reference["y"]) <= 1.5 * max(error, 1e-5)

@@ -148,3 +148,57 @@ def test_weights_of_sixteen_bits_are_widened_in_a_file_that_leaves_nothing_behin
     found, file = widening.upcast(source, ())
     assert file is None
     torch.testing.assert_close(found, in_memory, rtol=0, atol=0)
+
+
+EXPORT = """
+import sys, threading, time
+from pathlib import Path
+from moexport.tests.command import run
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(1024 * int(l.split()[1]) for l in lines if l.startswith(("RssAnon", "RssFile")))
+
+def watch():
+    while not done.wait(0.005):
+        seen.append(resident())
+
+def export(weights, out):
+    options = ("--set", "version=0.2", "--k", "4", "--tokens", "8", "--threads", "1")
+    outcome = run("export", weights, "-o", out, "--target", "ort-cpu", *options, *sys.argv[3:])
+    assert outcome.code == 0, outcome.err
+
+export(sys.argv[1], "small")  # what libraries allocate once
+before, done = resident(), threading.Event()
+seen = [before]
+watcher = threading.Thread(target=watch)
+watcher.start()
+export(sys.argv[2], "large")
+done.set()
+watcher.join()
+print(max(seen) - before)
+"""
+
+
+def layer_file(path: Path, d: int) -> Path:
+    made = torch.Generator().manual_seed(0)
+    sizes = {"phi": (d, 64, 1), "experts.weight": (64, d, d), "experts.bias": (64, d)}
+    torch.save({k: torch.randn(s, generator=made) * d**-0.5 for k, s in sizes.items()}, path)
+    return path
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_an_export_takes_no_more_than_one_and_a_half_times_the_weights(
+    precision: str, tmp_path: Path
+) -> None:
+    small, large = layer_file(tmp_path / "small.pt", 64), layer_file(tmp_path / "large.pt", 768)
+    arguments = (small, large, "--precision", precision)
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORT, *map(str, arguments)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1.5 * large.stat().st_size
