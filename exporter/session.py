@@ -316,7 +316,9 @@ class Session:
     def _check_sizes(self, x: np.ndarray, port: TensorSpec) -> None:
         """Raises `FeedError` for sizes at which the network computes something else."""
         for axis, size in zip(port.shape, x.shape, strict=True):
-            low, high = self._sizes.get(str(axis), (1, None))
+            if axis not in self._sizes:
+                continue
+            low, high = self._sizes[axis]
             if not low <= size <= (high or inf):
                 held = f"from {low} on" if high is None else f"from {low} to {high}"
                 given = f"{size} tokens" if axis == "tokens" else f"a {axis} of {size}"
