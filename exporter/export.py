@@ -41,7 +41,7 @@ from .bundle.readme import with_readme
 from .bundle.recipe import RECIPE_FILE
 from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
 from .bundle.verify import LARGE_WEIGHTS_BYTES, is_large
-from .inputs import DEFAULT_TOKENS, TRACED_BATCH, AxisRange, of_tokens, parity_batches
+from .inputs import DEFAULT_TOKENS, AxisRange, of_tokens, parity_batches
 from .job import ExportJob
 from .model import Model
 from .options import ExportOptions

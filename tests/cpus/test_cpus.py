@@ -110,10 +110,10 @@ def test_an_fp16_graph_that_a_cpu_sums_in_fp16_fails_there(
     (before / MANIFEST_FILE).write_text(old, encoding="utf-8")
     assert run("verify", before).code == 0  # x86 computes it in FP32
     # The same graph for a GPU is checked with a GPU's rounding, and passes.
-    done = commands(machine, "cortex-a76", ("verify", out), ("verify", before))
-    assert done.returncode != 0
+    there = commands(machine, "cortex-a76", ("verify", out), ("verify", before))
+    assert there.returncode != 0
     for words in ("CPUExecutionProvider on aarch64 with asimdhp", "in FP16", "Export it again"):
-        assert done.stdout.count(words) == 1
+        assert there.stdout.count(words) == 1
 
 
 def test_fp16_is_as_near_as_on_x86(machine: Machine, tmp_path: Path) -> None:

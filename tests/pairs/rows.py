@@ -21,9 +21,9 @@ import moexport
 import numpy as np
 import onnxruntime
 import torch
-from moexport.__main__ import INTERRUPTED
 from moexport.bench.request import BenchRequest
 from moexport.common.files import sha256
+from moexport.common.interrupts import INTERRUPTED
 from moexport.errors import MoexportError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.recipe import LayerRecipe, Recipe

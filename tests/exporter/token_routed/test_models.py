@@ -54,7 +54,9 @@ def test_a_hybrid_that_works_in_chunks_is_right_for_any_number_of_them(tmp_path:
     folder = save(
         ARCHITECTURES["nemotron_h"],
         tmp_path / "model",
-        **{"layers_block_type": ["mamba", "moe"], "chunk_size": 16, **mamba},
+        layers_block_type=["mamba", "moe"],
+        chunk_size=16,
+        **mamba,  # type: ignore[arg-type]
     )
     bundle = moexport.export(moexport.load(folder), tmp_path / "out", tokens="1:20:64")
     assert bundle.manifest.tokens == "1:20:64"
