@@ -219,7 +219,8 @@ def export_job(
         options = replace(options, rtol=ROUNDED_RTOL)
     if options.precision.min_retention is not None:
         check_one_input(loaded, "--min-retention")
-    if loaded.family == "factory" and options.tokens != DEFAULT_TOKENS:
+    varies = "tokens" in loaded.input.shape
+    if loaded.family == "factory" and options.tokens != DEFAULT_TOKENS and not varies:
         loaded = with_token_axis(loaded, options.tokens)
     fixed = fixed_axes(loaded.input, options)
     changed = edited(loaded, options.edits)

@@ -385,10 +385,10 @@ def _why(cause: BaseException) -> tuple[str, str]:
         said = "a branch of its forward, or a size, depends on the values of its inputs"
         return said, "torch.where(condition, a, b) computes both branches; "
     # PyTorch fails over its own sentence where the size at which that comes is no whole number.
-    holds = re.search(r"Expected op to be '==', got \S+ for (.+)", text)
-    if holds is not None:
-        said = f"what it computes depends on its sizes: the trace holds for {holds[1]}"
-    if "Constraints violated" in text or holds is not None:
+    limit = re.search(r"Expected op to be '==', got \S+ for (.+)", text)
+    if limit is not None:
+        said = f"what it computes depends on its sizes: the trace holds for {limit[1]}"
+    if "Constraints violated" in text or limit is not None:
         return said, "--batch N exports for that size alone; "
     return said, ""
 

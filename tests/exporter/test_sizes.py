@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from moexport.errors import FeedError, ParityError, UsageError
+from moexport.errors import FeedError, ParityError, TraceError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import MANIFEST_FILE, FileRecord
 from moexport.exporter.bundle.parity_record import sized_file
@@ -63,6 +63,8 @@ class Mix(nn.Module):
             return (scores * (3.0 if x.shape[0] > 7 else 1.0)).softmax(-1)
         if self.kind == "tokens below 10":
             return (scores * (3.0 if x.shape[1] < 10 else 1.0)).softmax(-1)
+        if self.kind == "above 200 tokens":
+            return weights * (3.0 if x.shape[0] * x.shape[1] > 200 else 1.0)
         if self.kind == "silent":
             return weights
         # Each expert chooses 48 of all tokens
@@ -349,6 +351,19 @@ def test_what_works_in_blocks_is_right_for_any_number_of_them(tmp_path: Path) ->
     for tokens in (1, 16, 17, 32, 33, 100):
         assert off(bundle, model, inputs(2, tokens, 32)) < 1e-5, tokens
     assert all(check.passed for check in bundle.verify())
+
+
+def test_a_change_at_no_whole_number_is_told_as_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(
+        TraceError, match=r"depends on its sizes: the trace holds for batch <= 50/3"
+    ):
+        moexport.export(loaded("above 200 tokens"), tmp_path / "out")
+
+
+def test_guards_of_pytorchs_own_functions_are_read() -> None:
+    guard = compile("torch.sym_max(3, batch) < 9", "guard", "eval")
+    held = Held(bounds={}, guards=(guard,), traced={"batch": 2})
+    assert held.changes("batch", 1, 32) == (9,)
 
 
 class Whole(Branching):
