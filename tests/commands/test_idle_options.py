@@ -173,9 +173,18 @@ ACTING = {
     "build": {"bundle", "target", "graph", "batch", "tokens", "dry_run", *BUILDING},
     "verify": {"bundle", "atol", "rtol", "trust_engine"},
     "run": {"bundle", "input_file", "graph", "batch_size", "engine", "check"},
-    "generate": {"bundle", "prompt", "chat", "max_tokens", "temperature", "top_p", "top_k"}
+    "generate": {
+        "bundle",
+        "prompt",
+        "chat",
+        "max_tokens",
+        "context",
+        "temperature",
+        "top_p",
+        "top_k",
+    }
     | {"seed", "stop", "threads"},
-    "serve": {"bundle", "host", "port", "name", "max_tokens", "threads"},
+    "serve": {"bundle", "host", "port", "name", "max_tokens", "context", "threads"},
     "bench": {
         "models",
         "threads",
