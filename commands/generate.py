@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,6 +98,8 @@ def serve(*, bundle: BundleArgument, request: ServeRequest, verbosity: Verbosity
     Completions and chats, streamed or whole, at http://HOST:PORT/v1; /health and /metrics. A line
     of log a request goes to standard error.
     """
+    import logging  # only here: --help takes no longer than it must
+
     in_own_process()
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("moexport.serve").setLevel("ERROR" if verbosity.quiet else "INFO")
