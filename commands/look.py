@@ -296,7 +296,8 @@ def run(
     with verbosity.console() as console:
         written = api.run(bundle, input_file, output, replace(request, progress=console))
     if as_json:
-        show(json_text({"output": str(output), **asdict(written)}))
+        facts = {name: fact for name, fact in asdict(written).items() if fact != {}}
+        show(json_text({"output": str(output), **facts}))
     else:
         further = "".join(f", {name} {shape}" for name, shape in written.further.items())
         console.note(f"{output}: output of shape {written.shape}{further}")
