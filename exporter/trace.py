@@ -208,12 +208,8 @@ class Held:
     traced: Mapping[str, int]
 
     def between(self, axis: str) -> tuple[int, int | None]:
-        """Returns the least and the largest size of an axis that the trace holds for.
-
-        None: any. A size of 1 the trace never knows, and graphs are compared at it.
-        """
-        low, high = self.bounds.get(axis, (1, None))
-        return 1 if low <= TRACED_BATCH else low, high
+        """Returns the least and the largest size of an axis that the trace holds for; None: any."""
+        return self.bounds.get(axis, (1, None))
 
     def changes(self, axis: str, least: int, most: int) -> tuple[int, ...]:
         """Returns the sizes from `least` to `most` at which a guard first comes out otherwise.
@@ -328,7 +324,9 @@ def _held(
                 continue  # a sum of axes, each of which is an axis of another input
             symbols[str(symbol)] = axis, int(times)
             ranges = environment.var_to_range[symbol]
-            low, high = max(1, int(ranges.lower)) * int(times), None
+            # A size of 1, or of one group, the trace never knows: graphs are compared at it.
+            least, high = int(ranges.lower), None
+            low = 1 if least <= TRACED_BATCH else least * int(times)
             if ranges.upper.is_integer and ranges.upper < sys.maxsize - 1:
                 high = int(ranges.upper) * int(times)
             before = bounds.get(axis, (1, None))

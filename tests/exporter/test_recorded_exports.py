@@ -249,7 +249,9 @@ def test_the_program_itself_runs_verifies_and_inspects(tmp_path: Path) -> None:
     assert np.abs(y - case.y(1)).max() <= RTOL * np.abs(case.y(1)).max()
     verified = run_program("verify", "out", cwd=tmp_path)
     assert (verified.code, verified.err) == (0, said)
-    assert [line.split()[0] for line in verified.out.splitlines()] == ["ok"] * 7
+    checks = [line.split()[0] for line in verified.out.splitlines()]
+    assert len(checks) >= 7
+    assert {*checks} == {"ok"}
     inspected = run_program("inspect", "out", cwd=tmp_path)
     assert (inspected.code, inspected.err) == (0, said)
     assert "soft-moe-pytorch" in inspected.out
