@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from .bench.request import BenchRequest, DemoRequest, ReportRequest, SpecialiseRequest
-from .common.pytorch import check_pytorch
+from .common.libraries import check_pytorch
 from .errors import UsageError
 from .exporter.requests import (
     AdaptRequest,

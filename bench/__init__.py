@@ -8,6 +8,6 @@ from __future__ import annotations
 
 import sys
 
-from ..common.packages import CallablePackage
+from ..common.option import CallablePackage
 
 sys.modules[__name__].__class__ = CallablePackage

@@ -167,7 +167,7 @@ def _other_exporter(graph: GraphFile) -> Loader:
 
 def _has_torch(gpu: Gpu | None) -> str:
     from ..common.environment import versions
-    from ..common.pytorch import check_pytorch
+    from ..common.libraries import check_pytorch
 
     del gpu
     check_pytorch("a benchmark")

@@ -11,8 +11,8 @@ import typer
 from .. import api
 from ..bench.request import BenchRequest, DemoRequest, ReportRequest, SpecialiseRequest
 from ..common.console import Console, show
+from ..common.libraries import check_pytorch
 from ..common.option import Request, declared, option, refuse_changed
-from ..common.pytorch import check_pytorch
 from ..errors import UsageError
 from ..exporter.requests import LoadRequest
 from .options import (

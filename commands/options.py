@@ -15,8 +15,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..common.console import Console
+from ..common.libraries import check_pytorch
 from ..common.option import DECLARED, declared, kind_of, refuse_changed
-from ..common.pytorch import check_pytorch
 from ..errors import UsageError
 from ..exporter.requests import FEED as FEED_HELP
 from ..exporter.requests import LoadRequest

@@ -7,6 +7,9 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -125,6 +128,13 @@ def memory_bytes() -> int:
     return psutil.virtual_memory().total
 
 
+def available_bytes() -> int:
+    """Returns the memory that this machine has left."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
 class EnergyCounters:
     """The energy that the packages of a machine's CPUs take, by Linux's powercap (RAPL)."""
 
@@ -174,6 +184,27 @@ def peak_memory_bytes() -> int:
 
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return usage * (1 if sys.platform == "darwin" else 1024)
+
+
+@dataclass
+class Growth:
+    """By how much the memory of this process grew within a block, at its largest."""
+
+    nbytes: int = 0
+
+
+@contextmanager
+def grown_memory() -> Iterator[Growth]:
+    """Within the block the growth of memory is measured; 0 where the system does not tell it."""
+    growth, peak = Growth(), Path("/proc/self/clear_refs")
+    try:
+        peak.write_text("5", encoding="utf-8")  # the peak begins anew, with what is held now
+    except OSError:  # another system, or a kernel that does not let it
+        yield growth
+        return
+    before = peak_memory_bytes()
+    yield growth
+    growth.nbytes = max(0, peak_memory_bytes() - before)
 
 
 def gpus() -> list[dict[str, str]] | None:

@@ -1,4 +1,4 @@
-"""What other people's libraries do by themselves, and moexport turns off.
+"""Other people's libraries: what they do by themselves, and moexport turns off; PyTorch or none.
 
 They report to their makers, they listen to every host, and they keep compiled code where others may
 write. `docs/security.md` lists the settings by library.
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from ..errors import MissingExtraError, install
 
 NO_REPORTS = {
     "ORT_DISABLE_TELEMETRY": "1",  # ONNX Runtime: every session, with its graph's name
@@ -75,3 +77,29 @@ def _private_folder(name: str) -> Path | None:
     except OSError:  # a home that is read-only
         return None
     return folder if why_not_private(folder) is None else None
+
+
+PACKAGES = {
+    "torch": "PyTorch",
+    "onnx_ir": "onnx-ir",
+    "onnxscript": "onnxscript",
+    "safetensors": "safetensors",
+    "yaml": "PyYAML",
+    "matplotlib": "Matplotlib",
+    "PIL": "Pillow",
+}
+"""What requirements-run.txt leaves out of moexport's dependencies: modules and their names."""
+
+INSTALL = (
+    f"on the machine that exports, {install('cpu')}, or '.[gpu]'; run, verify, inspect, report and "
+    "build work on bundles without it"
+)
+
+
+def check_pytorch(what: str) -> None:
+    """Raises `MissingExtraError` for `what` in an environment that is for running bundles alone."""
+    import importlib.util
+
+    for module, name in PACKAGES.items():
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(f"{what} needs {name}, which is not installed", hint=INSTALL)

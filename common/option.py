@@ -15,7 +15,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -278,3 +280,12 @@ def explained(request: type[Any]) -> str:
         default = "required" if option_field.default is MISSING else default
         lines.append(f"    {name}: {said.help} [{default}]")
     return "\n".join(lines)
+
+
+class CallablePackage(ModuleType):
+    """A folder of the package that, called, is the function of the same name in `calls`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the function of the package's name."""
+        root, _, name = self.__name__.rpartition(".")
+        return getattr(import_module(f"{root}.calls"), name)(*args, **kwargs)

@@ -94,8 +94,8 @@ def runs(backend: str, title: str) -> Requirement:
 
 def _exports(gpu: Gpu | None) -> str:
     from ..common.environment import versions
+    from ..common.libraries import check_pytorch
     from ..common.onnx_runtime import ort
-    from ..common.pytorch import check_pytorch
 
     del gpu, ort
     check_pytorch("export")
@@ -165,7 +165,7 @@ def _on(backend: Backend, gpu: Gpu) -> str:
 
 
 def _demo(gpu: Gpu | None) -> str:
-    from ..common.pytorch import check_pytorch
+    from ..common.libraries import check_pytorch
 
     del gpu
     check_pytorch("the demo")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from ..calibration.feeds import limited, named_batches
 from ..calibration.shards import Fields
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
@@ -96,6 +97,8 @@ def _exported(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bu
     options = job.options
     threads = None if options.threads is None else Threads(options.threads)
     if options.verify:
+        if isinstance(options.data, Iterator):
+            job = replace(job, options=replace(options, data=_compared_inputs(job, options.data)))
         first = next(_inputs(job))
         job, traced = prepared(job, progress, traced)  # tells of a network that cannot be run
         if threads is None:
@@ -131,6 +134,13 @@ def _of_other_tokens(
         raise missed
     low, high = missed.held
     return _written(_of_tokens(job, low, high, missed.message), progress, traced)
+
+
+def _compared_inputs(job: ExportJob, data: Iterator[object]) -> tuple[object, ...]:
+    """What the comparisons take of a generator, which gives its inputs once."""
+    names = [spec.name for spec in job.model.inputs]
+    count = max(job.options.samples_to_verify, job.least_batch)
+    return tuple(limited(named_batches(data, names), count))
 
 
 def _inputs(job: ExportJob) -> Iterator[Fields]:

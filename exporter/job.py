@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ..calibration.feeds import Feed, limited, named_batches
+from ..calibration.feeds import Feed
 from ..calibration.methods import DEFAULT_METHOD
 from ..calibration.table import CalibrationTable
 from ..common.option import Mistake, refuse, spelled
@@ -232,18 +232,8 @@ def export_job(
     _check_blocks(job)
     if table is not None:
         check_table(job, table, where, loaded)
-    elif (calibration := _ranges(job)) is not None:
-        return replace(job, calibration=calibration)
-    if isinstance(options.data, Iterator) and options.verify:
-        return replace(job, options=replace(options, data=_compared_inputs(job, options.data)))
-    return job
-
-
-def _compared_inputs(job: ExportJob, data: Iterator[object]) -> tuple[object, ...]:
-    """What a comparison takes of a generator, which gives its inputs once."""
-    names = [spec.name for spec in job.model.inputs]
-    count = max(job.options.samples_to_verify, job.least_batch)
-    return tuple(limited(named_batches(data, names), count))
+        return job
+    return replace(job, calibration=_ranges(job))
 
 
 def _ranges(job: ExportJob) -> CalibrationJob | None:

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from ..calibration.shards import Fields
+from ..common.environment import available_bytes, grown_memory
 from ..errors import MoexportError, ParityError, UsageError, in_one_line, tells_of_memory
 from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, moe_layers, recorded_choices
 from ..graphs.layers.experts import Experts
@@ -61,7 +62,7 @@ def depends_on_batch(model: Model, batch: int) -> bool:
     together = run_untouched(model, arrays)[0]
     try:
         alone = [run_untouched(model, part)[0] for part in chunks(arrays, 1)]
-    except (RuntimeError, ValueError, IndexError):
+    except (RuntimeError, ValueError, IndexError, UsageError):
         return True
     off = np.abs(np.concatenate(alone) - together).max(initial=0.0)
     return not off <= GPU_RTOL * np.abs(together).max(initial=0.0)
@@ -69,6 +70,9 @@ def depends_on_batch(model: Model, batch: int) -> bool:
 
 MOST_BYTES = 512 << 20
 """The largest tensor that inputs of a size beyond the usual may make, as far as is foreseen."""
+
+MEMORY_SHARE = 0.25
+"""Of the free memory what PyTorch may take for them: a graph takes some, too."""
 
 MOST_SECONDS = 60.0
 """What PyTorch may take for inputs of a size beyond the usual, as far as it is foreseen."""
@@ -82,7 +86,7 @@ class Budget:
     """
 
     def __init__(self, job: ExportJob) -> None:
-        self._job, self._row_bytes = job, 0
+        self._job, self._row_bytes, self._grown = job, 0, 0
         self._last = (1, 1, 0.0)  # inputs, their tokens, and seconds
         self._beyond: dict[str, list[int]] = {}
         self.batches: tuple[int, ...] = ()
@@ -90,7 +94,9 @@ class Budget:
     def timed(self, x: Inputs, *, every_k: bool = True) -> Reference:
         """Returns what PyTorch computes for inputs (`torch_reference`)."""
         began = time.thread_time()  # what others do on the machine does not count
-        expected = torch_reference(self._job, x, every_k=every_k)
+        with grown_memory() as memory:
+            expected = torch_reference(self._job, x, every_k=every_k)
+        self._grown = memory.nbytes
         seconds = time.thread_time() - began
         spec = self._job.model.input
         at = spec.shape.index("tokens") if "tokens" in spec.shape else None
@@ -122,7 +128,8 @@ class Budget:
         widest = max(spec.experts * max(spec.hidden, spec.dim) for spec in specs)
         floats = rows * max(tokens * widest, self._row_bytes // 4 * longer, HEADS * tokens**2)
         quick = needed or seconds * rows / last_rows * longer <= MOST_SECONDS
-        fits = 4 * floats <= MOST_BYTES and quick
+        grows = self._grown * rows / last_rows * longer <= MEMORY_SHARE * available_bytes()
+        fits = 4 * floats <= MOST_BYTES and grows and quick
         if not fits:
             self._beyond.setdefault(axis, []).append(rows if axis == "batch" else tokens)
         return fits
@@ -132,7 +139,8 @@ class Budget:
         return tuple(
             f"{'batches' if axis == 'batch' else 'inputs'} of {', '.join(map(str, sorted(sizes)))}"
             f"{'' if axis == 'batch' else ' tokens'} were not compared: that takes more than "
-            f"{MOST_BYTES >> 20} MiB for one tensor, or {MOST_SECONDS:.0f} s"
+            f"{MOST_BYTES >> 20} MiB for one tensor, {MEMORY_SHARE:.0%} of the free memory or "
+            f"{MOST_SECONDS:.0f} s"
             for axis, sizes in self._beyond.items()
         )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.common.pytorch import PACKAGES
+from moexport.common.libraries import PACKAGES
 from moexport.tests.command import Outcome, run
 from moexport.tests.exporter.tensorrt.engines import needs_rtx
 from moexport.tests.recorded import DATA, VIT_SETS, read_case

@@ -28,9 +28,9 @@ from starlette.types import Receive, Scope, Send
 from ...errors import CacheMemoryError, MoexportError, UsageError
 from ..requests import GenerateRequest
 from .generate import GeneratedText, TextModel
-from .protocol import FAILED, Asked, Form, NoSuchModelError, error, events, in_protocol
+from .protocol import FAILED, Asked, NoSuchModelError, ReplyForm, error, events, in_protocol
 from .turns import Turns
-from .watched import LEFT, TEXT, Watched
+from .watched import LEFT, TEXT, WatchedRequests
 
 MOST_TEXTS = 64
 """Texts that are written at once, each with a cache."""
@@ -51,7 +51,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 name server has for this machine."""
 
 
-def application(model: TextModel, name: str, most: int, host: str = "0.0.0.0") -> Watched:
+def application(model: TextModel, name: str, most: int, host: str = "0.0.0.0") -> WatchedRequests:
     """Returns the server's ASGI application; a text has `most` tokens at most.
 
     One that listens at a `host` of this machine alone answers requests that name it so.
@@ -88,7 +88,7 @@ def application(model: TextModel, name: str, most: int, host: str = "0.0.0.0") -
         exception_handlers={HTTPException: refused, Exception: failed},
         max_body_size=max(LEAST_BODY, BODY_TOKEN * model.context),
     )
-    watched = Watched(app)
+    watched = WatchedRequests(app)
     return watched
 
 
@@ -213,7 +213,7 @@ class _Completions:
 
     async def _response(self, request: Request, completion: Asked, text: GeneratedText) -> Response:
 
-        form = Form(chat=self._chat, stream=bool(completion.stream), model=self._service.name)
+        form = ReplyForm(chat=self._chat, stream=bool(completion.stream), model=self._service.name)
         pieces = self._service.pieces(text)
         if completion.stream:
             stream = events(form, text, pieces, usage=completion.usage)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ...common.documents import object_in
+from ...common.environment import available_bytes
 from ...errors import (
     BundleError,
     CacheMemoryError,
@@ -111,7 +112,7 @@ class TextModel:
         Raises `CacheMemoryError` where the cache does not fit into the memory.
         """
         length = min(len(tokens) + request.max_tokens, self.context)
-        if self._token_bytes * length > _free_bytes():
+        if self._token_bytes * length > available_bytes():
             raise self.no_memory(length)
         params = self._genai.GeneratorParams(self._model)
         params.set_search_options(max_length=length, **self._drawing(request))
@@ -153,7 +154,7 @@ class TextModel:
         return CacheMemoryError(
             f"no memory for the cache of {length:,} tokens: it takes "
             f"{self._token_bytes * length / 2**20:,.1f} MiB, and "
-            f"{_free_bytes() / 2**20:,.0f} MiB are free"
+            f"{available_bytes() / 2**20:,.0f} MiB are free"
         )
 
 
@@ -311,13 +312,6 @@ def _words(folder: Path) -> Tokenizer:
     content = object_in(folder / TOKENIZER_FILE, TOKENIZER_BYTES)
     cutting = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer"))
     return Tokenizer.from_str(json.dumps({**content, **cutting, "post_processor": None}))
-
-
-def _free_bytes() -> int:
-    """The memory that this machine has left."""
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def _bytes(dtype: str) -> int:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import msgspec
@@ -16,9 +16,6 @@ from ...common.option import spelled
 from ...common.text import printable
 from ...errors import MoexportError, UsageError
 from ..requests import GenerateRequest
-
-if TYPE_CHECKING:
-    from .generate import GeneratedText
 
 MOST_STOPS = 8
 STOP_CHARACTERS = 256
@@ -51,6 +48,25 @@ class StreamOptions:
     """Whether a stream ends with what it took."""
 
     include_usage: bool = False
+
+
+class WrittenText(Protocol):
+    """What a reply tells of a text that is generated."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were generated."""
+        ...
+
+    @property
+    def finish(self) -> str | None:
+        """Why the text ended; None before."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +202,7 @@ def _content(content: Any, at: str) -> str:
     return "".join(texts)
 
 
-class Form:
+class ReplyForm:
     """How the protocol writes one answer, or the parts of it."""
 
     def __init__(self, *, chat: bool, stream: bool, model: str) -> None:
@@ -199,7 +215,7 @@ class Form:
             "model": model,
         }
 
-    def whole(self, content: str, text: GeneratedText) -> dict[str, Any]:
+    def whole(self, content: str, text: WrittenText) -> dict[str, Any]:
         said = {"message": {"role": "assistant", "content": content}}
         return self._with(said if self.chat else {"text": content}, text.finish, **_usage(text))
 
@@ -207,7 +223,7 @@ class Form:
         delta = {"delta": {"role": "assistant", "content": piece}}
         return self._with(delta if self.chat else {"text": piece}, finish, **more)
 
-    def usage(self, text: GeneratedText) -> dict[str, Any]:
+    def usage(self, text: WrittenText) -> dict[str, Any]:
         return {**self._head, "choices": [], **_usage(text)}
 
     def _with(self, said: Mapping[str, Any], finish: str | None, **more: Any) -> dict[str, Any]:
@@ -216,7 +232,7 @@ class Form:
 
 
 async def events(
-    form: Form, text: GeneratedText, pieces: AsyncIterator[str], *, usage: bool
+    form: ReplyForm, text: WrittenText, pieces: AsyncIterator[str], *, usage: bool
 ) -> AsyncIterator[str]:
     """A stream's events: the pieces, the reason of its end, and what it took where that is asked.
 
@@ -244,6 +260,6 @@ def error(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "code": None}}
 
 
-def _usage(text: GeneratedText) -> dict[str, Any]:
+def _usage(text: WrittenText) -> dict[str, Any]:
     counts = {"prompt_tokens": text.prompt_tokens, "completion_tokens": text.tokens}
     return {"usage": {**counts, "total_tokens": sum(counts.values())}}

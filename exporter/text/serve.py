@@ -36,7 +36,7 @@ def serve(bundle: Bundle, request: ServeRequest) -> None:
         ws="none",
         lifespan="off",
         log_level="error",
-        access_log=False,  # `Watched` writes a line a request, when it ends
+        access_log=False,  # `WatchedRequests` writes a line a request, when it ends
         proxy_headers=False,
         server_header=False,
         backlog=most_connections(),  # asyncio accepts all of them before it closes any

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class _WaitingText:
     size: float
     turn: anyio.Event
 
@@ -26,7 +26,7 @@ class Turns:
     however many others there are; in the other half it goes by order of arrival.
     """
 
-    _waiting: list[_Waiting] = field(default_factory=list)
+    _waiting: list[_WaitingText] = field(default_factory=list)
     _busy: bool = False
     _by_size: bool = False
     _ahead: float = 0.0
@@ -38,7 +38,7 @@ class Turns:
         import anyio
 
         if self._busy:
-            waiting = _Waiting(size, anyio.Event())
+            waiting = _WaitingText(size, anyio.Event())
             self._waiting.append(waiting)
             try:
                 await waiting.turn.wait()

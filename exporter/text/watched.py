@@ -30,7 +30,7 @@ OTHER = "other"
 log = logging.getLogger("moexport.serve")
 
 
-class Watched:
+class WatchedRequests:
     """Passes requests on to an application; each is counted, and ends within a time and a line."""
 
     def __init__(self, app: Any) -> None:

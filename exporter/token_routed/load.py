@@ -332,9 +332,10 @@ def _check_positions(file: Path, text: Any) -> None:
     parameters = getattr(text, "rope_parameters", None) or {}
     tables = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
     for kind in (table.get("rope_type", "default") for table in tables):
-        scaled = text.model_type == "phimoe" and kind != "default"
+        model_type = getattr(text, "model_type", None)  # an odd configuration has none
+        scaled = model_type == "phimoe" and kind != "default"
         if kind == "dynamic" or scaled:
-            what = f"{text.model_type} with rope_type" if scaled else "rope_type"
+            what = f"{model_type} with rope_type" if scaled else "rope_type"
             same = "the model's values up to its trained length" if kind == "dynamic" else "others"
             raise FamilyError(
                 f"{file}: {what} {kind!r} is not exported: its rotary embedding branches on the "

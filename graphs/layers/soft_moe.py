@@ -328,7 +328,8 @@ class SoftMoE(MoELayer):
         # An expert whose last map is zero contributes nothing, and costs what it did. With a first
         # one of zeros no number overflows before it.
         last = {"g2", "s2", "w2", "b2"}
-        if self.w2 is None or spec.hidden_norm is None:
+        some = len(self.edits.ablated_in(0)) < spec.experts  # of zeros alone no range is found
+        if self.w2 is None or (spec.hidden_norm is None and some):
             last |= {"w1", "b1"}
         for key, size in sizes.items():
             weight: nn.Parameter | nn.ParameterList | None = getattr(self, key)

@@ -34,7 +34,7 @@ COMPARED |= {"__gt__", "__ge__"}
 """Comparisons that a mask is made by."""
 
 
-Point = tuple[int, int]
+CodePlace = tuple[int, int]
 """A line of a file and a column in it, in bytes."""
 
 Decision = ast.If | ast.While | ast.IfExp
@@ -134,9 +134,9 @@ class WatchedForward(TorchFunctionMode):
             said += _branches(file, seen, functions)
         return list(dict.fromkeys(said))
 
-    def _run_places(self) -> Iterator[tuple[str, set[Point], set[int]]]:
+    def _run_places(self) -> Iterator[tuple[str, set[CodePlace], set[int]]]:
         """Yields each file with what ran in it, and the lines on which its functions begin."""
-        points: dict[str, set[Point]] = defaultdict(set)
+        points: dict[str, set[CodePlace]] = defaultdict(set)
         functions: dict[str, set[int]] = defaultdict(set)
         for code, ran in self._ran.items():
             for index, (line, _, column, _) in enumerate(code.co_positions()):
@@ -245,7 +245,7 @@ def _line(file: str, line: int) -> str:
     return f"{Path(file).name} line {line}: `{linecache.getline(file, line).strip()}`"
 
 
-def _branches(file: str, seen: set[Point], functions: set[int]) -> Iterator[str]:
+def _branches(file: str, seen: set[CodePlace], functions: set[int]) -> Iterator[str]:
     """Yields the branches of functions that were called, but not taken, in a file."""
     for node in _decisions(file, seen, functions):
         for body, what in ((node.body, "was not taken"), (node.orelse, "was always taken")):
@@ -254,7 +254,7 @@ def _branches(file: str, seen: set[Point], functions: set[int]) -> Iterator[str]
                 yield f"{_line(file, node.lineno)} (it {what})"
 
 
-def _decisions(file: str, seen: set[Point], functions: set[int]) -> Iterator[Decision]:
+def _decisions(file: str, seen: set[CodePlace], functions: set[int]) -> Iterator[Decision]:
     """Yields what decided in the functions that were called, and may decide otherwise."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -275,7 +275,7 @@ def _decisions(file: str, seen: set[Point], functions: set[int]) -> Iterator[Dec
             )
 
 
-def _run(first: ast.stmt | ast.expr, last: ast.stmt | ast.expr, seen: set[Point]) -> bool:
+def _run(first: ast.stmt | ast.expr, last: ast.stmt | ast.expr, seen: set[CodePlace]) -> bool:
     """Whether anything ran from the beginning of one part of a file to the end of another."""
     begin = first.lineno, first.col_offset
     end = last.end_lineno or last.lineno, last.end_col_offset or 0
