@@ -114,9 +114,9 @@ def test_a_single_request_is_not_filled_up_to_a_batch_by_what_is_compiled(
     ran: list[int] = []
     infer = PyTorch.infer
 
-    def seen(self: PyTorch, x: Inputs) -> Array:
+    def seen(self: PyTorch, x: Inputs, output: int = 0) -> Array:
         ran.append(len(first_of(x)))
-        return infer(self, x)
+        return infer(self, x, output)
 
     monkeypatch.setattr(PyTorch, "infer", seen)
     request = replace(QUICK, engine="pytorch-compile", batch="4", duration="0.5s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -426,7 +427,7 @@ def test_a_soft_moe_layer_of_ones_own_becomes_a_verified_bundle(
         pytest.skip("the same arithmetic as in pairs")
     outcome = exported("soft", adapter, options, "--k", "2")
     assert outcome.code == 0, outcome.err
-    assert "same experts in 8 of 8 inputs" in outcome.out
+    assert re.search(r"same experts in (\d+) of \1 inputs", outcome.out)
 
 
 MUMOE: list[dict[str, Any]] = [
