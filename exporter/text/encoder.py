@@ -140,8 +140,12 @@ def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, loopcontrols],
     )
+    # A constant of a template may take for ever: it is computed in a request, not when it is read.
+    environment.intercepted_binops = frozenset(environment.default_binop_table)
     environment.filters["tojson"] = to_json
     special = {
         name: token.get("content") if isinstance(token, dict) else token
