@@ -65,6 +65,8 @@ def in_own_process() -> None:
 
 def supervise() -> None:
     """Returns in a child process alone; its parent waits for it, and ends as it ends."""
+    if sys.platform == "win32":  # which cannot copy a process
+        return
     parent = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the thread that watches signals is not needed in a child
@@ -100,6 +102,8 @@ def supervise() -> None:
 
 def _die_with(parent: int) -> None:
     """Lets the kernel end this process when its parent is killed."""
+    if sys.platform != "linux":
+        return
     import ctypes  # only here: --help takes no longer than it must
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

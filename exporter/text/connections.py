@@ -6,6 +6,7 @@ Uvicorn limits the time between requests, not that of a request's head and body.
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -87,9 +88,9 @@ def _idle(connection: Any) -> bool:
 
 def most_connections() -> int:
     """Returns how many connections there may be: each is a file of this process."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
+    if sys.platform == "win32":
         return MOST_CONNECTIONS
+    import resource
+
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_CONNECTIONS if files < 0 else min(MOST_CONNECTIONS, files // 4)

@@ -195,6 +195,9 @@ def _say(answer: bytes) -> None:
 
 def _copied(encoder: Encoder, asked_for: Mapping[str, Any], body: bytes) -> None:
     """Answers in a copy of this process, which is ended after a time; says so where it was."""
+    if sys.platform == "win32":  # which cannot copy a process
+        _say(_answer(encoder, asked_for, body))
+        return
     copy = os.fork()
     if copy == 0:
         signal.alarm(asked_for["seconds"])
@@ -209,19 +212,17 @@ def _copied(encoder: Encoder, asked_for: Mapping[str, Any], body: bytes) -> None
 
 def main() -> None:
     """Answers what standard input asks, a line of JSON and as many bytes as it has, to its end."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # the system has no such limit
+    if sys.platform != "win32":
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     encoder = Encoder(Path(sys.argv[1]), int(sys.argv[2]))
     _say(b"{}\n")
     for line in sys.stdin.buffer:
         asked_for = json.loads(line)
         body = sys.stdin.buffer.read(asked_for["bytes"])
-        if hasattr(os, "fork"):
-            _copied(encoder, asked_for, body)
-        else:
-            _say(_answer(encoder, asked_for, body))
+        _copied(encoder, asked_for, body)
 
 
 if __name__ == "__main__":
