@@ -47,7 +47,7 @@ from .job import ExportJob
 from .model import Model
 from .options import ExportOptions
 from .parity import MOST_TIES, Comparison, Parity, Tolerance, describe
-from .plan import GraphPlan, Plan, plan, plan_graph
+from .plan import GraphPlan, Plan, copied_bytes, plan, plan_graph
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
 from .reference import (
@@ -352,7 +352,7 @@ def _parities(
     reached: dict[str, frozenset[int]] = {}
     silent: dict[str, bool] = {}
     experts = {name: layer.spec.experts for name, layer in job.model.layers.items()}
-    budget = Budget(job)
+    budget = Budget(job, partial(copied_bytes, (*planned.graphs, *beside)))
 
     def opened(graph: GraphPlan, expected: Reference) -> Comparison:
         record = graph_record(graph, lowered[graph.file])
@@ -446,6 +446,8 @@ def _compare_tokens(
                 right = comparison.add_sized(expected, tokens)
             except MoexportError as error:
                 return f"{file} does not run: {error.message}"
+            finally:
+                _give_back(directory)
             if not right:
                 return f"{file} differs from PyTorch: {describe(comparison.parity())}"
         if expected.nbytes <= KEPT_BYTES:
@@ -504,22 +506,15 @@ def _compared(
     float64.
     """
     file = next(iter(comparisons))
-    large = is_large(directory)
-
-    def give_back() -> None:
-        """Drops the pages of weights that one graph has read, before another reads them."""
-        if large:
-            release(directory.glob("*.bin"))
-
     try:
         if rounded is not None:
             expected = rounded.with_rounded(expected)
-            give_back()
+            _give_back(directory)
         elif measured:
             expected = with_exact(job, expected)
         for file, comparison in comparisons.items():  # noqa: B007  for the error
             comparison.add(expected)
-            give_back()
+            _give_back(directory)
     except EngineError as error:
         port = job.model.input
         at = port.shape.index("tokens") if "tokens" in job.ranges else 0
@@ -530,6 +525,12 @@ def _compared(
             tokens=expected.x.shape[at] if at else 0,
         ) from error
     return expected
+
+
+def _give_back(directory: Path) -> None:
+    """Drops the pages of large weights that a graph has read, before others are read."""
+    if is_large(directory):
+        release(directory.glob("*.bin"))
 
 
 def _differs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -240,6 +240,29 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
         file = next(name for name in names[1 if graphs else 0 :] if name not in taken)
         graphs.append(replace(graph, file=file, batches=span))
     return tuple(graphs)
+
+
+def copied_bytes(graphs: Iterable[GraphPlan], batch: int, tokens: int) -> float:
+    """Returns the bytes of weights, as FP32, that a layer copies for a batch, the most of any.
+
+    Of tokens a layer has its own number where its network has no such axis.
+    """
+    return max(
+        (
+            layer.choice.lowering.copied_bytes(
+                replace(
+                    layer.work,
+                    batch=batch,
+                    precision="fp32",
+                    tokens=layer.work.tokens if layer.work.tokens_fixed else tokens,
+                )
+            )
+            for graph in graphs
+            if graph.batches is None or graph.batches[0] <= batch <= graph.batches[1]
+            for layer in graph.layers
+        ),
+        default=0.0,
+    )
 
 
 def copies_by_k(graph: GraphPlan) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,6 +71,9 @@ def depends_on_batch(model: Model, batch: int) -> bool:
 MOST_BYTES = 512 << 20
 """The largest tensor that inputs of a size beyond the usual may make, as far as is foreseen."""
 
+MOST_COPIED_BYTES = 256 << 20
+"""What a graph may copy of its weights for such inputs: an export holds little but weights."""
+
 MEMORY_SHARE = 0.25
 """Of the free memory what PyTorch may take for them: a graph takes some, too."""
 
@@ -85,8 +88,12 @@ class Budget:
     reference.
     """
 
-    def __init__(self, job: ExportJob) -> None:
+    def __init__(
+        self, job: ExportJob, copied_bytes: Callable[[int, int], float] = lambda *_: 0.0
+    ) -> None:
+        """`copied_bytes` are those of the weights that a graph copies for a batch of tokens."""
         self._job, self._row_bytes, self._grown = job, 0, 0
+        self._copied_bytes = copied_bytes
         self._last = (1, 1, 0.0)  # inputs, their tokens, and seconds
         self._beyond: dict[str, list[int]] = {}
         self.batches: tuple[int, ...] = ()
@@ -129,7 +136,8 @@ class Budget:
         floats = rows * max(tokens * widest, self._row_bytes // 4 * longer, HEADS * tokens**2)
         quick = needed or seconds * rows / last_rows * longer <= MOST_SECONDS
         grows = self._grown * rows / last_rows * longer <= MEMORY_SHARE * available_bytes()
-        fits = 4 * floats <= MOST_BYTES and grows and quick
+        copied = self._copied_bytes(rows, tokens) <= MOST_COPIED_BYTES
+        fits = 4 * floats <= MOST_BYTES and copied and grows and quick
         if not fits:
             self._beyond.setdefault(axis, []).append(rows if axis == "batch" else tokens)
         return fits
@@ -139,8 +147,8 @@ class Budget:
         return tuple(
             f"{'batches' if axis == 'batch' else 'inputs'} of {', '.join(map(str, sorted(sizes)))}"
             f"{'' if axis == 'batch' else ' tokens'} were not compared: that takes more than "
-            f"{MOST_BYTES >> 20} MiB for one tensor, {MEMORY_SHARE:.0%} of the free memory or "
-            f"{MOST_SECONDS:.0f} s"
+            f"{MOST_BYTES >> 20} MiB for one tensor, {MOST_COPIED_BYTES >> 20} MiB for copies of "
+            f"weights, {MEMORY_SHARE:.0%} of the free memory or {MOST_SECONDS:.0f} s"
             for axis, sizes in self._beyond.items()
         )
 
