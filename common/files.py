@@ -26,6 +26,10 @@ STEP_BYTES = 256 << 20
 """So much of a mapped file is read before its pages are dropped, which takes tens of ms."""
 
 
+LITTLE_BYTES = 16 << 20
+"""Mapped files that are smaller together stay resident: to find their pages takes longer."""
+
+
 def release(files: Iterable[Path]) -> None:
     """Drops the resident pages of this process's mappings of `files`; a no-op outside Linux.
 
@@ -69,6 +73,7 @@ class Reading:
 
     def __init__(self, files: Iterable[Path] = (), watched: Watched | None = None) -> None:
         self._files, self._watched = tuple(files), watched
+        self._large = sum(map(_size, self._files)) >= LITTLE_BYTES
         self._resident_bytes = 0
         self.advance(0)
 
@@ -82,8 +87,16 @@ class Reading:
 
     def end(self) -> None:
         """Drops what is still resident."""
-        release(self._files)
+        if self._large:
+            release(self._files)
         self._resident_bytes = 0
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:  # removed meanwhile: its pages may still be mapped
+        return LITTLE_BYTES
 
 
 def sha256(path: Path) -> str:
