@@ -154,29 +154,9 @@ def calibrate(model: AnyModel | AnyPath, data: Feed, request: CalibrateRequest) 
     progress, force = request.progress, request.force
     out = None if request.out is None else Path(request.out)
     if request.ray is not None:
-        from .exporter.quantization.cluster import CalibrationSource, calibrate_on_ray
+        from .bench.executors import EXECUTORS, RAY
 
-        if not isinstance(model, str | Path) or not isinstance(data, str | Path):
-            raise UsageError(
-                f"--ray {request.ray}: nodes read model and data themselves, and one of them is "
-                "no path or URL",
-                hint="name both",
-            )
-        source = CalibrationSource(
-            model=str(everywhere(model)),
-            loading=replace(
-                request.loading,
-                progress=None,
-                config=everywhere(request.loading.config),
-                weights=everywhere(request.loading.weights),
-            ),
-            data=str(everywhere(data)),
-            options=replace(request, progress=None, loading=LoadRequest()),
-        )
-        on = request.on or "CPU"
-        return calibrate_on_ray(
-            source, address=request.ray, on=on, out=out, force=force, progress=progress
-        )
+        return EXECUTORS[RAY].calibrate(model, data, request)
     if isinstance(model, str | Path):
         model = load_as(model, request.loading)
     job = calibration_job(model() if callable(model) else model, data, request)
@@ -184,12 +164,6 @@ def calibrate(model: AnyModel | AnyPath, data: Feed, request: CalibrateRequest) 
         return calibrate_to(out, job, force=force, progress=progress)
     place = None if request.workspace is None else Path(request.workspace)
     return run(job, workspace=place, progress=progress)
-
-
-def everywhere(where: Any) -> Any:
-    """Returns a path as nodes with another working directory see it; all else as it is."""
-    here = isinstance(where, str | Path) and Path(where).exists()
-    return str(Path(where).absolute()) if here else where
 
 
 def sensitivity(
@@ -306,7 +280,6 @@ def build_engines(
     Raises what `build` raises.
     """
     from .common.locations import url_of
-    from .errors import UsageError
     from .exporter.bundle.manifest import Manifest
     from .exporter.tensorrt.engines import add_engines
 
@@ -456,41 +429,14 @@ def bench_on_ray(models: AnyPath | Sequence[AnyPath], request: BenchRequest) -> 
         ClusterError: the cluster cannot be reached, lacks a resource, or loses its nodes.
     """
     check_pytorch("a benchmark")
-    from .bench.cluster import sweep_on_ray
-    from .bench.report.compare import compare
-    from .bench.report.kinds import folder_of, write_kinds
-    from .bench.report.page import write_all
-    from .bench.results import Results
-    from .common.writing import check_folder, make_folder
+    from .bench.executors import EXECUTORS, RAY
+    from .common.writing import check_folder
 
     listed = [models] if isinstance(models, str | Path) else models
     request = replace(request, batch=request.batches)  # refused before anything is loaded
-    kinds, place, before = request.kinds, request.folder, request.before
-    if place is not None:
-        check_folder(place)
-
-    def keep(kind: str, results: Results) -> None:
-        if place is not None:
-            folder = place if len(kinds) == 1 else place / folder_of(kind)
-            make_folder(folder)
-            old = before if isinstance(before, Results | None) else before.get(kind)
-            write_all(results, folder, None if old is None else compare(old, results))
-
-    results_by_kind = sweep_on_ray(
-        [str(everywhere(name)) for name in listed],
-        replace(
-            request,
-            data=everywhere(request.data),
-            config=everywhere(request.config),
-            weights=everywhere(request.weights),
-        ),
-        address=request.ray or "auto",
-        on=kinds,
-        keep=keep,
-    )
-    if place is not None and len(results_by_kind) > 1:
-        write_kinds(results_by_kind, place)
-    return results_by_kind
+    if request.folder is not None:
+        check_folder(request.folder)
+    return EXECUTORS[RAY].bench(listed, request)
 
 
 def report(
@@ -562,13 +508,14 @@ def tune(
     """
     started = monotonic()  # to import PyTorch takes its part of the time
     check_pytorch("tune")
+    from .bench.executors import EXECUTORS, RAY
     from .common.console import Silent
     from .common.writing import check_folder
     from .exporter.bundle.destination import check_destination
     from .exporter.bundle.openvino import check_runs
     from .tune.budget import Clock
     from .tune.findings import write_findings
-    from .tune.shards import evaluate_here, evaluating_on_ray
+    from .tune.shards import evaluate_here
     from .tune.tune import search_and_export
 
     options, force, progress = request.search(), request.force, request.progress
@@ -584,7 +531,7 @@ def tune(
     with (
         nullcontext(evaluate_here)
         if request.ray is None
-        else evaluating_on_ray(request.ray, request.on or "CPU", progress or Silent())
+        else EXECUTORS[RAY].evaluating(request.ray, request.on or "CPU", progress or Silent())
     ) as evaluate:
         tuned = search_and_export(
             loaded,

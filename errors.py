@@ -132,6 +132,10 @@ class OutputError(MoexportError):
     """A file or folder cannot be written."""
 
 
+class PluginError(MoexportError):
+    """A plugin cannot be loaded, or takes a name that another has."""
+
+
 class MissingExtraError(MoexportError):
     """A package that this step needs is not installed."""
 

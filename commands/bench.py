@@ -107,23 +107,22 @@ def _bench_on_ray(
     *,
     as_json: bool,
 ) -> None:
-    from ..bench.report.kinds import compare_kinds, earlier_kinds, folder_of, kinds_text
+    from ..bench.executors import EXECUTORS, RAY
     from ..bench.results import as_json as plain
 
     on = request.kinds
     if not on:
         raise UsageError(f"--on {request.on}: names no resource", hint="`ray status` lists them")
-    before = earlier_kinds(output, flags.compare, on, wanted=share is not None)
+    ray = EXECUTORS[RAY]
+    before = ray.earlier(output, flags.compare, on, wanted=share is not None)
     reports = api.bench_on_ray(models, replace(request, before=before))
     console.finish()
     if as_json:
         show(json_text({kind: plain(results) for kind, results in reports.items()}))
     else:
-        folders = {kind: output / folder_of(kind) if len(on) > 1 else output for kind in reports}
-        show(kinds_text(reports))
-        show("\n" + "\n".join(f"report: {folder / 'report.html'}" for folder in folders.values()))
+        show(ray.shown(reports, output, on))
     if before:
-        lines, failure = compare_kinds(before, reports, share)
+        lines, failure = ray.compared(before, reports, share)
         for line in lines:
             console.note(line)
         if failure is not None:

@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from moexport.bench.journal import FILE, Journal
-from moexport.common.cluster import Task, connected, kinds_of
 from moexport.common.console import Silent
+from moexport.plugins.cluster.ray import Task, connected, kinds_of
 
 STORE_BYTES = 80 << 20
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from moexport.common.documents import MOST_BYTES
 from moexport.exporter.checkpoints.files import INDEX_BYTES
-from moexport.exporter.checkpoints.from_jax.vmoe_files import INDEX_BYTES as VMOE_BYTES
+from moexport.plugins.jax.vmoe_files import INDEX_BYTES as VMOE_BYTES
 from moexport.tests.command import run
 from moexport.tests.exporter.token_routed.architectures import ARCHITECTURES, save
 from moexport.tests.recorded import DATA

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs", "tune")
+FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs", "plugins", "tune")
 PAGE = ROOT / "docs" / "architecture.md"
 
 ORDER = (
+    {"plugins"},
     {"__main__"},
     {"cli"},
     {"commands"},

@@ -15,10 +15,10 @@ import re
 import tarfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -27,10 +27,10 @@ from torch import Tensor
 
 from ...calibration.feeds import npz_arrays
 from ...common.documents import read_document
-from ...common.files import Watched, allowed_bytes
+from ...common.files import allowed_bytes
 from ...common.locations import beside, local, url_of
 from ...errors import CheckpointError, FeedError
-from .from_jax import orbax_files, vmoe_files
+from .readers import ForeignArrays, Reader, formats, found_by_readers
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*PICKLED, ".safetensors", ".npz")
@@ -49,39 +49,19 @@ RESAVE = "re-save the weights alone: torch.save(model.state_dict(), …) or safe
 DAMAGED = "copy or download the file again; it was probably cut short"
 
 
-class JaxArrays(Protocol):
-    """Files of a training code in JAX, which together hold its arrays.
-
-    `note` is a sentence on what they are.
-    """
-
-    @property
-    def files(self) -> tuple[Path, ...]: ...
-    @property
-    def note(self) -> str: ...
-
-    def zeros(self) -> dict[str, Tensor]:
-        """Tensors of the right shapes, which take no memory."""
-        ...
-
-    def read(self, watched: Watched | None) -> tuple[dict[str, Tensor], Path | None]:
-        """The arrays as float32, and the temporary file they are mapped from, if any."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
     """The files of one checkpoint: one, or the shards that an index lists.
 
     `keys` maps each shard to the keys that the index expects in it (empty for a single file);
     `config` is the `config.json` of the folder the files were found in. `arrays` reads the files of
-    a training code in JAX, none of which is read by itself.
+    another training code, none of which is read by itself.
     """
 
     files: tuple[Path, ...]
     keys: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
     config: Path | None = None
-    arrays: JaxArrays | None = None
+    arrays: ForeignArrays | None = None
 
 
 # --- which files -------------------------------------------------------------------------------
@@ -92,12 +72,13 @@ def local_checkpoint(source: str | os.PathLike[str]) -> Path:
     place = os.fspath(source)
     path = local(place)
     if url_of(place) is not None and path.is_file():
-        if path.name.endswith(vmoe_files.INDEX):
-            beside(place, [shard.name for shard in vmoe_files.read_index(path).shards])
-        elif path.name.endswith(INDEX):
+        if path.name.endswith(INDEX):
             beside(place, ("config.json", *dict.fromkeys(_weight_map(path).values())))
         elif path.name in STANDARD:
             beside(place, ("config.json",))
+        elif path.suffix.lower() not in SUFFIXES:
+            for reader, found in found_by_readers(path):
+                beside(place, reader.beside(found))
     return path
 
 
@@ -109,9 +90,10 @@ def find_files(source: Path) -> WeightFiles:
     """
     if source.is_dir():
         return _find_in_folder(source)
-    index = source.with_name(source.name + vmoe_files.INDEX)
-    if source.name.endswith(vmoe_files.INDEX) or (not source.exists() and index.is_file()):
-        return _of_jax(vmoe_files.read_index(index if index.is_file() else source))
+    if not source.is_file() or not source.name.lower().endswith((*SUFFIXES, INDEX)):
+        foreign = found_by_readers(source)
+        if foreign:
+            return _foreign(source, foreign)
     if not source.exists():
         raise CheckpointError(f"{source}: no such file", hint=_fetching(source) or "check the path")
     if not source.is_file():
@@ -121,13 +103,22 @@ def find_files(source: Path) -> WeightFiles:
         return _read_index(source, config)
     if source.suffix.lower() not in SUFFIXES:
         raise CheckpointError(
-            f"{source}: weights are read from {', '.join(SUFFIXES)}, *{INDEX} and "
-            f"*{vmoe_files.INDEX}, not from {source.suffix or 'a file without suffix'}"
+            f"{source}: weights are read from {', '.join((*SUFFIXES, f'*{INDEX}', formats()))}, "
+            f"not from {source.suffix or 'a file without suffix'}"
         )
     return WeightFiles(files=(source,), config=config if source.name in STANDARD else None)
 
 
-def _of_jax(arrays: JaxArrays) -> WeightFiles:
+def _foreign(source: Path, found: Sequence[tuple[Reader, Path]]) -> WeightFiles:
+    """The files of what one reader found at a path; CheckpointError where several did."""
+    if len(found) > 1:
+        listed = ", ".join(f"{place.name} ({reader.name})" for reader, place in found)
+        raise CheckpointError(
+            f"{source}: several checkpoints could be meant: {listed}",
+            hint="give the path of the one that is meant",
+        )
+    ((reader, place),) = found
+    arrays = reader.reads(place)
     return WeightFiles(files=arrays.files, arrays=arrays)
 
 
@@ -154,11 +145,10 @@ def _find_in_folder(folder: Path) -> WeightFiles:
             hint=f"give the checkpoint that it was exported from: `moexport inspect {folder}` "
             "names it",
         )
-    state = orbax_files.state_in(folder)
-    if state is not None:
-        return _of_jax(orbax_files.read_state(state))
-    files = _standard(folder)
-    files = files or sorted([*folder.glob(f"*{INDEX}"), *folder.glob(f"*{vmoe_files.INDEX}")])
+    files = _standard(folder) or sorted(folder.glob(f"*{INDEX}"))
+    foreign = [] if files else found_by_readers(folder)
+    if foreign:
+        return _foreign(folder, foreign)
     if not files:
         files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
         weights = [file for file in files if not is_adapter(file)]
@@ -171,8 +161,7 @@ def _find_in_folder(folder: Path) -> WeightFiles:
     if not files:
         raise CheckpointError(
             f"{folder}: no weights in this folder",
-            hint=f"it should hold one of {', '.join(SUFFIXES)}, an index *{INDEX} or "
-            f"*{vmoe_files.INDEX}, or a state of Orbax",
+            hint=f"it should hold one of {', '.join((*SUFFIXES, f'*{INDEX}', formats()))}",
         )
     if len(files) > 1:
         names = ", ".join(p.name for p in files[:6])
@@ -180,8 +169,6 @@ def _find_in_folder(folder: Path) -> WeightFiles:
             f"{folder}: {len(files)} files could be the weights ({names})",
             hint="give the path of the one that is meant",
         )
-    if files[0].name.endswith(vmoe_files.INDEX):
-        return _of_jax(vmoe_files.read_index(files[0]))
     config = _config_in(folder)
     if files[0].name.endswith(INDEX):
         return _read_index(files[0], config)

@@ -20,10 +20,9 @@ import numpy as np
 import pytest
 from moexport import calls
 from moexport.bench.analyses.findings import tuning_in
-from moexport.bench.report.kinds import compare_kinds, earlier_kinds
 from moexport.bench.results import Results, Row, read, to_json
 from moexport.bench.runners.pytorch import untouched
-from moexport.common import cluster, timing
+from moexport.common import timing
 from moexport.common.console import Silent
 from moexport.errors import (
     CheckError,
@@ -33,10 +32,13 @@ from moexport.errors import (
     UsageError,
 )
 from moexport.exporter.session import Session, SessionOptions
+from moexport.plugins.cluster import ray as cluster
+from moexport.plugins.cluster.evaluate import evaluating_on_ray
+from moexport.plugins.cluster.kinds import compare_kinds, earlier_kinds
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
 from moexport.tune.quality import Metric
-from moexport.tune.shards import Batch, evaluate_here, evaluating_on_ray
+from moexport.tune.shards import Batch, evaluate_here
 
 WEIGHTS = str(DATA / "soft_moe_mnist" / "weights.pt")
 
@@ -370,7 +372,7 @@ cluster.shutdown()
 
 CLIENT = """
 import sys
-from moexport.common.cluster import connected
+from moexport.plugins.cluster.ray import connected
 from moexport.common.console import Silent
 from moexport.errors import MoexportError
 try:

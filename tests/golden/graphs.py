@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 from moexport.errors import MoexportError
 from moexport.exporter.export import export_plan
-from moexport.exporter.inputs import AxisRange
+from moexport.exporter.inputs import DEFAULT_BATCH, AxisRange
 from moexport.exporter.job import ExportJob, export_job
 from moexport.exporter.options import ExportOptions, PrecisionOptions, parse_k
 from moexport.exporter.trace import trace
@@ -117,7 +117,7 @@ class Lowering:
         self._traces: dict[str, ir.Model] = {}
 
     def job(self, setting: Mapping[str, Any]) -> ExportJob:
-        fixed = {"batch": AxisRange(4, 4, 4)} if setting["more"] == "fixed batch" else {}
+        batch = AxisRange(4, 4, 4) if setting["more"] == "fixed batch" else DEFAULT_BATCH
         options = ExportOptions(
             k=parse_k(setting["k"]),
             target=setting["target"],
@@ -127,7 +127,7 @@ class Lowering:
             verify=False,
             renormalize=setting["more"] == "renormalize",
             expose_routing=setting["more"] == "expose_routing",
-            **fixed,
+            batch=batch,
         )
         return export_job(self.model, options)
 

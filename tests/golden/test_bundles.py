@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from moexport.tests.command import run
-from moexport.tests.exporter.families.test_vmoe_routed import config_file
+from moexport.tests.exporter.families.test_vmoe_vit import config_file
 from moexport.tests.exporter.families.test_vmoe_vit import read_case as read_jax_case
 from moexport.tests.golden.golden import RECORDED, check, compared, masked, without
 from moexport.tests.recorded import DATA, VIT_SETS, read_case

@@ -58,7 +58,7 @@ def resolved(case: str) -> dict[str, Any]:
     model = model_of(case)
     specs = {name: layer.spec for name, layer in model.layers.items()}
     several = ",".join(str(1 + index) for index in range(len(specs)))
-    found = {}
+    found: dict[str, Any] = {}
     for name, text in KS.items():
         try:
             found[name] = resolve_k(parse_k(several if text is None else text), specs)

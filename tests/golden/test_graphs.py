@@ -27,9 +27,9 @@ def table_of(case: str, folder: Path) -> Path | None:
         recorded = read_case(case)
         np.savez(folder / "x.npz", input=recorded.x)
         sets = [f"--set={key}={value}" for key, value in recorded.config.items()]
-        words = ("--family", recorded.family, *sets, "--data", folder / "x.npz", "-o", place)
+        words = ["--family", recorded.family, *sets, "--data", str(folder / "x.npz")]
         place.parent.mkdir(parents=True, exist_ok=True)
-        run("calibrate", recorded.weights, *words)
+        run("calibrate", recorded.weights, *words, "-o", place)
     return place if place.exists() else None
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from moexport.errors import CheckpointError, MissingExtraError
 from moexport.exporter.checkpoints import floats
-from moexport.exporter.checkpoints.from_jax import vmoe_files
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.checkpoints.state_dict import read_checkpoint
+from moexport.plugins.jax import vmoe_files
 from moexport.tests.exporter.checkpoints.vmoe_writer import Cut, Slices, rows, whole, write
 from moexport.tests.recorded import DATA
 from msgspec.msgpack import Ext, encode

@@ -26,10 +26,10 @@ import torch
 from msgspec import Meta, Raw
 from torch import Tensor
 
-from ....common.documents import MOST_LEVELS
-from ....common.files import Reading, Watched
-from ....errors import CheckpointError
-from ..floats import unset
+from ...common.documents import MOST_LEVELS
+from ...common.files import Reading, Watched
+from ...errors import CheckpointError
+from ...exporter.checkpoints.floats import unset
 
 T = TypeVar("T")
 

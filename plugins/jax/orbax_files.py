@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.files import Reading, Watched, allowed_bytes
-from ....errors import CheckpointError, MissingExtraError, install
-from ..floats import unset
+from ...common.files import Reading, Watched, allowed_bytes
+from ...errors import CheckpointError, MissingExtraError, install
+from ...exporter.checkpoints.floats import unset
 
 PARAMS = "params."
 MANIFEST, ZARRAY, METADATA = "manifest.ocdbt", ".zarray", "_METADATA"

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from ...bench.report.compare import check_regression
+from ...bench.report.summary import headline, line_name, milliseconds, percent, sections, times
+from ...bench.results import Results, read
 from ...common.text import markdown, markdown_text, table
 from ...common.writing import write_text
 from ...errors import CheckError, MoexportError, UsageError
-from ..results import Results, read
-from .compare import check_regression
-from .summary import headline, line_name, milliseconds, percent, sections, times
 
 HEADS = ("model", "sizes", "nodes", "k", "engine", "ms", "speed", "kept", "on node")
 

@@ -21,28 +21,28 @@ from typing import Any
 
 import msgspec
 
-from ..calibration.shards import shards_of
-from ..common.cluster import Cluster, NodeKind, Task, connected, kinds_of
-from ..common.console import Silent
-from ..common.environment import PACKAGES, versions
-from ..common.locations import state_of
-from ..common.threads import with_threads
-from ..common.user_code import names_code
-from ..common.writing import held
-from ..errors import UsageError, in_one_line
-from ..exporter.bundle.bundle import Bundle
-from ..exporter.bundle.manifest import is_bundle
-from ..exporter.model import Model
-from .evaluate import EvaluationState, evaluate_share
-from .journal import FILE, Journal
-from .plan import Case
-from .prepare import opened, prepared
-from .request import BenchRequest
-from .results import Results
-from .run import analysed, analyses_wanted, sweep
-from .runners.base import Runner
-from .runners.models import loaders
-from .runners.pytorch import CUDA, without_tf32
+from ...bench.evaluate import EvaluationState, evaluate_share
+from ...bench.journal import FILE, Journal
+from ...bench.plan import Case
+from ...bench.prepare import opened, prepared
+from ...bench.request import BenchRequest
+from ...bench.results import Results
+from ...bench.run import analysed, analyses_wanted, sweep
+from ...bench.runners.base import Runner
+from ...bench.runners.models import loaders
+from ...bench.runners.pytorch import CUDA, without_tf32
+from ...calibration.shards import shards_of
+from ...common.console import Silent
+from ...common.environment import PACKAGES, versions
+from ...common.locations import state_of
+from ...common.threads import with_threads
+from ...common.user_code import names_code
+from ...common.writing import held
+from ...errors import UsageError, in_one_line
+from ...exporter.bundle.bundle import Bundle
+from ...exporter.bundle.manifest import is_bundle
+from ...exporter.model import Model
+from .ray import Cluster, NodeKind, Task, connected, kinds_of
 
 BatchStates = dict[str, dict[int, EvaluationState]]
 """The sums of each batch by its number, for each candidate by its name."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ClusterError, MissingExtraError, MoexportError, in_one_line, install
-from .console import Progress
+from ...common.console import Progress
+from ...errors import ClusterError, MissingExtraError, MoexportError, in_one_line, install
 
 RETRIES = 2
 """How often the task of a lost node is run again."""

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ...calibration.table import CalibrationTable, Origin
-from ...common.cluster import Cluster, NodeKind, Task, connected, kinds_of
 from ...common.console import Progress, Silent
 from ...errors import ClusterError
-from ..checkpoints.load import load_as
-from ..job import calibration_job
-from ..requests import CalibrateRequest, LoadRequest
-from .calibrate import CalibrationJob, Observed, kept_table, observe_share
+from ...exporter.checkpoints.load import load_as
+from ...exporter.job import calibration_job
+from ...exporter.quantization.calibrate import CalibrationJob, Observed, kept_table, observe_share
+from ...exporter.requests import CalibrateRequest, LoadRequest
+from .ray import Cluster, NodeKind, Task, connected, kinds_of
 
 
 @dataclass(frozen=True, slots=True)

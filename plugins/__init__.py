@@ -1,0 +1,1 @@
+"""What moexport adds to its core, each by the door that plugins of others take, too."""

@@ -1,0 +1,1 @@
+"""Work shared out to the nodes of a Ray cluster."""

@@ -1,0 +1,81 @@
+"""The sums of whole graphs over a half of the data, in shards on a Ray cluster.
+
+Shards are batches apart, which are added in the order of the data: the sums are those of one
+machine, to the last bit where the nodes compute alike. Times are none of a cluster's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...calibration.feeds import Array
+from ...common.console import Progress
+from ...common.writing import scratch_folder
+from ...exporter.bundle.manifest import MAIN_GRAPH
+from ...exporter.bundle.openvino import opened
+from ...exporter.session import Session, SessionOptions
+from ...tune.quality import Tally
+from ...tune.shards import Batch, Evaluate, Tallies
+from .ray import Task, connected, kinds_of
+
+SHARD_BYTES = 1 << 30
+"""Inputs and outputs that a task is sent, at the most: its node holds them in memory."""
+
+
+@contextmanager
+def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Evaluate]:
+    """Yields what evaluates graphs on the nodes of a cluster; raises `ClusterError`."""
+    with connected(address, progress) as cluster:
+        (kind,) = kinds_of(cluster.ray.nodes(), [on])
+
+        def evaluate(batches: Iterable[Batch]) -> Tallies:
+            held: list[Any] = []  # sent once, and kept by the cluster
+            total = 0
+            for batch in batches:
+                held.append(cluster.ray.put(batch))
+                total += batch.bytes
+            count = min(len(held), max(kind.nodes, math.ceil(total / SHARD_BYTES)))
+
+            def tally(session: Session) -> Tally:
+                folder = session.path.parent
+                files = {f.name: np.fromfile(f, np.uint8) for f in sorted(folder.iterdir())}
+                sent = cluster.ray.put(files)
+                tasks = [
+                    Task(
+                        f"quality, shard {index + 1}/{count}",
+                        evaluate_shard,
+                        (sent, session.options, *held[index::count]),
+                    )
+                    for index in range(count)
+                ]
+                sums: dict[int, Tally] = {}
+                for index, shard in cluster.finished(kind, tasks):
+                    sums |= zip(range(index, len(held), count), shard, strict=True)
+                cluster.check_lost("evaluated")
+                return reduce(add, (sums[number] for number in sorted(sums)), Tally())
+
+            return lambda sessions: [tally(session) for session in sessions]
+
+        yield evaluate
+
+
+# --- what the nodes run --------------------------------------------------------------------------
+
+
+def evaluate_shard(
+    files: Mapping[str, Array], options: SessionOptions, *batches: Batch
+) -> list[Tally]:
+    """Returns the sums of each of some batches, of a graph that comes as its files."""
+    with scratch_folder("tune") as folder:
+        for name, content in files.items():
+            content.tofile(Path(folder) / name)
+        session = opened(Path(folder) / MAIN_GRAPH, options)
+        return [batch.tally(session) for batch in batches]

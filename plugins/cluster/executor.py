@@ -1,0 +1,120 @@
+"""Ray as what shares work out: the record by which the core finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...bench.executors import Executor
+from ...errors import UsageError
+from ...exporter.requests import AnyPath, CalibrateRequest, LoadRequest
+
+if TYPE_CHECKING:
+    from ...bench.request import BenchRequest
+    from ...bench.results import Results
+    from ...calibration.table import CalibrationTable
+
+API = 1
+
+
+def _everywhere(where: Any) -> Any:
+    """A path as nodes with another working directory see it; all else as it is."""
+    here = isinstance(where, str | Path) and Path(where).exists()
+    return str(Path(where).absolute()) if here else where
+
+
+def _calibrate(model: object, data: object, request: CalibrateRequest) -> CalibrationTable:
+    from .calibrate import CalibrationSource, calibrate_on_ray
+
+    if not isinstance(model, str | Path) or not isinstance(data, str | Path):
+        raise UsageError(
+            f"--ray {request.ray}: nodes read model and data themselves, and one of them is "
+            "no path or URL",
+            hint="name both",
+        )
+    source = CalibrationSource(
+        model=str(_everywhere(model)),
+        loading=replace(
+            request.loading,
+            progress=None,
+            config=_everywhere(request.loading.config),
+            weights=_everywhere(request.loading.weights),
+        ),
+        data=str(_everywhere(data)),
+        options=replace(request, progress=None, loading=LoadRequest()),
+    )
+    return calibrate_on_ray(
+        source,
+        address=str(request.ray),
+        on=request.on or "CPU",
+        out=None if request.out is None else Path(request.out),
+        force=request.force,
+        progress=request.progress,
+    )
+
+
+def _bench(models: Sequence[AnyPath], request: BenchRequest) -> dict[str, Results]:
+    from ...bench.report.compare import compare
+    from ...bench.report.page import write_all
+    from ...bench.results import Results
+    from ...common.writing import make_folder
+    from .bench import sweep_on_ray
+    from .kinds import folder_of, write_kinds
+
+    kinds, place, before = request.kinds, request.folder, request.before
+
+    def keep(kind: str, results: Results) -> None:
+        if place is not None:
+            folder = place if len(kinds) == 1 else place / folder_of(kind)
+            make_folder(folder)
+            old = before if isinstance(before, Results | None) else before.get(kind)
+            write_all(results, folder, None if old is None else compare(old, results))
+
+    results_by_kind = sweep_on_ray(
+        [str(_everywhere(name)) for name in models],
+        replace(
+            request,
+            data=_everywhere(request.data),
+            config=_everywhere(request.config),
+            weights=_everywhere(request.weights),
+        ),
+        address=request.ray or "auto",
+        on=kinds,
+        keep=keep,
+    )
+    if place is not None and len(results_by_kind) > 1:
+        write_kinds(results_by_kind, place)
+    return results_by_kind
+
+
+def _shown(reports: Mapping[str, Results], output: Path, kinds: Sequence[str]) -> str:
+    from .kinds import folder_of, kinds_text
+
+    folders = {kind: output / folder_of(kind) if len(kinds) > 1 else output for kind in reports}
+    pages = [f"report: {folder / 'report.html'}" for folder in folders.values()]
+    return "\n".join([kinds_text(reports), "", *pages])
+
+
+def _earlier(*arguments: Any, **named: Any) -> Mapping[str, Results]:
+    from .kinds import earlier_kinds
+
+    return earlier_kinds(*arguments, **named)
+
+
+def _compared(
+    before: Mapping[str, Results], now: Mapping[str, Results], share: float | None
+) -> tuple[list[str], Exception | None]:
+    from .kinds import compare_kinds
+
+    return compare_kinds(before, now, share)
+
+
+def _evaluating(*arguments: Any) -> Any:
+    from .evaluate import evaluating_on_ray
+
+    return evaluating_on_ray(*arguments)
+
+
+RAY = Executor("ray", _calibrate, _bench, _earlier, _shown, _compared, _evaluating)

@@ -1,0 +1,43 @@
+"""The readers of checkpoints that trainings in JAX leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...exporter.checkpoints.readers import Reader
+from .orbax_files import read_state, state_in
+from .vmoe_files import INDEX, read_index
+
+API = 1
+
+
+def _index_at(source: Path) -> Path | None:
+    """The index of google-research/vmoe that a path means: itself, its prefix or its folder."""
+    if source.is_dir():
+        found = sorted(source.glob(f"*{INDEX}"))
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found[:6])
+            raise CheckpointError(
+                f"{source}: {len(found)} files could be the weights ({names})",
+                hint="give the path of the one that is meant",
+            )
+        return found[0] if found else None
+    if source.name.endswith(INDEX):
+        return source if source.exists() else None
+    index = source.with_name(source.name + INDEX)
+    return index if not source.exists() and index.is_file() else None
+
+
+def _shards_of(file: Path) -> Sequence[str]:
+    return [shard.name for shard in read_index(file).shards]
+
+
+def _state_in(source: Path) -> Path | None:
+    return state_in(source) if source.is_dir() else None
+
+
+VMOE = Reader("vmoe", f"*{INDEX}", _index_at, read_index, _shards_of)
+
+ORBAX = Reader("orbax", "a state of Orbax", _state_in, read_state, lambda _: ())

@@ -1,0 +1,201 @@
+"""The core knows no plugin: it lists them by their entry points, and imports one on first use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moexport.tests.test_structure import ROOT, graph
+
+ROOMS: dict[str, tuple[str, ...]] = {
+    "openvino": ("exporter.bundle.openvino",),
+    "token_routed": (
+        "exporter.token_routed",
+        "exporter.families.vmoe_routed",
+        "graphs.layers.experts",
+        "graphs.lowerings.token_routed",
+    ),
+    "own_layers": ("exporter.user_network",),
+    "text": ("exporter.text", "bench.language", "commands.generate"),
+    "service": ("bench.service", "bench.report.service"),
+    "triton": ("exporter.triton",),
+    "studies": (
+        "bench.analyses",
+        "bench.specialise",
+        "bench.fairness",
+        "bench.report.fairness",
+        "bench.report.specialisation",
+    ),
+    "demo": ("bench.demo",),
+    "tune": ("tune", "commands.tune"),
+}
+"""Rooms that are to become plugins, and the modules that are theirs and still lie in the core."""
+
+IMPORTS_OF_ROOMS = 88
+"""How often the core imports a module of these rooms: it only falls."""
+
+
+def room_of(module: str) -> str | None:
+    """The room that a module of the core is to move to."""
+    return next(
+        (
+            room
+            for room, modules in ROOMS.items()
+            for each in modules
+            if module == each or module.startswith(f"{each}.")
+        ),
+        None,
+    )
+
+
+def test_the_core_imports_no_more_of_what_is_to_be_a_plugin() -> None:
+    found = [
+        f"{name} imports {other}"
+        for name, others in graph().items()
+        for other in others
+        if room_of(other) is not None and room_of(name) is None and not name.startswith("plugins")
+    ]
+    assert len(found) == IMPORTS_OF_ROOMS, "\n".join(sorted(found))
+
+
+def test_the_map_names_modules_that_are_there() -> None:
+    modules = graph()
+    for each in [name for names in ROOMS.values() for name in names]:
+        assert any(name == each or name.startswith(f"{each}.") for name in modules), each
+
+
+def declared() -> dict[str, dict[str, str]]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    points: dict[str, dict[str, str]] = project["entry-points"]
+    return points
+
+
+def test_what_is_installed_are_the_entry_points_that_the_project_declares() -> None:
+    for group, points in declared().items():
+        found = {
+            point.name: point.value
+            for point in entry_points(group=group)
+            if point.dist is not None and point.dist.name == "moexport"
+        }
+        assert found == points, "install it again: pip install -e ."
+
+
+PROGRAM = """
+import json, sys
+import moexport
+before = [name for name in sys.modules if name.startswith("moexport.plugins")]
+scanned = "importlib.metadata" in sys.modules
+from moexport.common.registry import unloadable
+from moexport.exporter.checkpoints.readers import READERS
+try:
+    names = READERS.names
+    listed = [name for name in sys.modules if name.startswith(("moexport.plugins", "theirs"))]
+    found = [reader.name for reader in READERS]
+    error = None
+except moexport.PluginError as raised:
+    names = listed = found = None
+    error = [raised.message, raised.hint]
+print(json.dumps({
+    "before": before, "scanned": scanned, "names": names, "listed": listed, "found": found,
+    "error": error,
+    "unloadable": [[each.name, each.distribution, each.reason] for each in unloadable()],
+}))
+"""
+
+
+def outcome_with(
+    folder: Path, module: str = "", points: dict[str, str] | None = None, **environment: str
+) -> dict[str, Any]:
+    """What the program prints beside an installed package of somebody else's."""
+    if points is not None:
+        (folder / "theirs.py").write_text(module)
+        info = folder / "theirs-1.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.5\n")
+        lines = [f"{name} = {value}" for name, value in points.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[moexport.readers]", *lines]))
+    paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    content: dict[str, Any] = json.loads(done.stdout)
+    return content
+
+
+READER = """
+from moexport.exporter.checkpoints.readers import Reader
+API = 1
+MINE = Reader("mine", "*.mine", lambda path: None, lambda path: None, lambda path: ())
+"""
+
+
+def test_importing_moexport_looks_for_no_plugin_and_a_list_of_them_imports_none(
+    tmp_path: Path,
+) -> None:
+    found = outcome_with(tmp_path, READER, {"mine": "theirs:MINE"})
+    assert (found["before"], found["listed"]) == ([], [])
+    assert found["names"] == ["mine", "orbax", "vmoe"]
+    assert found["found"] == ["mine", "orbax", "vmoe"]
+    assert found["unloadable"] == []
+
+
+def test_without_plugins_the_core_is_alone(tmp_path: Path) -> None:
+    found = outcome_with(tmp_path, READER, {"mine": "theirs:MINE"}, MOEXPORT_PLUGINS="off")
+    assert (found["names"], found["found"]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("import nothing_of_this_name", "ModuleNotFoundError: No module named"),
+        (READER.replace("API = 1", "API = 2"), "theirs is for API 2, and this moexport has API 1"),
+        (READER.replace("API = 1", ""), "theirs is for API None"),
+        ("API = 1\nMINE = 3", "theirs:MINE is no Reader"),
+        (READER.replace('"mine"', '"other"'), "theirs:MINE is named 'other'"),
+        ("API = 1", "AttributeError"),
+    ],
+)
+def test_a_plugin_that_does_not_load_harms_no_other(
+    module: str, reason: str, tmp_path: Path
+) -> None:
+    found = outcome_with(tmp_path, module, {"mine": "theirs:MINE"})
+    assert found["found"] == ["orbax", "vmoe"]
+    ((name, distribution, why),) = found["unloadable"]
+    assert (name, distribution) == ("mine", "theirs 1.5")
+    assert why.startswith(reason)
+
+
+def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
+    words = ("calibrate", "x.pt", "--data", "x.npz", "-o", "t.json", "--ray", "local")
+    done = subprocess.run(
+        [sys.executable, "-m", "moexport", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "MOEXPORT_PLUGINS": "off"},
+    )
+    assert done.returncode == 1
+    assert "nothing that is installed is called 'ray'" in done.stderr
+    assert "MOEXPORT_PLUGINS=off" in done.stderr
+
+
+def test_two_plugins_of_one_name_are_an_error_that_names_both(tmp_path: Path) -> None:
+    found = outcome_with(tmp_path, READER.replace("mine", "vmoe"), {"vmoe": "theirs:MINE"})
+    message, hint = found["error"]
+    assert "'vmoe' comes from" in message
+    assert "theirs 1.5" in message
+    assert "moexport 0" in message
+    assert "MOEXPORT_PLUGINS=off" in hint
