@@ -512,7 +512,7 @@ def tune(
     from .common.console import Silent
     from .common.writing import check_folder
     from .exporter.bundle.destination import check_destination
-    from .exporter.bundle.openvino import check_runs
+    from .exporter.bundle.runtimes import check_runs
     from .tune.budget import Clock
     from .tune.findings import write_findings
     from .tune.shards import evaluate_here

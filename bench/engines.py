@@ -214,12 +214,10 @@ def _has_triton(gpu: Gpu | None) -> str:
 
 
 def _has_openvino(gpu: Gpu | None) -> str:
-    from ..common.environment import versions
-    from ..exporter.bundle.openvino import check_package, instructions
+    from ..exporter.bundle.runtimes import RUNTIMES
 
     del gpu
-    check_package()
-    return f"OpenVINO {versions(('openvino',))['openvino']}; {instructions()}"
+    return RUNTIMES[OPENVINO].state()
 
 
 IN_TORCH = Requirement("run in PyTorch", _has_torch)

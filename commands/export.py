@@ -78,7 +78,7 @@ def export(
 
 def _say_exported(output: Path, manifest: Manifest, console: Console, shown: Sequence[str]) -> None:
     """Says what was written and how well it does, but for what was `shown` before."""
-    from ..exporter.bundle.openvino import advice
+    from ..exporter.bundle.runtimes import RUNTIMES
     from ..exporter.bundle.weights import WEIGHTS_FILE
     from ..exporter.edits import Edits
     from ..exporter.parity import Parity, describe
@@ -104,7 +104,9 @@ def _say_exported(output: Path, manifest: Manifest, console: Console, shown: Seq
     for note in manifest.notes[len(shown) :]:
         console.note(note)
     weights = manifest.files.get(WEIGHTS_FILE)
-    faster = advice(manifest.target, manifest.precision, 0 if weights is None else weights.bytes)
+    large = 0 if weights is None else weights.bytes
+    others = (each.advice(manifest.target, manifest.precision, large) for each in RUNTIMES)
+    faster = next(filter(None, others), None)
     if faster is not None:
         console.note(faster)
     total = sum(record.bytes for record in manifest.files.values())

@@ -24,9 +24,9 @@ from ..graphs.lowerings.choice import check
 from ..graphs.lowerings.cost import AnyWork, WorkOf
 from ..graphs.names import DOMAIN, operand_of
 from ..graphs.precision.weights import not_in_blocks
-from ..graphs.targets import Target, runtime_of
+from ..graphs.targets import Target
 from .bundle.destination import check_destination
-from .bundle.openvino import check_computes, check_device
+from .bundle.runtimes import check_computes
 from .inputs import (
     BATCH,
     DEFAULT_BATCH,
@@ -41,7 +41,6 @@ from .options import CHOOSERS, ExportOptions, check_renormalize, parse_k, resolv
 from .parity import ROUNDED_RTOL
 from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
 from .requests import CalibrateRequest
-from .session import OPENVINO
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions
@@ -204,8 +203,7 @@ def export_job(
     options.precision.check(options.target)
     options.check_inputs()
     _check_engine(options.target, options.engine)
-    if options.verify and runtime_of(options.target) == OPENVINO:  # what compares, computes
-        check_device("cpu")
+    if options.verify:  # what compares, computes
         check_computes(options.precision.name, options.target)
     if options.destination is not None:
         check_destination(options.destination, force=options.force)

@@ -32,7 +32,7 @@ from ..graphs.lowerings.cost import AnyWork, machine_for
 from ..graphs.names import DOMAIN
 from ..graphs.targets import TARGETS, Target
 from .bundle.manifest import TimedLowering, TunedLayers, Tuning
-from .bundle.openvino import check_runs, opened, options_for
+from .bundle.runtimes import check_runs, opened, options_for
 from .bundle.weights import WeightsWriter, layer_bytes, write_layer
 from .job import ExportJob
 from .quantization.precision import PrecisionPlan

@@ -25,8 +25,8 @@ from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, moe_layers, 
 from ..graphs.layers.experts import Experts
 from ..graphs.lower import LayerValues
 from ..graphs.targets import runtime_of
-from .bundle.openvino import opened
 from .bundle.parity_record import Reference, Rounded, by_expert, chunks
+from .bundle.runtimes import opened
 from .inputs import PARITY_BATCHES, SAMPLES, Inputs, completed, random_arrays
 from .job import ExportJob
 from .model import Model

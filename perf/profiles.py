@@ -24,11 +24,11 @@ from moexport.common.console import Progress
 from moexport.common.onnx_runtime import ort
 from moexport.common.text import markdown
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.openvino import openvino_package
 from moexport.exporter.families.mumoe_gpt2 import GPT2Spec
 from moexport.exporter.families.mumoe_mixer import MixerSpec
 from moexport.exporter.model import Model
 from moexport.graphs.targets import RUNTIME_TITLES, Precision, Runtime, Target
+from moexport.plugins.openvino.session import openvino_package
 
 from .measure import measured_on, threads
 from .scale import vit_checkpoint

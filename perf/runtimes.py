@@ -30,9 +30,9 @@ from moexport.bench.runners.onnxruntime import OpenVinoLoader
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
-from moexport.exporter.bundle.openvino import openvino_package
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
+from moexport.plugins.openvino.session import openvino_package
 
 from .layers.soft_moe import COMPILED, plain_onnx
 from .measure import in_own_process, ms, random_weights, results, threads, timed, times

@@ -26,7 +26,7 @@ from ..common.console import Progress
 from ..common.timing import Latency, Protocol, measure
 from ..common.writing import scratch_folder
 from ..exporter.bundle.manifest import MAIN_GRAPH
-from ..exporter.bundle.openvino import opened, options_for
+from ..exporter.bundle.runtimes import opened, options_for
 from ..exporter.bundle.weights import WEIGHTS_FILE
 from ..exporter.plan import plan
 from ..exporter.session import Session

@@ -15,15 +15,14 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import MoexportError, UsageError
-from ..exporter.bundle.openvino import check_computes
 from ..exporter.bundle.recipe import LayerRecipe, Recipe
+from ..exporter.bundle.runtimes import check_computes
 from ..exporter.bundle.weights import layer_bytes
 from ..exporter.edits import Edits, KeptExperts, MergedExperts
 from ..exporter.job import ExportJob
 from ..exporter.model import edited
 from ..exporter.options import ExportOptions, recipe_options
 from ..exporter.quantization.precision import apply_precision
-from ..exporter.session import OPENVINO
 from ..graphs.layers.base import MoELayer
 from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.precision.types import FP32
@@ -280,8 +279,7 @@ def computed_on(target: Target, request: SearchOptions) -> list[Precision]:
     computed: list[Precision] = []
     for precision in request.tried(target):
         try:
-            if runtime_of(target) == OPENVINO:
-                check_computes(precision, target)
+            check_computes(precision, target)
         except UsageError:
             if precision in request.precisions and len(request.targets) == 1:
                 raise

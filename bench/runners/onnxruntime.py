@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ...calibration.feeds import Array
 from ...common.writing import scratch_folder
-from ...exporter.bundle.openvino import opened
+from ...exporter.bundle.runtimes import opened
 from ...exporter.inputs import Inputs
 from ...exporter.session import CPU, OPENVINO, Session, SessionOptions
 from .base import GraphLoader, Runner, chosen_experts, first_of

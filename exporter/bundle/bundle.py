@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ...common.files import known_sha256
 from ...errors import BundleError, EngineError, UsageError
 from ...graphs.targets import for_cpus, runtime_of
-from ..session import OPENVINO, PROVIDERS, Session, SessionByBatch, SessionOptions
+from ..session import PROVIDERS, Session, SessionByBatch, SessionOptions
 from ..tensorrt.records import EngineRecord, engines_of
 from .manifest import Check, GraphRecord, Manifest, external_files, local_bundle
-from .openvino import check_graphs, opened
+from .runtimes import RUNTIMES, opened
 
 if TYPE_CHECKING:
     from ...graphs.targets import Runtime
@@ -116,8 +116,7 @@ class Bundle:
     def _opened(self, graph: str | None, options: SessionOptions) -> Session:
         """A graph, or without a name all of those for several sizes of the batch."""
         record = self.manifest
-        if options.runtime == OPENVINO:
-            check_graphs(record, self.path)
+        RUNTIMES[options.runtime].check_graphs(record, self.path)
         of_one_graph = options.observe is not None or options.profile is not None
         if graph is not None or of_one_graph or not self.graph().batches:
             return opened(self.graph_file(graph), options)

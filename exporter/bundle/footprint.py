@@ -12,8 +12,8 @@ from ...common.environment import peak_memory_bytes
 from ...graphs.targets import Runtime, for_cpus, runtime_of
 from ..session import SessionOptions
 from .manifest import Manifest
-from .openvino import opened
 from .parity_record import PARITY_FILE, Reference
+from .runtimes import opened
 
 CALLS = 2
 

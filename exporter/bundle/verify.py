@@ -38,7 +38,7 @@ from ..parity import (
     recorded_sizes,
     tolerance_of,
 )
-from ..session import CPU, OPENVINO, Session, SessionOptions
+from ..session import CPU, Session, SessionOptions
 from ..tensorrt.backends import backend_named, first_gpu
 from ..tensorrt.records import EngineRecord, engines_of
 from ..tensorrt.trust import TRUST
@@ -52,7 +52,6 @@ from .manifest import (
     external_files,
     is_as_written,
 )
-from .openvino import opened
 from .parity_record import (
     PARITY_FILE,
     Reference,
@@ -61,6 +60,7 @@ from .parity_record import (
     sized_files,
     unreached,
 )
+from .runtimes import RUNTIMES, opened
 
 if TYPE_CHECKING:
     from ...graphs.lower import LayerValues
@@ -471,7 +471,7 @@ def _compared(
 def _computed_by(manifest: Manifest) -> str:
     """What ran a graph here: its runtime's provider, and the CPU's instructions."""
     runtime = runtime_of(manifest.target)
-    provider = "OpenVINO" if runtime == OPENVINO else CPU
+    provider = CPU if runtime == "onnxruntime" else RUNTIMES[runtime].title
     return f"{provider} on {cpu_features()}"
 
 

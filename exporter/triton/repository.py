@@ -29,8 +29,8 @@ from ...graphs.names import K_INPUT, SELECTED
 from ...graphs.targets import QDQ, TARGETS, Target, runtime_of
 from ..bundle.bundle import Bundle
 from ..bundle.manifest import MAIN_GRAPH, MANIFEST_FILE, TensorSpec, external_files
-from ..bundle.openvino import check_graphs
 from ..bundle.parity_record import PARITY_FILE, Reference
+from ..bundle.runtimes import RUNTIMES
 from ..inputs import DEFAULT_BATCH, AxisRange, parse_range
 from ..requests import Device, ServingBackend, TritonRequest
 from ..session import OPENVINO
@@ -335,7 +335,7 @@ def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _BackendForm:
 def _openvino(bundle: Bundle, options: TritonRequest) -> _BackendForm:
     import onnx
 
-    check_graphs(bundle.manifest, bundle.path)
+    RUNTIMES[OPENVINO].check_graphs(bundle.manifest, bundle.path)
     if bundle.manifest.k == "input":
         raise UsageError(
             f"--backend openvino: k is an input of {bundle.path}, and that backend knows no inputs "

@@ -20,7 +20,7 @@ from ...calibration.feeds import Array
 from ...common.console import Progress
 from ...common.writing import scratch_folder
 from ...exporter.bundle.manifest import MAIN_GRAPH
-from ...exporter.bundle.openvino import opened
+from ...exporter.bundle.runtimes import opened
 from ...exporter.session import Session, SessionOptions
 from ...tune.quality import Tally
 from ...tune.shards import Batch, Evaluate, Tallies

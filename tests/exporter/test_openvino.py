@@ -20,10 +20,10 @@ import pytest
 import torch
 from moexport.bench.engines import KINDS
 from moexport.errors import LoweringError, MissingExtraError, UsageError
-from moexport.exporter.bundle import openvino
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.openvino import OpenVinoSession, _words
 from moexport.graphs.targets import Precision
+from moexport.plugins.openvino import session as openvino
+from moexport.plugins.openvino.session import OpenVinoSession, _words
 from moexport.tests.command import PROGRAM, run
 from moexport.tests.exporter.families.reference import vit
 from moexport.tests.exporter.families.states import vit_state

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
-from moexport.exporter.bundle.openvino import DEVICES
 from moexport.exporter.session import PROVIDERS
 from moexport.exporter.tensorrt.backends import BACKENDS
 from moexport.graphs.precision.types import PRECISIONS
 from moexport.graphs.targets import TARGETS, Target, TargetRecord
+from moexport.plugins.openvino.session import DEVICES
 
 
 def test_every_name_has_a_record_and_no_other() -> None:

@@ -17,8 +17,8 @@ from moexport.common.files import sha256
 from moexport.common.onnx_runtime import ort
 from moexport.errors import EngineError, OutputError, UsageError
 from moexport.exporter.bundle.manifest import digest
-from moexport.exporter.bundle.openvino import OpenVinoSession
 from moexport.exporter.session import SessionOptions
+from moexport.plugins.openvino.session import OpenVinoSession
 from moexport.tests.command import run
 from moexport.tests.exporter.tensorrt.engines import export, with_plan
 from moexport.tests.recorded import read_case

@@ -1,4 +1,4 @@
-"""Runs an exported graph in OpenVINO: numpy in, numpy out."""
+"""Runs an exported graph in OpenVINO: numpy in, numpy out, and says what its devices do."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import numpy as np
 from ...common.environment import cpu_instructions, versions
 from ...common.libraries import without_telemetry
 from ...errors import EngineError, MissingExtraError, UsageError, install
+from ...exporter.bundle.manifest import GraphFacts, Manifest
+from ...exporter.inputs import Inputs
+from ...exporter.session import OPENVINO, Session, SessionOptions, described
 from ...graphs.targets import TARGETS, Precision, Target, runtime_of
-from ..inputs import Inputs
-from ..session import OPENVINO, Session, SessionOptions, check_provider, described
-from .manifest import GraphFacts, Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,35 +147,6 @@ def _infer(
     return [results[0]] if outputs is None else [results[name] for name in outputs]
 
 
-def opened(path: Path | str, options: SessionOptions | None = None) -> Session:
-    """Returns a graph, opened in the runtime that the options name."""
-    kind = Session if options is None or options.runtime == "onnxruntime" else OpenVinoSession
-    return kind(path, options)
-
-
-def options_for(
-    target: Target, threads: int | None = None, spin_ms: float | None = None
-) -> SessionOptions:
-    """Returns how a target's graphs run on this machine: in its own runtime."""
-    record = TARGETS[target]
-    if record.runtime == OPENVINO:
-        return SessionOptions(runtime=OPENVINO, threads=threads)
-    assert record.provider is not None, "graphs of this target run as engines"
-    return SessionOptions(provider=record.provider, threads=threads, spin_ms=spin_ms)
-
-
-def check_runs(target: Target) -> None:
-    """Raises `MissingExtraError`, `UsageError` or `EngineError` where its graphs do not run here.
-
-    Of engines another check tells.
-    """
-    record = TARGETS[target]
-    if record.runtime == OPENVINO:
-        check_device("cpu")
-    elif record.provider is not None:
-        check_provider(record.provider)
-
-
 WORTH_BYTES = 20_000_000
 """Weights of a graph from which on BF16 in OpenVINO is predicted to be faster than FP32 in ONNX
 Runtime: its calls take about 0.07 ms longer, and products of that size gain more
@@ -217,7 +188,8 @@ def check_device(device: str) -> None:
 
 
 def check_computes(precision: Precision, target: Target) -> None:
-    """Raises `UsageError` where this machine's device does not compute in a precision."""
+    """Raises `MissingExtraError` or `UsageError` where no device here computes in a precision."""
+    check_device("cpu")
     device = TARGETS[target].device
     assert device is not None, "a target of OpenVINO"
     wanted = CAPABILITIES.get(precision)

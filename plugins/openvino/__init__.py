@@ -1,0 +1,1 @@
+"""Graphs in OpenVINO: sessions, rows of `bench`, and what its devices compute."""

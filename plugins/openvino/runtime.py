@@ -1,0 +1,53 @@
+"""OpenVINO as a runtime: the record by which the core finds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...common.environment import versions
+from ...exporter.bundle.runtimes import RuntimeRecord
+from ...exporter.session import OPENVINO, SessionOptions
+from ...graphs.targets import TargetRecord
+from .session import (
+    OpenVinoSession,
+    advice,
+    check_computes,
+    check_device,
+    check_graphs,
+    check_package,
+    instructions,
+)
+
+API = 1
+
+
+def _open(path: Path | str, options: SessionOptions | None) -> OpenVinoSession:
+    return OpenVinoSession(path, options)
+
+
+def _options(record: TargetRecord, threads: int | None, spin_ms: float | None) -> SessionOptions:
+    del record, spin_ms
+    return SessionOptions(runtime=OPENVINO, threads=threads)
+
+
+def _check_runs(record: TargetRecord) -> None:
+    del record
+    check_device("cpu")
+
+
+def _state() -> str:
+    check_package()
+    return f"OpenVINO {versions(('openvino',))['openvino']}; {instructions()}"
+
+
+RUNTIME = RuntimeRecord(
+    name=OPENVINO,
+    title="OpenVINO",
+    open=_open,
+    options=_options,
+    check_runs=_check_runs,
+    state=_state,
+    check_computes=check_computes,
+    check_graphs=check_graphs,
+    advice=advice,
+)
