@@ -326,6 +326,7 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
             f"python {facts['python']}, {facts['cpu']['model']}, {facts['cpu']['cores']} cores",
             ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
             *diagnosis.outside,
+            *diagnosis.plugins,
         )
     )
 

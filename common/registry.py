@@ -13,13 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import PluginError
 from .text import near_miss
 
 API = 1
 """The version of the records that plugins hand over."""
+
+OWN = "moexport"
+"""The distribution whose plugins come with the core."""
 
 PLUGINS = "MOEXPORT_PLUGINS"
 """The environment variable that leaves all plugins out when it is `off`."""
@@ -53,6 +56,22 @@ _UNLOADABLE: dict[tuple[str, str], Unloadable] = {}
 def unloadable() -> tuple[Unloadable, ...]:
     """Returns the plugins that could not be loaded so far."""
     return tuple(_UNLOADABLE.values())
+
+
+def foreign_plugins() -> dict[str, list[str]]:
+    """Returns the entry points of other distributions, by distribution: each is loaded.
+
+    A line is `group: name`, with the reason where that cannot be loaded.
+    """
+    found: dict[str, list[str]] = {}
+    for group, points in _found().items():
+        for point in points:
+            if point.dist is not None and point.dist.name == OWN:
+                continue
+            loaded = _loaded(group, point, object)
+            failed = "" if loaded else f" cannot be loaded: {_UNLOADABLE[group, point.name].reason}"
+            found.setdefault(distribution_of(point), []).append(f"{group}: {point.name}{failed}")
+    return found
 
 
 @cache
@@ -99,7 +118,7 @@ class Registry(Generic[R]):
                 f"{self.group}: nothing that is installed is called '{name}'",
                 hint=near_miss(name, self.names) if self.names else f"is {PLUGINS}=off set?",
             )
-        record = self._loaded(point)
+        record = _loaded(self.group, point, self._kind)
         if record is None:
             failed = _UNLOADABLE[self.group, name]
             raise PluginError(
@@ -112,7 +131,7 @@ class Registry(Generic[R]):
         """Yields all records; a plugin that cannot be loaded is left out (`unloadable`)."""
         yield from self._own.values()
         for point in self._points().values():
-            record = self._loaded(point)
+            record = _loaded(self.group, point, self._kind)
             if record is not None:
                 yield record
 
@@ -131,24 +150,25 @@ class Registry(Generic[R]):
             found[point.name] = point
         return found
 
-    def _loaded(self, point: EntryPoint) -> R | None:
-        """The record of an entry point; None where that fails, which is kept."""
-        key = (self.group, point.name)
-        if key in _UNLOADABLE:
-            return None
-        try:
-            record = point.load()
-        except Exception as error:  # noqa: BLE001  a plugin's module may fail in any way
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        else:
-            api = getattr(sys.modules[point.module], "API", None)
-            if api != API:
-                reason = f"{point.module} is for API {api}, and this moexport has API {API}"
-            elif not isinstance(record, self._kind):
-                reason = f"{point.value} is no {self._kind.__name__}"
-            elif record.name != point.name:
-                reason = f"{point.value} is named '{record.name}'"
-            else:
-                return record
-        _UNLOADABLE[key] = Unloadable(*key, distribution_of(point), reason)
+
+def _loaded(group: str, point: EntryPoint, kind: type[Any]) -> Any:
+    """The record of an entry point; None where that fails, which is kept."""
+    key = (group, point.name)
+    if key in _UNLOADABLE:
         return None
+    try:
+        record = point.load()
+    except Exception as error:  # noqa: BLE001  a plugin's module may fail in any way
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        api = getattr(sys.modules[point.module], "API", None)
+        if api != API:
+            reason = f"{point.module} is for API {api}, and this moexport has API {API}"
+        elif not isinstance(record, kind):
+            reason = f"{point.value} is no {kind.__name__}"
+        elif getattr(record, "name", None) != point.name:
+            reason = f"{point.value} is not named '{point.name}'"
+        else:
+            return record
+    _UNLOADABLE[key] = Unloadable(*key, distribution_of(point), reason)
+    return None

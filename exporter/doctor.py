@@ -48,12 +48,14 @@ class Requirement:
 class Diagnosis:
     """The result of `moexport doctor`.
 
-    `outside` names the packages that are older or newer than what moexport was run with.
+    `outside` names the packages that are older or newer than what moexport was run with, `plugins`
+    what other distributions add, or fail to.
     """
 
     abilities: tuple[Ability, ...]
     environment: dict[str, Any]
     outside: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The diagnosis as plain data."""
@@ -63,13 +65,15 @@ class Diagnosis:
 def diagnose(required: Iterable[Requirement]) -> Diagnosis:
     """Returns what works here; looks at the installed packages and the hardware, builds nothing."""
     from ..common.environment import environment
+    from ..common.registry import foreign_plugins
     from ..common.versions import outside_of_what_was_run
     from .tensorrt.backends import first_gpu
 
     gpu = first_gpu()
     lines = (EXPORT, *dict.fromkeys(required), DEMO)
     abilities = tuple(line.ability(gpu) for line in lines)
-    return Diagnosis(abilities, environment(), tuple(outside_of_what_was_run()))
+    plugins = tuple(f"plugin {name}: {'; '.join(of)}" for name, of in foreign_plugins().items())
+    return Diagnosis(abilities, environment(), tuple(outside_of_what_was_run()), plugins)
 
 
 def in_onnx_runtime(name: str, provider: str) -> Requirement:

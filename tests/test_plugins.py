@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from moexport.tests.recorded import DATA
 from moexport.tests.test_structure import ROOT, graph
 
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -68,6 +69,47 @@ def test_the_map_names_modules_that_are_there() -> None:
     modules = graph()
     for each in [name for names in ROOMS.values() for name in names]:
         assert any(name == each or name.startswith(f"{each}.") for name in modules), each
+
+
+LOADED = """
+import json, sys
+from pathlib import Path
+import moexport
+
+def ours():
+    modules = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "moexport"}
+    files = {m.__file__ for m in modules.values() if getattr(m, "__file__", None)}
+    return [len(files), sum(len(Path(file).read_text().splitlines()) for file in files)]
+
+import moexport.exporter.export
+imported = ours()
+model = moexport.load(sys.argv[1])
+moexport.export(model, sys.argv[2], k=2)
+plugins = sorted(name for name in sys.modules if name.startswith("moexport.plugins."))
+print(json.dumps([imported, ours(), plugins]))
+"""
+
+IMPORTED = (136, 30_700)
+"""Modules of moexport, and their lines, that `import moexport.exporter.export` loads: they fall."""
+
+EXPORTED = (183, 43_400)
+"""The same after a plain FP32 Soft MoE was loaded and exported."""
+
+
+@pytest.mark.slow
+def test_an_export_loads_no_plugin_and_no_more_of_the_core_than_before(tmp_path: Path) -> None:
+    weights = DATA / "soft_moe_lucidrains" / "weights.pt"
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, weights, tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    imported, exported, plugins = json.loads(done.stdout)
+    assert plugins == []
+    assert all(now <= most for now, most in zip(imported, IMPORTED, strict=True)), imported
+    assert all(now <= most for now, most in zip(exported, EXPORTED, strict=True)), exported
 
 
 def declared() -> dict[str, dict[str, str]]:
@@ -162,7 +204,7 @@ def test_without_plugins_the_core_is_alone(tmp_path: Path) -> None:
         (READER.replace("API = 1", "API = 2"), "theirs is for API 2, and this moexport has API 1"),
         (READER.replace("API = 1", ""), "theirs is for API None"),
         ("API = 1\nMINE = 3", "theirs:MINE is no Reader"),
-        (READER.replace('"mine"', '"other"'), "theirs:MINE is named 'other'"),
+        (READER.replace('"mine"', '"other"'), "theirs:MINE is not named 'mine'"),
         ("API = 1", "AttributeError"),
     ],
 )
@@ -174,6 +216,21 @@ def test_a_plugin_that_does_not_load_harms_no_other(
     ((name, distribution, why),) = found["unloadable"]
     assert (name, distribution) == ("mine", "theirs 1.5")
     assert why.startswith(reason)
+
+
+def test_doctor_names_a_plugin_that_does_not_load(tmp_path: Path) -> None:
+    outcome_with(tmp_path, "import nothing_of_this_name", {"mine": "theirs:MINE"})
+    paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-m", "moexport", "doctor"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "theirs" in line]
+    assert "plugin theirs 1.5: moexport.readers: mine cannot be loaded: ModuleNotFound" in line
 
 
 def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
