@@ -118,7 +118,7 @@ class Registry(Generic[R]):
                 f"{self.group}: nothing that is installed is called '{name}'",
                 hint=near_miss(name, self.names) if self.names else f"is {PLUGINS}=off set?",
             )
-        record = _loaded(self.group, point, self._kind)
+        record: R | None = _loaded(self.group, point, self._kind)
         if record is None:
             failed = _UNLOADABLE[self.group, name]
             raise PluginError(
