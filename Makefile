@@ -49,7 +49,8 @@ test: $(VENV)/ready $(WEB)
 
 # With the long ones: kills, fuzzing, whole documents, servers, browsers and clusters.
 test-all: $(VENV)/ready $(WEB)
-	$(PYTEST)
+	$(PYTEST) -m 'not alone'
+	$(BIN)/python -m pytest -q -n0 -m alone
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -124,7 +124,9 @@ def made(machine: Machine) -> Path:
     work.mkdir()
     shutil.copy(case.weights, work / "vit.pt")
     x = np.concatenate([case.x] * 8)
-    np.savez(work / "data.npz", input=x, label=np.concatenate([case.y().argmax(-1)] * 8))
+    label = np.concatenate([case.y().argmax(-1)] * 8)
+    label[::4] = (label[::4] + 1) % 10  # an accuracy needs two classes
+    np.savez(work / "data.npz", input=x, label=label)
     for target in ("onnx", "openvino"):
         command = ["export", "vit.pt", *VIT_SETS, "--k", "2", "--target", target, "-o", target]
         _moexport(work, *command)

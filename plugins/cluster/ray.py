@@ -45,6 +45,8 @@ LOCAL_SETTINGS = {
 }
 """What Ray reads when it is imported, for a cluster that nobody else can reach."""
 
+SHORT, RANDOM = "/tmp", 8  # what `tempfile` appends to a prefix has so many characters
+
 LONGEST_SOCKET_FOLDER = 44
 """Characters that Ray's names of sockets leave for their folder; the system takes 107 in all."""
 
@@ -219,8 +221,15 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
 
 
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """Where a cluster of one run keeps its files: /tmp/ray may be another user's."""
-    return tempfile.TemporaryDirectory(prefix="moexport-", ignore_cleanup_errors=True)
+    """Where a cluster of one run keeps its files: /tmp/ray may be another user's.
+
+    In /tmp where the name of the temporary folder is too long for a socket.
+    """
+    place, prefix = tempfile.gettempdir(), "moexport-"
+    long = len(place) + len(f"/{prefix}") + RANDOM > LONGEST_SOCKET_FOLDER
+    if long and os.access(SHORT, os.W_OK):
+        place = SHORT
+    return tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True)
 
 
 @contextmanager

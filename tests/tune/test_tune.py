@@ -419,7 +419,7 @@ def test_a_metric_that_returns_nan_is_named(model: Model, digits: Digits, tmp_pa
         ({"precision": "int8"}, "compared with FP32"),
         ({"target": "tensorrt-rtx"}, "engines"),
         ({"metric": "beauty"}, "no such metric"),
-        ({"precision": "fp32,fp16"}, "computes FP16 in FP32 on a CPU"),
+        ({"precision": "fp32,fp16"}, "everything is computed in FP32"),
         ({"precision": "fp32,int8", "target": "ort-cuda"}, "--precision int8 for --target"),
     ],
 )

@@ -53,6 +53,7 @@ def honest(server: Server, seconds: float, texts: set[str]) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_honest_clients_are_served_beside_hostile_ones(out: Path, tmp_path: Path) -> None:
     program = (sys.executable, "-m", "moexport.tests.exporter.text.hostile")
     alone, beside = list[float](), list[float]()
@@ -156,7 +157,7 @@ def test_every_pattern_takes_every_text(name: str, out: Path, tmp_path: Path) ->
                 answer = post(server.port, {"prompt": prompt, "max_tokens": 1})
                 assert answer.status in (200, 400), (kind, answer.text)
                 assert answer.seconds < 5, kind
-            empty = text.isspace() and "the prompt is empty" in answer.text
+            empty = prompt.isspace() and "the prompt is empty" in answer.text
             assert answer.status == 200 or empty, (kind, answer.text)
 
 
