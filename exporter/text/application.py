@@ -161,14 +161,19 @@ class _Service:
         completion, ids = found
         return completion, ids, completion.request(self._most)
 
-    async def start(self, ids: list[int], request: GenerateRequest) -> GeneratedText:
+    async def start(
+        self, client: Request, ids: list[int], request: GenerateRequest
+    ) -> GeneratedText:
+        """Begins a text, unless the client has left while it waited."""
         async with self._turns.turn(0):
+            if await client.is_disconnected():
+                raise ClientDisconnect
             return await to_thread.run_sync(self.model.start, ids, request, limiter=self._computing)
 
     async def pieces(self, text: GeneratedText) -> AsyncGenerator[str]:
         """The pieces of a text, an empty one where a step makes none."""
         while text.finish is None:
-            async with self._turns.turn(text.first_token_s + text.decode_s):
+            async with self._turns.turn(text.first_token_s + text.decode_s, text):
                 piece = await to_thread.run_sync(text.step, limiter=self._computing)
             yield piece
 
@@ -203,7 +208,7 @@ class _Completions:
         await request.body()
         with self._service.place():
             completion, ids, how = await self._service.read(request, chat=self._chat)
-            text = await self._service.start(ids, how)
+            text = await self._service.start(request, ids, how)
             try:
                 scope[TEXT] = text
                 response = await self._response(request, completion, text)

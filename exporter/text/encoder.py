@@ -210,10 +210,16 @@ def _copied(encoder: Encoder, asked_for: Mapping[str, Any], body: bytes) -> None
         _say(b"{}\n")
 
 
+NICE = 5
+"""Texts that are being written come before prompts that are read."""
+
+
 def main() -> None:
     """Answers what standard input asks, a line of JSON and as many bytes as it has, to its end."""
     if sys.platform != "win32":
         import resource
+
+        os.nice(NICE)
 
         with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,10 +12,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import anyio
 
+SHARE = 0.8
+"""Of the time, for the smallest."""
+
+KEPT_S = 0.002
+"""How long the smallest may take to come back for its next turn before another has it."""
+
 
 @dataclass(eq=False, slots=True)
 class _WaitingText:
     size: float
+    owner: object
     turn: anyio.Event
 
 
@@ -22,23 +30,31 @@ class _WaitingText:
 class Turns:
     """Turns of several that are at work at once.
 
-    Half of the time is for the smallest, such as the text that has taken the least time so far,
-    however many others there are; in the other half it goes by order of arrival.
+    Four fifths of the time are for the smallest, such as the text that has taken the least time
+    so far, however many others there are; in the rest it goes by order of arrival.
     """
 
     _waiting: list[_WaitingText] = field(default_factory=list)
     _busy: bool = False
     _by_size: bool = False
     _ahead: float = 0.0
-    """The seconds that went by size more than by arrival, since there was a choice."""
+    """The seconds that went by size more than their share, since there was a choice."""
+    _kept_for: object = None
+    _kept: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
-    async def turn(self, size: float) -> AsyncIterator[None]:
-        """Waits for the turn of one that has a size, and gives it on at the end."""
+    async def turn(self, size: float, owner: object = None) -> AsyncIterator[None]:
+        """Waits for the turn of one that has a size, and gives it on at the end.
+
+        An `owner` is one that comes again: where it is the smallest, its next turn is kept a while.
+        """
         import anyio
 
-        if self._busy:
-            waiting = _WaitingText(size, anyio.Event())
+        if self._kept is not None and self._kept_for is owner:
+            self._end_keeping()
+            self._by_size = True
+        elif self._busy:
+            waiting = _WaitingText(size, owner, anyio.Event())
             self._waiting.append(waiting)
             try:
                 await waiting.turn.wait()
@@ -54,8 +70,23 @@ class Turns:
             yield
         finally:
             took = perf_counter() - begun
-            self._ahead += took if self._by_size else -took
-            self._next()
+            self._ahead += took * (1 - SHARE if self._by_size else -SHARE)
+            smallest = all(size + took <= other.size for other in self._waiting)
+            if owner is not None and self._waiting and smallest and self._ahead <= 0:
+                self._kept_for = owner
+                self._kept = asyncio.get_running_loop().call_later(KEPT_S, self._give_up)
+            else:
+                self._next()
+
+    def _end_keeping(self) -> None:
+        assert self._kept is not None
+        self._kept.cancel()
+        self._kept, self._kept_for = None, None
+
+    def _give_up(self) -> None:
+        """The smallest has not come back."""
+        self._end_keeping()
+        self._next()
 
     def _next(self) -> None:
         self._busy = bool(self._waiting)
