@@ -11,7 +11,7 @@ ORT := $(if $(shell command -v nvidia-smi),gpu,cpu)
 OTHER := $(if $(filter gpu,$(ORT)),onnxruntime,onnxruntime-gpu)
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-mumoe web test test-all lint conformance pairs docs bench fuzz mutants soak compat \
+.PHONY: demo demo-mumoe web test test-all lint conformance pairs docs bench fuzz mutants soak siege compat \
 	gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
@@ -49,8 +49,11 @@ test: $(VENV)/ready $(WEB)
 
 # With the long ones: kills, fuzzing, whole documents, servers, browsers and clusters.
 test-all: $(VENV)/ready $(WEB)
-	$(PYTEST) -m 'not alone'
-	$(BIN)/python -m pytest -q -n0 -m alone
+	$(PYTEST)
+
+# The server under hostile clients for two minutes, on a quiet machine: how long honest ones wait, too.
+siege: $(VENV)/ready
+	MOEXPORT_ALONE=1 $(BIN)/python -m pytest -q -n0 -s tests/exporter/text/test_siege.py -k honest
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

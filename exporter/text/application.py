@@ -149,7 +149,7 @@ class _Service:
                 return cause.with_traceback(None)
 
         # Short ones do not wait for long ones, and nothing is read for a client that has left.
-        async with self._readings.turn(len(body)):
+        async with self._readings.turn((len(body), 0.0)):
             if await request.is_disconnected():
                 raise ClientDisconnect
             found = await to_thread.run_sync(tokens, limiter=self._reading)
@@ -165,15 +165,16 @@ class _Service:
         self, client: Request, ids: list[int], request: GenerateRequest
     ) -> GeneratedText:
         """Begins a text, unless the client has left while it waited."""
-        async with self._turns.turn(0):
+        async with self._turns.turn((len(ids) + request.max_tokens, 0.0)):
             if await client.is_disconnected():
                 raise ClientDisconnect
             return await to_thread.run_sync(self.model.start, ids, request, limiter=self._computing)
 
-    async def pieces(self, text: GeneratedText) -> AsyncGenerator[str]:
-        """The pieces of a text, an empty one where a step makes none."""
+    async def pieces(self, text: GeneratedText, most: int) -> AsyncGenerator[str]:
+        """The pieces of a text of `most` tokens, an empty one where a step makes none."""
         while text.finish is None:
-            async with self._turns.turn(text.first_token_s + text.decode_s, text):
+            took = text.first_token_s + text.decode_s
+            async with self._turns.turn((text.prompt_tokens + most, took), text):
                 piece = await to_thread.run_sync(text.step, limiter=self._computing)
             yield piece
 
@@ -211,15 +212,16 @@ class _Completions:
             text = await self._service.start(request, ids, how)
             try:
                 scope[TEXT] = text
-                response = await self._response(request, completion, text)
+                response = await self._response(request, completion, text, how.max_tokens)
                 await response(scope, receive, send)
             finally:
                 text.close()
 
-    async def _response(self, request: Request, completion: Asked, text: GeneratedText) -> Response:
-
+    async def _response(
+        self, request: Request, completion: Asked, text: GeneratedText, most: int
+    ) -> Response:
         form = ReplyForm(chat=self._chat, stream=bool(completion.stream), model=self._service.name)
-        pieces = self._service.pieces(text)
+        pieces = self._service.pieces(text, most)
         if completion.stream:
             stream = events(form, text, pieces, usage=completion.usage)
             return StreamingResponse(stream, media_type="text/event-stream")

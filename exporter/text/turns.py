@@ -19,9 +19,13 @@ KEPT_S = 0.002
 """How long the smallest may take to come back for its next turn before another has it."""
 
 
+Size = tuple[float, float]
+"""What a text may take at the most, in tokens, and among equals the seconds that it has taken."""
+
+
 @dataclass(eq=False, slots=True)
 class _WaitingText:
-    size: float
+    size: Size
     owner: object
     turn: anyio.Event
 
@@ -30,8 +34,8 @@ class _WaitingText:
 class Turns:
     """Turns of several that are at work at once.
 
-    Four fifths of the time are for the smallest, such as the text that has taken the least time
-    so far, however many others there are; in the rest it goes by order of arrival.
+    Four fifths of the time are for the smallest, such as the text of which the fewest tokens are
+    asked for, however many others there are; in the rest it goes by order of arrival.
     """
 
     _waiting: list[_WaitingText] = field(default_factory=list)
@@ -43,7 +47,7 @@ class Turns:
     _kept: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
-    async def turn(self, size: float, owner: object = None) -> AsyncIterator[None]:
+    async def turn(self, size: Size, owner: object = None) -> AsyncIterator[None]:
         """Waits for the turn of one that has a size, and gives it on at the end.
 
         An `owner` is one that comes again: where it is the smallest, its next turn is kept a while.
@@ -71,7 +75,8 @@ class Turns:
         finally:
             took = perf_counter() - begun
             self._ahead += took * (1 - SHARE if self._by_size else -SHARE)
-            smallest = all(size + took <= other.size for other in self._waiting)
+            now = (size[0], size[1] + took)
+            smallest = all(now <= other.size for other in self._waiting)
             if owner is not None and self._waiting and smallest and self._ahead <= 0:
                 self._kept_for = owner
                 self._kept = asyncio.get_running_loop().call_later(KEPT_S, self._give_up)

@@ -32,6 +32,9 @@ WAVES, QUIET_S = 8, 4.0
 WAVE_S = float(os.environ.get("MOEXPORT_WAVE_S", "15"))
 """Attacks alternate with quiet, so that both are of the same machine, whatever else it does."""
 
+ALONE = bool(os.environ.get("MOEXPORT_ALONE"))
+"""Whether no other test runs meanwhile, as `make siege` promises: times can be compared."""
+
 ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 500, "temperature": 0}
 
 
@@ -53,7 +56,6 @@ def honest(server: Server, seconds: float, texts: set[str]) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_honest_clients_are_served_beside_hostile_ones(out: Path, tmp_path: Path) -> None:
     program = (sys.executable, "-m", "moexport.tests.exporter.text.hostile")
     alone, beside = list[float](), list[float]()
@@ -85,7 +87,8 @@ def test_honest_clients_are_served_beside_hostile_ones(out: Path, tmp_path: Path
         "".join(moexport.generate(out, PROMPT, max_tokens=500, temperature=0.0))
     }
     assert set(hostile) == {kind.__name__ for kind in KINDS}
-    assert statistics.median(beside) < 3 * statistics.median(alone), figures
+    if ALONE:
+        assert statistics.median(beside) < 3 * statistics.median(alone), figures
     assert after < 1.1 * before, figures
     assert "Traceback" not in log
     assert len(log) < 150 * log.count("\n")
