@@ -31,6 +31,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..calibration.table import CalibrationTable
     from ..exporter.bundle.manifest import LayerRecord, Manifest
+    from ..exporter.bundle.runtimes import RuntimeRecord
     from ..exporter.model import Model
     from ..exporter.plan import Plan
     from ..exporter.quantization.accuracy_search import LayerSensitivity
@@ -68,17 +69,25 @@ def export(
             console.note(note)
         show(json_text(plan_json(planned)) if as_json else plan_text(planned))
         return
+    from ..exporter.bundle.runtimes import RUNTIMES
+
+    runtimes = [*RUNTIMES]  # a plugin that clashes with another stops nothing that is written
     bundle = api.export(load, output, request)
     console.finish()
     if as_json:
         show(bundle.manifest.to_json(), end="")
         return
-    _say_exported(output, bundle.manifest, console, shown)
+    _say_exported(output, bundle.manifest, console, shown, runtimes)
 
 
-def _say_exported(output: Path, manifest: Manifest, console: Console, shown: Sequence[str]) -> None:
+def _say_exported(
+    output: Path,
+    manifest: Manifest,
+    console: Console,
+    shown: Sequence[str],
+    runtimes: Sequence[RuntimeRecord],
+) -> None:
     """Says what was written and how well it does, but for what was `shown` before."""
-    from ..exporter.bundle.runtimes import RUNTIMES
     from ..exporter.bundle.weights import WEIGHTS_FILE
     from ..exporter.edits import Edits
     from ..exporter.parity import Parity, describe
@@ -105,7 +114,7 @@ def _say_exported(output: Path, manifest: Manifest, console: Console, shown: Seq
         console.note(note)
     weights = manifest.files.get(WEIGHTS_FILE)
     large = 0 if weights is None else weights.bytes
-    others = (each.advice(manifest.target, manifest.precision, large) for each in RUNTIMES)
+    others = (each.advice(manifest.target, manifest.precision, large) for each in runtimes)
     faster = next(filter(None, others), None)
     if faster is not None:
         console.note(faster)

@@ -16,7 +16,6 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import PluginError
-from .text import near_miss
 
 API = 1
 """The version of the records that plugins hand over."""
@@ -61,14 +60,15 @@ def unloadable() -> tuple[Unloadable, ...]:
 def foreign_plugins() -> dict[str, list[str]]:
     """Returns the entry points of other distributions, by distribution: each is loaded.
 
-    A line is `group: name`, with the reason where that cannot be loaded.
+    A line is `group: name`, with the reason where that cannot be loaded; those of our own that
+    cannot are among them.
     """
     found: dict[str, list[str]] = {}
     for group, points in _found().items():
         for point in points:
-            if point.dist is not None and point.dist.name == OWN:
-                continue
             loaded = _loaded(group, point, object)
+            if loaded and point.dist is not None and point.dist.name == OWN:
+                continue
             failed = "" if loaded else f" cannot be loaded: {_UNLOADABLE[group, point.name].reason}"
             found.setdefault(distribution_of(point), []).append(f"{group}: {point.name}{failed}")
     return found
@@ -116,7 +116,8 @@ class Registry(Generic[R]):
         if point is None:
             raise PluginError(
                 f"{self.group}: nothing that is installed is called '{name}'",
-                hint=near_miss(name, self.names) if self.names else f"is {PLUGINS}=off set?",
+                hint=f"is {PLUGINS}=off set? Else install again what brings it; "
+                f"there is {', '.join(self.names) or 'none'}",
             )
         record: R | None = _loaded(self.group, point, self._kind)
         if record is None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ForeignEngineError, MissingExtraError, install
+from ..errors import ForeignEngineError, MissingExtraError, PluginError, install
 
 if TYPE_CHECKING:
     from .tensorrt.backends import Backend, Gpu
@@ -39,7 +39,7 @@ class Requirement:
         """Returns whether it works here with this GPU, and why or why not."""
         try:
             return Ability(self.name, True, self.works(gpu))
-        except (MissingExtraError, ForeignEngineError) as error:
+        except (MissingExtraError, ForeignEngineError, PluginError) as error:
             hint = f": {error.hint}" if error.hint else ""
             return Ability(self.name, False, f"{error.message}{hint}")
 

@@ -39,7 +39,7 @@ Device = Literal["cpu", "gpu"]
 """Where it runs there."""
 
 OpenVinoDevice = Literal["cpu", "gpu", "npu"]
-"""Where OpenVINO runs a graph: the names of `exporter.bundle.openvino.DEVICES`."""
+"""Where OpenVINO runs a graph: the names of `plugins.openvino.session.DEVICES`."""
 
 TextLayout = Literal["transformers-js", "optimum"]
 """Whose names and folders: the names of `exporter.text.layouts.LAYOUTS`."""

@@ -103,7 +103,7 @@ def find_files(source: Path) -> WeightFiles:
         return _read_index(source, config)
     if source.suffix.lower() not in SUFFIXES:
         raise CheckpointError(
-            f"{source}: weights are read from {', '.join((*SUFFIXES, f'*{INDEX}', formats()))}, "
+            f"{source}: weights are read from {', '.join((*SUFFIXES, f'*{INDEX}', *formats()))}, "
             f"not from {source.suffix or 'a file without suffix'}"
         )
     return WeightFiles(files=(source,), config=config if source.name in STANDARD else None)
@@ -146,7 +146,12 @@ def _find_in_folder(folder: Path) -> WeightFiles:
             "names it",
         )
     files = _standard(folder) or sorted(folder.glob(f"*{INDEX}"))
-    foreign = [] if files else found_by_readers(folder)
+    foreign = found_by_readers(folder)
+    if files and foreign:
+        raise CheckpointError(
+            f"{folder}: {files[0].name} and {foreign[0][1].name} could both be the weights",
+            hint="give the path of the one that is meant",
+        )
     if foreign:
         return _foreign(folder, foreign)
     if not files:
@@ -161,7 +166,7 @@ def _find_in_folder(folder: Path) -> WeightFiles:
     if not files:
         raise CheckpointError(
             f"{folder}: no weights in this folder",
-            hint=f"it should hold one of {', '.join((*SUFFIXES, f'*{INDEX}', formats()))}",
+            hint=f"it should hold one of {', '.join((*SUFFIXES, f'*{INDEX}', *formats()))}",
         )
     if len(files) > 1:
         names = ", ".join(p.name for p in files[:6])

@@ -53,9 +53,9 @@ READERS = Registry("moexport.readers", Reader)
 """All are plugins'."""
 
 
-def formats() -> str:
+def formats() -> list[str]:
     """Returns what messages call the formats of all readers."""
-    return ", ".join(reader.formats for reader in READERS)
+    return [reader.formats for reader in READERS]
 
 
 def found_by_readers(source: Path) -> list[tuple[Reader, Path]]:

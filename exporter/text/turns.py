@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import anyio
@@ -23,10 +23,18 @@ Size = tuple[float, float]
 """What a text may take at the most, in tokens, and among equals the seconds that it has taken."""
 
 
+class Returning(Protocol):
+    """One that comes again for turns until it has ended, as `GeneratedText` does."""
+
+    @property
+    def finish(self) -> object:
+        """What has ended it; None before."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class _WaitingText:
     size: Size
-    owner: object
     turn: anyio.Event
 
 
@@ -43,45 +51,56 @@ class Turns:
     _by_size: bool = False
     _ahead: float = 0.0
     """The seconds that went by size more than their share, since there was a choice."""
-    _kept_for: object = None
+    _kept_for: Returning | None = None
     _kept: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
-    async def turn(self, size: Size, owner: object = None) -> AsyncIterator[None]:
+    async def turn(self, size: Size, owner: Returning | None = None) -> AsyncIterator[None]:
         """Waits for the turn of one that has a size, and gives it on at the end.
 
-        An `owner` is one that comes again: where it is the smallest, its next turn is kept a while.
+        An `owner` comes again: where it is the smallest, its next turn is kept a while.
         """
-        import anyio
-
+        chosen = True  # among several
         if self._kept is not None and self._kept_for is owner:
             self._end_keeping()
             self._by_size = True
         elif self._busy:
-            waiting = _WaitingText(size, owner, anyio.Event())
-            self._waiting.append(waiting)
-            try:
-                await waiting.turn.wait()
-            except BaseException:  # its client has gone
-                if waiting in self._waiting:
-                    self._waiting.remove(waiting)
-                else:  # the turn was given to it meanwhile
-                    self._next()
-                raise
+            await self._wait(size)
+        else:
+            chosen = False
         self._busy = True
-        begun = perf_counter()
+        begun, returns = perf_counter(), False
         try:
             yield
+            returns = owner is not None and owner.finish is None
         finally:
             took = perf_counter() - begun
-            self._ahead += took * (1 - SHARE if self._by_size else -SHARE)
+            if chosen:
+                self._count(took, by_size=self._by_size)
             now = (size[0], size[1] + took)
             smallest = all(now <= other.size for other in self._waiting)
-            if owner is not None and self._waiting and smallest and self._ahead <= 0:
+            if returns and self._waiting and smallest and self._ahead <= 0:
                 self._kept_for = owner
                 self._kept = asyncio.get_running_loop().call_later(KEPT_S, self._give_up)
             else:
                 self._next()
+
+    async def _wait(self, size: Size) -> None:
+        import anyio
+
+        waiting = _WaitingText(size, anyio.Event())
+        self._waiting.append(waiting)
+        try:
+            await waiting.turn.wait()
+        except BaseException:  # its client has gone
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            else:  # the turn was given to it meanwhile
+                self._next()
+            raise
+
+    def _count(self, seconds: float, *, by_size: bool) -> None:
+        self._ahead += seconds * (1 - SHARE if by_size else -SHARE)
 
     def _end_keeping(self) -> None:
         assert self._kept is not None
@@ -89,8 +108,9 @@ class Turns:
         self._kept, self._kept_for = None, None
 
     def _give_up(self) -> None:
-        """The smallest has not come back."""
+        """The smallest has not come back: its wait was its own time."""
         self._end_keeping()
+        self._count(KEPT_S, by_size=True)
         self._next()
 
     def _next(self) -> None:

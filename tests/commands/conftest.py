@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,19 +13,22 @@ from moexport.tests.command import Outcome
 from moexport.tests.golden.golden import RECORDED, WRITES, compared, other_versions, without
 
 MODULES = ("test_errors", "test_idle_options")
-MASKED = re.compile(r"[^\s:']*pytest-of-\w+/pytest-\d+/(?:popen-gw\d+/)?[^/\s:']+|\d(\.\d+)?e-\d+")
-"""Temporary folders and measured differences."""
+MEASURED = re.compile(r"\d(\.\d+)?e-\d+")
 
 
-def message_of(outcome: Outcome) -> dict[str, Any]:
-    """The exit code of a command, its error and its hint."""
+def message_of(outcome: Outcome, temporary: Path) -> dict[str, Any]:
+    """The exit code of a command, its error and its hint, without folders and measured numbers."""
     lines = [line for line in outcome.err.splitlines() if line.startswith(("error: ", "hint: "))]
-    return {"code": outcome.code, "lines": [without(MASKED.sub("…", line), ()) for line in lines]}
+    folder = re.compile(rf"{re.escape(str(temporary))}/(popen-gw\d+/)?[^/\s:']+")
+    lines = [MEASURED.sub("…", folder.sub("…", line)) for line in lines]
+    return {"code": outcome.code, "lines": [without(line, ()) for line in lines]}
 
 
 @pytest.fixture(autouse=True)
 def messages_are_as_recorded(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[None]:
     """Compares each message that a test of these modules meets with the recorded one."""
     module = request.module.__name__.rpartition(".")[2]
@@ -32,11 +36,12 @@ def messages_are_as_recorded(
         yield
         return
     found: list[dict[str, Any]] = []
+    temporary = tmp_path_factory.getbasetemp()
     original = request.module.run
 
     def run(*arguments: Any) -> Outcome:
         outcome: Outcome = original(*arguments)
-        found.append(message_of(outcome))
+        found.append(message_of(outcome, temporary))
         return outcome
 
     monkeypatch.setattr(request.module, "run", run)

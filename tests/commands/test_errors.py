@@ -394,13 +394,16 @@ def test_an_empty_name_is_not_the_current_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sizes_of_an_axis_that_is_not_there_are_refused(tmp_path: Path, exported: Path) -> None:
+def test_sizes_of_an_axis_that_is_not_there_are_refused(tmp_path: Path) -> None:
     outcome = refuse(tmp_path, *VIT_SETS, "--tokens", "1:8:64", weights=VIT)
     message = (
         "--tokens 1:8:64: the model has no token axis: its input 'input' is (batch, 3, 32, 32)"
     )
     assert_refused(outcome, message, "leave --tokens out")
     assert "tracing" not in outcome.err
+
+
+def test_sizes_of_an_axis_that_a_graph_has_not_are_refused(exported: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     outcome = run("build", exported, "--target", "tensorrt-rtx", "--tokens", "8", "--dry-run")
     message = "--tokens 8: the graph's input 'input' has no axis tokens"

@@ -28,7 +28,11 @@ def other_versions() -> str:
     """Returns how the installed packages differ from `constraints.txt`; empty where they do not."""
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
-    found = {name: metadata.version(name).partition("+")[0] for name in DECISIVE}
+    there = {each.name.lower().replace("_", "-") for each in metadata.distributions() if each.name}
+    found = {
+        name: metadata.version(name).partition("+")[0] if name in there else "is not installed"
+        for name in DECISIVE
+    }
     wrong = {name: version for name, version in found.items() if pinned[name] != version}
     return ", ".join(f"{name} {version}" for name, version in wrong.items())
 

@@ -81,7 +81,7 @@ def test_a_bundle_is_as_recorded(
     shown = printed(tmp_path, "inspect", tmp_path / "out")["json"]
     assert {**shown, "sha256": None} == {**found["manifest"], "sha256": None}
     verified = printed(tmp_path, "verify", tmp_path / "out")["json"]
-    found["verify"] = {each["name"]: each["passed"] for each in verified["checks"]}
+    found["verify"] = masked({each["name"]: each["passed"] for each in verified["checks"]})
     check(f"bundles/{written.name.replace(' ', '_')}", found)
 
 
@@ -102,6 +102,7 @@ def test_what_inspect_prints_of_a_model_is_as_recorded(
 def test_the_keys_that_doctor_prints_are_as_recorded() -> None:
     outcome = run("doctor", "--json")
     content = json.loads(outcome.out)
+    content["environment"]["packages"] = {}  # those that are installed
     check("doctor", {key: sorted(_names(value)) for key, value in content.items()})
 
 
