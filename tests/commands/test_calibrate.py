@@ -182,6 +182,7 @@ def test_an_export_without_table_and_feed_says_what_to_give() -> None:
     assert "--data" in str(caught.value.hint)
 
 
+@pytest.mark.slow
 def test_layers_are_ranked_by_what_int8_does_to_each_alone(tmp_path: Path) -> None:
     case = read_case("soft_moe_vit")
     np.savez(tmp_path / "x.npz", input=case.x)

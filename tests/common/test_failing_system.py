@@ -40,6 +40,7 @@ def failing(calls: str, error: str, cwd: Path, *arguments: str | Path) -> Outcom
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.slow
 @injects
 def test_a_disk_that_fails_is_told_with_its_file(tmp_path: Path) -> None:
     outcome = failing("fsync", "EIO:when=2", tmp_path, *EXPORT, "-o", "out")
@@ -50,6 +51,7 @@ def test_a_disk_that_fails_is_told_with_its_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @injects
 def test_a_folder_on_another_layer_of_a_container_is_replaced(tmp_path: Path) -> None:
     for force in ((), ("--force",)):

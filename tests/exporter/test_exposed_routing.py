@@ -73,6 +73,7 @@ def test_token_routed_layers_give_the_experts_of_each_token_by_input(tmp_path: P
     assert all(check.passed for check in bundle.verify())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["dense", "grouped"])
 def test_every_lowering_of_token_routed_layers_gives_their_experts(
     lowering: str, tmp_path: Path

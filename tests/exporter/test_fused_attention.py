@@ -60,6 +60,7 @@ def test_openvino_gets_the_softmax_of_bf16_in_the_type_of_its_products(tmp_path:
     assert before.count("MatMul") == BLOCKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["ort-cpu", "openvino"])
 def test_a_vit_may_have_no_bias_of_queries_keys_and_values(target: Target, tmp_path: Path) -> None:
     """As with `qkv_bias=False` of the published constructor."""

@@ -111,6 +111,7 @@ def test_all_experts_and_a_k_of_each_call_hold_and_are_the_bundles(k: str, tmp_p
     assert all(each.passed for each in bundle.verify())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("int8", 5e-3)])
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_factor_for_each_channel_follows_a_layer_whose_k_is_given(
@@ -139,6 +140,7 @@ def test_a_factor_for_each_channel_follows_a_layer_whose_k_is_given(
                 assert apart(found["output"], expected) < bound
 
 
+@pytest.mark.slow
 def test_ports_in_bf16_are_fed_fp32(tmp_path: Path) -> None:
     if not computes("bf16"):
         pytest.skip("this CPU has no BF16")

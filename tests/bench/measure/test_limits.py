@@ -152,6 +152,7 @@ def test_an_int8_backbones_linear_layers_move_bytes_and_compute_integers(
     assert plain.bytes - whole.bytes == 3 * 8 * 10
 
 
+@pytest.mark.slow
 def test_the_linear_layers_of_an_exported_int8_backbone_are_those_that_pytorch_multiplies(
     tmp_path: Path,
 ) -> None:

@@ -12,6 +12,7 @@ from moexport.bench.runners.pytorch import CompiledPyTorch, PyTorch
 from moexport.errors import UsageError
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(KINDS["pytorch-compile"].missing() is not None, reason="no C++ compiler")
 def test_a_compiled_model_computes_batches_of_any_size() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU()).requires_grad_(False)

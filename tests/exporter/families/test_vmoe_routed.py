@@ -165,6 +165,7 @@ def test_an_ensemble_gives_the_mean_where_that_is_asked_for() -> None:
     assert apart(computed(loaded(case, ensemble="mean"), case.x(4)), mean) < CLOSE
 
 
+@pytest.mark.slow
 def test_only_the_slots_are_computed(tmp_path: Path) -> None:
     """The work is k times the capacity factor, whatever the number of experts."""
     import onnx
@@ -495,6 +496,7 @@ def test_rounding_to_bfloat16_is_done_where_it_is_asked_for(name: str, tmp_path:
         assert apart(y, case.io["y_oneimage_b16"]) < 1e-3
 
 
+@pytest.mark.slow
 def test_what_an_export_takes_verify_takes_too(tmp_path: Path) -> None:
     """In BF16 97.8% of the choices of the first eight inputs are right, 98.5% of all sixteen."""
     case = read_case(E3)
