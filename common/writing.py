@@ -239,19 +239,20 @@ def replace_folder(new: Path, target: Path) -> None:
     """Puts a folder in the place of another, on the same file system.
 
     All is on the disk before. The other one is moved aside first, and comes back where that fails:
-    between the two renames there is none.
+    between the two renames there is none. Others that replace it at the same time wait.
     """
     for path in (*new.rglob("*"), new):
         to_disk(path)
     remove_leftovers(target)
     aside = _beside(target, OLD)
-    try:
-        with suppress(FileNotFoundError):
-            move(target, aside)
-        move(new, target)
-    finally:
-        if aside.exists():
-            _restore(aside, target)
+    with locked(target.parent):
+        try:
+            with suppress(FileNotFoundError):
+                move(target, aside)
+            move(new, target)
+        finally:
+            if aside.exists():
+                _restore(aside, target)
     to_disk(target.parent)
     if aside.exists():
         raise OutputError(
@@ -285,8 +286,10 @@ def move(old: Path, new: Path) -> None:
 def _restore(aside: Path, target: Path) -> None:
     """Moves back a folder that was moved aside, or removes it where another has its place."""
     if not target.exists():
-        move(aside, target)
-    remove_folder(aside)
+        with suppress(OSError):  # where nothing locks, another may have taken the place meanwhile
+            move(aside, target)
+    if target.exists():
+        remove_folder(aside)
 
 
 def remove_folder(folder: Path) -> None:
@@ -317,8 +320,10 @@ def to_disk(path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
     """Holds a folder: another process waits at its own `locked` until the block ends.
+
+    Yields whether it is held: without `wait` it is not where another holds it.
 
     The lock goes with the process that holds it. It is on the folder itself and leaves no file
     behind, but on Windows, which locks files alone. Where a file system has no locks nothing waits.
@@ -329,10 +334,11 @@ def locked(folder: Path) -> Iterator[None]:
         handle = os.open(folder / f".lock{PARTIAL}", os.O_RDWR | os.O_CREAT)
     else:
         handle = os.open(folder, os.O_RDONLY)
+    free = True
     try:
         with suppress(OSError):  # some network file systems have no locks
-            lock_descriptor(handle, blocking=True, poll_interval=0.005)
-        yield
+            free = lock_descriptor(handle, blocking=wait, poll_interval=0.005)
+        yield free
     finally:
         os.close(handle)
 
@@ -431,7 +437,9 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
             if not name.fullmatch(path.name) or path.is_symlink():
                 continue
             if path.name.endswith(OLD) and not target.exists():
-                path.rename(target)
+                with locked(target.parent, wait=False) as free:  # else who moved it is at work
+                    if free and not target.exists():
+                        path.rename(target)
             elif _idle_s(path) > STALE_S:
                 # Under another name first: whoever woke up to go on with it must not find a part.
                 _remove(path.rename(_beside(target, PARTIAL + suffix, suffix)))

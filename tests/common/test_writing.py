@@ -161,24 +161,48 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out"]
 
 
-def test_of_folders_that_replace_each_other_at_once_one_is_there_whole(tmp_path: Path) -> None:
+def test_of_folders_that_replace_each_other_at_once_each_takes_its_turn(tmp_path: Path) -> None:
     target = folder(tmp_path / "out", "first")
 
-    def replace(number: int) -> str:
+    def replace(number: int) -> None:
         with temporary_folder(target) as partial:
             for name in ("file", "other"):
                 (partial / name).write_text(str(number))
-            try:
-                replace_folder(partial, target)
-            except OSError as error:
-                assert error.errno in (errno.ENOTEMPTY, errno.EEXIST)
-                return ""
-        return str(number)
+            replace_folder(partial, target)
 
     with ThreadPoolExecutor(4) as pool:
-        replaced = set(pool.map(replace, range(40)))
-    assert (target / "file").read_text() == (target / "other").read_text()
-    assert (target / "file").read_text() in replaced - {""}
+        list(pool.map(replace, range(200)))
+    assert (target / "file").read_text() == (target / "other").read_text() != "first"
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_folder_that_came_meanwhile_stays_and_nothing_is_left_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the file system has no locks: another took the place between the two renames."""
+    target = folder(tmp_path / "out", "first")
+    real = writing.move
+
+    def move(old: Path, new: Path) -> None:
+        if new == target and not target.exists():
+            folder(target, "theirs")
+        real(old, new)
+
+    monkeypatch.setattr(writing, "move", move)
+    with temporary_folder(target) as partial:
+        folder(partial / "inner", "mine")
+        with pytest.raises(OSError, match="not empty"):
+            replace_folder(partial, target)
+    assert (target / "file").read_text() == "theirs"
+    assert names(tmp_path) == ["out"]
+
+
+def test_what_another_is_moving_aside_is_not_moved_back(tmp_path: Path) -> None:
+    aside = folder(tmp_path / f".out.{'a' * 16}.old", "old")
+    with locked(tmp_path):
+        remove_leftovers(tmp_path / "out")
+        assert names(tmp_path) == [aside.name]
+    remove_leftovers(tmp_path / "out")
     assert names(tmp_path) == ["out"]
 
 
