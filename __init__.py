@@ -38,24 +38,17 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .calls import (
-        adapt,
         bench,
         build,
         calibrate,
-        demo,
         doctor,
         export,
-        generate,
         inspect,
         load,
         plan,
         report,
         run,
         sensitivity,
-        serve,
-        specialise,
-        triton,
-        tune,
         verify,
     )
     from .exporter.bundle.bundle import Bundle
@@ -66,6 +59,12 @@ if TYPE_CHECKING:
     from .exporter.user_network.descriptions import ExpertsDescription as Experts
     from .exporter.user_network.descriptions import MuMoEDescription as MuMoE
     from .exporter.user_network.descriptions import SoftMoEDescription as SoftMoE
+    from .plugins.demo.calls import demo
+    from .plugins.own_layers.calls import adapt
+    from .plugins.studies.calls import specialise
+    from .plugins.text.calls import generate, serve
+    from .plugins.triton.calls import triton
+    from .plugins.tune.calls import tune
 
 __all__ = [
     "Bundle",
@@ -131,6 +130,13 @@ _ELSEWHERE = {
     "MuMoE": ".exporter.user_network.descriptions:MuMoEDescription",
     "Session": ".exporter.session",
     "SoftMoE": ".exporter.user_network.descriptions:SoftMoEDescription",
+    "adapt": ".plugins.own_layers.calls",
+    "demo": ".plugins.demo.calls",
+    "generate": ".plugins.text.calls",
+    "serve": ".plugins.text.calls",
+    "specialise": ".plugins.studies.calls",
+    "triton": ".plugins.triton.calls",
+    "tune": ".plugins.tune.calls",
 }
 
 

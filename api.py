@@ -7,41 +7,28 @@ it needs, so that `--help` is quick.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from .bench.request import BenchRequest, DemoRequest, ReportRequest, SpecialiseRequest
+from .bench.request import BenchRequest, ReportRequest
 from .common.libraries import check_pytorch
 from .errors import UsageError
 from .exporter.requests import (
-    AdaptRequest,
     AnyPath,
     BuildRequest,
     CalibrateRequest,
     ExportRequest,
-    GenerateRequest,
     InspectRequest,
     LoadRequest,
     RunRequest,
     SensitivityRequest,
-    ServeRequest,
-    TritonRequest,
     VerifyRequest,
 )
-from .tune.request import TuneRequest
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from .bench.data import Labelled, LabelledData
-    from .bench.demo.demo import Outcome
     from .bench.report.compare import ResultsComparison
     from .bench.results import Results
-    from .bench.specialise import Specialisation
     from .calibration.feeds import Feed
     from .calibration.table import CalibrationTable
     from .common.console import Progress
@@ -55,10 +42,6 @@ if TYPE_CHECKING:
     from .exporter.quantization.accuracy_search import LayerSensitivity
     from .exporter.tensorrt.build import EnginePlan
     from .exporter.tensorrt.records import Made
-    from .exporter.text.generate import GeneratedText, Message, TextModel
-    from .exporter.triton.repository import ServedModel
-    from .exporter.user_network.first_adapter.search import FirstAdapter
-    from .tune.tune import SearchPlan, Tuned
 
     AnyModel = Model | Callable[[], Model]
 
@@ -98,19 +81,6 @@ def inspect(model: Model | AnyPath, request: InspectRequest) -> ModelReport:
         example = data if isinstance(data, str | Path) else None
         model = load_as(model, replace(request, values=data is not None, example=example))
     return inspect_model(model, data)
-
-
-def adapt(source: str, request: AdaptRequest) -> FirstAdapter:
-    """Returns a first adapter for the layer that `package.module:Class` makes, as Python code.
-
-    It is found by trying and compared with the layer; what was not recognised is `missing`.
-    """
-    check_pytorch("trying a layer")
-    from .exporter.checkpoints.load import read_config
-    from .exporter.user_network.first_adapter.search import first_adapter, sizes_of
-
-    sizes = sizes_of(request.batch, request.tokens)
-    return first_adapter(source, read_config(None, request.sets), sizes, request.progress)
 
 
 def inspect_bundle(bundle: Bundle | AnyPath) -> Manifest:
@@ -329,66 +299,6 @@ def run(
     return run_file(_folder(bundle), local(inputs), Path(outputs), request)
 
 
-def generate(
-    bundle: Bundle | AnyPath, prompt: str | Sequence[Message], request: GenerateRequest
-) -> GeneratedText:
-    """Returns the text that a bundle's language model adds to a prompt, an iterator of pieces.
-
-    `prompt` is a text, or the messages of a chat, each with its `role` and `content`. When the text
-    has ended, `tokens`, `finish` and `tokens_per_second` of what is returned say what it took.
-
-    Raises:
-        UsageError: an option is invalid, or the prompt is longer than the context.
-        BundleError: the bundle is of no language model with a tokenizer, or its files have changed.
-        MissingExtraError: ONNX Runtime GenAI is not installed.
-    """
-    return text_model(bundle, request).generate(prompt, request)
-
-
-def text_model(bundle: Bundle | AnyPath, request: GenerateRequest) -> TextModel:
-    """Returns a bundle's language model, ready to generate one text after another."""
-    from .exporter.bundle.bundle import Bundle
-    from .exporter.text.generate import TextModel
-
-    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-    return TextModel(opened, request.threads, request.context)
-
-
-def serve(bundle: Bundle | AnyPath, request: ServeRequest) -> None:
-    """Serves a bundle's language model by the protocol of OpenAI, until it is interrupted.
-
-    Raises:
-        UsageError: an option is invalid, or the port is in use.
-        BundleError: the bundle is of no language model with a tokenizer, or its files have changed.
-        MissingExtraError: ONNX Runtime GenAI or the server is not installed.
-    """
-    from .exporter.bundle.bundle import Bundle
-    from .exporter.text.serve import serve as run
-
-    run(bundle if isinstance(bundle, Bundle) else Bundle.open(bundle), request)
-
-
-def triton(
-    bundles: Bundle | AnyPath | Sequence[Bundle | AnyPath], out: AnyPath, request: TritonRequest
-) -> list[ServedModel]:
-    """Writes bundles to a model repository of Triton Inference Server; returns its models.
-
-    Bundles of one network with different k become a model each, and an ensemble of all. `out` is
-    the repository: a new folder, or one that holds other models or versions.
-
-    Raises:
-        UsageError: a bundle cannot be served so.
-        BundleError: a bundle's files have changed.
-        OutputError: the repository holds that version.
-    """
-    from .exporter.bundle.bundle import Bundle
-    from .exporter.triton.repository import write_repository
-
-    listed = [bundles] if isinstance(bundles, Bundle | str | Path) else bundles
-    opened = [Bundle.open(_folder(name)) for name in listed]
-    return write_repository(opened, Path(out), request)
-
-
 def bench(
     models: Model | Bundle | AnyPath | Sequence[Model | Bundle | AnyPath], request: BenchRequest
 ) -> Results:
@@ -462,153 +372,6 @@ def report(
     places = [None if isinstance(run, Results) else Path(run) for run in request.beside]
     runs = named_runs(places, [known(run) for run in request.beside])
     return write_views(now, Path(output), comparison, runs), comparison
-
-
-def demo(out: AnyPath, request: DemoRequest) -> Outcome:
-    """Trains networks on handwritten digits or on text, exports, verifies and measures them.
-
-    Everything goes into the folder `out`.
-    """
-    check_pytorch("the demo")
-    from .common.console import Silent
-
-    watcher, family, force = request.progress or Silent(), request.family, request.force
-    if family == "mumoe":
-        from .bench.demo.mumoe import run_mumoe_demo
-
-        return run_mumoe_demo(Path(out), watcher, force=force)
-    if family == "experts":
-        from .bench.demo.experts import run_experts_demo
-
-        return run_experts_demo(Path(out), watcher, force=force)
-    from .bench.demo.demo import run_demo
-    from .tune.findings import demonstrated
-
-    return run_demo(Path(out), watcher, force=force, last=partial(demonstrated, watcher))
-
-
-def tune(
-    model: AnyModel,
-    data: AnyPath | Labelled | np.ndarray,
-    destination: AnyPath,
-    request: TuneRequest,
-) -> Tuned:
-    """Finds the fastest bundle that keeps an accuracy, confirms it on unseen data and writes it.
-
-    Searched together: k of each layer, a fixed subset of its experts, the precision of each layer
-    and of the network around, and the lowerings, by the time that they take on this machine. One
-    half of the labelled `data` serves the search, the other is read once, to confirm. A call that
-    was interrupted goes on where it stopped, if `report` is the same.
-
-    Raises:
-        UsageError: before the search, if an argument is invalid.
-        FeedError: before the search, where the data do not fit, or are too few to confirm.
-        ContractError: nothing meets the bounds, or what was found is not confirmed.
-        ClusterError: the cluster cannot be reached, lacks the resource, or loses its nodes.
-    """
-    started = monotonic()  # to import PyTorch takes its part of the time
-    check_pytorch("tune")
-    from .bench.executors import EXECUTORS, RAY
-    from .common.console import Silent
-    from .common.writing import check_folder
-    from .exporter.bundle.destination import check_destination
-    from .exporter.bundle.runtimes import check_runs
-    from .tune.budget import Clock
-    from .tune.findings import write_findings
-    from .tune.shards import evaluate_here
-    from .tune.tune import search_and_export
-
-    options, force, progress = request.search(), request.force, request.progress
-    clock = Clock(options.seconds, started=started)
-    check_destination(Path(destination), force=force)
-    if request.ray is None:  # nodes of a cluster look for their own
-        for target in options.targets:
-            check_runs(target)
-    place = None if request.report is None else Path(request.report)
-    if place is not None:
-        check_folder(place, "--report")
-    loaded, labelled = _tune_data(model, data, request)
-    with (
-        nullcontext(evaluate_here)
-        if request.ray is None
-        else EXECUTORS[RAY].evaluating(request.ray, request.on or "CPU", progress or Silent())
-    ) as evaluate:
-        tuned = search_and_export(
-            loaded,
-            labelled,
-            Path(destination),
-            options,
-            work=place,
-            force=force,
-            progress=progress,
-            clock=clock,
-            evaluate=evaluate,
-        )
-    if place is not None:
-        write_findings(tuned, place, request.command)
-    return tuned
-
-
-def tune_plan(
-    model: AnyModel, data: AnyPath | Labelled | np.ndarray, request: TuneRequest
-) -> SearchPlan:
-    """Returns how large the search of `tune` is with the same arguments; writes nothing."""
-    check_pytorch("tune")
-    from .tune.tune import plan_search
-
-    options = request.search()
-    return plan_search(*_tune_data(model, data, request), options, request.progress)
-
-
-def _tune_data(
-    model: AnyModel, data: AnyPath | Labelled | np.ndarray, request: TuneRequest
-) -> tuple[Model, Labelled]:
-    """The model of a search, and its data."""
-    from .bench.data import LabelledData, Streamed, labelled
-    from .bench.language import is_language_model, prompt_of, token_windows
-    from .exporter.inputs import DEFAULT_TOKENS, parse_range
-    from .exporter.model import Model
-
-    loaded = model if isinstance(model, Model) else model()
-    if is_language_model(loaded) and not isinstance(data, LabelledData | Streamed):
-        tokens = parse_range(str(request.tokens), "--tokens")
-        prompt = prompt_of(loaded, None if tokens == DEFAULT_TOKENS else tokens.opt)
-        return loaded, token_windows(data, loaded, prompt)
-    return loaded, labelled(data, loaded, 1, request.pixels)
-
-
-def specialise(
-    model: Model, data: AnyPath | LabelledData, request: SpecialiseRequest
-) -> Specialisation:
-    """Removes each expert of a layer in turn; returns how the accuracy of every class changes.
-
-    `data` are labelled inputs, or an .npz that holds `input` and `label`. With subgroups, also how
-    fairly each class is told in them, and the rewriting that is wanted.
-
-    Raises:
-        UsageError: there is no such layer, class or subgroup, or no wrong answer to rewrite.
-        FeedError: the data have no labels, or name one subgroup.
-    """
-    check_pytorch("specialise")
-    from .bench.specialise import Favour
-    from .bench.specialise import specialise as run_it
-
-    favour = None
-    if request.rewrite_class is not None and request.rewrite_group is not None:
-        favour = Favour(
-            request.rewrite_class,
-            request.rewrite_group,
-            request.strength,
-            0.01 if request.budget is None else request.budget,
-        )
-    return run_it(
-        model,
-        data,
-        layer=request.layer,
-        group_by=request.group_by,
-        favour=favour,
-        progress=request.progress,
-    )
 
 
 def doctor(*, progress: Progress | None = None) -> Diagnosis:

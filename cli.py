@@ -1,34 +1,84 @@
-"""The program `moexport`: which commands there are."""
+"""The program `moexport`: the commands of the core, and those of plugins."""
 
 from __future__ import annotations
 
-from .commands.bench import bench, demo, report, specialise
-from .commands.build import build, triton
-from .commands.export import calibrate, export
-from .commands.generate import generate, serve
-from .commands.look import adapt, doctor, inspect, run, verify
+from .commands.command import Command
 from .commands.options import program
-from .commands.tune import tune
+from .common.registry import Registry
+
+COMMANDS = Registry(
+    "moexport.commands",
+    Command,
+    (
+        Command(
+            "inspect",
+            "Show a model's family and MoE layers, and what each k costs.",
+            "moexport inspect vit.pt --set num_heads=12 --set rest=default",
+            "moexport.commands.look:inspect",
+            10,
+        ),
+        Command(
+            "export",
+            "Export a checkpoint to a verified bundle of ONNX graphs.",
+            "moexport export vit.pt -o out --set num_heads=12 --set rest=default --k 0.25",
+            "moexport.commands.export:export",
+            30,
+        ),
+        Command(
+            "build",
+            "Compile TensorRT engines from a bundle's graphs into it.",
+            "moexport build out --compute-capability 8.9 --profile batch=1:8:32",
+            "moexport.commands.build:build",
+            40,
+        ),
+        Command(
+            "calibrate",
+            "Measure tensor ranges on real inputs, for INT8 and FP16.",
+            "moexport calibrate vit.pt --data train.npz -o table.json --k 0.25",
+            "moexport.commands.export:calibrate",
+            50,
+        ),
+        Command(
+            "verify",
+            "Check a bundle: hashes, graphs, parity with PyTorch.",
+            "moexport verify out",
+            "moexport.commands.look:verify",
+            60,
+        ),
+        Command(
+            "run",
+            "Run a bundle on the inputs in an .npz file.",
+            "moexport run out -i x.npz -o y.npz --k 16",
+            "moexport.commands.look:run",
+            70,
+        ),
+        Command(
+            "bench",
+            "Measure accuracy and latency for every k; write a report.",
+            "moexport bench vit.pt -o report --k n,0.5,0.25 --batch 1,16 --data test.npz",
+            "moexport.commands.bench:bench",
+            110,
+        ),
+        Command(
+            "report",
+            "Rebuild the report of a results file, compare two, or draw several in one.",
+            "moexport report results.json -o report.html",
+            "moexport.commands.bench:report",
+            140,
+        ),
+        Command(
+            "doctor",
+            "Show what this machine can build and run, and what is missing.",
+            "moexport doctor --json",
+            "moexport.commands.look:doctor",
+            160,
+        ),
+    ),
+)
+"""By `order`, which leaves room for those of plugins between them."""
 
 app = program(
     "moexport",
     "Deploy trained mixture-of-experts models as ONNX graphs that compute k of n experts.",
-    {
-        "moexport inspect vit.pt --set num_heads=12 --set rest=default": inspect,
-        "moexport adapt mynet:SoftMoE --set dim=64 --set num_experts=8": adapt,
-        "moexport export vit.pt -o out --set num_heads=12 --set rest=default --k 0.25": export,
-        "moexport build out --compute-capability 8.9 --profile batch=1:8:32": build,
-        "moexport calibrate vit.pt --data train.npz -o table.json --k 0.25": calibrate,
-        "moexport verify out": verify,
-        "moexport run out -i x.npz -o y.npz --k 16": run,
-        'moexport generate out "Once upon a time" --max-tokens 64': generate,
-        "moexport serve out --port 8080": serve,
-        "moexport triton out -o models --name vit": triton,
-        "moexport bench vit.pt -o report --k n,0.5,0.25 --batch 1,16 --data test.npz": bench,
-        "moexport specialise digits.pt --data test.npz -o experts": specialise,
-        "moexport tune vit.pt --data val.npz --keep 99% -o tuned": tune,
-        "moexport report results.json -o report.html": report,
-        "moexport demo -o demo": demo,
-        "moexport doctor --json": doctor,
-    },
+    COMMANDS,
 )

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 CpuTarget = Literal["onnx", "ort-cpu"]
 """What graphs of a benchmark are exported for that ONNX Runtime runs on the CPU."""
 
-Trained = Literal["soft-moe", "mumoe", "experts"]
-"""Kinds of MoE layers that the demo trains."""
-
-
 ALL = "all"
 """Every engine, in a list of them."""
 
@@ -296,68 +292,6 @@ class BenchRequest(LoadRequest):
     def folder(self) -> Path | None:
         """Where results are written."""
         return None if self.out is None else Path(self.out)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecialiseRequest(Request):
-    """Whose experts are removed, which subgroups are compared, and a rewriting for one of them."""
-
-    layer: str | None = option(
-        None, "The layer whose experts to remove.", unset="the last", metavar="NAME"
-    )
-    group_by: str | Sequence[int | bool | str] | None = option(
-        None,
-        "Compare subgroups: an array of the data, or the subgroup of each input.",
-        unset="none; mean coefficients by class",
-        heading="Subgroups",
-        metavar="ARRAY",
-    )
-    rewrite_class: int | None = option(
-        None, "Write a rewrite.json for this class's output.", unset="none", metavar="CLASS"
-    )
-    rewrite_group: int | bool | str | None = option(
-        None, "The subgroup that the rewrite helps.", unset="none", metavar="GROUP"
-    )
-    strength: float | None = option(
-        None,
-        "The size of the rewrite; its sign follows from the wrong answers.",
-        unset="the best max-min",
-        metavar="λ",
-    )
-    budget: float | None = option(
-        None,
-        "The share of the accuracy that the search for it may cost.",
-        unset="0.01",
-        metavar="SHARE",
-    )
-
-    def __post_init__(self) -> None:
-        """Raises `UsageError` for parts of a rewriting without the whole."""
-        if self.rewrite_class is None or self.rewrite_group is None:
-            parts = {
-                "--rewrite-class": self.rewrite_class,
-                "--rewrite-group": self.rewrite_group,
-                "--strength": self.strength,
-                "--budget": self.budget,
-            }
-            for spelling, value in parts.items():
-                if value is not None:
-                    raise UsageError(
-                        f"{spelling}: a rewriting needs --rewrite-class and --rewrite-group",
-                        hint=f"leave {spelling} out, or give both",
-                    )
-        if self.strength is not None and self.budget is not None:
-            raise UsageError(
-                "--budget with --strength: nothing is searched for", hint="leave one of them out"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoRequest(Request):
-    """What the demo trains."""
-
-    family: Trained = option("soft-moe", "The kind of networks to train.")
-    force: bool = option(False, "Replace an earlier demo.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import api
-from ..bench.request import BenchRequest, DemoRequest, ReportRequest, SpecialiseRequest
+from ..bench.request import BenchRequest, ReportRequest
 from ..common.console import Console, show
-from ..common.libraries import check_pytorch
 from ..common.option import Request, declared, option, refuse_changed
 from ..errors import UsageError
 from ..exporter.requests import LoadRequest
@@ -19,7 +18,6 @@ from .options import (
     AsJson,
     Verbosity,
     json_text,
-    loader,
     output_option,
     typed_command,
     typed_path,
@@ -139,57 +137,6 @@ def _print_results(results: Results, text: str, output: Path, *, as_json: bool) 
     show(to_json(results) if as_json else f"{text}\n\n{where}")
 
 
-def specialise(
-    *,
-    models: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL…", parser=typed_source, help="A checkpoint, or several to compare."
-        ),
-    ],
-    data: Annotated[
-        Path, typer.Option(metavar="X.NPZ", help="An .npz with the arrays input and label.")
-    ],
-    output: Annotated[Path | None, output_option("DIR", "The folder for JSON and figure.")] = None,
-    reading: LoadRequest,
-    request: SpecialiseRequest,
-    as_json: AsJson = False,
-    verbosity: Verbosity,
-) -> None:
-    """Show which classes each expert serves.
-
-    Removes each expert in turn and measures the accuracy of every class. Compares subgroups, and
-    several models.
-    """
-    check_pytorch("specialise")
-    from ..bench.report.specialisation import (
-        several_json,
-        several_text,
-        text,
-        to_json,
-        write,
-        write_several,
-    )
-    from ..common.writing import check_folder
-
-    if output is not None:
-        check_folder(output)
-    findings = []
-    with verbosity.console() as console:
-        for model in models:
-            loaded = loader(reading, model, console, data)()
-            findings.append(api.specialise(loaded, data, replace(request, progress=console)))
-    (first, *others) = findings
-    if output is not None:
-        written = write_several(findings, output) if others else write(first, output)
-    if as_json:
-        show(several_json(findings) if others else to_json(first), end="")
-        return
-    show(several_text(findings) if others else text(first))
-    if output is not None:
-        show(f"\nwritten: {', '.join(map(str, written))}")
-
-
 def report(
     *,
     results: Annotated[
@@ -224,17 +171,3 @@ def report(
     if as_json:
         show(json_text(result))
     console.note(f"wrote {', '.join(str(path) for path in paths)}")
-
-
-def demo(
-    *,
-    output: Annotated[Path, output_option("DIR", "The folder for all files.")] = Path("demo"),
-    request: DemoRequest,
-    as_json: AsJson = False,
-    verbosity: Verbosity,
-) -> None:
-    """Train small networks, export, verify and measure them."""
-    with verbosity.console() as console:
-        outcome = api.demo(output, replace(request, progress=console))
-    made = {"output": str(outcome.directory), "report": str(outcome.report)}
-    show(json_text(made) if as_json else outcome.text)

@@ -13,14 +13,13 @@ from .. import api
 from ..common.console import show
 from ..common.option import changed, declared, refuse_changed
 from ..common.text import lines, size
-from ..exporter.requests import BuildRequest, TritonRequest
+from ..exporter.requests import BuildRequest
 from ..exporter.tensorrt.options import EngineOptions
-from .options import AsJson, BundleArgument, Verbosity, json_text, output_option, typed_path
+from .options import AsJson, BundleArgument, Verbosity, json_text
 
 if TYPE_CHECKING:
     from ..exporter.tensorrt.build import EnginePlan
     from ..exporter.tensorrt.records import Made
-    from ..exporter.triton.repository import ServedModel
 
 
 def cached(options: EngineOptions) -> EngineOptions:
@@ -124,38 +123,3 @@ def made_text(bundle: Path, made: Made) -> str:
     }[made.reused]
     place = bundle / record.file
     return f"{place}: {size(place.stat().st_size)}, {counts} products, {how}"
-
-
-def triton(
-    *,
-    bundles: Annotated[
-        list[Path],
-        typer.Argument(metavar="BUNDLE…", parser=typed_path, help="Folders that export wrote."),
-    ],
-    output: Annotated[Path, output_option("REPOSITORY", "The model repository to write.")],
-    request: TritonRequest,
-    as_json: AsJson = False,
-    verbosity: Verbosity,
-) -> None:
-    """Write a model repository for Triton Inference Server.
-
-    Several bundles of one network with different k are also combined into an ensemble.
-    """
-    with verbosity.console() as console:
-        models = api.triton(bundles, output, replace(request, progress=console))
-    if as_json:
-        show(json_text([model.as_json() for model in models]))
-        return
-    for model in models:
-        show(served_text(output, model))
-        for note in model.notes:
-            console.note(note)
-
-
-def served_text(repository: Path, model: ServedModel) -> str:
-    """One line about a model of a repository."""
-    facts = model.as_json()
-    batch = facts["max_batch_size"]
-    batches = f"batches to {batch}" if batch else "not batched by Triton"
-    inputs, outputs = ", ".join(facts["inputs"]), ", ".join(facts["outputs"])
-    return lines(f"{repository / model.name}: {facts['backend']}, {batches}, {inputs} → {outputs}")

@@ -13,12 +13,17 @@ import typer
 from .. import api
 from ..common.console import Console, show
 from ..common.text import count, size, table
-from ..exporter.requests import CalibrateRequest, ExportRequest, LoadRequest, SensitivityRequest
+from ..exporter.requests import (
+    FEED,
+    CalibrateRequest,
+    ExportRequest,
+    LoadRequest,
+    SensitivityRequest,
+)
 from ..exporter.tensorrt.options import EngineOptions
 from .build import wished
 from .look import backbone_departures, precisions_text, tuning_text
 from .options import (
-    FEED,
     AsJson,
     ModelArgument,
     Verbosity,
@@ -186,7 +191,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def calibrate(
     *,
     model: ModelArgument,
-    data: Annotated[str, FEED],
+    data: Annotated[str, typer.Option(metavar="FEED", help=FEED)],
     output: Annotated[Path, output_option("TABLE.JSON", "The table to write.")],
     reading: LoadRequest,
     request: CalibrateRequest,

@@ -13,7 +13,7 @@ from .. import api
 from ..common.console import show
 from ..common.text import count, lines, size, table
 from ..errors import CheckError, UsageError
-from ..exporter.requests import AdaptRequest, InspectRequest, RunRequest, VerifyRequest
+from ..exporter.requests import InspectRequest, RunRequest, VerifyRequest
 from .options import (
     AsJson,
     BundleArgument,
@@ -23,7 +23,6 @@ from .options import (
     json_text,
     output_option,
     refuse_idle,
-    typed_source,
 )
 
 if TYPE_CHECKING:
@@ -73,36 +72,6 @@ def inspect(
     with verbosity.console() as console:
         contents = api.inspect(model, replace(request, progress=console))
     show(json_text(contents.as_json()) if as_json else model_text(contents))
-
-
-def adapt(
-    *,
-    layer: Annotated[
-        str,
-        typer.Argument(
-            metavar="LAYER", parser=typed_source, help="The layer: package.module:Class."
-        ),
-    ],
-    request: AdaptRequest,
-    output: Annotated[Path | None, output_option("FILE.py", "The file of the adapter.")] = None,
-    verbosity: Verbosity,
-) -> None:
-    """Write a first adapter for a layer of your own, compared with what the layer gives."""
-    from ..common.writing import write_text
-
-    with verbosity.console() as console:
-        adapter = api.adapt(layer, replace(request, progress=console))
-    if output is None:
-        show(adapter.code)
-    else:
-        write_text(adapter.code, output)
-    for note in adapter.notes:
-        console.note(note)
-    if adapter.missing:
-        raise CheckError(
-            f"{layer} was not recognised: {'; '.join(adapter.missing)}",
-            hint="complete the adapter's forward: docs/own-layer.md",
-        )
 
 
 LAYER_HEADER = (

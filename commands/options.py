@@ -17,12 +17,13 @@ from typer.core import TyperCommand, TyperGroup
 from ..common.console import Console
 from ..common.libraries import check_pytorch
 from ..common.option import DECLARED, declared, kind_of, refuse_changed
+from ..common.registry import Registry
 from ..errors import UsageError
-from ..exporter.requests import FEED as FEED_HELP
-from ..exporter.requests import LoadRequest
+from .command import Command, summaries
 
 if TYPE_CHECKING:
     from ..exporter.model import Model
+    from ..exporter.requests import LoadRequest
 
 
 def typed_path(text: str | Path) -> Path:
@@ -67,8 +68,6 @@ ModelArgument = Annotated[
 BundleArgument = Annotated[
     Path, typer.Argument(metavar="BUNDLE", parser=typed_path, help="A folder that export wrote.")
 ]
-
-FEED: Any = typer.Option(metavar="FEED", help=FEED_HELP)
 
 TrustEngine = Annotated[
     bool,
@@ -225,8 +224,6 @@ FURTHER = ("Numbers", "Edits", "Engines", "Weights of engines")
 SCREENS = 80
 """Lines of two screens."""
 
-Command = Callable[..., None]
-
 EXIT_CODES = "Exit codes: 0 success, 1 failure, 2 wrong usage, 3 a check failed, 130 interrupted."
 
 
@@ -293,19 +290,18 @@ def _before_command(
     """What may stand before the command; `program` hands it on."""
 
 
-def program(name: str, about: str, commands: dict[str, Command]) -> typer.Typer:
-    """Makes the program of commands in the order of its help, each beside an example of its use.
+def program(name: str, about: str, commands: Registry[Command]) -> typer.Typer:
+    """Makes the program of commands.
 
-    The help lists the commands and has no need of their options, 150 in all: to declare them takes
-    longer than everything else that it does, but for loading the parser.
+    Its help lists them and imports none of their functions: to declare their options, 150 in all,
+    takes longer than everything else that it does.
     """
-    by_name = {function.__name__: (function, example) for example, function in commands.items()}
 
     class Commands(TyperGroup):
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
-            for command, (function, _) in by_name.items():
-                self.add_command(TyperCommand(command, help=inspect.getdoc(function)))
+            for command, summary in summaries(commands).items():
+                self.add_command(TyperCommand(command, help=summary))
 
         def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
             command, listed, rest = super().resolve_command(ctx, args)
@@ -314,7 +310,7 @@ def program(name: str, about: str, commands: dict[str, Command]) -> typer.Typer:
             said = [f"--{name}" for name in ("verbose", "quiet") if ctx.params.get(name)]
             if command != "doctor" and {"--help", "-h", "--quiet", "-q"}.isdisjoint((*said, *rest)):
                 _say_outside()
-            return command, _declared(*by_name[command]), [*said, *rest]
+            return command, _declared(commands[command]), [*said, *rest]
 
     app = typer.Typer(
         cls=Commands,
@@ -329,10 +325,10 @@ def program(name: str, about: str, commands: dict[str, Command]) -> typer.Typer:
     return app
 
 
-def _declared(function: Command, example: str) -> Any:
+def _declared(command: Command) -> Any:
     """A command as the parser has it, with its options; its help ends with the example."""
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    alone.command(function.__name__, cls=SectionedCommand, epilog=f"Example: {example}")(
-        flattened(function)
+    alone.command(command.name, cls=SectionedCommand, epilog=f"Example: {command.example}")(
+        flattened(command.loaded)
     )
     return typer.main.get_command(alone)

@@ -149,6 +149,14 @@ def refuse_changed(request: Any, names: Collection[str], why: str) -> None:
             raise UsageError(f"{spelling}{why}", hint=f"leave {spelling} out")
 
 
+def at_least(request: Request, name: str, least: int) -> None:
+    """Raises `UsageError` for a number that is smaller."""
+    number = getattr(request, name)
+    if number is not None and number < least:
+        spelling = spelled(type(request), name)
+        raise UsageError(f"{spelling} {number}: at least {least}", hint=f"leave {spelling} out")
+
+
 Mistake = tuple[str, str]
 """Options that cannot be meant, or not together, with the reason; and what to do."""
 

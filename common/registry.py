@@ -67,7 +67,7 @@ def foreign_plugins() -> dict[str, list[str]]:
     for group, points in _found().items():
         for point in points:
             loaded = _loaded(group, point, object)
-            if loaded and point.dist is not None and point.dist.name == OWN:
+            if loaded and is_own(point):
                 continue
             failed = "" if loaded else f" cannot be loaded: {_UNLOADABLE[group, point.name].reason}"
             found.setdefault(distribution_of(point), []).append(f"{group}: {point.name}{failed}")
@@ -103,16 +103,21 @@ class Registry(Generic[R]):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all records; imports no plugin."""
-        return (*self._own, *self._points())
+        return tuple(dict.fromkeys((*self._own, *(point.name for point in self._points()))))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or name in self._points()
+        return name in self.names
 
     def __getitem__(self, name: str) -> R:
-        """Returns a record; raises `PluginError` where there is none, or it cannot be loaded."""
+        """Returns a record.
+
+        Raises `PluginError` where there is none, where it cannot be loaded, and where two have its
+        name.
+        """
+        self._refuse_two_of(name)
         if name in self._own:
             return self._own[name]
-        point = self._points().get(name)
+        point = self._point(name)
         if point is None:
             raise PluginError(
                 f"{self.group}: nothing that is installed is called '{name}'",
@@ -129,27 +134,43 @@ class Registry(Generic[R]):
         return record
 
     def __iter__(self) -> Iterator[R]:
-        """Yields all records; a plugin that cannot be loaded is left out (`unloadable`)."""
+        """Yields all records; a plugin that cannot be loaded is left out (`unloadable`).
+
+        Raises `PluginError` where two have one name.
+        """
+        for name in self.names:
+            self._refuse_two_of(name)
         yield from self._own.values()
-        for point in self._points().values():
+        for point in self._points():
             record = _loaded(self.group, point, self._kind)
             if record is not None:
                 yield record
 
-    def _points(self) -> dict[str, EntryPoint]:
-        """The plugins' entry points by name; `PluginError` where two have one name."""
-        found: dict[str, EntryPoint] = {}
-        for point in sorted(_found().get(self.group, ()), key=lambda point: point.name):
-            other = found.get(point.name)
-            if other is not None or point.name in self._own:
-                theirs = "moexport itself" if other is None else distribution_of(other)
-                raise PluginError(
-                    f"{self.group}: '{point.name}' comes from {theirs} and from "
-                    f"{distribution_of(point)}",
-                    hint=f"remove one of them; {PLUGINS}=off runs without any plugin",
-                )
-            found[point.name] = point
-        return found
+    def foreign(self, name: str) -> EntryPoint | None:
+        """Returns the entry point of another distribution that brings a record; imports nothing."""
+        point = None if name in self._own else self._point(name)
+        return None if point is None or is_own(point) else point
+
+    def _points(self) -> list[EntryPoint]:
+        return sorted(_found().get(self.group, ()), key=lambda point: point.name)
+
+    def _point(self, name: str) -> EntryPoint | None:
+        return next((point for point in self._points() if point.name == name), None)
+
+    def _refuse_two_of(self, name: str) -> None:
+        points = [point for point in self._points() if point.name == name]
+        sources = ["moexport itself"] if name in self._own else []
+        sources += [distribution_of(point) for point in points]
+        if len(sources) > 1:
+            raise PluginError(
+                f"{self.group}: '{name}' comes from {' and from '.join(sources)}",
+                hint=f"remove one of them; {PLUGINS}=off runs without any plugin",
+            )
+
+
+def is_own(point: EntryPoint) -> bool:
+    """Returns whether an entry point comes with moexport."""
+    return point.dist is not None and point.dist.name == OWN
 
 
 def _loaded(group: str, point: EntryPoint, kind: type[Any]) -> Any:

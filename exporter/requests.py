@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ..common.option import Request, option, refuse_changed, spelled
+from ..common.option import Request, at_least, option, refuse_changed
 from ..common.text import near_miss
 from ..errors import UsageError
 from ..graphs.targets import FloatName, Method, Precision, Scope, Target
@@ -31,12 +29,6 @@ Engine = Literal["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
 
 Provider = Literal["cpu", "cuda", "tensorrt"]
 """Where ONNX Runtime runs a graph: the names of `exporter.session.PROVIDERS`."""
-
-ServingBackend = Literal["onnxruntime", "openvino", "tensorrt", "python"]
-"""Who runs a model in Triton: the names of `exporter.triton.repository`."""
-
-Device = Literal["cpu", "gpu"]
-"""Where it runs there."""
 
 OpenVinoDevice = Literal["cpu", "gpu", "npu"]
 """Where OpenVINO runs a graph: the names of `plugins.openvino.session.DEVICES`."""
@@ -105,31 +97,6 @@ class InspectRequest(LoadRequest):
         kind=str,
         metavar="FEED",
         compare=False,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptRequest(Request):
-    """How a layer is made that an adapter is written for."""
-
-    sets: Sequence[str] = option(
-        (),
-        "An argument of the layer: --set dim=64. input_shape=12,64 is what it is tried on.",
-        unset="none",
-        flag="--set",
-        metavar="KEY=VALUE",
-    )
-    batch: str | int | None = option(
-        None,
-        "The batch sizes that the layer is tried with, each of the three.",
-        unset="3, and 1 and 8 if the layer takes them",
-        metavar=SIZES,
-    )
-    tokens: str | int | None = option(
-        None,
-        "The same for the number of tokens, without input_shape.",
-        unset="7, and 16 if the layer takes them",
-        metavar=SIZES,
     )
 
 
@@ -216,7 +183,7 @@ class CalibrateRequest(ClusterRequest):
                 hint="--percentile 99.99 leaves out the outermost 0.01 % of the values",
             )
         for name in ("samples", "batch"):
-            _at_least(self, name, 1)
+            at_least(self, name, 1)
 
     @property
     def share(self) -> float:
@@ -478,158 +445,3 @@ class RunRequest(Request):
             refuse_changed(self, ("provider",), ": it is ONNX Runtime's, and OpenVINO runs it")
         if self.engine == "onnxruntime":
             refuse_changed(self, ("device", "cache"), ": it is OpenVINO's")
-
-
-LEAST_TOP_P = 2.0**-149
-"""The smallest 32-bit number above 0, which would draw from all tokens."""
-
-TOP_P = "above 0 and at most 1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest(Request):
-    """How a language model continues a text."""
-
-    chat: bool = option(
-        False,
-        "Take the prompt for a user's message, as the model's chat template writes it.",
-        heading="Prompt",
-    )
-    system: str | None = option(None, "A system message before it.", unset="none")
-    max_tokens: int = option(
-        256, "How many tokens to generate at most.", heading="Sampling", metavar="N"
-    )
-    temperature: float | None = option(
-        None,
-        "What scores are divided by before a token is drawn; 0 takes the likeliest token.",
-        unset="the model's own",
-    )
-    top_p: float | None = option(
-        None,
-        "Draw from the likeliest tokens of so much probability together.",
-        unset="the model's own",
-    )
-    top_k: int | None = option(
-        None, "Draw from so many tokens, the likeliest.", unset="the model's own"
-    )
-    seed: int | None = option(
-        None, "The same seed draws the same tokens.", unset="another one each time"
-    )
-    context: int | None = option(
-        None,
-        "The tokens of prompt and text together at most, which the cache has room for.",
-        unset="the model's own",
-        min=2,
-    )
-    stop: Sequence[str] = option(
-        (), "End before this text. Repeat it for several.", unset="none", metavar="TEXT"
-    )
-    threads: int | None = option(
-        None,
-        "The number of ONNX Runtime threads.",
-        unset="its own choice",
-        heading="Runtime",
-        min=1,
-    )
-
-    def __post_init__(self) -> None:
-        """Raises `UsageError` for a value that nothing can be drawn with."""
-        for name, fits, wanted in (
-            ("max_tokens", self.max_tokens >= 1, "1 or more"),
-            ("temperature", 0 <= (self.temperature or 0) < math.inf, "0 or more"),
-            # As a 32-bit number, 0 would draw from all tokens.
-            (
-                "top_p",
-                self.top_p is None or LEAST_TOP_P <= self.top_p <= 1,
-                "above 0 and at most 1",
-            ),
-            ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
-            ("seed", 0 <= (self.seed or 0) < 2**31, "from 0 to 2147483647"),
-        ):
-            if not fits:
-                spelling = spelled(GenerateRequest, name)
-                raise UsageError(
-                    f"{spelling} {getattr(self, name)}: it must be {wanted}",
-                    hint=f"leave {spelling} out for the default",
-                )
-        if "" in self.stop:
-            raise UsageError("--stop: it is empty", hint="leave it out")
-        if self.system is not None and not self.chat:
-            raise UsageError("--system: only a chat has a system message", hint="add --chat")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeRequest(Request):
-    """Where a language model is served."""
-
-    host: str = option("127.0.0.1", "The address to listen at; 0.0.0.0 is every one.")
-    port: int = option(8080, "The port.", min=1, max=65535)
-    name: str | None = option(None, "What requests call the model.", unset="the bundle's folder")
-    max_tokens: int = option(
-        4096, "How many tokens a text has at most; a client may ask for fewer.", min=1
-    )
-    context: int | None = option(
-        None,
-        "The tokens of prompt and text together at most, which a cache has room for.",
-        unset="the model's own",
-        min=2,
-    )
-    threads: int | None = option(
-        None, "The number of ONNX Runtime threads.", unset="its own choice", min=1
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TritonRequest(Request):
-    """How bundles are served."""
-
-    name: str | None = option(
-        None,
-        "The name of the model, or of the ensemble.",
-        unset="that of the checkpoint",
-        heading="Models",
-    )
-    backend: ServingBackend | None = option(
-        None,
-        "The Triton backend: onnxruntime, openvino, tensorrt (runs the engine) or python (moexport "
-        "without PyTorch).",
-        unset="tensorrt if the bundle has such an engine, python for openvino, else onnxruntime",
-    )
-    device: Device | None = option(
-        None, "The device of the instances: cpu or gpu.", unset="that of the bundle's target"
-    )
-    k: int | None = option(
-        None, "The k of requests without one, if k is an input of the graph.", unset="all experts"
-    )
-    version: int = option(1, "The version number to write.")
-    instances: int = option(1, "The number of instances per model.", heading="Speed")
-    threads: int | None = option(
-        None, "The number of ONNX Runtime threads per instance.", unset="its own choice"
-    )
-    delay_us: int | None = option(
-        None, "How long Triton waits to fill a batch, in microseconds.", unset="100"
-    )
-    force: bool = option(False, "Replace an existing model.", heading="Options")
-
-    def __post_init__(self) -> None:
-        """Raises `UsageError` for what cannot be meant, whatever the bundle."""
-        for name, known in (("backend", get_args(ServingBackend)), ("device", get_args(Device))):
-            value = getattr(self, name)
-            if value is not None and value not in known:
-                raise UsageError(f"--{name} {value}: unknown value", hint=near_miss(value, known))
-        if self.name is not None and not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
-            raise UsageError(
-                f"--name {self.name}: a model's name has letters, digits, _, - and .",
-                hint="for example --name vit",
-            )
-        for name in ("version", "instances", "threads"):
-            _at_least(self, name, 1)
-        _at_least(self, "delay_us", 0)
-
-
-def _at_least(request: Request, name: str, least: int) -> None:
-    """Raises `UsageError` for a number that is smaller."""
-    number = getattr(request, name)
-    if number is not None and number < least:
-        spelling = spelled(type(request), name)
-        raise UsageError(f"{spelling} {number}: at least {least}", hint=f"leave {spelling} out")

@@ -14,13 +14,13 @@ from typing import Any
 import moexport
 import numpy as np
 import torch
-from moexport.bench.demo.mumoe import save, trainable_gpt2
 from moexport.common.console import Progress
 from moexport.common.text import markdown
 from moexport.common.threads import with_threads
 from moexport.common.timing import IndexedCall, Protocol
 from moexport.common.timing import measure as measure_calls
 from moexport.exporter.families.mumoe_gpt2 import GPT2Spec
+from moexport.plugins.demo.mumoe import save, trainable_gpt2
 
 from .measure import measured_on, threads
 

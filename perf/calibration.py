@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from moexport import Bundle, Model, export, load
 from moexport.bench.data import LabelledData
-from moexport.bench.demo import digits
 from moexport.calibration.table import METHODS, CalibrationTable
 from moexport.common import timing
 from moexport.common.console import Progress
@@ -32,6 +31,7 @@ from moexport.exporter.parity import jaccard
 from moexport.exporter.quantization.calibrate import Observed, observe_model
 from moexport.exporter.requests import CalibrateRequest
 from moexport.exporter.session import Session, SessionOptions
+from moexport.plugins.demo import digits
 from onnxruntime import quantization
 
 from .measure import peak_bytes

@@ -19,7 +19,6 @@ from typing import Any
 import moexport
 import numpy as np
 import torch
-from moexport.bench.demo.mumoe import save, trainable_gpt2, trainable_mixer
 from moexport.common.console import Progress
 from moexport.common.onnx_runtime import ort
 from moexport.common.text import markdown
@@ -28,6 +27,7 @@ from moexport.exporter.families.mumoe_gpt2 import GPT2Spec
 from moexport.exporter.families.mumoe_mixer import MixerSpec
 from moexport.exporter.model import Model
 from moexport.graphs.targets import RUNTIME_TITLES, Precision, Runtime, Target
+from moexport.plugins.demo.mumoe import save, trainable_gpt2, trainable_mixer
 from moexport.plugins.openvino.session import openvino_package
 
 from .measure import measured_on, threads

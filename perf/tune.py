@@ -22,9 +22,6 @@ import moexport
 import numpy as np
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.demo import digits, experts
-from moexport.bench.demo.mumoe import EXPERTS, fit, trainable_mixer
-from moexport.bench.demo.mumoe import save as save_mumoe
 from moexport.bench.language import token_windows
 from moexport.bench.runners.pytorch import untouched
 from moexport.common.console import Progress
@@ -40,14 +37,17 @@ from moexport.exporter.model import Model
 from moexport.exporter.options import PrecisionOptions, parse_k
 from moexport.exporter.session import SessionOptions
 from moexport.graphs.targets import Precision
-from moexport.tune.budget import Clock, spin_for
-from moexport.tune.confirm import SearchResult, contract, front_of, with_ms
-from moexport.tune.prepare import SearchJob, prepare
-from moexport.tune.quality import Quality, Tally
-from moexport.tune.request import SearchOptions
-from moexport.tune.search import search
-from moexport.tune.space import AROUND, RANGED, Point, Trial
-from moexport.tune.tune import export_best
+from moexport.plugins.demo import digits, experts
+from moexport.plugins.demo.mumoe import EXPERTS, fit, trainable_mixer
+from moexport.plugins.demo.mumoe import save as save_mumoe
+from moexport.plugins.tune.budget import Clock, spin_for
+from moexport.plugins.tune.confirm import SearchResult, contract, front_of, with_ms
+from moexport.plugins.tune.prepare import SearchJob, prepare
+from moexport.plugins.tune.quality import Quality, Tally
+from moexport.plugins.tune.request import SearchOptions
+from moexport.plugins.tune.search import search
+from moexport.plugins.tune.space import AROUND, RANGED, Point, Trial
+from moexport.plugins.tune.tune import export_best
 from torch import nn
 from torch.nn import functional as F
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from moexport.plugins.tune import budget
+from moexport.plugins.tune.substitutes import distill
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, SOFT_MOE, VIT_SETS, RecordedCase, read_case
 from moexport.tests.traces import traced_once
-from moexport.tune import budget
-from moexport.tune.substitutes import distill
 
 
 @pytest.fixture(params=SOFT_MOE)

@@ -32,10 +32,10 @@ import onnxruntime
 import torch
 from moexport.__main__ import main as main_program
 from moexport.bench import results
-from moexport.bench.demo.demo import saved
-from moexport.bench.demo.digits import Training, load_digits, save, train
 from moexport.calibration.table import CalibrationTable
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.plugins.demo.demo import saved
+from moexport.plugins.demo.digits import Training, load_digits, save, train
 from moexport.tests.recorded import DATA
 from tqdm import tqdm  # type: ignore[import-untyped]
 

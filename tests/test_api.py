@@ -165,17 +165,13 @@ CALLS += ["bench", "specialise", "tune", "report", "demo"]
 
 
 def parameters(call: str) -> dict[str, inspect.Parameter]:
-    from moexport import calls
-
-    return dict(inspect.signature(getattr(calls, call)).parameters)
+    return dict(inspect.signature(getattr(moexport, call)).parameters)
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_every_option_of_a_call_is_a_keyword_and_explained_with_its_default(call: str) -> None:
-    from moexport import calls
-
     keywords = {n: p for n, p in parameters(call).items() if p.kind is p.KEYWORD_ONLY}
-    listed = (inspect.getdoc(getattr(calls, call)) or "").partition("\nOptions:\n")[2]
+    listed = (inspect.getdoc(getattr(moexport, call)) or "").partition("\nOptions:\n")[2]
     explained = re.findall(r"^ {4}(\w+): ([A-Z].*\S) \[(.*)\]$", listed, flags=re.MULTILINE)
     assert [name for name, *_ in explained] == [*keywords]
     for name, meaning, default in explained:

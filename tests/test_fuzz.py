@@ -41,10 +41,10 @@ from moexport.exporter.bundle.verify import verify
 from moexport.exporter.checkpoints.load import load, read_config
 from moexport.exporter.edits import read_edits
 from moexport.exporter.model import TensorSpec
-from moexport.exporter.requests import ServingBackend, TritonRequest
 from moexport.exporter.session import SessionOptions
 from moexport.exporter.tensorrt.plan_file import engine_facts
-from moexport.exporter.triton.repository import write_repository
+from moexport.plugins.triton.repository import write_repository
+from moexport.plugins.triton.request import ServingBackend, TritonRequest
 from moexport.tests.command import run
 from moexport.tests.exporter.tensorrt.engines import with_plan
 from moexport.tests.fuzzing import Subject, attempt, fuzz

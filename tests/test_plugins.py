@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from moexport.cli import COMMANDS
 from moexport.tests.recorded import DATA
 from moexport.tests.test_structure import ROOT, graph
 
@@ -23,9 +25,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "graphs.lowerings.token_routed",
     ),
     "own_layers": ("exporter.user_network",),
-    "text": ("exporter.text", "bench.language", "commands.generate"),
+    "text": ("exporter.text", "bench.language"),
     "service": ("bench.service", "bench.report.service"),
-    "triton": ("exporter.triton",),
     "studies": (
         "bench.analyses",
         "bench.specialise",
@@ -33,12 +34,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "bench.report.fairness",
         "bench.report.specialisation",
     ),
-    "demo": ("bench.demo",),
-    "tune": ("tune", "commands.tune"),
 }
 """Rooms that are to become plugins, and the modules that are theirs and still lie in the core."""
 
-IMPORTS_OF_ROOMS = 78
+IMPORTS_OF_ROOMS = 59
 """How often the core imports a module of these rooms: it only falls."""
 
 
@@ -255,3 +254,93 @@ def test_two_plugins_of_one_name_are_an_error_that_names_both(tmp_path: Path) ->
     assert "theirs 1.5" in message
     assert "moexport 0" in message
     assert "MOEXPORT_PLUGINS=off" in hint
+
+
+COMMAND = """
+import time
+from moexport.commands.command import Command
+API = 1
+MINE = Command("{name}", "Never shown.", "moexport {name} 3", "theirs:twice", 5)
+def twice(number: int) -> None:
+    print(2 * number)
+"""
+
+
+def outcome_of(
+    words: tuple[str, ...], folder: Path, name: str, module: str
+) -> subprocess.CompletedProcess[str]:
+    """What a command prints beside somebody else's package, which brings another."""
+    (folder / "theirs.py").write_text(module)
+    info = folder / "theirs-1.5.dist-info"
+    info.mkdir(exist_ok=True)
+    about = "Metadata-Version: 2.1\nName: theirs\nVersion: 1.5\nSummary: Twice a number.\n"
+    (info / "METADATA").write_text(about)
+    (info / "entry_points.txt").write_text(f"[moexport.commands]\n{name} = theirs:MINE\n")
+    paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
+    return subprocess.run(
+        [sys.executable, "-m", "moexport", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+
+
+def test_a_command_of_somebody_else_is_listed_by_the_package_s_own_words_and_runs(
+    tmp_path: Path,
+) -> None:
+    module = COMMAND.format(name="twice")
+    listed = outcome_of(("--help",), tmp_path, "twice", module).stdout
+    last = listed.rstrip().splitlines()[-1]
+    assert " ".join(last.split()) == "twice Twice a number (theirs 1.5)"
+    assert outcome_of(("twice", "21"), tmp_path, "twice", module).stdout.strip() == "42"
+    helped = outcome_of(("twice", "--help"), tmp_path, "twice", module).stdout
+    assert "Example: moexport twice 3" in helped
+
+
+@pytest.mark.parametrize("module", ["import nothing_of_this_name", "raise SystemExit(7)"])
+def test_the_list_of_commands_imports_nothing_of_somebody_else(module: str, tmp_path: Path) -> None:
+    done = outcome_of(("--help",), tmp_path, "twice", module)
+    assert done.returncode == 0
+    assert "twice" in done.stdout
+    assert "export" in done.stdout
+
+
+def test_a_command_that_does_not_load_says_which_package_brings_it(tmp_path: Path) -> None:
+    done = outcome_of(("twice", "3"), tmp_path, "twice", "import nothing_of_this_name")
+    assert done.returncode == 1
+    assert "theirs 1.5 cannot be loaded: ModuleNotFoundError" in done.stderr
+    assert "MOEXPORT_PLUGINS=off" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["export", "tune"])
+def test_a_name_that_two_commands_claim_runs_neither_and_the_others_work(
+    name: str, tmp_path: Path
+) -> None:
+    module = COMMAND.format(name=name)
+    done = outcome_of((name, "3"), tmp_path, name, module)
+    assert done.returncode == 1
+    assert f"'{name}' comes from" in done.stderr
+    assert "theirs 1.5" in done.stderr
+    assert "moexport" in done.stderr.partition("comes from")[2].partition("hint")[0]
+    other = outcome_of(("bench", "--help"), tmp_path, name, module)
+    assert (other.returncode, other.stderr) == (0, "")
+    assert f"'{name}' comes from" in outcome_of(("--help",), tmp_path, name, module).stdout
+
+
+def test_the_list_of_commands_has_the_first_sentence_of_each(tmp_path: Path) -> None:
+    for command in COMMANDS:
+        about = (inspect.getdoc(command.loaded) or "").partition("\n\n")[0]
+        assert command.summary == " ".join(about.split()), command.name
+
+
+def test_without_plugins_the_program_has_the_core_s_commands_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "moexport", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "MOEXPORT_PLUGINS": "off"},
+    )
+    listed = [line.split()[0] for line in done.stdout.partition("Commands:\n")[2].splitlines()]
+    assert " ".join(listed) == "inspect export build calibrate verify run bench report doctor"

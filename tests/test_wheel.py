@@ -18,7 +18,7 @@ from moexport.tests.recorded import DATA
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs", "plugins", "tune")
+FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs", "plugins")
 """All that is part of the package below its root; tests, documents and benchmarks stay behind."""
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")

@@ -13,7 +13,6 @@ from pathlib import Path
 from moexport.bench.analyses.experts import Wanted, study
 from moexport.bench.analyses.findings import ExpertStudy, analyses_of
 from moexport.bench.analyses.report import FRACTIONS, Printed, text
-from moexport.bench.demo import digits
 from moexport.bench.engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 from moexport.bench.plan import Candidate
 from moexport.bench.request import BenchRequest
@@ -23,6 +22,7 @@ from moexport.bench.runners.exported import exported
 from moexport.common.console import Progress
 from moexport.common.writing import make_folder
 from moexport.exporter.checkpoints.load import load
+from moexport.plugins.demo import digits
 
 NAME = "digits"
 

@@ -26,9 +26,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...errors import CacheMemoryError, MoexportError, UsageError
-from ..requests import GenerateRequest
 from .generate import GeneratedText, TextModel
 from .protocol import FAILED, Asked, NoSuchModelError, ReplyForm, error, events, in_protocol
+from .request import GenerateRequest
 from .turns import Turns
 from .watched import LEFT, TEXT, WatchedRequests
 

@@ -27,7 +27,6 @@ from ...errors import (
 )
 from ...graphs.names import PAST
 from ..bundle.bundle import Bundle
-from ..requests import GenerateRequest
 from .files import (
     CONFIGURED,
     GENAI_FILE,
@@ -36,6 +35,7 @@ from .files import (
     tokenizer_problem,
 )
 from .prompts import Prompts
+from .request import GenerateRequest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -15,7 +15,7 @@ from ...common.documents import from_data
 from ...common.option import spelled
 from ...common.text import printable
 from ...errors import MoexportError, UsageError
-from ..requests import GenerateRequest
+from .request import GenerateRequest
 
 MOST_STOPS = 8
 STOP_CHARACTERS = 256

@@ -7,8 +7,8 @@ import socket
 
 from ...errors import MissingExtraError, UsageError, install
 from ..bundle.bundle import Bundle
-from ..requests import ServeRequest
 from .generate import TextModel
+from .request import ServeRequest
 
 CLOSING_S = 1
 """So long texts that are being written may go on when the server is told to end."""

@@ -22,7 +22,6 @@ from typing import Any
 import moexport
 import numpy as np
 import torch
-from moexport.bench.demo import experts as demo
 from moexport.common.console import Progress
 from moexport.common.environment import usable_cores, versions
 from moexport.common.text import markdown
@@ -31,6 +30,7 @@ from moexport.exporter.job import export_job
 from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.exporter.token_routed.load import transformers_library
 from moexport.exporter.trace import trace
+from moexport.plugins.demo import experts as demo
 
 from ..granite import save_random
 from ..measure import measured_on

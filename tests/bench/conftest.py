@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from moexport.bench.demo.digits import Digits, SoftMoEMnist, Training, load_digits, patches, train
 from moexport.bench.metrics import wilson
 from moexport.bench.results import (
     Accuracy,
@@ -20,6 +19,7 @@ from moexport.bench.results import (
 from moexport.common.timing import Latency, summarise
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
+from moexport.plugins.demo.digits import Digits, SoftMoEMnist, Training, load_digits, patches, train
 from torch import Tensor, nn
 
 

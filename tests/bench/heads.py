@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from moexport.bench.demo.digits import load_digits
 from moexport.graphs.layers.mumoe import FactorisedSpec, MuMoE, MuMoESpec, MuMoEWeights
+from moexport.plugins.demo.digits import load_digits
 from torch.nn import functional as F
 
 DIM, CLASSES, RANK = 49, 10, 16

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moexport.bench.data import LabelledData
-from moexport.bench.demo.digits import Digits
 from moexport.bench.journal import FILE, Journal
 from moexport.bench.measure.latency import TASKS
 from moexport.bench.plan import Candidate, GraphSource
@@ -24,6 +23,7 @@ from moexport.common.writing import held
 from moexport.errors import OutputError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
+from moexport.plugins.demo.digits import Digits
 from moexport.tests.bench.loaders import Made
 
 SETTINGS = BenchRequest(

@@ -10,7 +10,6 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.demo.experts import trained_tokenizer
 from moexport.bench.language import (
     TEXT_BYTES,
     phase_inputs,
@@ -29,6 +28,7 @@ from moexport.bench.runners.candidates import from_bundle
 from moexport.bench.runners.pytorch import in_form, untouched
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import Model
+from moexport.plugins.demo.experts import trained_tokenizer
 from moexport.tests.command import run
 from moexport.tests.exporter.token_routed.architectures import (
     ARCHITECTURES,

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.demo.digits import Digits
 from moexport.bench.plan import Candidate, GraphSource, describe, plan
 from moexport.bench.report.text import method_lines
 from moexport.bench.request import BenchRequest
@@ -27,6 +26,7 @@ from moexport.common.threads import with_threads
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
+from moexport.plugins.demo.digits import Digits
 from moexport.tests.bench.loaders import Made
 from moexport.tests.command import run, run_program
 from moexport.tests.recorded import DATA, VIT_SETS

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport import cli
+from moexport.cli import COMMANDS
 from moexport.commands.options import flattened
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
@@ -225,7 +225,7 @@ ACTING = {
 
 @pytest.mark.parametrize("command", ACTING)
 def test_every_option_is_decided(command: str) -> None:
-    names = set(inspect.signature(flattened(getattr(cli, command))).parameters) - EVERYWHERE
+    names = set(inspect.signature(flattened(COMMANDS[command].loaded)).parameters) - EVERYWHERE
     assert names == IDLE.get(command, {}).keys() | ACTING[command]
 
 

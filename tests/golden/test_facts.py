@@ -12,11 +12,11 @@ from typing import Any
 import moexport
 import numpy as np
 import pytest
-from moexport import cli
 from moexport.bench.engines import KINDS, TITLES
 from moexport.bench.journal import Journal
 from moexport.bench.report import figures, sections
 from moexport.calibration.feeds import FeedHash
+from moexport.cli import COMMANDS
 from moexport.commands.options import flattened
 from moexport.exporter.checkpoints import load
 from moexport.exporter.families import FAMILIES
@@ -28,11 +28,11 @@ from moexport.exporter.tensorrt.cache import engine_key
 from moexport.graphs.lowerings import ALL_LOWERINGS
 from moexport.graphs.lowerings.cost import MACHINES
 from moexport.graphs.targets import TARGETS
+from moexport.plugins.tune.space import Point
 from moexport.tests.exporter.families.test_vmoe_routed import loaded as routed_model
 from moexport.tests.exporter.families.test_vmoe_vit import read_case as read_jax_case
 from moexport.tests.golden.golden import ROOT, check, compared
 from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
-from moexport.tune.space import Point
 
 ROUTED = "jax_vmoe_every2_k1_indices"
 
@@ -87,10 +87,9 @@ def test_options_of_commands_are_as_recorded() -> None:
     commands = {
         name: {
             parameter.name: _default(parameter.default)
-            for parameter in inspect.signature(flattened(getattr(cli, name))).parameters.values()
+            for parameter in inspect.signature(flattened(command.loaded)).parameters.values()
         }
-        for name in sorted(cli.__dict__)
-        if inspect.isfunction(getattr(cli, name)) and name not in ("program", "app")
+        for name, command in sorted((command.name, command) for command in COMMANDS)
     }
     check("options", commands)
 

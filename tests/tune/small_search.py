@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import moexport
-from moexport.bench.demo.digits import Training, load_digits, save, train
-from moexport.tune.tune import Tuned
+from moexport.plugins.demo.digits import Training, load_digits, save, train
+from moexport.plugins.tune.tune import Tuned
 
 
 def small_search(folder: Path, **options: Any) -> Tuned:

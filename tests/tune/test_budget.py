@@ -8,11 +8,11 @@ from pathlib import Path
 
 import moexport
 import pytest
-from moexport.bench.demo.digits import Training, load_digits, save, train
 from moexport.exporter.model import Model
-from moexport.tune.budget import Clock
-from moexport.tune.request import SearchOptions
-from moexport.tune.tune import search_and_export
+from moexport.plugins.demo.digits import Training, load_digits, save, train
+from moexport.plugins.tune.budget import Clock
+from moexport.plugins.tune.request import SearchOptions
+from moexport.plugins.tune.tune import search_and_export
 
 COSTS = {"trace": 2.0, "forms": 1.0, "effect": 0.2, "trial": 1.0}
 COSTS |= {"open": 0.5, "run": 0.5, "ways": 1.0}

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from moexport.bench.metrics import score_interval
 from moexport.exporter.bundle.recipe import LayerRecipe
-from moexport.tune.confirm import (
+from moexport.plugins.tune.confirm import (
     Confirmed,
     Sequences,
     holding,
     sequences_of,
     worth_confirming,
 )
-from moexport.tune.quality import Quality
-from moexport.tune.space import Point, Trial
+from moexport.plugins.tune.quality import Quality
+from moexport.plugins.tune.space import Point, Trial
 
 KEEP, RIGHT = 0.99, 430
 """What is asked, and how many inputs at least one of two models has right."""

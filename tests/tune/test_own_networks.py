@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.demo.digits import load_digits
 from moexport.common import timing
 from moexport.common.console import Silent
 from moexport.errors import BundleError, CalibrationError
@@ -22,6 +21,7 @@ from moexport.exporter.bundle.recipe import LayerRecipe, Recipe, read_recipe
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, fingerprint
 from moexport.exporter.options import ExportOptions, PrecisionOptions, recipe_options
+from moexport.plugins.demo.digits import load_digits
 from moexport.tests.command import run
 
 pytestmark = pytest.mark.slow

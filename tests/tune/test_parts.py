@@ -13,13 +13,13 @@ from moexport.bench.runners.base import first_of
 from moexport.common.option import parse_seconds, parse_share, parse_size
 from moexport.errors import UsageError
 from moexport.exporter.bundle.recipe import LayerRecipe
-from moexport.tune.confirm import front_of
-from moexport.tune.holdout import Holdout
-from moexport.tune.quality import Metric, Quality, Tally, metric_for
-from moexport.tune.schedule import Option, predicted_front, steps
-from moexport.tune.space import Point, Trial, ks_of, sizes_measured
-from moexport.tune.substitutes.constants import given_up
-from moexport.tune.times import FormTime, LayerTimes
+from moexport.plugins.tune.confirm import front_of
+from moexport.plugins.tune.holdout import Holdout
+from moexport.plugins.tune.quality import Metric, Quality, Tally, metric_for
+from moexport.plugins.tune.schedule import Option, predicted_front, steps
+from moexport.plugins.tune.space import Point, Trial, ks_of, sizes_measured
+from moexport.plugins.tune.substitutes.constants import given_up
+from moexport.plugins.tune.times import FormTime, LayerTimes
 
 
 def test_the_halves_are_even_apart_and_whole() -> None:

@@ -14,7 +14,7 @@ from moexport.exporter.job import ExportJob, export_job
 from moexport.exporter.model import Model
 from moexport.exporter.options import ExportOptions
 from moexport.exporter.trace import trace
-from moexport.tune.routed import Traces, _alike, _differences
+from moexport.plugins.tune.routed import Traces, _alike, _differences
 
 CODE = '''
 import moexport

@@ -8,16 +8,16 @@ import moexport
 import numpy as np
 import pytest
 from moexport.bench.analyses.findings import tuning_in
-from moexport.bench.demo.digits import load_digits
 from moexport.bench.results import read
 from moexport.errors import UsageError
 from moexport.exporter.bundle.recipe import LayerRecipe
+from moexport.plugins.demo.digits import load_digits
+from moexport.plugins.tune.findings import text
+from moexport.plugins.tune.request import SearchOptions, parse_targets
+from moexport.plugins.tune.times import FormTime, LayerTimes
+from moexport.plugins.tune.tune import Tuned
 from moexport.tests.exporter.test_openvino import computes
 from moexport.tests.tune.small_search import small_search
-from moexport.tune.findings import text
-from moexport.tune.request import SearchOptions, parse_targets
-from moexport.tune.times import FormTime, LayerTimes
-from moexport.tune.tune import Tuned
 
 pytest.importorskip("openvino", reason="OpenVINO is not installed")
 

@@ -10,12 +10,12 @@ from moexport.bench.results import read
 from moexport.bench.service.findings import services_in
 from moexport.errors import UsageError
 from moexport.exporter.bundle.recipe import RECIPE_FILE, read_recipe
+from moexport.plugins.tune import confirm
+from moexport.plugins.tune.confirm import ContractError
+from moexport.plugins.tune.findings import text
+from moexport.plugins.tune.request import TuneRequest
+from moexport.plugins.tune.tune import Tuned
 from moexport.tests.tune.small_search import small_search
-from moexport.tune import confirm
-from moexport.tune.confirm import ContractError
-from moexport.tune.findings import text
-from moexport.tune.request import TuneRequest
-from moexport.tune.tune import Tuned
 
 pytest.importorskip("mlperf_loadgen", reason="LoadGen is not installed")
 

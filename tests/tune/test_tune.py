@@ -13,7 +13,6 @@ import onnxruntime
 import pytest
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.demo.digits import Digits, Training, load_digits, save, train
 from moexport.common import timing
 from moexport.common.console import Progress, Silent
 from moexport.common.files import sha256
@@ -31,14 +30,15 @@ from moexport.exporter.plan import plan
 from moexport.exporter.trace import trace
 from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.graphs.targets import CUDA_PROVIDER
+from moexport.plugins.demo.digits import Digits, Training, load_digits, save, train
+from moexport.plugins.tune.confirm import ContractError, holding
+from moexport.plugins.tune.request import SearchOptions
+from moexport.plugins.tune.space import Point, job_of
+from moexport.plugins.tune.substitutes.substitutes import FOLDER
+from moexport.plugins.tune.tune import Tuned, plan_search
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 from moexport.tests.threads import SlowOnManyThreads
-from moexport.tune.confirm import ContractError, holding
-from moexport.tune.request import SearchOptions
-from moexport.tune.space import Point, job_of
-from moexport.tune.substitutes.substitutes import FOLDER
-from moexport.tune.tune import Tuned, plan_search
 from safetensors.numpy import load_file, save_file
 
 pytestmark = pytest.mark.slow
@@ -281,7 +281,7 @@ def test_a_graph_that_is_too_far_from_pytorch_gives_way_to_the_next_that_was_con
             raise ParityError("model.onnx differs from PyTorch")
         return export(*given)
 
-    monkeypatch.setattr("moexport.tune.tune.export", strict)
+    monkeypatch.setattr("moexport.plugins.tune.tune.export", strict)
     steps = Steps()
     found = search(checkpoint, digits.test, tmp_path, steps)
     assert len(asked) == 2

@@ -25,12 +25,12 @@ from moexport.bench.analyses.experts import (
 )
 from moexport.bench.analyses.findings import PASSES, SUMS
 from moexport.bench.data import LabelledData
-from moexport.bench.demo.digits import Digits
 from moexport.bench.runners.pytorch import untouched, with_algorithm_1
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.inputs import random_inputs
 from moexport.exporter.model import Model
+from moexport.plugins.demo.digits import Digits
 from moexport.tests.recorded import VIT_CONFIG
 from torch import Tensor
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.demo.digits import (
+from moexport.plugins.demo.digits import (
     Digits,
     SoftMoEMnist,
     Training,

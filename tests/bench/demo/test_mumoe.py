@@ -8,9 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moexport.bench.demo import mumoe as mumoe_demo
-from moexport.bench.demo import mumoe as topics
-from moexport.bench.demo.mumoe import run_mumoe_demo
 from moexport.bench.metrics import TopKCounts
 from moexport.bench.report.text import rows_table
 from moexport.bench.results import Perplexity, Results, Row
@@ -19,6 +16,9 @@ from moexport.errors import BundleError
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.families.mumoe_gpt2 import GPT2Spec
 from moexport.exporter.families.mumoe_mixer import MixerSpec
+from moexport.plugins.demo import mumoe as mumoe_demo
+from moexport.plugins.demo import mumoe as topics
+from moexport.plugins.demo.mumoe import run_mumoe_demo
 from moexport.tests.command import run
 from torch import Tensor, nn
 

@@ -17,7 +17,6 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.demo.digits import Digits
 from moexport.bench.engines import KINDS
 from moexport.bench.journal import FILE
 from moexport.bench.plan import Candidate, Case, GraphSource, select
@@ -42,6 +41,7 @@ from moexport.common.timing import summarise
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
 from moexport.exporter.tensorrt.backends import first_gpu
+from moexport.plugins.demo.digits import Digits
 from moexport.tests.bench.loaders import Made
 from moexport.tests.bench.test_schema import problems
 from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case

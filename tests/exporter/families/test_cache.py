@@ -8,10 +8,10 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.demo.mumoe import save, trainable_gpt2
 from moexport.errors import FeedError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.families.mumoe_gpt2 import GPT2Spec
+from moexport.plugins.demo.mumoe import save, trainable_gpt2
 from moexport.tests.command import run
 from torch import nn
 

@@ -23,6 +23,8 @@ from moexport.exporter.plan import plan
 from moexport.exporter.session import Session
 from moexport.exporter.trace import trace
 from moexport.graphs.layers.base import recorded_choices
+from moexport.plugins.tune.request import TuneRequest
+from moexport.plugins.tune.tune import plan_search
 from moexport.tests.exporter.families.test_vmoe_vit import (
     CLOSE,
     JaxCase,
@@ -30,8 +32,6 @@ from moexport.tests.exporter.families.test_vmoe_vit import (
     config_file,
     read_case,
 )
-from moexport.tune.request import TuneRequest
-from moexport.tune.tune import plan_search
 
 CASES = ("jax_vmoe_last2_k2", "jax_vmoe_every2_k1_indices", "jax_vmoe_12_blocks_k2")
 E3 = "jax_e3_last2_m2"

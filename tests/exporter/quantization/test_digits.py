@@ -8,11 +8,11 @@ import moexport
 import numpy as np
 import onnx
 import pytest
-from moexport.bench.demo.digits import Training, load_digits, save, train
 from moexport.exporter.bundle.parity_record import Reference
 from moexport.exporter.model import Model
 from moexport.exporter.reference import reference
 from moexport.exporter.session import SessionOptions
+from moexport.plugins.demo.digits import Training, load_digits, save, train
 
 RANGES_FROM = 256
 """Training images that ranges come from."""

@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from moexport.bench.demo import mumoe as mumoe_demo
-from moexport.bench.demo.digits import CLASSES, load_digits
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec
 from moexport.graphs.rewrites import Rewrite
+from moexport.plugins.demo import mumoe as mumoe_demo
+from moexport.plugins.demo.digits import CLASSES, load_digits
 from moexport.tests.command import Outcome, run
 from moexport.tests.exporter.quantization.test_precision import stored_types
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of

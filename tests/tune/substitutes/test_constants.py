@@ -10,8 +10,8 @@ import pytest
 import torch
 from moexport.exporter.model import Model
 from moexport.graphs.layers.soft_moe import SoftMoE
+from moexport.plugins.tune.substitutes.constants import RANKED, RIDGE, ConstantExperts
 from moexport.tests.recorded import DATA
-from moexport.tune.substitutes.constants import RANKED, RIDGE, ConstantExperts
 
 SEED = 3
 

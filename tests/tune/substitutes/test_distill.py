@@ -12,12 +12,12 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.demo import digits
 from moexport.bench.runners.pytorch import PyTorch
 from moexport.graphs.layers.base import replaced_layers
 from moexport.graphs.layers.soft_moe import SoftMoE
-from moexport.tune.substitutes import distill
-from moexport.tune.substitutes.distill import (
+from moexport.plugins.demo import digits
+from moexport.plugins.tune.substitutes import distill
+from moexport.plugins.tune.substitutes.distill import (
     EVALUATIONS,
     EVALUATIONS_SHARE,
     HELD_OUT,

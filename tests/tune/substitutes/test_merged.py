@@ -13,8 +13,6 @@ import onnx
 import pytest
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.demo import digits
-from moexport.bench.demo.mumoe import fit, save, trainable_mixer
 from moexport.errors import UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.recipe import read_recipe
@@ -23,11 +21,13 @@ from moexport.exporter.edits import Edits, MergedExperts
 from moexport.exporter.families.mumoe_mixer import MixerSpec
 from moexport.exporter.model import edited
 from moexport.graphs.layers.mumoe import Form, GateActivation, MuMoESpec
+from moexport.plugins.demo import digits
+from moexport.plugins.demo.mumoe import fit, save, trainable_mixer
+from moexport.plugins.tune.substitutes.merged import RIDGE, merged_matrices
+from moexport.plugins.tune.tune import Tuned
 from moexport.tests.command import run
 from moexport.tests.graphs.mumoe_layers import FORMS, random_layer, tensor
 from moexport.tests.recorded import DATA, MUMOE, read_case
-from moexport.tune.substitutes.merged import RIDGE, merged_matrices
-from moexport.tune.tune import Tuned
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from moexport.exporter.bundle.recipe import LayerRecipe
 from moexport.exporter.model import Model
+from moexport.plugins.tune.space import Point
+from moexport.plugins.tune.substitutes.substitutes import Seen, Substitutes
 from moexport.tests.recorded import DATA
-from moexport.tune.space import Point
-from moexport.tune.substitutes.substitutes import Seen, Substitutes
 
 
 @pytest.fixture(scope="module")

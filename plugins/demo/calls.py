@@ -1,0 +1,41 @@
+"""The demo as a Python call."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...common.libraries import check_pytorch
+from ...common.option import takes
+from ...exporter.requests import AnyPath
+from .request import DemoRequest
+
+if TYPE_CHECKING:
+    from .demo import Outcome
+
+
+def demo_as(out: AnyPath, request: DemoRequest) -> Outcome:
+    """Trains networks on handwritten digits or on text, exports, verifies and measures them.
+
+    Everything goes into the folder `out`.
+    """
+    check_pytorch("the demo")
+    from ...common.console import Silent
+
+    watcher, family, force = request.progress or Silent(), request.family, request.force
+    if family == "mumoe":
+        from .mumoe import run_mumoe_demo
+
+        return run_mumoe_demo(Path(out), watcher, force=force)
+    if family == "experts":
+        from .experts import run_experts_demo
+
+        return run_experts_demo(Path(out), watcher, force=force)
+    from .demo import run_demo
+    from .tuned import demonstrated
+
+    return run_demo(Path(out), watcher, force=force, last=partial(demonstrated, watcher))
+
+
+demo = takes(DemoRequest)(demo_as)

@@ -1,0 +1,15 @@
+"""The command that the demo brings."""
+
+from __future__ import annotations
+
+from ...commands.command import Command
+
+API = 1
+
+COMMAND = Command(
+    "demo",
+    "Train small networks, export, verify and measure them.",
+    "moexport demo -o demo",
+    "moexport.plugins.demo.cli:demo",
+    150,
+)

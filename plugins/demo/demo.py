@@ -1,0 +1,341 @@
+"""`moexport demo`: the whole job on real data, from training to the report."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...bench.data import LabelledData
+from ...bench.engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2
+from ...bench.journal import Journal
+from ...bench.plan import Candidate
+from ...bench.prepare import in_phases, threads_for
+from ...bench.report.text import rows_table
+from ...bench.request import BenchRequest
+from ...bench.run import bench
+from ...bench.runners.candidates import from_bundle
+from ...bench.runners.other_exporters import with_other_exporters
+from ...bench.service.findings import as_analyses
+from ...bench.service.measure import service_of
+from ...common.console import Progress
+from ...common.text import table
+from ...common.threads import with_threads
+from ...common.writing import check_folder, whole_file, write_text
+from ...errors import BundleError, MoexportError
+from ...exporter.bundle.bundle import Bundle
+from ...exporter.checkpoints.load import load
+from ...exporter.export import export
+from ...exporter.job import export_job
+from ...exporter.model import Model
+from ...exporter.options import ExportOptions, PrecisionOptions, parse_k
+from ...exporter.trace import trace
+from ...graphs.targets import Precision, Target
+from . import digits
+
+THREADS = 1
+"""Of training: with more, sums are in another order, and other networks come of the same seed."""
+
+ROUND_S = 0.05
+"""Of each case in each of its rounds: short, and still eight calls or more of the slowest."""
+
+SERVED_S = 0.5
+"""Of a run of LoadGen: some thousand requests of these networks."""
+
+VERIFIED = 64
+"""Inputs that each bundle is compared with PyTorch on; the measurements compare them on all."""
+
+MARKER = "demo-of-moexport.txt"
+
+VERIFIED_HEADER = ("bundle", "k/n", "lowering", "max |difference|", "verified")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A bundle to make of a network: its folder, k as the command line takes it, and precision."""
+
+    folder: str
+    k: str
+    data: Path
+    precision: Precision = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedNetwork:
+    """A trained network: its checkpoint, what its user must say of it, and its bundles."""
+
+    name: str
+    checkpoint: Path
+    bundles: tuple[Exported, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    target: Target = "onnx"
+
+    def load(self) -> Model:
+        """Returns it as the exporter reads it."""
+        return load(self.checkpoint, config=dict(self.config))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Networks that are measured on the same inputs: a report in the folder `report`.
+
+    The command line takes the inputs from files, which `Exported.data` names. The first network is
+    also served, within a `bound` of latency.
+    """
+
+    report: str
+    data: LabelledData
+    networks: tuple[TrainedNetwork, ...]
+    batches: tuple[int, ...] = (1,)
+    calibration: Path | None = None
+    engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2, ONNXRUNTIME)
+    bound: str | None = None
+
+
+Last = Callable[[TrainedNetwork, LabelledData, Path], str]
+"""What a demo ends with: it gets a network, data it was not trained on and the demo's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the demo leaves behind, and the text that says so."""
+
+    directory: Path
+    report: Path
+    text: str
+
+
+def run_job(
+    directory: Path,
+    progress: Progress,
+    train: Callable[[Path, Progress], Sequence[Group]],
+    *,
+    force: bool,
+    command: str,
+    ks: Sequence[str] = (),
+    about: Callable[[Sequence[Group]], Iterable[str]] = lambda groups: (),
+    remarks: Sequence[str] = (),
+    last: Last | None = None,
+) -> Outcome:
+    """Trains networks, exports, verifies and measures them, at `ks` where k is an input.
+
+    The text says what `about` finds of the networks before the measurements, and `remarks` after;
+    what comes `last` is done with the first network.
+    Raises `BundleError` when `directory` exists, unless it is an earlier demo and `force` is given.
+    """
+    started = time.monotonic()
+    claim(directory, force=force)
+    groups = train(directory, progress)
+    checked, measured, reports = [], [], []
+    for group in groups:
+        request = BenchRequest(
+            k=ks,
+            batch=group.batches,
+            engine=group.engines,
+            target="ort-cpu",
+            round_s=ROUND_S,
+            memory=False,  # It takes a process for every row, and the demo is to be short.
+        )
+        report = directory / group.report
+        loaded = [network.load() for network in group.networks]
+        threads = threads_for(loaded, group.data, group.batches)
+        request = replace(request, threads=threads.count)
+        with ExitStack() as stack:
+            candidates = []
+            for network in group.networks:
+                bundles = list(_exported(network, directory, progress))
+                checked += [verified(bundle) for bundle in bundles]
+                own = _side_by_side(bundles, network.name, request)
+                both = stack.enter_context(with_other_exporters(own, threads.count))
+                candidates.append(in_phases(both, group.data, None))
+            request = replace(
+                request, out=report, command=f"{command} -o {directory}", progress=progress
+            )
+            progress.step(f"measuring for {report.name}")
+            results = bench(
+                candidates,
+                group.data,
+                request,
+                analyses=_in_service(candidates[0], group, request),
+                calibration=None if group.calibration is None else str(group.calibration),
+                threads=threads,
+            )
+        measured.append(rows_table(results))
+        reports.append(report / "report.html")
+    ends = () if last is None else (last(groups[0].networks[0], groups[0].data, directory),)
+    took = f"took {time.monotonic() - started:.0f} s"
+    text = (
+        table(VERIFIED_HEADER, checked),
+        *about(groups),
+        *measured,
+        *remarks,
+        *ends,
+        "\n".join((took, *(f"report: {report}" for report in reports))),
+    )
+    return Outcome(directory, reports[0], "\n\n".join(text))
+
+
+def claim(directory: Path, *, force: bool) -> None:
+    """Makes the demo's folder; only an earlier demo is ever written over."""
+    marker = directory / MARKER
+    check_folder(directory)
+    if directory.exists() and any(directory.iterdir()):
+        if not marker.is_file():
+            raise BundleError(
+                f"{directory}: the folder exists and is not a demo", hint="choose another -o"
+            )
+        if not force:
+            raise BundleError(
+                f"{directory}: a demo exists there", hint="--force writes over it, -o elsewhere"
+            )
+    write_text("Everything here was made by `moexport demo`.\n", marker)
+
+
+def saved(data: LabelledData, path: Path) -> Path:
+    """Writes inputs and labels as the command line takes them; returns the file."""
+    arrays = {data.input_name: data.inputs}
+    if data.labels is not None and data.label_name is not None:
+        arrays[data.label_name] = data.labels
+    with whole_file(path) as partial:
+        np.savez(partial, **arrays)  # type: ignore[arg-type]  # names as keywords
+    return path
+
+
+def _exported(network: TrainedNetwork, directory: Path, progress: Progress) -> Iterator[Bundle]:
+    """Yields a network's bundles, each compared with PyTorch on its data; it is traced once."""
+    model, traced = network.load(), None
+    for planned in network.bundles:
+        progress.step(f"exporting {planned.folder}")
+        options = ExportOptions(
+            k=parse_k(planned.k),
+            target=network.target,
+            precision=PrecisionOptions(planned.precision),
+            data=str(planned.data),
+            verify_samples=VERIFIED,
+            destination=directory / planned.folder,
+            force=True,
+        )
+        job = export_job(model, options)
+        same = job.model is model  # another k of a router is another network
+        if same and traced is None:
+            traced = trace(model, opset=options.opset, fixed=job.fixed)
+        yield export(job, traced=traced if same else None)
+
+
+def verified(bundle: Bundle) -> tuple[str, ...]:
+    """Returns a bundle's line under `VERIFIED_HEADER`; raises MoexportError where a check fails."""
+    checks = list(bundle.verify())
+    failed = [check for check in checks if not check.passed]
+    if failed:
+        raise MoexportError(f"{bundle.path}: {failed[0].name} failed: {failed[0].detail}")
+    layer = bundle.manifest.layers[0]
+    parity = bundle.manifest.parity
+    assert parity is not None
+    return (
+        bundle.path.name,
+        f"{'input' if layer.k is None else layer.k}/{layer.experts}",
+        layer.lowering,
+        f"{parity['max_abs']:.1e}",
+        f"{len(checks)} checks",
+    )
+
+
+def _side_by_side(bundles: Sequence[Bundle], name: str, request: BenchRequest) -> Candidate:
+    """The bundles of one network as one candidate with all their ks."""
+    candidates = [from_bundle(bundle, request) for bundle in bundles]
+    return replace(
+        candidates[0],
+        name=name,
+        ks=tuple(dict.fromkeys(k for candidate in candidates for k in candidate.ks)),
+        graphs=tuple(graph for candidate in candidates for graph in candidate.graphs),
+        routed={k: job for candidate in candidates for k, job in candidate.routed.items()},
+    )
+
+
+def _in_service(candidate: Candidate, group: Group, request: BenchRequest) -> dict[str, Any]:
+    """What a network serves within the bound, with all experts and the fewest; none unless asked.
+
+    Nor where LoadGen is not installed.
+    """
+    if group.bound is None or importlib.util.find_spec("mlperf_loadgen") is None:
+        return {}
+    ks = [graph.k for graph in candidate.graphs]
+    few = tuple(graph for graph in candidate.graphs if graph.k in (min(ks), max(ks)))
+    served = replace(candidate, graphs=few, engines=())
+    asked = replace(request, scenario="server", latency_bound=group.bound, duration=SERVED_S)
+    service = service_of(asked, group.data, [served])
+    assert service is not None, "a scenario is asked for"
+    service.serve(served, {}, Journal(None, {}))
+    return as_analyses(service.findings)
+
+
+KEPT = {"n": "n", "n2": "1/2", "n4": "1/4", "n8": "1/8"}
+"""Every k that is exported, by how its bundle is called."""
+
+NETWORKS: tuple[tuple[digits.Training, Mapping[Precision, Sequence[str]]], ...] = (
+    (
+        digits.Training(
+            128, hidden=64, normalise=True, scale=16.0, epochs=6, batch=64, learning_rate=4e-3
+        ),
+        {"fp32": ("n", "n2", "n4", "n8"), "int8": ("n", "n4", "n8")},
+    ),
+    (digits.Training(16), {"fp32": ("n", "n2", "n4")}),
+)
+"""What is trained, and the k that are exported in each precision.
+
+Of 128 experts whose weights take the time, an eighth does. The paper's own network with 16 experts
+is the counterexample: all of them are needed, and so small that fewer save nothing.
+"""
+
+
+def run_demo(
+    directory: Path, progress: Progress, *, force: bool = False, last: Last | None = None
+) -> Outcome:
+    """Trains, exports, verifies and measures networks on handwritten digits, for several k each.
+
+    It ends with what comes `last`.
+    Raises `BundleError` when `directory` exists, unless it is an earlier demo and `force` is given.
+    """
+    return run_job(directory, progress, _trained, force=force, command="moexport demo", last=last)
+
+
+def _trained(directory: Path, progress: Progress) -> list[Group]:
+    data = digits.load_digits()
+    test = saved(data.test, directory / "digits-test.npz")
+    calibration = saved(data.train, directory / "digits-train.npz")
+    networks = []
+    for training, exports in NETWORKS:
+        n = training.experts
+        progress.step(f"training n = {n} on {len(data.train)} digits")
+        checkpoint = directory / f"digits-n{n}.pt"
+        with with_threads(THREADS):
+            digits.save(digits.train(training, data.train), checkpoint)
+        bundles = [
+            Exported(
+                f"digits-n{n}-k{label}" + ("" if precision == "fp32" else f"-{precision}"),
+                KEPT[label],
+                test if precision == "fp32" else calibration,
+                precision,
+            )
+            for precision, labels in exports.items()
+            for label in labels
+        ]
+        networks.append(
+            TrainedNetwork(f"digits, n = {n}", checkpoint, tuple(bundles), target="ort-cpu")
+        )
+    return [
+        Group(
+            report="report",
+            data=data.test,
+            networks=tuple(networks),
+            batches=(1, 32),
+            calibration=calibration,
+            bound="20ms",
+        )
+    ]

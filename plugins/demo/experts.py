@@ -1,0 +1,159 @@
+"""`moexport demo --family experts`: a small language model with routed experts, end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...bench.data import LabelledData
+from ...bench.engines import (
+    ONNXRUNTIME,
+    PYTORCH_EXPERTS_EAGER,
+    PYTORCH_GROUPED_MM,
+    TRANSFORMERS_ONNX,
+)
+from ...bench.language import python_topics
+from ...common.console import Progress
+from ...common.threads import with_threads
+from ...common.writing import replace_folder, temporary_folder, write_text
+from ...exporter.token_routed.load import transformers_library
+from . import digits
+from .demo import THREADS, Exported, Group, Outcome, TrainedNetwork, run_job, saved
+
+NAME = "mixtral"
+VOCABULARY = 512
+LENGTH = 128
+"""Tokens of a prompt, and of the sequences that the model is trained on."""
+
+CONFIG: Mapping[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 2 * LENGTH,
+    "tie_word_embeddings": True,
+    "output_router_logits": True,  # for the loss that keeps all experts in use
+}
+
+STEPS, BATCH, RATE = 300, 8, 4e-3
+TEST_WINDOWS = 48
+HELD_OUT = 10
+"""Every tenth topic is for the test."""
+
+BUNDLES = (
+    ("k4", "trained", "fp32"),
+    ("k4-int8", "trained", "int8"),
+    ("k2-int8", "2", "int8"),
+    ("k1-int8", "1", "int8"),
+)
+"""What is exported: the folder, k, and the precision."""
+
+ENGINES = (ONNXRUNTIME, PYTORCH_GROUPED_MM, PYTORCH_EXPERTS_EAGER, TRANSFORMERS_ONNX)
+
+CAVEAT = """The model is small and its weights stay in a cache: its times are more those of calls
+than of weights, and what INT8 and a smaller k gain grows with a model."""
+
+
+def run_experts_demo(directory: Path, progress: Progress, *, force: bool = False) -> Outcome:
+    """Trains a small Mixtral on Python's help; exports, verifies and measures it for several k.
+
+    Raises `MissingExtraError` without transformers, and `BundleError` when `directory` exists,
+    unless it is an earlier demo and `force` is given.
+    """
+    transformers_library()
+    return run_job(
+        directory,
+        progress,
+        trained,
+        force=force,
+        command="moexport demo --family experts",
+        remarks=(CAVEAT,),
+    )
+
+
+def trained(
+    directory: Path,
+    progress: Progress,
+    *,
+    steps: int = STEPS,
+    config: Mapping[str, Any] = CONFIG,
+) -> Sequence[Group]:
+    """Trains the model into a folder, with its data; returns what is measured of it."""
+    topics = python_topics()
+    test = "\n\n".join(topics[::HELD_OUT])
+    train = "\n\n".join(topic for place, topic in enumerate(topics) if place % HELD_OUT)
+    folder = directory / NAME
+    tokenizer = trained_tokenizer(train, VOCABULARY)
+    tokens = {name: _ids(tokenizer, text) for name, text in (("train", train), ("test", test))}
+    progress.step(f"training {NAME} on {len(tokens['train'])} tokens of Python's help", total=steps)
+    with torch.random.fork_rng(devices=[]), with_threads(THREADS):
+        torch.manual_seed(0)
+        model = _fit(new_model(config), torch.from_numpy(tokens["train"]), steps, progress)
+    with temporary_folder(folder) as partial:
+        tokenizer.save_pretrained(str(partial))
+        model.save_pretrained(str(partial))
+        replace_folder(partial, folder)
+    write_text(test, directory / "test.txt")
+    length = LENGTH + 1
+    windows = tokens["test"][: TEST_WINDOWS * length].reshape(-1, length)
+    data = LabelledData(windows, None, "input_ids")
+    file = saved(data, directory / "test.npz")
+    bundles = tuple(
+        Exported(f"{NAME}-{name}", k, file, precision)  # type: ignore[arg-type]  # they are known
+        for name, k, precision in BUNDLES
+    )
+    network = TrainedNetwork(NAME, folder, bundles, target="ort-cpu")
+    return [Group("report", data, (network,), engines=ENGINES)]
+
+
+def trained_tokenizer(text: str, size: int) -> Any:
+    """Returns a tokenizer of bytes and their commonest pairs, `size` tokens in all."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([text], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def new_model(config: Mapping[str, Any]) -> Any:
+    """Returns an untrained Mixtral with the vocabulary of the demo's tokenizer."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, **none, **config))
+
+
+def _ids(tokenizer: Any, text: str) -> np.ndarray:
+    return np.asarray(tokenizer(text, verbose=False)["input_ids"], np.int64)
+
+
+def _fit(model: Any, ids: Tensor, steps: int, progress: Progress) -> Any:
+    """Trains a model to foretell the next token; returns it in eval mode."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, RATE, total_steps=steps)
+    losses = (model(input_ids=batch, labels=batch).loss for batch in _batches(ids, steps))
+    digits.descend(optimiser, losses, schedule, progress)
+    model.config.output_router_logits = False  # nothing but training takes them
+    return model.eval()
+
+
+def _batches(ids: Tensor, steps: int) -> Iterator[Tensor]:
+    within = torch.arange(LENGTH)
+    for _ in range(steps):
+        yield ids[torch.randint(len(ids) - LENGTH, (BATCH, 1)) + within]

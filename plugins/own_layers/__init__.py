@@ -1,0 +1,1 @@
+"""Networks and mixture layers of the user's own."""

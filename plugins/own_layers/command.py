@@ -1,0 +1,15 @@
+"""The command that layers of one's own bring."""
+
+from __future__ import annotations
+
+from ...commands.command import Command
+
+API = 1
+
+COMMAND = Command(
+    "adapt",
+    "Write a first adapter for a layer of your own, compared with what the layer gives.",
+    "moexport adapt mynet:SoftMoE --set dim=64 --set num_experts=8",
+    "moexport.plugins.own_layers.cli:adapt",
+    20,
+)

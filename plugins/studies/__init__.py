@@ -1,0 +1,1 @@
+"""What experts are for: their analyses, subgroups, specialisation."""

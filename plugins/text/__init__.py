@@ -1,0 +1,1 @@
+"""Text from the bundle of a language model: tokenizer files, generation, serving."""

@@ -1,0 +1,36 @@
+"""Model repositories as a Python call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...common.option import takes
+from ...exporter.bundle.bundle import Bundle
+from ...exporter.requests import AnyPath
+from .repository import ServedModel
+from .request import TritonRequest
+
+
+def triton_as(
+    bundles: Bundle | AnyPath | Sequence[Bundle | AnyPath], out: AnyPath, request: TritonRequest
+) -> list[ServedModel]:
+    """Writes bundles to a model repository of Triton Inference Server; returns its models.
+
+    Bundles of one network with different k become a model each, and an ensemble of all. `out` is
+    the repository: a new folder, or one that holds other models or versions.
+
+    Raises:
+        UsageError: a bundle cannot be served so.
+        BundleError: a bundle's files have changed.
+        OutputError: the repository holds that version.
+    """
+    from ...exporter.bundle.bundle import Bundle
+    from .repository import write_repository
+
+    listed = [bundles] if isinstance(bundles, Bundle | str | Path) else bundles
+    opened = [Bundle.open(each.path if isinstance(each, Bundle) else each) for each in listed]
+    return write_repository(opened, Path(out), request)
+
+
+triton = takes(TritonRequest)(triton_as)

@@ -1,0 +1,53 @@
+"""The command `triton`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...commands.options import AsJson, Verbosity, json_text, output_option, typed_path
+from ...common.console import show
+from ...common.text import lines
+from .calls import triton_as
+from .request import TritonRequest
+
+if TYPE_CHECKING:
+    from .repository import ServedModel
+
+
+def triton(
+    *,
+    bundles: Annotated[
+        list[Path],
+        typer.Argument(metavar="BUNDLE…", parser=typed_path, help="Folders that export wrote."),
+    ],
+    output: Annotated[Path, output_option("REPOSITORY", "The model repository to write.")],
+    request: TritonRequest,
+    as_json: AsJson = False,
+    verbosity: Verbosity,
+) -> None:
+    """Write a model repository for Triton Inference Server.
+
+    Several bundles of one network with different k are also combined into an ensemble.
+    """
+    with verbosity.console() as console:
+        models = triton_as(bundles, output, replace(request, progress=console))
+    if as_json:
+        show(json_text([model.as_json() for model in models]))
+        return
+    for model in models:
+        show(served_text(output, model))
+        for note in model.notes:
+            console.note(note)
+
+
+def served_text(repository: Path, model: ServedModel) -> str:
+    """One line about a model of a repository."""
+    facts = model.as_json()
+    batch = facts["max_batch_size"]
+    batches = f"batches to {batch}" if batch else "not batched by Triton"
+    inputs, outputs = ", ".join(facts["inputs"]), ", ".join(facts["outputs"])
+    return lines(f"{repository / model.name}: {facts['backend']}, {batches}, {inputs} → {outputs}")

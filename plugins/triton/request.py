@@ -1,0 +1,66 @@
+"""How bundles are served by Triton. Importing this loads nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ...common.option import Request, at_least, option
+from ...common.text import near_miss
+from ...errors import UsageError
+
+ServingBackend = Literal["onnxruntime", "openvino", "tensorrt", "python"]
+"""Who runs a model in Triton: the names of `exporter.triton.repository`."""
+
+
+Device = Literal["cpu", "gpu"]
+"""Where it runs there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonRequest(Request):
+    """How bundles are served."""
+
+    name: str | None = option(
+        None,
+        "The name of the model, or of the ensemble.",
+        unset="that of the checkpoint",
+        heading="Models",
+    )
+    backend: ServingBackend | None = option(
+        None,
+        "The Triton backend: onnxruntime, openvino, tensorrt (runs the engine) or python (moexport "
+        "without PyTorch).",
+        unset="tensorrt if the bundle has such an engine, python for openvino, else onnxruntime",
+    )
+    device: Device | None = option(
+        None, "The device of the instances: cpu or gpu.", unset="that of the bundle's target"
+    )
+    k: int | None = option(
+        None, "The k of requests without one, if k is an input of the graph.", unset="all experts"
+    )
+    version: int = option(1, "The version number to write.")
+    instances: int = option(1, "The number of instances per model.", heading="Speed")
+    threads: int | None = option(
+        None, "The number of ONNX Runtime threads per instance.", unset="its own choice"
+    )
+    delay_us: int | None = option(
+        None, "How long Triton waits to fill a batch, in microseconds.", unset="100"
+    )
+    force: bool = option(False, "Replace an existing model.", heading="Options")
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for what cannot be meant, whatever the bundle."""
+        for name, known in (("backend", get_args(ServingBackend)), ("device", get_args(Device))):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise UsageError(f"--{name} {value}: unknown value", hint=near_miss(value, known))
+        if self.name is not None and not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
+            raise UsageError(
+                f"--name {self.name}: a model's name has letters, digits, _, - and .",
+                hint="for example --name vit",
+            )
+        for name in ("version", "instances", "threads"):
+            at_least(self, name, 1)
+        at_least(self, "delay_us", 0)

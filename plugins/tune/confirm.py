@@ -1,0 +1,420 @@
+"""The other half of the data: read once, to say which of the points hold what was asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ...bench.metrics import Z, inputs_needed
+from ...bench.runners.base import first_of
+from ...bench.runners.pytorch import untouched
+from ...bench.service.findings import ServiceFindings
+from ...common.console import Progress
+from ...common.timing import Latency, Protocol
+from ...errors import CheckError, FeedError, MoexportError
+from ...exporter.bundle.recipe import LayerRecipe
+from ...exporter.model import Model
+from .budget import protocol_for
+from .graphs import Graphs, times_as_long
+from .holdout import Holdout
+from .prepare import SearchJob
+from .quality import Quality
+from .shards import Batch
+from .space import Trial
+from .substitutes.substitutes import FOLDER
+
+MOST_SERVED = 4
+"""Points that are served at the most, where a rate was asked for: the fastest that hold."""
+
+MOST = 8
+"""Points that are confirmed at the most: each is a graph that is open."""
+
+
+class ContractError(CheckError):
+    """What was asked does not hold, or cannot be shown to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A point and what it keeps on the half that the search did not see.
+
+    `promising`: it stands in the second of the two `Sequences`.
+    """
+
+    trial: Trial
+    quality: Quality
+    promising: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The points to confirm, in two orders that the search's half alone decides.
+
+    `conservative` begins with the model as trained and goes on from the safest to the riskiest.
+    `promising` begins with the point that promises most, and goes on to faster ones.
+    """
+
+    conservative: tuple[Trial, ...]
+    promising: tuple[Trial, ...] = ()
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All points, the model as trained first."""
+        return self.conservative + self.promising
+
+
+def worth_confirming(trials: Sequence[Trial]) -> list[Trial]:
+    """Returns the points that faster ones do not beat in all of three things, the fastest first.
+
+    These are what is kept, the lower end of its interval, and how little the outputs moved. Ties
+    stay: of points that keep as much on the search's half those that compute more are the surer.
+    """
+    worth: list[Trial] = []
+    best = [-math.inf] * 3
+    for trial in sorted(trials, key=lambda trial: (trial.ms, -trial.quality.kept)):
+        safety = (*_without_luck(trial.quality), -trial.quality.shift)
+        if any(own >= other for own, other in zip(safety, best, strict=True)):
+            worth.append(trial)
+        best = [max(pair) for pair in zip(safety, best, strict=True)]
+    return worth
+
+
+def sequences_of(
+    front: Sequence[Trial],
+    base: Trial,
+    keep: float | None,
+    most: int = MOST,
+    *,
+    base_meets: bool = True,
+) -> Sequences:
+    """Returns the points to confirm, those that keep enough on the search's half.
+
+    `base_meets`: the model as trained meets the bounds of time and size itself, so that only what
+    is faster is worth confirming. What promises most is the gain in speed, of which a factor counts
+    as another, times the probability that the other half shows what the search's did. Some slower
+    points are taken, evenly over the factors of time: if that one fails, they are what is left.
+    """
+    others = [trial for trial in front if trial.point != base.point]
+    if keep is None:
+        best = sorted(others, key=lambda trial: -trial.quality.kept)[: most - 1]
+        return Sequences(conservative=(base, *best))
+    others = [trial for trial in others if trial.quality.kept >= keep]
+    if base_meets:
+        others = [trial for trial in others if trial.ms < base.ms]
+    if not others:
+        return Sequences(conservative=(base,))
+    slowest = max(other.ms for other in (base, *others))
+
+    def promise(trial: Trial) -> float:
+        return math.log(slowest / trial.ms) * _likely(trial.quality, keep)
+
+    others.sort(key=promise, reverse=True)
+    first = others[0]
+    promising = [trial for trial in others if trial.ms <= first.ms][: max(1, (most - 1) // 2)]
+    slower = [trial for trial in others if trial.ms > first.ms]
+    conservative = _apart(slower, first.ms, slowest, most - 1 - len(promising))
+    conservative.sort(key=lambda trial: (-_likely(trial.quality, keep), -trial.ms))
+    return Sequences(
+        conservative=(base, *conservative),
+        promising=tuple(sorted(promising, key=lambda trial: -trial.ms)),
+    )
+
+
+def _apart(trials: Sequence[Trial], fast: float, slow: float, count: int) -> list[Trial]:
+    """Returns so many points whose times are evenly between two, by their factors."""
+    left = list(trials)
+    spread = []
+    for ms in np.geomspace(fast, slow, count + 2)[1:-1]:
+        if left:
+            nearest = min(left, key=lambda trial: abs(math.log(trial.ms / ms)))
+            left.remove(nearest)
+            spread.append(nearest)
+    return spread
+
+
+def _likely(quality: Quality, keep: float) -> float:
+    """The probability that as many other inputs show that a share is kept, as these do."""
+    kept, low = _without_luck(quality)
+    return NormalDist().cdf(Z * (low - keep) / (math.sqrt(2) * max(1e-9, kept - low)))
+
+
+def _without_luck(quality: Quality) -> tuple[float, float]:
+    """What is kept, and the lower end of its interval, where no more than all can be kept.
+
+    A few more right answers than the untouched model has come of many candidates, and of training
+    on the inputs that are asked.
+    """
+    luck = max(0.0, quality.kept - 1)
+    return quality.kept - luck, quality.low - luck
+
+
+def confirmed(
+    graphs: Graphs, sequences: Sequences, holdout: Holdout, progress: Progress
+) -> list[Confirmed]:
+    """Returns what each point keeps on the confirming half, which is read once, for all of them."""
+    base, metric = untouched(graphs.base.model), graphs.metric
+    listed = sequences.trials
+    progress.step("confirming", total=holdout.confirming_count, unit="inputs")
+
+    def batches() -> Iterator[Batch]:
+        for x, labels in graphs.whole(holdout.confirming()):
+            yield Batch(inputs=x, labels=labels, outputs=base.infer(x), metric=metric)
+            progress.advance(len(first_of(x)))
+
+    points = [(trial.point, trial.lowerings) for trial in listed]
+    with graphs.opened(points, spin_ms=0) as sessions:
+        tallies = graphs.evaluate(batches())(sessions)
+    if not tallies[0].inputs:
+        raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")
+    return [
+        Confirmed(
+            trial=trial,
+            quality=metric.quality(tally),
+            promising=index >= len(sequences.conservative),
+        )
+        for index, (trial, tally) in enumerate(zip(listed, tallies, strict=True))
+    ]
+
+
+def holding(points: Sequence[Confirmed], keep: float | None) -> list[Confirmed]:
+    """Returns the points that hold: in each sequence those before the first that does not.
+
+    The lower end of a 95% interval errs in 2.5% of cases. In a sequence whose order was fixed
+    before, and which the first failure ends, none is passed wrongly in more; two of them err in 5%
+    at the most (Bonferroni). This is fixed sequence testing with two starts, Angelopoulos et al.,
+    Learn then Test, 2021.
+    """
+    held: list[Confirmed] = []
+    for promising in (False, True):
+        for point in points:
+            if point.promising != promising:
+                continue
+            if keep is not None and point.quality.low < keep:
+                break
+            held.append(point)
+    return held
+
+
+def shortfall(point: Confirmed, keep: float) -> ContractError:
+    """Returns the error that says what is short, and how many inputs would decide."""
+    quality = point.quality
+    said = (
+        f"--keep {keep:.4g}: not confirmed: {quality.kept:.2%} is kept on {quality.inputs} inputs "
+        f"that the search did not see, between {quality.low:.2%} and {quality.high:.2%} with 95% "
+        "confidence"
+    )
+    return ContractError(said, hint=would_decide(quality, keep))
+
+
+def would_decide(quality: Quality, keep: float) -> str:
+    """Returns in words how many inputs would show that a share is kept, if any."""
+    if quality.kept <= keep:
+        return f"more inputs would not show it: ask for less, --keep {quality.low:.3g} holds here"
+    needed = inputs_needed(quality.inputs, quality.kept, quality.low, keep)
+    return (
+        f"about {2 * math.ceil(needed)} inputs in --data, half of them to confirm, would decide; "
+        f"--keep {quality.low:.3g} holds here"
+    )
+
+
+def front_of(trials: Sequence[Trial]) -> list[Trial]:
+    """Returns the points that no other beats in both time and what is kept, the slowest first."""
+    front: list[Trial] = []
+    for trial in sorted(trials, key=lambda trial: (trial.ms, -trial.quality.kept)):
+        if not front or trial.quality.kept > front[-1].quality.kept:
+            front.append(trial)
+    return front[::-1]
+
+
+def with_ms(trial: Trial, ms: float) -> Trial:
+    """Returns a look with the time that a longer measurement found."""
+    return replace(trial, ms=ms)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found: every look, the front, what was timed again, and where it began.
+
+    `protocol` is how the `latencies` were measured.
+    """
+
+    trials: tuple[Trial, ...]
+    front: tuple[Trial, ...]
+    timed: tuple[Trial, ...]
+    base: Trial
+    graphs: Graphs
+    latencies: dict[str, Latency]
+    protocol: Protocol
+    choices: dict[str, tuple[LayerRecipe, ...]]
+
+
+def shortlist(
+    job: SearchJob,
+    graphs: Graphs,
+    base: Trial,
+    choices: dict[str, tuple[LayerRecipe, ...]],
+) -> SearchResult:
+    """Returns what a search found; the points to confirm are timed again, for longer."""
+    candidates = [*graphs.trials.values()]
+    room = _points(job, base, timed=False)
+    within = [trial for trial in candidates if job.within(trial)] or candidates
+    sequences = _sequences(job, worth_confirming(within), base, room)
+    again = [base, *(graphs.lowered(trial) for trial in sequences.trials[1:])]
+    careful = protocol_for(base.ms, careful=True)
+    latencies = graphs.timed(again, careful)
+    first = latencies[base.point.key]
+    timed = {
+        trial.point.key: with_ms(
+            trial, first.median * times_as_long(latencies[trial.point.key], first)
+        )
+        for trial in again
+    }
+    faster = timed[base.point.key].ms / base.ms  # all others are told beside the base
+    trials = [timed.get(trial.point.key, with_ms(trial, faster * trial.ms)) for trial in candidates]
+    within = [trial for trial in trials if job.within(trial)] or trials
+    front = front_of(within)
+    return SearchResult(
+        trials=tuple(trials),
+        front=tuple(front),
+        timed=tuple(timed.values()),
+        base=timed[base.point.key],
+        graphs=graphs,
+        latencies=latencies,
+        protocol=careful,
+        choices=choices,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ContractResult:
+    """All points that were confirmed, and those that hold, the best answer to the request first.
+
+    `services` is what the fastest of them serve, where that is what was asked.
+    """
+
+    confirmed: list[Confirmed]
+    holding: list[Confirmed]
+    services: ServiceFindings | None = None
+
+
+def contract(job: SearchJob, result: SearchResult, progress: Progress) -> ContractResult:
+    """Confirms the front on the other half; raises `ContractError` where nothing holds."""
+    keep = job.request.keep
+    most = _points(job, result.base, timed=True)
+    sequences = _sequences(job, result.timed, result.base, most)
+    done = job.journal.pieces("confirmed")
+    if done:
+        checked = [msgspec.convert(point, Confirmed) for point in done[-1]["points"]]
+        for point in checked:
+            check_same(job, point.trial, result)
+    else:
+        checked = confirmed(result.graphs, sequences, job.holdout, progress)
+        job.journal.add("confirmed", points=[msgspec.to_builtins(point) for point in checked])
+    held = holding(checked, keep)
+    if keep is not None and not held:
+        raise shortfall(checked[0], keep)
+    within = [point for point in held if job.within(point.trial)]
+    if not within:
+        raise _nearest(job, held)
+    if keep is None:
+        return ContractResult(checked, sorted(within, key=lambda point: -point.trial.quality.kept))
+    within.sort(key=lambda point: (point.trial.ms, point.trial.bytes))
+    if job.request.scenario is None:
+        return ContractResult(checked, within)
+    served = result.graphs.served(
+        [point.trial for point in within[:MOST_SERVED]], job.folder, job.request
+    )
+    rates = served.rates
+    serving = [point for point in within if rates.get(point.trial.point.key)]
+    if not serving:
+        raise ContractError(
+            f"--scenario {job.request.scenario} --max-latency {job.request.latency_ms:g}ms: "
+            + "; ".join(
+                dict.fromkeys(one.reason for one in served.findings.services if one.reason)
+            ),
+            hint="ask for a longer --max-latency",
+        )
+    serving.sort(key=lambda point: -rates[point.trial.point.key])
+    return ContractResult(checked, serving, served.findings)
+
+
+def _points(job: SearchJob, base: Trial, *, timed: bool) -> int:
+    """How many points there is time to confirm, the model as trained among them."""
+    clock = job.clock
+    if not math.isfinite(clock.left):
+        return MOST
+    fitting = job.end(base).points_within(clock.left - clock.writing_s, timed=timed)
+    return min(MOST, max(2, math.floor(fitting)))
+
+
+def _sequences(job: SearchJob, trials: Sequence[Trial], base: Trial, most: int) -> Sequences:
+    """The points to confirm, in order, of which the model as trained may meet the bounds."""
+    keep, meets = job.request.keep, job.within(base)
+    return sequences_of(trials, base, keep, most, base_meets=meets)
+
+
+def check_same(job: SearchJob, trial: Trial, result: SearchResult) -> None:
+    """Raises where the substitutes of a point that was looked at are not what they were."""
+    if result.graphs.substitutes.digest(trial.point) != trial.substitutes:
+        raise ContractError(
+            f"{job.folder / FOLDER}: what takes the places of experts is gone or changed "
+            "since it was confirmed",
+            hint=f"remove {job.folder} and search again",
+        )
+
+
+def _nearest(job: SearchJob, held: Sequence[Confirmed]) -> MoexportError:
+    """The error that says what comes nearest to bounds that nothing meets."""
+    request = job.request
+
+    def beyond(point: Confirmed) -> float:
+        slow = point.trial.ms / (request.latency_ms or math.inf)
+        return max(slow, point.trial.bytes / (request.bytes or math.inf))
+
+    nearest = min(held, key=beyond).trial
+    bounds = []
+    if request.latency_ms is not None:
+        bounds.append(f"--max-latency {request.latency_ms:g}ms")
+    if request.bytes is not None:
+        bounds.append(f"--max-bytes {request.bytes}")
+    keep = "" if request.keep is None else f"--keep {request.keep:g} with "
+    return ContractError(
+        f"{keep}{' and '.join(bounds)}: nothing that was found meets it; the nearest takes "
+        f"{nearest.ms:.3g} ms and {nearest.bytes} bytes and keeps {nearest.quality.kept:.2%}",
+        hint="ask for less, or let the search take longer",
+    )
+
+
+def contract_record(job: SearchJob, chosen: Confirmed) -> dict[str, Any]:
+    """Returns what was asked and what was confirmed, for recipe and manifest."""
+    request, quality = job.request, chosen.quality
+    return {
+        "metric": job.metric.title or job.metric.name,
+        "asked": {
+            "keep": request.keep,
+            "latency_ms": request.latency_ms,
+            "scenario": request.scenario,
+            "bytes": request.bytes,
+        },
+        "kept": quality.kept,
+        "interval": [quality.low, quality.high],
+        "inputs": quality.inputs,
+        "batch": request.batch.opt,
+        "latency_ms": chosen.trial.ms,
+        "bytes": chosen.trial.bytes,
+    }
+
+
+def reasons(model: Model, trial: Trial) -> dict[str, str]:
+    """Returns what each layer got, in words."""
+    specs = {name: layer.spec for name, layer in model.layers.items()}
+    return {
+        name: f"tuned: {choice.text(specs[name].experts)}, {trial.lowerings[name]}"
+        for name, choice in trial.point.layers
+    }

@@ -1,0 +1,221 @@
+"""What a search found, as results: rows of what was chosen, and every point for the report."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...bench.analyses.findings import TUNING, FrontPoint, TuningRecord
+from ...bench.engines import PYTORCH_EAGER
+from ...bench.journal import FILE
+from ...bench.metrics import wilson
+from ...bench.plan import Candidate
+from ...bench.report.page import recipe_command, write_all
+from ...bench.results import Accuracy, Interval, Perplexity, Results, Row
+from ...bench.run import model_info
+from ...bench.service.findings import as_analyses, best
+from ...calibration.table import CALIBRATION_FILE
+from ...common.environment import environment
+from ...common.text import size, table
+from ...common.writing import remove_folder
+from ...exporter.bundle.recipe import RECIPE_FILE
+from ...graphs.targets import runtime_of
+from .confirm import Confirmed
+from .graphs import UNTOUCHED
+from .quality import Quality
+from .space import Trial
+from .substitutes.substitutes import FOLDER
+from .tune import Tuned
+
+
+def write_findings(tuned: Tuned, folder: Path, command: str = "") -> tuple[Path, ...]:
+    """Writes results.json and every view of it to a folder, where the search's journal ends."""
+    written = write_all(results_of(tuned, command), folder)
+    remove_folder(folder / FOLDER)
+    for name in (FILE, CALIBRATION_FILE):
+        (folder / name).unlink(missing_ok=True)
+    return written
+
+
+def results_of(tuned: Tuned, command: str = "") -> Results:
+    """Returns a search as results."""
+    name = Path(tuned.model.source.path).stem
+    info = model_info(Candidate(name, tuned.model))
+    n = max(tuned.experts.values())
+    quality, batch = tuned.chosen.quality, tuned.request.batch.opt
+    rows = []
+    untouched = tuned.latencies.get(UNTOUCHED)
+    if untouched is not None:
+        rows.append(
+            Row(
+                engine=PYTORCH_EAGER,
+                k=n,
+                experts=n,
+                batch=batch,
+                model=name,
+                latency_ms=untouched,
+                throughput=1e3 * batch / untouched.median,
+                **_judged(tuned, quality, of_untouched=True),
+            )
+        )
+    listed = [tuned.sequence[0], tuned.chosen]
+    for key in dict.fromkeys(one.trial.point.key for one in listed):
+        confirmed = next(one for one in listed if one.trial.point.key == key)
+        rows.append(_row(tuned, confirmed, name, n))
+    return Results(
+        models=(info,),
+        rows=tuple(rows),
+        environment=environment() | {"threads": tuned.threads.count},
+        protocol={
+            "rounds": tuned.protocol.rounds,
+            "round_s": tuned.protocol.round_s,
+            "samples": quality.inputs,
+            "labelled": tuned.metric.name == "accuracy",
+            "threads": tuned.threads.sentence,
+        },
+        command=command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        analyses={TUNING: msgspec.to_builtins(_record(tuned))}
+        | ({} if tuned.services is None else as_analyses(tuned.services)),
+    )
+
+
+def _record(tuned: Tuned) -> TuningRecord:
+    return TuningRecord(
+        model=Path(tuned.model.source.path).stem,
+        metric=tuned.metric.title or tuned.metric.name,
+        batch=tuned.request.batch.opt,
+        searching=tuned.seen,
+        confirming=tuned.chosen.quality.inputs,
+        seconds=round(tuned.seconds, 1),
+        keep=tuned.request.keep,
+        max_latency_ms=tuned.request.latency_ms,
+        max_bytes=tuned.request.bytes,
+        recipe=str(tuned.bundle.path / RECIPE_FILE),
+        points=tuple(sorted(_points(tuned), key=lambda point: -point.ms)),
+    )
+
+
+def text(tuned: Tuned, report: Path, command: str = "") -> str:
+    """Returns the front and the contract; `command` is that of the search, as it was typed."""
+    rows = [
+        (
+            "→" if point is tuned.chosen else "",
+            f"{point.trial.ms:.3g}",
+            size(point.trial.bytes),
+            f"{point.quality.kept:.2%}",
+            f"{point.quality.low:.2%} to {point.quality.high:.2%}",
+            point.trial.point.text(tuned.experts),
+        )
+        for point in tuned.sequence
+    ]
+    header = ("", "ms", "bytes", "kept", "95% interval", "k, experts and precision of each layer")
+    quality = tuned.chosen.quality
+    times = tuned.base.ms / tuned.chosen.trial.ms
+    why = [_record(tuned).why_runtime]
+    if tuned.services is not None:
+        most = best([one for one in tuned.services.services if one.exported])
+        why += [] if most is None else [most.reached]
+    place = tuned.bundle.path
+    again = recipe_command(
+        tuned.model.source.path,
+        str(place / RECIPE_FILE),
+        str(place.with_name(f"{place.name}-again")),
+        shlex.split(command),
+    )
+    return (
+        f"{table(header, rows)}\n\n"
+        f"{tuned.bundle.path}: {tuned.metric.name} kept {quality.kept:.2%}, between "
+        f"{quality.low:.2%} and {quality.high:.2%} on {quality.inputs} inputs that the search did "
+        f"not see;\n{tuned.chosen.trial.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
+        f"FP32; {tuned.trials} graphs in {tuned.seconds:.0f} s\n"
+        f"{''.join(f'{sentence}{chr(10)}' for sentence in why if sentence)}"
+        f"again: {again}\n"
+        f"report: {report / 'report.html'}"
+    )
+
+
+def _row(tuned: Tuned, confirmed: Confirmed, name: str, n: int) -> Row:
+    trial, batch = confirmed.trial, tuned.request.batch.opt
+    latency = tuned.latencies.get(trial.point.key)
+    return Row(
+        engine=runtime_of(trial.point.target),
+        k=max(choice.k for _, choice in trial.point.layers),
+        experts=n,
+        batch=batch,
+        model=name,
+        provider="cpu",
+        precision=trial.point.precision,
+        lowering="+".join(sorted(set(trial.lowerings.values()))),
+        point=trial.point.text(tuned.experts) if trial.point.fewer else None,
+        latency_ms=latency,
+        throughput=None if latency is None else 1e3 * batch / latency.median,
+        **_judged(tuned, confirmed.quality),
+    )
+
+
+def _judged(tuned: Tuned, quality: Quality, *, of_untouched: bool = False) -> dict[str, Any]:
+    """Accuracy or perplexity as a row has them; nothing for other metrics."""
+    score = quality.untouched if of_untouched else quality.score
+    kept = 1.0 if of_untouched else quality.kept
+    low, high = (1.0, 1.0) if of_untouched else (quality.low, quality.high)
+    if tuned.metric.name == "accuracy":
+        return {
+            "accuracy": Accuracy(
+                score,
+                kept,
+                quality.inputs,
+                top1_interval=wilson(round(score * quality.inputs), quality.inputs),
+                retention_interval=Interval(low, high),
+            )
+        }
+    if tuned.metric.name == "perplexity":
+        interval = Interval(low, high)
+        return {"perplexity": Perplexity(score, kept, quality.tokens, retention_interval=interval)}
+    return {}
+
+
+def _points(tuned: Tuned) -> list[FrontPoint]:
+    confirmed = {point.trial.point.key: point.quality for point in tuned.sequence}
+    front = {trial.point.key: trial for trial in (*tuned.front, tuned.base)}
+    chosen = tuned.chosen.trial.point.key
+    return [
+        _point(
+            tuned,
+            front.get(trial.point.key, trial),
+            confirmed,
+            front=trial.point.key in front,
+            chosen=chosen,
+        )
+        for trial in tuned.all_trials
+    ]
+
+
+def _point(
+    tuned: Tuned, trial: Trial, confirmed: dict[str, Quality], *, front: bool, chosen: str
+) -> FrontPoint:
+    key, quality = trial.point.key, trial.quality
+    held = confirmed.get(key)
+    return FrontPoint(
+        ms=trial.ms,
+        predicted_ms=trial.predicted_ms,
+        bytes=trial.bytes,
+        kept=quality.kept,
+        searched=Interval(quality.low, quality.high),
+        text=trial.point.text(tuned.experts),
+        layers={
+            name: replace(choice, lowering=trial.lowerings[name])
+            for name, choice in trial.point.layers
+        },
+        around=trial.point.around,
+        front=front,
+        chosen=key == chosen,
+        confirmed_kept=None if held is None else held.kept,
+        confirmed=None if held is None else Interval(held.low, held.high),
+        runtime=runtime_of(trial.point.target),
+    )

@@ -1,0 +1,305 @@
+"""Whole graphs: each point is written, run over the search's half, and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from ...bench.data import InputsAndLabels
+from ...bench.plan import Candidate, GraphSource
+from ...bench.request import BenchRequest
+from ...bench.runners.base import GraphFile, first_of
+from ...bench.runners.onnxruntime import OnnxLoader, OpenVinoLoader
+from ...bench.runners.pytorch import untouched
+from ...bench.service.findings import ServiceFindings
+from ...bench.service.measure import MOST_IN_LIBRARY, ServiceMeasurement
+from ...bench.service.settings import BOUNDS, settings_of
+from ...calibration.feeds import rebatched_pairs
+from ...common.console import Progress
+from ...common.timing import Latency, Protocol, measure
+from ...common.writing import scratch_folder
+from ...exporter.bundle.manifest import MAIN_GRAPH
+from ...exporter.bundle.runtimes import opened, options_for
+from ...exporter.bundle.weights import WEIGHTS_FILE
+from ...exporter.plan import plan
+from ...exporter.session import Session
+from ...exporter.write import write_graphs
+from ...graphs.targets import TARGETS, Target
+from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, protocol_for, spin_for
+from .holdout import batch_size, in_batches, rows_of
+from .prepare import SearchJob
+from .request import SearchOptions
+from .routed import Traces
+from .shards import Batch, Evaluate, evaluate_here
+from .space import Point, Trial, job_of
+from .substitutes.substitutes import Substitutes
+from .times import LayerTimes
+
+UNTOUCHED = "untouched"
+"""The PyTorch model among what is timed."""
+
+LEAST_SERVED_S = 2.0
+"""The least time of a run of LoadGen's."""
+
+TOLD_APART = 0.97
+"""A lowering takes at most so much of another's time to be taken in its place."""
+
+
+class Graphs:
+    """Looks at points as whole graphs, each once: a journal keeps what was found."""
+
+    def __init__(
+        self,
+        job: SearchJob,
+        times: Mapping[Target, LayerTimes],
+        substitutes: Substitutes,
+        progress: Progress,
+        evaluate: Evaluate = evaluate_here,
+    ) -> None:
+        self.base, self.metric, self.data = job.base, job.metric, job.holdout.search
+        self.journal, self.clock = job.journal, job.clock
+        self.times, self.substitutes = times, substitutes
+        self.progress, self.evaluate = progress, evaluate
+        self.traces = Traces(job.base, job.traced)
+        self.trials: dict[str, Trial] = {}
+        self.batch = batch_size(job.outputs)
+        size = self.base.whole_batch
+        # A shorter batch than the one size of a graph is left out.
+        self.tallies = evaluate(
+            [
+                Batch(inputs=x, labels=labels, outputs=job.outputs[rows], metric=job.metric)
+                for rows, x, labels in in_batches(self.data, size or self.batch)
+                if size in (None, rows.stop - rows.start)
+            ]
+        )
+        self._beside: tuple[Trial, Session] | None = None
+        for piece in self.journal.pieces("trial"):
+            trial = msgspec.convert(piece["trial"], Trial)
+            if trial.substitutes == substitutes.digest(trial.point):
+                self.trials[trial.point.key] = trial
+
+    def trial(self, point: Point) -> Trial:
+        """Returns what there is to know of a point; writes, runs and times it the first time.
+
+        Raises what planning and running a graph raise.
+        """
+        if point.key not in self.trials:
+            lowerings = self.times[point.target].lowerings(point)
+            opened = self.opened([(point, lowerings)], spin_ms=self._spin_ms())
+            with self.clock.step(TRIAL), opened as (session,):
+                trial = self._trial(point, lowerings, session.path.parent, session)
+            self.trials[point.key] = trial
+            self.journal.add("trial", trial=msgspec.to_builtins(trial))
+        return self.trials[point.key]
+
+    def trained_further(self, trial: Trial, seconds: float) -> bool:
+        """Trains what takes the places of a point's experts for so many seconds more.
+
+        Where that helps, it is looked at again, as are the points that have the same in other
+        precisions; returns whether it did.
+        """
+        with self.clock.step(TRIAL):
+            if not self.substitutes.train_further(trial.point, seconds):
+                return False
+            sharing = [
+                other.point
+                for other in self.trials.values()
+                if self.substitutes.shared(other.point, trial.point)
+            ]
+            for point in sharing:
+                del self.trials[point.key]
+            for point in sharing:
+                self.trial(point)
+        return True
+
+    def _trial(
+        self, point: Point, lowerings: dict[str, str], folder: Path, session: Session
+    ) -> Trial:
+        with self.clock.step(RUN):
+            (tally,) = self.tallies([session])
+        files = (folder / MAIN_GRAPH, folder / WEIGHTS_FILE)
+        return Trial(
+            point=point,
+            lowerings=lowerings,
+            quality=self.metric.quality(tally),
+            ms=self._ms([session])[0],
+            predicted_ms=self.times[point.target].predicted_ms(point),
+            bytes=sum(file.stat().st_size for file in files),
+            substitutes=self.substitutes.digest(point),
+        )
+
+    @contextmanager
+    def beside(self, base: Trial) -> Iterator[None]:
+        """Within the context every graph is timed in turn with that of the model as trained."""
+        opened = self.opened([(base.point, base.lowerings)], spin_ms=spin_for(base.ms))
+        with opened as (session,):
+            self._beside = base, session
+            try:
+                yield
+            finally:
+                self._beside = None
+
+    def _spin_ms(self, trial: Trial | None = None) -> float | None:
+        """How long threads spin: as those of the graph beside, if there is one."""
+        beside = trial if self._beside is None else self._beside[0]
+        return None if beside is None else spin_for(beside.ms)
+
+    def _ms(self, sessions: Sequence[Session]) -> list[float]:
+        """What graphs take, in turn: as many times as the one beside as in the median round."""
+        calls = {str(index): self.call(session) for index, session in enumerate(sessions)}
+        if self._beside is None:
+            latencies = measure(calls, QUICK, title="timing").latencies
+            return [latencies[name].median for name in calls]
+        base, session = self._beside
+        both = {**calls, UNTOUCHED: self.call(session)}
+        latencies = measure(both, protocol_for(base.ms), title="timing").latencies
+        return [base.ms * times_as_long(latencies[name], latencies[UNTOUCHED]) for name in calls]
+
+    def lowered(self, trial: Trial) -> Trial:
+        """Returns a point with its fastest lowerings, timed as whole graphs.
+
+        What is fastest for a layer alone need not be among others, which fill the caches.
+        """
+        ways = self.times[trial.point.target].ways(trial.point, trial.lowerings)
+        if len(ways) == 1:
+            return trial
+        opened = self.opened([(trial.point, way) for way in ways], spin_ms=self._spin_ms(trial))
+        with self.clock.step(WAYS), opened as sessions:
+            times = self._ms(sessions)
+        at = int(np.argmin(times))
+        if times[at] > TOLD_APART * times[0]:
+            return trial
+        faster = replace(trial, lowerings=ways[at], ms=times[at])
+        self.trials[trial.point.key] = faster
+        self.journal.add("trial", trial=msgspec.to_builtins(faster))
+        return faster
+
+    @contextmanager
+    def opened(
+        self, listed: Sequence[tuple[Point, Mapping[str, str]]], *, spin_ms: float | None = None
+    ) -> Iterator[list[Session]]:
+        """Yields a session for each point, from graphs in a folder that is removed after.
+
+        Where several run in turn, batch by batch, they take several times as long while threads of
+        the others spin (`spin_ms`, as in `SessionOptions`).
+        """
+        with scratch_folder("tune") as folder:
+            sessions = []
+            for index, (point, lowerings) in enumerate(listed):
+                place = folder / str(index)
+                place.mkdir()
+                job = job_of(self.base, point, lowerings, self.substitutes.trained_for(point))
+                traced = self.traces.of(job)
+                options = options_for(point.target, torch.get_num_threads(), spin_ms)
+                with self.clock.step(OPEN):
+                    write_graphs(plan(job, traced, job.table), place)
+                    sessions.append(opened(place / MAIN_GRAPH, options))
+            yield sessions
+
+    def whole(self, batches: Iterable[InputsAndLabels]) -> Iterator[InputsAndLabels]:
+        """Yields batches that graphs take: of the one size, where it is a constant of the graph."""
+        size = self.base.whole_batch
+        if size is not None:
+            arrays = ((first_of(x), labels) for x, labels in batches)
+            yield from ((x, y) for x, y in rebatched_pairs(arrays, size) if len(x) == size)
+            return
+        for x, labels in batches:
+            for start in range(0, len(first_of(x)), self.batch):
+                rows = slice(start, start + self.batch)
+                yield rows_of(x, rows), None if labels is None else labels[rows]
+
+    def call(self, session: Session) -> Callable[[int], object]:
+        """Returns the call that is timed: batches of OPT from the search's half, in turn."""
+        size = self.base.options.batch.opt
+        batches = [self.data.batch(index, size) for index in range(INPUTS)]
+        return partial(_run, [session.bound(batch) for batch in batches])
+
+    def timed(self, trials: Sequence[Trial], protocol: Protocol) -> dict[str, Latency]:
+        """Returns the latency of several points by their keys, and of the untouched model.
+
+        They are measured in turn.
+        """
+        points = [(trial.point, trial.lowerings) for trial in trials]
+        with self.opened(points, spin_ms=spin_for(trials[0].ms)) as sessions:
+            calls = {
+                trial.point.key: self.call(session)
+                for trial, session in zip(trials, sessions, strict=True)
+            }
+            size, model = self.base.options.batch.opt, untouched(self.base.model)
+            batches = [self.data.batch(index, size) for index in range(INPUTS)]
+            calls[UNTOUCHED] = partial(_run, [model.bound(batch) for batch in batches])
+            measured = measure(calls, protocol, title="timing the front", progress=self.progress)
+        return measured.latencies
+
+    def served(self, trials: Sequence[Trial], folder: Path, request: SearchOptions) -> ServedPoints:
+        """Returns what points serve within the bound of latency, beside the untouched model.
+
+        LoadGen's logs are left in a folder.
+        """
+        job, bound_ms = self.base, request.latency_ms
+        assert bound_ms is not None, "a request for a scenario has a bound"
+        reference = BenchRequest(
+            batch=(job.options.batch.opt, job.whole_batch or job.options.batch.max),
+            scenario=request.scenario or "",
+            latency_bound=f"{bound_ms}ms",
+            duration=max(LEAST_SERVED_S, 2 * BOUNDS * bound_ms / 1e3),
+            out=folder,
+            progress=self.progress,
+        )
+        settings = settings_of(reference)
+        assert settings is not None, "it names a scenario"
+        with self.opened([(trial.point, trial.lowerings) for trial in trials]) as sessions:
+            candidate = Candidate(
+                name=Path(job.model.source.path).stem,
+                model=job.model,
+                graphs=tuple(
+                    self._source(trial, session.path)
+                    for trial, session in zip(trials, sessions, strict=True)
+                ),
+                engines=(),
+                only_batch=job.whole_batch,
+            )
+            data = self.data.head(MOST_IN_LIBRARY)
+            service = ServiceMeasurement(reference, settings, data.batch(0, len(data)))
+            service.serve(candidate, {}, self.journal)
+        rates = {one.lowering: one.rate or 0.0 for one in service.services}
+        named = {trial.point.key: rates[self._name(trial)] for trial in trials}
+        return ServedPoints(findings=service.findings, rates=named)
+
+    def _name(self, trial: Trial) -> str:
+        layers = self.base.model.layers
+        return trial.point.text({name: layer.spec.experts for name, layer in layers.items()})
+
+    def _source(self, trial: Trial, path: Path) -> GraphSource:
+        target, graph = TARGETS[trial.point.target], GraphFile(path=path)
+        return GraphSource(
+            k=max(trial.point.k.values()),
+            lowering=self._name(trial),
+            loader=OnnxLoader(graph) if target.runtime == "onnxruntime" else OpenVinoLoader(graph),
+            precision=trial.point.precision,
+            engine=target.runtime,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPoints:
+    """What points serve: the requests a second of each, by its key, 0 where it keeps no bound."""
+
+    findings: ServiceFindings
+    rates: Mapping[str, float]
+
+
+def times_as_long(latency: Latency, other: Latency) -> float:
+    """Returns how many times as long one takes as another, in the median of rounds in turn."""
+    return float(np.median(np.array(latency.rounds) / np.array(other.rounds)))
+
+
+def _run(calls: Sequence[Callable[[], object]], index: int) -> object:
+    return calls[index % len(calls)]()

@@ -1,0 +1,162 @@
+"""The data in two halves: one that the search sees, and one that is read once, to confirm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...bench.data import InputsAndLabels, Labelled, LabelledData
+from ...bench.runners.base import first_of
+from ...bench.runners.pytorch import outputs_of, untouched
+from ...calibration.feeds import Array, Labels
+from ...common.console import Progress
+from ...errors import FeedError
+from ...exporter.inputs import Inputs
+from ...exporter.job import ExportJob
+from ...exporter.model import Model
+from .budget import UNTOUCHED_SHARE, Clock
+
+SEED = 20
+BLOCK = 4096
+"""Inputs whose side is drawn at once: the same for the same place, however long the data are."""
+
+BATCH = 64
+
+BATCH_BYTES = 1 << 27
+"""Of the outputs of a batch: those of language models hold the scores of all words."""
+
+OUTPUT_BYTES = 1 << 30
+"""What the untouched model's outputs may take: those of language models are large."""
+
+LEAST = 512
+"""Inputs that a search sees, whatever its time, if there are as many."""
+
+MANY, MANY_S = 4096, 20.0
+"""Inputs beyond which a search sees more only while the untouched model has taken so long."""
+
+SEEN = 8192
+SEEN_BYTES = 1 << 30
+"""The most inputs, and bytes of them, that the search holds."""
+
+
+def searched(first: int, count: int) -> Array:
+    """Returns for the inputs from `first` on which are of the search's half, bool [count].
+
+    Of each pair of neighbours one is drawn, so that data in any order are halved evenly.
+    """
+    sides = []
+    for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
+        drawn = np.random.default_rng([SEED, block]).integers(0, 2, BLOCK // 2)
+        sides.append(np.stack([drawn, 1 - drawn], axis=1).ravel())
+    start = first % BLOCK
+    mine: Array = np.concatenate(sides)[start : start + count].astype(bool)
+    return mine
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """Labelled data, of which `search` is one half, and `confirming` yields the other.
+
+    Of more than `SEEN` inputs the search holds the first of its half alone.
+    """
+
+    data: Labelled
+    search: LabelledData
+
+    @staticmethod
+    def of(data: Labelled) -> Holdout:
+        """Reads the search's half; raises `FeedError` for data of fewer than two inputs."""
+        inputs: list[Mapping[str, Array]] = []
+        labels: list[Labels] = []
+        held, held_bytes = 0, 0
+        for x, y in _of_side(data, searching=True):
+            arrays = {data.input_name: x} if isinstance(x, np.ndarray) else x
+            inputs.append(arrays)
+            held += len(first_of(x))
+            held_bytes += sum(array.nbytes for array in arrays.values())
+            if y is not None:
+                labels.append(y)
+            if held >= SEEN or held_bytes >= SEEN_BYTES:
+                break
+        if held < 1:
+            raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")
+        searched_labels = np.concatenate(labels) if data.labelled else None
+        whole = {
+            name: np.concatenate([batch_arrays[name] for batch_arrays in inputs])
+            for name in inputs[0]
+        }
+        main = whole.pop(data.input_name)
+        seen = LabelledData(main, searched_labels, data.input_name, beside=whole)
+        return Holdout(data=data, search=seen)
+
+    def fewer(self, count: int) -> Holdout:
+        """Returns the same halves, of which the search's holds its first `count` inputs."""
+        return replace(self, search=self.search.head(count))
+
+    @property
+    def confirming_count(self) -> int | None:
+        """How many inputs confirm; None where only reading them would tell."""
+        total = self.data.samples
+        return None if total is None else int((~searched(0, total)).sum())
+
+    def confirming(self) -> Iterator[InputsAndLabels]:
+        """Yields the other half in batches."""
+        yield from _of_side(self.data, searching=False)
+
+
+def _of_side(data: Labelled, *, searching: bool) -> Iterator[InputsAndLabels]:
+    first = 0
+    for x, y in data.stream(2 * BATCH):
+        mine = searched(first, len(first_of(x))) == searching
+        first += len(mine)
+        if mine.any():
+            yield rows_of(x, mine), None if y is None else y[mine]
+
+
+def rows_of(x: Inputs, rows: slice | Array) -> Inputs:
+    """Returns some of a batch's inputs."""
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x[rows])
+    return {name: np.ascontiguousarray(array[rows]) for name, array in x.items()}
+
+
+def in_batches(data: LabelledData, size: int) -> Iterator[tuple[slice, Inputs, Labels | None]]:
+    """Yields all of some data in batches, each with its place among them."""
+    for rows, (x, labels) in zip(data.batches(size), data.stream(size), strict=True):
+        yield rows, x, labels
+
+
+def batch_size(outputs: Array) -> int:
+    """Returns how many inputs run at once, whose outputs are known: some, or all of them."""
+    return max(1, min(BATCH, BATCH_BYTES // max(1, outputs[:1].nbytes)))
+
+
+def untouched_outputs(
+    model: Model, data: LabelledData, progress: Progress, clock: Clock, job: ExportJob
+) -> Array:
+    """Returns what the untouched model gives for the search's half.
+
+    Where time is short, or outputs are large, it is run on the first inputs alone, in batches of a
+    size that the graphs of `job` take.
+    """
+    together = job.least_batch
+    base, parts = untouched(model), []
+    progress.step("running the untouched model", total=len(data), unit="inputs")
+    parts.append(outputs_of(base, data.batch(0, together), model.source.path))
+    size, began = batch_size(parts[0]), time.monotonic()
+    size = job.fixed_batch or max(together, size - size % together)
+    held = 0
+    for rows, x, _ in in_batches(data.head(len(data) - len(data) % together), size):
+        if rows.start:
+            short = clock.over(UNTOUCHED_SHARE) and rows.start >= LEAST
+            slow = rows.start >= MANY and time.monotonic() - began > MANY_S
+            if short or slow or held > OUTPUT_BYTES:
+                break
+        parts.append(outputs_of(base, x, model.source.path))
+        held += parts[-1].nbytes
+        progress.advance(len(first_of(x)))
+    outputs: Array = np.concatenate(parts[1:])
+    return outputs

@@ -1,0 +1,272 @@
+"""A search that can begin: data in two halves, ranges, and what the model's layers may become.
+
+What can be refused without a search is refused here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import onnx_ir as ir
+
+from ...bench.data import Labelled, LabelledData
+from ...bench.journal import FILE, Journal
+from ...bench.prepare import threads_for
+from ...calibration.feeds import Array
+from ...calibration.table import CALIBRATION_FILE, CalibrationTable
+from ...common.console import Progress
+from ...common.environment import environment
+from ...common.files import STEP_BYTES
+from ...common.threads import Threads
+from ...common.writing import held, make_folder, remove_folder, scratch_folder
+from ...errors import UsageError
+from ...exporter.bundle.recipe import LayerRecipe
+from ...exporter.export import prepared
+from ...exporter.job import ExportJob, calibration_job, export_job
+from ...exporter.model import Model, fingerprint
+from ...exporter.options import ExportOptions
+from ...exporter.quantization.calibrate import calibrate
+from ...exporter.requests import CalibrateRequest
+from ...graphs.layers.mumoe import MuMoESpec
+from ...graphs.layers.soft_moe import SoftMoESpec
+from ...graphs.targets import Precision, Target
+from .budget import RANGES_SHARE, TRACE, Clock, End
+from .holdout import Holdout, untouched_outputs
+from .quality import Metric, check_enough, metric_for
+from .request import SearchOptions
+from .routed import routed_layers
+from .space import RANGED, Point, Space, Trial, computed_on, ks_of, space_of
+from .substitutes.substitutes import FOLDER
+
+CALIBRATED, CALIBRATED_FEW = 256, 32
+"""Inputs of the search's half that INT8 takes its ranges from; the second where time is short."""
+
+OBSERVED = 4.0
+"""About how much longer an input takes while ranges are observed, beside the model itself."""
+
+UNIFORM = (1, 2, 4, 8, 16)
+"""The shares of its experts that every layer computes in the models that are looked at first."""
+
+
+@dataclass(frozen=True)
+class SearchJob:
+    """A search that can begin: the halves, the untouched model's outputs, ranges and the space.
+
+    `one_s` is what the untouched model takes for an input.
+    """
+
+    model: Model
+    request: SearchOptions
+    holdout: Holdout
+    outputs: Array
+    metric: Metric
+    base: ExportJob
+    traced: ir.Model
+    spaces: Mapping[Target, Space]
+    journal: Journal
+    folder: Path
+    clock: Clock
+    one_s: float
+
+    @property
+    def choices(self) -> Mapping[str, tuple[LayerRecipe, ...]]:
+        """The choices of each layer, in FP32: the same on every target."""
+        return self.spaces[self.request.targets[0]].choices
+
+    @property
+    def start(self) -> Point:
+        """The model as it was trained, on the first target."""
+        layers = tuple((name, listed[0]) for name, listed in self.choices.items())
+        return Point(layers, self.request.targets[0])
+
+    def fewer(self, name: str, kept: Callable[[int], tuple[int, ...]]) -> list[LayerRecipe]:
+        """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half.
+
+        Of a muMoE layer one in place of all. `kept` returns the experts of a subset of some size.
+        """
+        spec = self.model.layers[name].spec
+        # Beside layers that a router chooses for, the inputs of single ones are not recorded.
+        if not self.request.subsets or routed_layers(self.model):
+            return []
+        if not isinstance(spec, SoftMoESpec | MuMoESpec) or spec.external_routing:
+            return []  # what is given comes of tokens that no layer sees
+        if isinstance(spec, MuMoESpec):
+            return [LayerRecipe(1, merged=True)]
+        choices = []
+        for size in ks_of(spec.experts)[1:]:
+            experts = kept(size)
+            choices += [
+                LayerRecipe(k, experts=experts) for k in dict.fromkeys((size, size // 2)) if k
+            ]
+        return choices
+
+    def uniform(self, precision: Precision, target: Target) -> list[Point]:
+        """The model as trained with every layer that serves it in a precision, then smaller k."""
+        within = self.spaces[target].integers.get(precision, (*self.choices,))
+        points = []
+        for share in UNIFORM:
+            layers = []
+            for name, listed in self.choices.items():
+                k = max(1, listed[0].k // share)
+                choice = next((option for option in listed if option.k <= k), listed[-1])
+                layers.append(
+                    (name, replace(choice, precision=precision) if name in within else choice)
+                )
+            points.append(Point(tuple(layers), target))
+        return [*dict.fromkeys(points)]
+
+    def within(self, trial: Trial) -> bool:
+        request = self.request
+        slow = request.latency_ms is not None and trial.ms > request.latency_ms
+        return not slow and not (request.bytes is not None and trial.bytes > request.bytes)
+
+    @property
+    def table_file(self) -> Path:
+        """The file of the ranges, in the folder of the search."""
+        return self.folder / CALIBRATION_FILE
+
+    def end(self, base: Trial) -> End:
+        """Returns about how long the end of the search takes."""
+        searching = len(self.holdout.search)
+        return End.of(
+            self.clock,
+            base.ms,
+            one_s=self.one_s,
+            searching=searching,
+            confirming=self.holdout.confirming_count or searching,
+            routed=bool(routed_layers(self.model)),
+        )
+
+
+def prepare(
+    model: Model,
+    data: Labelled,
+    request: SearchOptions,
+    folder: Path,
+    progress: Progress,
+    clock: Clock,
+) -> SearchJob:
+    """Prepares a search; refuses what can be refused without it."""
+    if data.output:
+        raise UsageError(
+            f"--data: its labels are of the output '{model.outputs[data.output].name}', and a "
+            f"search keeps the accuracy of the first, '{model.output.name}'",
+            hint=f"save the labels of {model.output.name} as label",
+        )
+    if sum(tensor.nbytes for tensor in model.module.state_dict().values()) < STEP_BYTES:
+        # To give the pages of mapped weights back takes longer than all else of a small graph.
+        model = replace(model, source=replace(model.source, mapped=()))
+    base = base_job(model, request)
+    progress.step("reading the search's half of the data")
+    holdout = Holdout.of(data)
+    began = time.monotonic()
+    outputs = untouched_outputs(model, holdout.search, progress, clock, base)
+    holdout = holdout.fewer(len(outputs))
+    one_s = (time.monotonic() - began) / len(outputs)
+    metric = metric_for(request.metric, outputs, holdout.search.inputs, holdout.search.labels)
+    check_enough(metric, request.keep, holdout, outputs)
+    what = {
+        "pieces": 3,  # their format
+        "environment": environment(),
+        "model": fingerprint(model),
+        "data": data.fingerprint,
+        "request": asdict(replace(request, seconds=None)),
+    }
+    make_folder(folder)
+    journal = Journal(folder / FILE, what)
+    if journal.summary:
+        progress.step(journal.summary)
+    if not journal.resumed:
+        remove_folder(folder / FOLDER)
+    progress.step("tracing")
+    with clock.step(TRACE):
+        base, traced = prepared(base, progress)
+    wanted = {target: computed_on(target, request) for target in request.targets}
+    ranged = any(name in RANGED for names in wanted.values() for name in names)
+    if ranged and all(spec.default is None for spec in model.inputs):
+        samples = _samples(clock, one_s)
+        if samples or (folder / CALIBRATION_FILE).is_file():
+            ranges = _ranges(
+                base, model, holdout.search, folder, journal, samples, traced, progress
+            )
+            base = replace(base, table=ranges)
+        else:
+            wanted = {
+                target: [name for name in names if name not in RANGED]
+                for target, names in wanted.items()
+            }
+    return SearchJob(
+        model=model,
+        request=request,
+        holdout=holdout,
+        outputs=outputs,
+        metric=metric,
+        base=base,
+        traced=traced,
+        spaces={target: space_of(base, traced, target, names) for target, names in wanted.items()},
+        journal=journal,
+        folder=folder,
+        clock=clock,
+        one_s=one_s,
+    )
+
+
+def base_job(model: Model, request: SearchOptions) -> ExportJob:
+    """Returns the export of the model as trained; refuses what cannot be searched or exported."""
+    options = ExportOptions(batch=request.batch, tokens=request.tokens, verify=False)
+    first, *others = request.targets
+    for target in others:  # refused before the search, too
+        export_job(model, replace(options, target=target))
+    return export_job(model, replace(options, target=first))
+
+
+def _samples(clock: Clock, one_s: float) -> int:
+    """How many inputs there is time to take ranges from; 0 where there is none, or hardly any."""
+    if not math.isfinite(clock.left):
+        return CALIBRATED
+    until = RANGES_SHARE * (clock.seconds - clock.reserve) - (clock.seconds - clock.left)
+    fitting = until / (OBSERVED * one_s)
+    return 0 if fitting < CALIBRATED_FEW else min(CALIBRATED, math.floor(fitting))
+
+
+def _ranges(
+    base: ExportJob,
+    model: Model,
+    data: LabelledData,
+    folder: Path,
+    journal: Journal,
+    samples: int,
+    traced: ir.Model,
+    progress: Progress,
+) -> CalibrationTable:
+    """The ranges of a model's tensors over the search's half; kept in the folder."""
+    path = folder / CALIBRATION_FILE
+    if not (journal.resumed and path.is_file()):
+        request = CalibrateRequest(samples=samples)
+        job = calibration_job(model, data.feed, request, fixed=base.fixed)
+        calibrate(job, traced=traced, progress=progress).write(path)
+    return CalibrationTable.read(path)
+
+
+def threads_of(
+    model: Model, data: Labelled, request: SearchOptions, work: Path | None, progress: Progress
+) -> Threads:
+    """How many threads everything gets."""
+    sizes = (request.batch.opt,)
+    return threads_for([model], data, sizes, count=request.threads, work=work, progress=progress)
+
+
+@contextmanager
+def kept_in(work: Path | None) -> Iterator[Path]:
+    """Yields the folder of a search, which goes on from there, or one that ends with it."""
+    if work is not None:
+        with held(work):
+            yield work
+        return
+    with scratch_folder("tune") as folder:
+        yield folder

@@ -1,0 +1,207 @@
+"""Traced graphs of models whose routers choose k: k is a constant of the graph around the experts.
+
+Tracing a language model takes seconds to minutes, so it is not done for every k. Two traces, of two
+k, tell where k is; any other is written there. What a search finds is traced as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_ir as ir
+
+from ...errors import UsageError
+from ...exporter.job import ExportJob
+from ...exporter.model import Model
+from ...exporter.token_routed.routers import with_k
+from ...exporter.trace import trace
+from ...exporter.user_network.own_forward import with_router_k
+
+
+def routed_layers(model: Model) -> frozenset[str]:
+    """Returns the layers whose experts a router outside of them chooses."""
+    return frozenset(name for name, layer in model.layers.items() if layer.spec.kind == "experts")
+
+
+def asked_for(model: Model, k: Mapping[str, int]) -> Model:
+    """Returns a model whose routers choose so many experts; the model itself where none do.
+
+    Raises `UsageError` for a k that a router cannot be asked for.
+    """
+    return with_router_k(with_k(model, k), k)
+
+
+def may_choose(model: Model, layer: str, k: int) -> bool:
+    """Returns whether the routers of a model can choose k experts in one layer."""
+    trained = {name: own.spec.trained_k for name, own in model.layers.items()}
+    try:
+        asked_for(model, {**trained, layer: k})
+    except UsageError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where k is: elements of a constant input, or axes of an output's shape, of a node."""
+
+    node: int
+    index: int
+    of_shape: bool
+    elements: tuple[int, ...]
+
+
+class Traces:
+    """The traced graph of a model for any k of its layers."""
+
+    def __init__(self, base: ExportJob, traced: ir.Model) -> None:
+        self._base, self._traced = base, traced
+        self._routed = routed_layers(base.model)
+        self._trained = {n: base.model.layers[n].spec.trained_k for n in self._routed}
+        self._known: dict[tuple[int, ...], ir.Model] = {tuple(self._trained.values()): traced}
+        self._places: dict[str, tuple[_Place, ...]] | None = None
+        self._compared = False
+
+    def of(self, job: ExportJob) -> ir.Model:
+        """Returns the graph with the k of a job."""
+        wanted = {name: job.k[name] or self._trained[name] for name in self._trained}
+        key = tuple(wanted.values())
+        if key not in self._known:
+            self._compare()
+            self._known[key] = (
+                self._traced_again(job) if self._places is None else self._with(wanted)
+            )
+        return self._known[key]
+
+    def _compare(self) -> None:
+        """Finds the places of k, once: in the graph as trained, and in that of k = 1."""
+        if self._compared:
+            return
+        self._compared = True
+        one = dict.fromkeys(self._base.model.layers, 1)
+        other = replace(self._base, model=asked_for(self._base.model, one))
+        self._places = _places(self._traced, self._traced_again(other), self._trained)
+
+    def _traced_again(self, job: ExportJob) -> ir.Model:
+        return trace(job.model, opset=job.options.opset, fixed=job.fixed)
+
+    def _with(self, wanted: Mapping[str, int]) -> ir.Model:
+        """The graph as trained, with other numbers at the places of k."""
+        assert self._places is not None
+        changed = self._traced.clone()
+        nodes = list(changed.graph)
+        for name, k in wanted.items():
+            for place in self._places[name]:
+                _write(changed, nodes[place.node], place, k)
+        return changed
+
+
+def _places(
+    one: ir.Model, two: ir.Model, trained: Mapping[str, int]
+) -> dict[str, tuple[_Place, ...]] | None:
+    """Where two graphs differ, by layer; None where they differ in more than k, 1 in the other."""
+    nodes, others = list(one.graph), list(two.graph)
+    if len(nodes) != len(others):
+        return None
+    modules = {name.rpartition(".")[0]: name for name in trained}
+    places: dict[str, list[_Place]] = {name: [] for name in trained}
+    for at, (a, b) in enumerate(zip(nodes, others, strict=True)):
+        if not _alike(a, b):
+            return None
+        path = (a.name or "").rpartition("/")[0]
+        layer = next((n for p, n in modules.items() if path == p or path.startswith(f"{p}.")), None)
+        for index, of_shape, here, there in _differences(a, b):
+            elements = None if layer is None else _of_k(here, there, trained[layer])
+            if layer is not None and elements is not None:
+                places[layer].append(
+                    _Place(node=at, index=index, of_shape=of_shape, elements=elements)
+                )
+            elif not of_shape:  # shapes follow from what is computed
+                return None
+    if not all(any(not place.of_shape for place in listed) for listed in places.values()):
+        return None
+    return {name: tuple(listed) for name, listed in places.items()}
+
+
+def _alike(a: ir.Node, b: ir.Node) -> bool:
+    """Whether two nodes are one op with the same attributes and as many inputs."""
+    same = (a.op_type, a.domain, a.name) == (b.op_type, b.domain, b.name)
+    if not same or len(a.inputs) != len(b.inputs) or a.attributes.keys() != b.attributes.keys():
+        return False
+    if a.op_type == "Constant":  # compared where it is an input
+        return True
+    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    return all(
+        attribute.type not in graphs and str(attribute.value) == str(b.attributes[name].value)
+        for name, attribute in a.attributes.items()
+        if isinstance(attribute, ir.Attr)
+    )
+
+
+def _differences(
+    a: ir.Node, b: ir.Node
+) -> Iterator[tuple[int, bool, np.ndarray | None, np.ndarray | None]]:
+    """Yields the constant inputs, and the shapes of outputs (True), in which two nodes differ."""
+    for index, (here, there) in enumerate(zip(a.inputs, b.inputs, strict=True)):
+        one, two = _constant(here), _constant(there)
+        if not _same(one, two):
+            yield index, False, one, two
+    for index, (y, z) in enumerate(zip(a.outputs, b.outputs, strict=True)):
+        one, two = _sizes(y), _sizes(z)
+        if not _same(one, two):
+            yield index, True, one, two
+
+
+def _sizes(value: ir.Value) -> np.ndarray | None:
+    """A shape as an array, 0 for an axis that varies."""
+    if value.shape is None:
+        return None
+    return np.array([size if isinstance(size, int) else 0 for size in value.shape])
+
+
+def _constant(value: ir.Value | None) -> np.ndarray | None:
+    """A constant of whole numbers as an array; None for everything else."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    if tensor is None or tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
+        return None  # k is none of the weights
+    array: np.ndarray = tensor.numpy()
+    return array
+
+
+def _same(one: np.ndarray | None, two: np.ndarray | None) -> bool:
+    if one is None or two is None:
+        return one is two
+    return one.shape == two.shape and bool((one == two).all())
+
+
+def _of_k(one: np.ndarray | None, two: np.ndarray | None, k: int) -> tuple[int, ...] | None:
+    """The elements in which two arrays differ; None where these are anything else than k and 1."""
+    if one is None or two is None or one.shape != two.shape:
+        return None
+    apart = np.flatnonzero(one.ravel() != two.ravel())
+    if not ((one.ravel()[apart] == k).all() and (two.ravel()[apart] == 1).all()):
+        return None
+    return tuple(map(int, apart))
+
+
+def _write(model: ir.Model, node: ir.Node, place: _Place, k: int) -> None:
+    """Puts k at one of its places, in place."""
+    if place.of_shape:
+        value = node.outputs[place.index]
+        assert value.shape is not None
+        sizes = [k if at in place.elements else size for at, size in enumerate(value.shape)]
+        value.shape = ir.Shape(sizes)
+        return
+    array = _constant(node.inputs[place.index])
+    assert array is not None, "it was one when the places were found"
+    array = array.copy()
+    array.flat[list(place.elements)] = k
+    name = f"{node.name}.k{place.index}"
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(
+        name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    model.graph.initializers[name] = value
+    node.replace_input_with(place.index, value)

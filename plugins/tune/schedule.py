@@ -1,0 +1,132 @@
+"""The order of the steps from the model as trained to the smallest: what loses least comes first.
+
+What a choice costs in time or bytes, and how far it moves the outputs, is known layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...exporter.bundle.recipe import LayerRecipe
+from ...graphs.targets import Precision
+from .space import AROUND, Point
+
+MOST_PREDICTED = 512
+"""Points of a predicted front, at the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A choice for one part of a model, with what it costs and how far it moves the outputs."""
+
+    choice: LayerRecipe | Precision
+    cost: float
+    shift: float
+
+
+PartOptions = Mapping[str, Sequence[Option]]
+"""The options of each part, the part as trained first."""
+
+
+def steps(start: Point, options: PartOptions) -> Iterator[Point]:
+    """Yields the points that the steps lead to, those that lose least for their gain first."""
+    listed_steps = [
+        (slope, part, index, option)
+        for part, listed in options.items()
+        for index, (slope, option) in enumerate(_hull(listed))
+    ]
+    point = start
+    for _, part, _, option in sorted(listed_steps, key=lambda step: step[:3]):
+        point = taken(point, part, option)
+        yield point
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A point with the sums of what its parts cost and of how far they move the outputs."""
+
+    point: Point
+    cost: float
+    shift: float
+
+
+def predicted_front(start: Point, options: PartOptions) -> list[Predicted]:
+    """Returns the points that no other beats in both sums, those that cost most first.
+
+    The parts are added one by one, and what is beaten so far is left out; of more than
+    `MOST_PREDICTED` some are. The steps of a path are corners of it.
+    """
+    costs, shifts = np.zeros(1), np.zeros(1)
+    chosen = np.zeros((1, 0), dtype=int)
+    for listed in options.values():
+        cost = np.add.outer(costs, [option.cost for option in listed]).ravel()
+        shift = np.add.outer(shifts, [option.shift for option in listed]).ravel()
+        order = np.lexsort((shift, cost))
+        least = np.minimum.accumulate(shift[order])
+        best = order[np.flatnonzero(shift[order] < np.concatenate(([np.inf], least[:-1])))]
+        best = best[np.linspace(0, len(best) - 1, min(len(best), MOST_PREDICTED)).astype(int)]
+        before, own = np.divmod(best, len(listed))
+        costs, shifts = cost[best], shift[best]
+        chosen = np.column_stack((chosen[before], own))
+    front = []
+    for cost, shift, row in zip(costs[::-1], shifts[::-1], chosen[::-1], strict=True):
+        point = start
+        for (part, listed), index in zip(options.items(), row, strict=True):
+            point = taken(point, part, listed[index])
+        front.append(Predicted(point=point, cost=float(cost), shift=float(shift)))
+    return front
+
+
+def cost_of(point: Point, options: PartOptions) -> float:
+    """What the parts of a point cost together."""
+    return sum(
+        next(option.cost for option in listed if option.choice == _choice(point, part))
+        for part, listed in options.items()
+    )
+
+
+def _choice(point: Point, part: str) -> LayerRecipe | Precision:
+    return point.around if part == AROUND else point.choices[part]
+
+
+def taken(point: Point, part: str, option: Option) -> Point:
+    """Returns a point with an option for one of its parts."""
+    if isinstance(option.choice, LayerRecipe):
+        return point.with_layer(part, option.choice)
+    return point.with_around(option.choice)
+
+
+def _hull(options: Sequence[Option]) -> Iterator[tuple[float, Option]]:
+    """Yields the steps of one part from its first option on, each with what it loses for its gain.
+
+    They get cheaper and lose ever more: the lower convex hull of shift over cost.
+    """
+    at = options[0]
+    while True:
+        cheaper = [option for option in options if option.cost < at.cost]
+        if not cheaper:
+            return
+        here = at
+        slopes = [
+            ((option.shift - here.shift) / (here.cost - option.cost), option) for option in cheaper
+        ]
+        slope, at = min(slopes, key=lambda step: (step[0], step[1].cost))
+        yield slope, at
+
+
+def neighbours(point: Point, options: PartOptions) -> list[Point]:
+    """The points that differ in one part and cost less, those that move the outputs least first."""
+    points = []
+    for part, listed in options.items():
+        own = next((option for option in listed if option.choice == _choice(point, part)), None)
+        if own is None:
+            continue
+        points += [
+            (option.shift - own.shift, taken(point, part, option))
+            for option in listed
+            if option.cost < own.cost
+        ]
+    return [neighbour for _, neighbour in sorted(points, key=lambda pair: pair[0])]

@@ -1,0 +1,477 @@
+"""The search: uniform models, a schedule of steps from the one as trained, and its neighbours.
+
+Models with one k and one precision come first. What a choice costs in time and in quality is known
+layer by layer; the schedule takes the steps that lose least for what they gain first. Halving
+finds how far along it one may go, each trial a whole graph, and single choices beside the best
+point are then tried, the likeliest first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from ...common.console import Progress
+from ...errors import MoexportError
+from ...exporter.bundle.recipe import LayerRecipe
+from ...graphs.targets import Precision, Target
+from .budget import (
+    EACH_SIDE,
+    EFFECT,
+    EFFECTS_SHARE,
+    LAST_SHARE,
+    RANGES_SHARE,
+    RUN,
+    TIMES_SHARE,
+    TRIAL,
+    TRIALS,
+    TRIALS_SHARE,
+)
+from .confirm import ContractError, SearchResult, shortlist, would_decide
+from .graphs import Graphs
+from .layers import Replay, in_turn
+from .prepare import SearchJob
+from .schedule import (
+    Option,
+    PartOptions,
+    Predicted,
+    cost_of,
+    neighbours,
+    predicted_front,
+    steps,
+)
+from .shards import Evaluate, evaluate_here
+from .space import AROUND, Point, Space, Trial, sizes_measured, weight_bytes
+from .substitutes.substitutes import Substitutes
+from .times import LayerTimes
+
+WORTH_KEEPING = 0.9
+"""Who keeps less deploys nothing: what is riskier still is not looked at."""
+
+TINY = 1e-9
+
+FINEST = 8
+"""Sizes of a layer are told apart by so many parts of it, at the most."""
+
+FURTHER = 2
+"""How often what takes the places of experts is trained further, in what promises most."""
+
+NEIGHBOURS = 4
+"""Choices beside the best point that may fail in turn before the search ends."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Tries the points of a target that may answer a request, until a `share` of the time is over.
+
+    `choices` are those of each layer and `shifts` how far each moves the outputs when it alone is
+    changed; `moved` is the same of each part that computes in integers.
+    """
+
+    job: SearchJob
+    target: Target
+    share: float
+    graphs: Graphs
+    choices: Mapping[str, Sequence[LayerRecipe]]
+    shifts: Mapping[tuple[str, LayerRecipe], float]
+    progress: Progress
+    moved: dict[tuple[str, Precision], float] = field(default_factory=dict)
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Every point that was looked at."""
+        return [*self.graphs.trials.values()]
+
+    @property
+    def times(self) -> LayerTimes:
+        """The times of the layers' forms."""
+        return self.graphs.times[self.target]
+
+    @property
+    def space(self) -> Space:
+        """What the model's layers may become on the target."""
+        return self.job.spaces[self.target]
+
+    @property
+    def start(self) -> Point:
+        """The model as trained, on the target."""
+        return replace(self.job.start, target=self.target)
+
+    @property
+    def keep(self) -> float | None:
+        """The share of the quality that is to be kept, if one was asked for."""
+        return self.job.request.keep
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the answer was confirmed before: what was confirmed must not change."""
+        return bool(self.job.journal.pieces("confirmed"))
+
+    def over(self) -> bool:
+        """Whether the time for trials is over; what can be trained has its own."""
+        trains = any(trial.point.fewer for trial in self.trials)
+        share = TRIALS_SHARE if trains else 1.0
+        return self.confirmed or self.job.clock.over(self.share * share, TRIAL)
+
+    def run(self) -> None:
+        """Tries uniform models, then the schedules of floats and of each width of integers."""
+        self._seed()
+        # Without integers first: what computes fewer experts gains most where time is short.
+        space, start = self.space, self.start
+        if self.trial(start) is None:
+            return
+        passes: list[tuple[Precision, Precision | None]]
+        passes = [(floats, None) for floats in space.floats]
+        passes += [("fp32", integer) for integer in space.integers]
+        for floats, integer in passes:
+            if integer is not None:
+                self._move(integer)
+            for by_size in self._costs():
+                options = self._options(floats, integer, by_size=by_size)
+                if all(options.values()):  # else there was no time to look at a part
+                    self._along(start.in_floats(floats), options)
+        self._refine()
+
+    def _costs(self) -> tuple[bool, ...]:
+        """What paths there are: by time, by size (True), or both where both count."""
+        request = self.job.request
+        if request.bytes is None:
+            return (False,)
+        alone = request.keep is None and request.latency_ms is None
+        return (True,) if alone else (False, True)
+
+    def _seed(self) -> None:
+        """Looks at what `bench` would be asked for: one k and one precision for all layers.
+
+        Smaller k of integers are looked at where integers are faster than floats at the largest,
+        and those alone that pay in floats. What these graphs take corrects the times of layers.
+        """
+        first, pays, job, space = None, set(), self.job, self.space
+        for floats in space.floats:
+            uniform = job.uniform("fp32", self.target)
+            trials = self._ladder(point.in_floats(floats) for point in uniform)
+            first = trials[0] if trials else first
+            pays |= {tuple(trial.point.k.items()) for trial in trials if trial.ms < trials[0].ms}
+        for integer, parts in space.integers.items():
+            for around in (False, True)[: 1 + (AROUND in parts)]:
+                ladder = [
+                    point.with_around(integer) if around else point
+                    for point in job.uniform(integer, self.target)
+                ]
+                trials = self._ladder(ladder[:1])
+                if first is None or (trials and trials[0].ms < first.ms):
+                    self._ladder(p for p in ladder[1:] if tuple(p.k.items()) in pays)
+
+    def _ladder(self, points: Iterable[Point]) -> list[Trial]:
+        """Looks at models that are all alike, from the largest on while they may keep enough."""
+        trials: list[Trial] = []
+        for point in filter(self.times.knows, points):
+            trial = self.trial(point)
+            if trial is None:
+                break
+            trials.append(trial)
+            if (self.keep or 0.0) > trial.quality.high:
+                break
+        for trial in trials:
+            if trial.point.around == "fp32":
+                self.times.corrected(trial.point, trial.ms)
+        return trials
+
+    def _along(self, start: Point, options: PartOptions) -> None:
+        """Looks along the schedule of some options, and beside where it must end."""
+        path = [start, *steps(start, options)]
+        enough = self._enough if self.keep is not None else self._too_large
+        first, last = 0, len(path)
+        # Of the points before `first` all are on the side of the start, from `last` on none is.
+        while first < last and not self.over():
+            middle = (first + last) // 2
+            trial = self.trial(path[middle])
+            if trial is not None and enough(trial):
+                first = middle + 1
+            else:
+                last = middle
+        ends = path[max(0, first - 1) : first + 2]
+        for point in ends:
+            self.trial(point)
+        self._beside(options)
+        front = predicted_front(start, options)
+        end = cost_of(path[max(1, first) - 1], options)
+        self._spread([predicted for predicted in front if predicted.cost >= end][::-1])
+        self._spread([predicted for predicted in front if predicted.cost <= end])
+
+    def _beside(self, options: PartOptions) -> None:
+        """Tries single other choices at the best point, until several in turn are no better."""
+        failed = looked = 0
+        tried: set[str] = set()
+        while failed < NEIGHBOURS and looked < TRIALS and not self.over():
+            best = self.best()
+            if best is None or best.point.target != self.target:
+                return
+            point = next((p for p in neighbours(best.point, options) if p.key not in tried), None)
+            if point is None:
+                return
+            tried.add(point.key)
+            known = point.key in self.graphs.trials
+            trial = self.trial(point)
+            looked += not known
+            failed = 0 if trial is not None and self.best() is trial else failed + 1
+
+    def _spread(self, points: Sequence[Predicted]) -> None:
+        """Looks at some of the points, from the first on, evenly over the factors of cost.
+
+        Where the fastest are not confirmed, safer ones are what is left; riskier ones tell what
+        another share to keep would give.
+        """
+        if len(points) < 2:
+            return
+        factors = np.log([max(point.cost / points[0].cost, TINY) for point in points])
+        for step in range(1, EACH_SIDE + 1):
+            at = int(np.argmin(np.abs(factors - step / EACH_SIDE * factors[-1])))
+            trial = self.trial(points[at].point)
+            if trial is not None and trial.quality.high < WORTH_KEEPING:
+                return
+
+    def train_further(self) -> None:
+        """Trains further what takes the places of experts: in the best point, and in faster ones.
+
+        The fastest that may still keep enough comes first. Where that no longer helps, the next.
+        """
+        if self.confirmed:
+            return
+        done: list[Trial] = []
+        clock, shared = self.job.clock, self.graphs.substitutes.shared
+        for _ in range(FURTHER):
+            best = self.best()
+            promising = [
+                trial
+                for trial in self.trials
+                if trial.point.fewer
+                and not self._too_large(trial)
+                and trial.quality.high >= (self.keep or 0.0)
+                and (best is None or trial is best or trial.ms < best.ms)
+                and not any(shared(trial.point, other.point) for other in done)
+            ]
+            if not promising or clock.over(step=TRIAL):
+                return
+            trial = min(promising, key=lambda trial: trial.ms)
+            self.progress.step(f"training further: {trial.ms:.3g} ms")
+            if not self.graphs.trained_further(trial, clock.training_s(RUN, LAST_SHARE)):
+                done.append(trial)
+
+    def _refine(self) -> None:
+        """Looks between the sizes of the best point's layers and the next smaller, by halving."""
+        for name, choices in self.choices.items():
+            best = self.best()
+            if best is None or best.point.target != self.target:
+                return
+            now = best.point.choices[name]
+            size = now.n or now.k
+            subsets = now.k == size and any(choice.experts for choice in choices)
+            alike = (choice for choice in choices if bool(choice.experts) == subsets)
+            least = max((choice.k for choice in alike if choice.k < size), default=size)
+            while size - least > max(1, size // FINEST) and not self.over():
+                k = (size + least) // 2
+                experts = self.graphs.substitutes.kept(name, k) if subsets else ()
+                point = best.point.with_layer(name, LayerRecipe(k, now.precision, experts=experts))
+                trial = self.trial(point) if self.times.knows(point) else None
+                if trial is not None and self.best() is trial:
+                    best, size = trial, k
+                else:
+                    least = k
+
+    def _move(self, integer: Precision) -> None:
+        """Finds how far each part alone moves the outputs when it computes in some integers."""
+        parts, start = self.space.integers[integer], self.start
+        base = self.graphs.trial(start)
+        self.progress.step(f"trying each part in {integer}", total=len(parts), unit="parts")
+        for part in parts:
+            if self.over():
+                break
+            if part == AROUND:
+                point = start.with_around(integer)
+            else:
+                layer = replace(start.choices[part], precision=integer)
+                point = start.with_layer(part, layer)
+            if not self.times.knows(point):
+                continue  # there was no time to look at it
+            trial = self.graphs.trial(point)
+            self.moved[part, integer] = max(0.0, trial.quality.shift - base.quality.shift)
+            if part == AROUND:
+                self.times.around_ms[integer] = trial.ms - self.times.layers_ms(start)
+            self.progress.advance(1)
+
+    def _options(
+        self, floats: Precision, integer: Precision | None, *, by_size: bool
+    ) -> dict[str, list[Option]]:
+        """The options of each part in some floats, with one width of integers or with none.
+
+        They cost time, or bytes.
+        """
+        parts = () if integer is None else self.space.integers[integer]
+        both: tuple[Precision, ...] = (floats,) if integer is None else (floats, integer)
+        options: dict[str, list[Option]] = {}
+        for name, choices in self.choices.items():
+            options[name] = []
+            for choice in choices:
+                for precision in both if name in parts else both[:1]:
+                    own = replace(choice, precision=precision)
+                    time, shift = self.times.known(name, own), self.shifts.get((name, choice))
+                    alone = 0.0 if precision == floats else self.moved.get((name, precision))
+                    if time is None or shift is None or alone is None:
+                        continue  # there was no time to look at it
+                    layer = self.job.model.layers[name]
+                    cost = weight_bytes(layer, own) if by_size else time.ms
+                    options[name].append(Option(choice=own, cost=cost, shift=shift + alone))
+        around_ms = self.times.around_ms
+        cost = 1.0 if by_size else around_ms["fp32"]
+        options[AROUND] = [Option(choice=floats, cost=cost, shift=0.0)]
+        if integer and (AROUND, integer) in self.moved:
+            cost = 0.0 if by_size else around_ms[integer]
+            moving = self.moved[AROUND, integer]
+            options[AROUND].append(Option(choice=integer, cost=cost, shift=moving))
+        return options
+
+    def best(self) -> Trial | None:
+        """Returns the best point so far: the fastest that meets all bounds, by the search's half.
+
+        Without a share to keep, the one that keeps most.
+        """
+        meets = [
+            trial for trial in self.trials if self._enough(trial) and not self._too_large(trial)
+        ]
+        if self.keep is None:
+            return min(meets, key=lambda trial: (-trial.quality.kept, trial.ms), default=None)
+        return min(meets, key=lambda trial: trial.ms, default=None)
+
+    def trial(self, point: Point) -> Trial | None:
+        """Looks at a point; None where its graph cannot be made or run."""
+        if self.over() and point.key not in self.graphs.trials:
+            return None
+        known = point.key in self.graphs.trials
+        try:
+            trial = self.graphs.trial(point)
+        except MoexportError:
+            return None
+        if known:
+            return trial
+        best = self.best()
+        news = f"{len(self.trials)} graphs"
+        if best is not None:
+            news += f", best so far {best.ms:.3g} ms, {best.quality.kept:.2%} kept"
+        self.progress.step(f"searching: {news}")
+        return trial
+
+    def _enough(self, trial: Trial) -> bool:
+        return self.keep is None or trial.quality.low >= self.keep
+
+    def _too_large(self, trial: Trial) -> bool:
+        return not self.job.within(trial)
+
+
+def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_here) -> SearchResult:
+    """Measures layers, tries points along the schedules, and measures the front."""
+    clock = job.clock
+    over = partial(clock.over, RANGES_SHARE)
+    # A layer that looks at other inputs of its batch is seen in batches that its graph takes.
+    batch = job.base.least_batch if job.base.least_batch > 1 else None
+    replay = Replay(job.model, job.holdout.search, job.outputs, job.metric, over, batch=batch)
+    training_s = partial(clock.training_s, RUN)
+    substitutes = Substitutes(job.model, replay.seen, job.folder, training_s)
+    times = {target: LayerTimes(target, substitutes) for target in job.spaces}
+    tokens = replay.tokens()
+    as_trained = {name: (choice,) for name, choice in job.start.layers}
+    for own in times.values():
+        own.measure(job, as_trained, tokens, progress)
+    graphs = Graphs(job, times, substitutes, progress, evaluate)
+    base = graphs.lowered(graphs.trial(job.start))
+    times[job.start.target].corrected(job.start, base.ms)
+    _check_base(base, job.request.keep)
+    clock.reserve += job.end(base).reserve_s(clock.left - clock.reserve)
+    choices = dict(job.choices)
+    if not clock.over(TIMES_SHARE):
+        kept = {name: partial(substitutes.kept, name) for name in choices}
+        choices = {n: (*known, *job.fewer(n, kept[n])) for n, known in choices.items()}
+    for target, own in times.items():
+        for few in _in_precisions(job.spaces[target], choices):
+            own.measure(job, few, tokens, progress)
+    shifts = _shifts(job, replay, substitutes, choices, progress)
+    with graphs.beside(base):
+        searches = [
+            Search(
+                job=job,
+                target=target,
+                share=(index + 1) / len(times),
+                graphs=graphs,
+                choices=choices,
+                shifts=shifts,
+                progress=progress,
+            )
+            for index, target in enumerate(times)
+        ]
+        for one in searches:
+            one.run()
+        searches[-1].train_further()
+        return shortlist(job, graphs, base, choices)
+
+
+def _in_precisions(
+    space: Space, choices: Mapping[str, Sequence[LayerRecipe]]
+) -> Iterator[dict[str, list[LayerRecipe]]]:
+    """Yields the choices to time in every precision: the largest and the smallest of each first."""
+    precisions = (*space.floats, *space.integers)
+    for ends, precision in itertools.product((True, False), precisions):
+        within = space.integers.get(precision, (*choices,))
+        timed: dict[str, list[LayerRecipe]] = {}
+        for name, listed in choices.items():
+            own = precision if name in within else "fp32"
+            sizes = [replace(choice, precision=own) for choice in sizes_measured(listed)]
+            timed[name] = [sizes[0], sizes[-1]] if ends else sizes
+        yield timed
+
+
+def _shifts(
+    job: SearchJob,
+    replay: Replay,
+    substitutes: Substitutes,
+    choices: Mapping[str, Sequence[LayerRecipe]],
+    progress: Progress,
+) -> dict[tuple[str, LayerRecipe], float]:
+    """How far each choice of each layer alone moves the outputs."""
+    # As it was trained, a layer moves nothing.
+    shifts = dict.fromkeys(job.start.layers, 0.0)
+    for piece in job.journal.pieces("effect"):
+        choice = msgspec.convert(piece["choice"], LayerRecipe)
+        shifts[piece["layer"], choice] = piece["shift"]
+    missing = {
+        name: [choice for choice in listed if (name, choice) not in shifts]
+        for name, listed in choices.items()
+    }
+    total = sum(map(len, missing.values()))
+    progress.step("trying each layer alone", total=total, unit="choices")
+    for name, choice in in_turn(missing):
+        if job.clock.over(EFFECTS_SHARE, EFFECT):
+            break
+        with job.clock.step(EFFECT):
+            others = substitutes.fitted(name, choice)
+            shifts[name, choice] = shift = replay.quality(name, choice, others).shift
+        plain = msgspec.to_builtins(choice)
+        job.journal.add("effect", layer=name, choice=plain, shift=shift)
+        progress.advance(1)
+    return shifts
+
+
+def _check_base(base: Trial, keep: float | None) -> None:
+    """Raises where the model as trained cannot be shown to keep what is to be kept."""
+    if keep is None or base.quality.low >= keep:
+        return
+    quality = base.quality
+    raise ContractError(
+        f"--keep {keep:.4g}: the model as trained, in FP32, keeps between {quality.low:.2%} and "
+        f"{quality.high:.2%} on the {quality.inputs} inputs of the search's half",
+        hint=would_decide(quality, keep),
+    )

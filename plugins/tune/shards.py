@@ -1,0 +1,54 @@
+"""The sums of whole graphs over a half of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...calibration.feeds import Array, Labels
+from ...exporter.inputs import Inputs
+from ...exporter.session import Session
+from .quality import Metric, Tally
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Inputs with their labels and the untouched model's outputs, by which graphs are judged."""
+
+    inputs: Inputs
+    labels: Labels | None
+    outputs: Array
+    metric: Metric
+
+    @property
+    def bytes(self) -> int:
+        """What inputs and outputs take."""
+        arrays = [self.inputs] if isinstance(self.inputs, np.ndarray) else self.inputs.values()
+        return self.outputs.nbytes + sum(array.nbytes for array in arrays)
+
+    def tally(self, session: Session) -> Tally:
+        """Returns the sums of a graph."""
+        return self.metric.tally(session(self.inputs), self.outputs, self.inputs, self.labels)
+
+
+Tallies = Callable[[Sequence[Session]], list[Tally]]
+"""Returns the sums of each of some graphs over the same batches."""
+
+Evaluate = Callable[[Iterable[Batch]], Tallies]
+"""Takes batches, and returns what evaluates graphs over them: once, where they are an iterator."""
+
+
+def evaluate_here(batches: Iterable[Batch]) -> Tallies:
+    """Returns what evaluates graphs on this machine, all of them batch by batch."""
+
+    def tallies(sessions: Sequence[Session]) -> list[Tally]:
+        sums = [Tally() for _ in sessions]
+        for batch in batches:
+            sums = [
+                tally + batch.tally(session) for tally, session in zip(sums, sessions, strict=True)
+            ]
+        return sums
+
+    return tallies

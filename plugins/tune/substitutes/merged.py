@@ -1,0 +1,90 @@
+"""One expert in place of all of a muMoE layer: the start of a training that makes it fit.
+
+Merging the experts of a trained mixture into one layer and training that on what the mixture gives
+is known from Xue et al., One Student Knows All Experts Know (2022). A muMoE layer's experts are
+slices of one tensor, so that their mean, weighted by the coefficients that tokens give them, is one
+matrix for each tensor; least squares bring it nearer to what the tensor gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....graphs.layers.mumoe import FactorisedSpec, MuMoE, contract
+
+WIDEST = 4096
+"""Of wider inputs the mean is taken as it is."""
+
+ROWS = 16
+"""Tokens that a matrix is fitted to, for each of its rows."""
+
+RIDGE = 1e-3
+"""How strongly a matrix is drawn to the mean of the experts, beside what the inputs say."""
+
+
+@torch.inference_mode()
+def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray, ...]:
+    """Returns a matrix [d + 1, o] for each tensor of a layer, the bias last.
+
+    `tokens` [b, m, d], in batches, are what the layer is given.
+    """
+    specs = layer.spec.tensors
+    totals = [torch.zeros(n, dtype=torch.float64) for n in layer.spec.levels]
+    sums = {index: _Sums(spec) for index, spec in enumerate(specs) if spec.dim <= WIDEST}
+    rows, wanted = 0, ROWS * (1 + max((specs[index].dim for index in sums), default=0))
+    for x in tokens:
+        coefficients, products = layer.products(x)
+        added = (a.flatten(0, 1).double().sum(dim=0) for a in coefficients)
+        totals = [total + more for total, more in zip(totals, added, strict=True)]
+        for index, own in sums.items():
+            own.add(*(part.flatten(0, 1).double() for part in products[index]))
+        rows += x.shape[0] * x.shape[1]
+        if rows >= wanted:
+            break
+    matrices = []
+    for index, spec in enumerate(specs):
+        matrix = _mean(spec, layer.factors(index), [total / rows for total in totals])
+        if index in sums:
+            matrix = matrix + sums[index].fitted(matrix)
+        matrices.append(matrix.float().numpy())
+    return tuple(matrices)
+
+
+def _mean(spec: FactorisedSpec, factors: Sequence[Tensor], means: list[Tensor]) -> Tensor:
+    """The matrix [d + 1, o] of fixed coefficients, [n] of each level."""
+    inputs = torch.cat((torch.eye(spec.dim), torch.zeros(1, spec.dim))).double()[None]
+    rows = (1, spec.dim + 1)
+    outputs = contract(
+        spec,
+        [factor.double() for factor in factors],
+        tuple(mean.expand(*rows, -1) for mean in means),
+        inputs,
+    )[0]
+    return torch.cat((outputs[:-1] - outputs[-1], outputs[-1:]))
+
+
+class _Sums:
+    """What least squares need of a tensor's inputs z [r, d] and outputs y [r, o]: zᵀz and zᵀy."""
+
+    def __init__(self, spec: FactorisedSpec) -> None:
+        size = spec.dim + 1
+        self.square = torch.zeros(size, size, dtype=torch.float64)
+        self.product = torch.zeros(size, spec.out, dtype=torch.float64)
+
+    def add(self, z: Tensor, y: Tensor) -> None:
+        z = torch.cat((z, torch.ones_like(z[:, :1])), dim=1)
+        self.square += z.T @ z
+        self.product += z.T @ y
+
+    def fitted(self, matrix: Tensor) -> Tensor:
+        """What to add to a matrix [d + 1, o] so that the inputs give outputs nearer to those."""
+        missing = self.product - self.square @ matrix
+        square = self.square.clone()
+        ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+        square.diagonal().add_(ridge)
+        added: Tensor = torch.linalg.solve(square, missing)
+        return added
