@@ -8,7 +8,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-from ..common.registry import Registry, distribution_of
+from ..common.registry import Registry
 from ..errors import PluginError
 
 
@@ -41,13 +41,13 @@ def summaries(commands: Registry[Command]) -> dict[str, str]:
     """
     lines: dict[str, tuple[float, str]] = {}
     for name in commands.names:
-        point = commands.foreign(name)
-        if point is not None:
-            about = "" if point.dist is None else point.dist.metadata["Summary"] or ""
-            lines[name] = math.inf, f"{about.rstrip('. ')} ({distribution_of(point)})".strip()
-            continue
         try:
-            lines[name] = commands[name].order, commands[name].summary
+            entry = commands.foreign(name)
+            if entry is None:
+                lines[name] = commands[name].order, commands[name].summary
+            else:
+                about = f"{entry.summary.rstrip('. ')} ({entry.distribution})"
+                lines[name] = math.inf, about.strip()
         except PluginError as error:  # the list of the others is not lost
             lines[name] = math.inf, error.message
     return {name: text for name, (_, text) in sorted(lines.items(), key=lambda line: line[1][0])}

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import PluginError
@@ -64,29 +64,57 @@ def foreign_plugins() -> dict[str, list[str]]:
     cannot are among them.
     """
     found: dict[str, list[str]] = {}
-    for group, points in _found().items():
-        for point in points:
-            loaded = _loaded(group, point, object)
-            if loaded and is_own(point):
-                continue
-            failed = "" if loaded else f" cannot be loaded: {_UNLOADABLE[group, point.name].reason}"
-            found.setdefault(distribution_of(point), []).append(f"{group}: {point.name}{failed}")
+    for entry in _found():
+        loaded = _loaded(entry, object)
+        if loaded and entry.own:
+            continue
+        failed = (
+            "" if loaded else f" cannot be loaded: {_UNLOADABLE[entry.group, entry.name].reason}"
+        )
+        found.setdefault(entry.distribution, []).append(f"{entry.group}: {entry.name}{failed}")
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A plugin's entry point: of a distribution, its name and version, and its `summary`."""
+
+    point: EntryPoint
+    distribution: str
+    summary: str
+    own: bool
+
+    @property
+    def name(self) -> str:
+        """What users call the record."""
+        return self.point.name
+
+    @property
+    def group(self) -> str:
+        """The door."""
+        return self.point.group
+
+
 @cache
-def _found() -> dict[str, tuple[EntryPoint, ...]]:
-    """The entry points of all plugins, by group, read once."""
+def _found() -> tuple[Entry, ...]:
+    """The entry points of all plugins by the order of their names, read once.
+
+    Of the packages that are installed twice the first counts, as in an import. Metadata are parsed
+    of those alone that bring a plugin: of all it takes as long as the rest of `--help`.
+    """
     if os.environ.get(PLUGINS) == "off":
-        return {}
-    points = entry_points()
-    groups = sorted(group for group in points.groups if group.startswith("moexport."))
-    return {group: tuple(points.select(group=group)) for group in groups}
-
-
-def distribution_of(point: EntryPoint) -> str:
-    """Returns the name and version of the distribution that an entry point is of."""
-    return "unknown" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+        return ()
+    found: dict[str, list[Entry]] = {}
+    for distribution in distributions():
+        if "[moexport." not in (distribution.read_text("entry_points.txt") or ""):
+            continue
+        metadata = distribution.metadata
+        name = metadata["Name"]
+        about = f"{name} {metadata['Version']}", metadata["Summary"] or "", name == OWN
+        points = [each for each in distribution.entry_points if each.group.startswith("moexport.")]
+        found.setdefault(name, [Entry(point, *about) for point in points])
+    entries = [entry for several in found.values() for entry in several]
+    return tuple(sorted(entries, key=lambda entry: (entry.name, entry.distribution)))
 
 
 class Registry(Generic[R]):
@@ -103,7 +131,7 @@ class Registry(Generic[R]):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all records; imports no plugin."""
-        return tuple(dict.fromkeys((*self._own, *(point.name for point in self._points()))))
+        return tuple(dict.fromkeys((*self._own, *(entry.name for entry in self._entries()))))
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -117,14 +145,14 @@ class Registry(Generic[R]):
         self._refuse_two_of(name)
         if name in self._own:
             return self._own[name]
-        point = self._point(name)
-        if point is None:
+        entry = self._entry(name)
+        if entry is None:
             raise PluginError(
                 f"{self.group}: nothing that is installed is called '{name}'",
                 hint=f"is {PLUGINS}=off set? Else install again what brings it; "
                 f"there is {', '.join(self.names) or 'none'}",
             )
-        record: R | None = _loaded(self.group, point, self._kind)
+        record: R | None = _loaded(entry, self._kind)
         if record is None:
             failed = _UNLOADABLE[self.group, name]
             raise PluginError(
@@ -141,26 +169,29 @@ class Registry(Generic[R]):
         for name in self.names:
             self._refuse_two_of(name)
         yield from self._own.values()
-        for point in self._points():
-            record = _loaded(self.group, point, self._kind)
+        for entry in self._entries():
+            record = _loaded(entry, self._kind)
             if record is not None:
                 yield record
 
-    def foreign(self, name: str) -> EntryPoint | None:
-        """Returns the entry point of another distribution that brings a record; imports nothing."""
-        point = None if name in self._own else self._point(name)
-        return None if point is None or is_own(point) else point
+    def foreign(self, name: str) -> Entry | None:
+        """Returns the entry point of another distribution that brings a record; imports nothing.
 
-    def _points(self) -> list[EntryPoint]:
-        return sorted(_found().get(self.group, ()), key=lambda point: point.name)
+        Raises `PluginError` where two have its name.
+        """
+        self._refuse_two_of(name)
+        entry = None if name in self._own else self._entry(name)
+        return None if entry is None or entry.own else entry
 
-    def _point(self, name: str) -> EntryPoint | None:
-        return next((point for point in self._points() if point.name == name), None)
+    def _entries(self) -> list[Entry]:
+        return [entry for entry in _found() if entry.group == self.group]
+
+    def _entry(self, name: str) -> Entry | None:
+        return next((entry for entry in self._entries() if entry.name == name), None)
 
     def _refuse_two_of(self, name: str) -> None:
-        points = [point for point in self._points() if point.name == name]
         sources = ["moexport itself"] if name in self._own else []
-        sources += [distribution_of(point) for point in points]
+        sources += [entry.distribution for entry in self._entries() if entry.name == name]
         if len(sources) > 1:
             raise PluginError(
                 f"{self.group}: '{name}' comes from {' and from '.join(sources)}",
@@ -168,14 +199,9 @@ class Registry(Generic[R]):
             )
 
 
-def is_own(point: EntryPoint) -> bool:
-    """Returns whether an entry point comes with moexport."""
-    return point.dist is not None and point.dist.name == OWN
-
-
-def _loaded(group: str, point: EntryPoint, kind: type[Any]) -> Any:
+def _loaded(entry: Entry, kind: type[Any]) -> Any:
     """The record of an entry point; None where that fails, which is kept."""
-    key = (group, point.name)
+    key, point = (entry.group, entry.name), entry.point
     if key in _UNLOADABLE:
         return None
     try:
@@ -192,5 +218,5 @@ def _loaded(group: str, point: EntryPoint, kind: type[Any]) -> Any:
             reason = f"{point.value} is not named '{point.name}'"
         else:
             return record
-    _UNLOADABLE[key] = Unloadable(*key, distribution_of(point), reason)
+    _UNLOADABLE[key] = Unloadable(*key, entry.distribution, reason)
     return None

@@ -40,10 +40,10 @@ from moexport.graphs.targets import Precision
 from moexport.plugins.demo import digits, experts
 from moexport.plugins.demo.mumoe import EXPERTS, fit, trainable_mixer
 from moexport.plugins.demo.mumoe import save as save_mumoe
+from moexport.plugins.tune.accuracy.confirm import SearchResult, contract, front_of, with_ms
+from moexport.plugins.tune.accuracy.quality import Quality, Tally
 from moexport.plugins.tune.budget import Clock, spin_for
-from moexport.plugins.tune.confirm import SearchResult, contract, front_of, with_ms
 from moexport.plugins.tune.prepare import SearchJob, prepare
-from moexport.plugins.tune.quality import Quality, Tally
 from moexport.plugins.tune.request import SearchOptions
 from moexport.plugins.tune.search import search
 from moexport.plugins.tune.space import AROUND, RANGED, Point, Trial

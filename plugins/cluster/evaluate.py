@@ -22,7 +22,7 @@ from ...common.writing import scratch_folder
 from ...exporter.bundle.manifest import MAIN_GRAPH
 from ...exporter.bundle.runtimes import opened
 from ...exporter.session import Session, SessionOptions
-from ..tune.quality import Tally
+from ..tune.accuracy.quality import Tally
 from ..tune.shards import Batch, Evaluate, Tallies
 from .ray import Task, connected, kinds_of
 

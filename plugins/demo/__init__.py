@@ -1,1 +1,15 @@
 """What `moexport demo` does: real data, networks that it trains, and the whole job on them."""
+
+from __future__ import annotations
+
+from ...commands.command import Command
+
+API = 1
+
+COMMAND = Command(
+    "demo",
+    "Train small networks, export, verify and measure them.",
+    "moexport demo -o demo",
+    "moexport.plugins.demo.cli:demo",
+    150,
+)

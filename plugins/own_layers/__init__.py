@@ -1,1 +1,15 @@
 """Networks and mixture layers of the user's own."""
+
+from __future__ import annotations
+
+from ...commands.command import Command
+
+API = 1
+
+COMMAND = Command(
+    "adapt",
+    "Write a first adapter for a layer of your own, compared with what the layer gives.",
+    "moexport adapt mynet:SoftMoE --set dim=64 --set num_experts=8",
+    "moexport.plugins.own_layers.cli:adapt",
+    20,
+)

@@ -25,9 +25,9 @@ from ...common.text import size, table
 from ...common.writing import remove_folder
 from ...exporter.bundle.recipe import RECIPE_FILE
 from ...graphs.targets import runtime_of
-from .confirm import Confirmed
+from .accuracy.confirm import Confirmed
+from .accuracy.quality import Quality
 from .graphs import UNTOUCHED
-from .quality import Quality
 from .space import Trial
 from .substitutes.substitutes import FOLDER
 from .tune import Tuned

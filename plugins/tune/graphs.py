@@ -32,8 +32,8 @@ from ...exporter.plan import plan
 from ...exporter.session import Session
 from ...exporter.write import write_graphs
 from ...graphs.targets import TARGETS, Target
+from .accuracy.holdout import batch_size, in_batches, rows_of
 from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, protocol_for, spin_for
-from .holdout import batch_size, in_batches, rows_of
 from .prepare import SearchJob
 from .request import SearchOptions
 from .routed import Traces

@@ -27,8 +27,8 @@ from ...exporter.model import Model
 from ...graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
 from ...graphs.layers.mumoe import MuMoE
 from ...graphs.layers.soft_moe import Chooser, SoftMoE
-from .holdout import batch_size, in_batches
-from .quality import Metric, Quality, Tally
+from .accuracy.holdout import batch_size, in_batches
+from .accuracy.quality import Metric, Quality, Tally
 from .routed import asked_for, routed_layers
 from .substitutes.substitutes import Seen
 

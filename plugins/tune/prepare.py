@@ -35,9 +35,9 @@ from ...exporter.requests import CalibrateRequest
 from ...graphs.layers.mumoe import MuMoESpec
 from ...graphs.layers.soft_moe import SoftMoESpec
 from ...graphs.targets import Precision, Target
+from .accuracy.holdout import Holdout, untouched_outputs
+from .accuracy.quality import Metric, check_enough, metric_for
 from .budget import RANGES_SHARE, TRACE, Clock, End
-from .holdout import Holdout, untouched_outputs
-from .quality import Metric, check_enough, metric_for
 from .request import SearchOptions
 from .routed import routed_layers
 from .space import RANGED, Point, Space, Trial, computed_on, ks_of, space_of

@@ -20,6 +20,7 @@ from ...common.console import Progress
 from ...errors import MoexportError
 from ...exporter.bundle.recipe import LayerRecipe
 from ...graphs.targets import Precision, Target
+from .accuracy.confirm import ContractError, SearchResult, shortlist, would_decide
 from .budget import (
     EACH_SIDE,
     EFFECT,
@@ -32,7 +33,6 @@ from .budget import (
     TRIALS,
     TRIALS_SHARE,
 )
-from .confirm import ContractError, SearchResult, shortlist, would_decide
 from .graphs import Graphs
 from .layers import Replay, in_turn
 from .prepare import SearchJob

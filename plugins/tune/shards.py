@@ -10,7 +10,7 @@ import numpy as np
 from ...calibration.feeds import Array, Labels
 from ...exporter.inputs import Inputs
 from ...exporter.session import Session
-from .quality import Metric, Tally
+from .accuracy.quality import Metric, Tally
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from ...graphs.layers.base import MoELayer
 from ...graphs.layers.mumoe import MuMoESpec
 from ...graphs.precision.types import FP32
 from ...graphs.targets import RUNTIME_TITLES, Precision, Scope, Target, runtime_of
-from .quality import Quality
+from .accuracy.quality import Quality
 from .request import SearchOptions
 from .routed import asked_for, may_choose, routed_layers
 

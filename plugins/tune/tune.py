@@ -33,11 +33,18 @@ from ...exporter.export import export
 from ...exporter.job import export_job
 from ...exporter.model import Model, fingerprint
 from ...exporter.options import ExportOptions, recipe_options
+from .accuracy.confirm import (
+    Confirmed,
+    SearchResult,
+    check_same,
+    contract,
+    contract_record,
+    reasons,
+)
+from .accuracy.quality import Metric
 from .budget import EACH_SIDE, TRAINING_S, TRIALS, VERIFIED, Clock
-from .confirm import Confirmed, SearchResult, check_same, contract, contract_record, reasons
 from .layers import BATCH, MOST
 from .prepare import CALIBRATED, SearchJob, base_job, kept_in, prepare, threads_of
-from .quality import Metric
 from .request import SearchOptions
 from .routed import routed_layers
 from .search import search

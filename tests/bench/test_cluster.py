@@ -35,7 +35,7 @@ from moexport.exporter.session import Session, SessionOptions
 from moexport.plugins.cluster import ray as cluster
 from moexport.plugins.cluster.evaluate import evaluating_on_ray
 from moexport.plugins.cluster.kinds import compare_kinds, earlier_kinds
-from moexport.plugins.tune.quality import Metric
+from moexport.plugins.tune.accuracy.quality import Metric
 from moexport.plugins.tune.shards import Batch, evaluate_here
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA

@@ -58,7 +58,7 @@ def printed(before: str, code: str) -> str:
 
 def test_help_does_little_beside_loading_its_parser() -> None:
     code = (
-        "import sys, typer.core\n"
+        "import sys, typer.core, importlib.metadata\n"
         "calls = []\n"
         "sys.setprofile(lambda frame, event, _: event == 'call' and calls.append(event))\n"
         "from moexport.__main__ import main\n"

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from moexport.bench.metrics import score_interval
 from moexport.exporter.bundle.recipe import LayerRecipe
-from moexport.plugins.tune.confirm import (
+from moexport.plugins.tune.accuracy.confirm import (
     Confirmed,
     Sequences,
     holding,
     sequences_of,
     worth_confirming,
 )
-from moexport.plugins.tune.quality import Quality
+from moexport.plugins.tune.accuracy.quality import Quality
 from moexport.plugins.tune.space import Point, Trial
 
 KEEP, RIGHT = 0.99, 430

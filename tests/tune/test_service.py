@@ -10,8 +10,8 @@ from moexport.bench.results import read
 from moexport.bench.service.findings import services_in
 from moexport.errors import UsageError
 from moexport.exporter.bundle.recipe import RECIPE_FILE, read_recipe
-from moexport.plugins.tune import confirm
-from moexport.plugins.tune.confirm import ContractError
+from moexport.plugins.tune.accuracy import confirm
+from moexport.plugins.tune.accuracy.confirm import ContractError
 from moexport.plugins.tune.findings import text
 from moexport.plugins.tune.request import TuneRequest
 from moexport.plugins.tune.tune import Tuned

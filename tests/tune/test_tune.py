@@ -31,7 +31,7 @@ from moexport.exporter.trace import trace
 from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.graphs.targets import CUDA_PROVIDER
 from moexport.plugins.demo.digits import Digits, Training, load_digits, save, train
-from moexport.plugins.tune.confirm import ContractError, holding
+from moexport.plugins.tune.accuracy.confirm import ContractError, holding
 from moexport.plugins.tune.request import SearchOptions
 from moexport.plugins.tune.space import Point, job_of
 from moexport.plugins.tune.substitutes.substitutes import FOLDER

@@ -11,23 +11,23 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ...bench.metrics import Z, inputs_needed
-from ...bench.runners.base import first_of
-from ...bench.runners.pytorch import untouched
-from ...bench.service.findings import ServiceFindings
-from ...common.console import Progress
-from ...common.timing import Latency, Protocol
-from ...errors import CheckError, FeedError, MoexportError
-from ...exporter.bundle.recipe import LayerRecipe
-from ...exporter.model import Model
-from .budget import protocol_for
-from .graphs import Graphs, times_as_long
+from ....bench.metrics import Z, inputs_needed
+from ....bench.runners.base import first_of
+from ....bench.runners.pytorch import untouched
+from ....bench.service.findings import ServiceFindings
+from ....common.console import Progress
+from ....common.timing import Latency, Protocol
+from ....errors import CheckError, FeedError, MoexportError
+from ....exporter.bundle.recipe import LayerRecipe
+from ....exporter.model import Model
+from ..budget import protocol_for
+from ..graphs import Graphs, times_as_long
+from ..prepare import SearchJob
+from ..shards import Batch
+from ..space import Trial
+from ..substitutes.substitutes import FOLDER
 from .holdout import Holdout
-from .prepare import SearchJob
 from .quality import Quality
-from .shards import Batch
-from .space import Trial
-from .substitutes.substitutes import FOLDER
 
 MOST_SERVED = 4
 """Points that are served at the most, where a rate was asked for: the fastest that hold."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ...bench.metrics import (
+from ....bench.metrics import (
     NegativeLogLikelihood,
     SequenceLosses,
     Sums,
@@ -19,12 +19,12 @@ from ...bench.metrics import (
     score_interval,
     wilson,
 )
-from ...bench.runners.base import first_of
-from ...calibration.feeds import IGNORED, Array, Labels, check_classes
-from ...common.user_code import callable_named
-from ...errors import FeedError, UsageError
-from ...exporter.bundle.distance import cosines
-from ...exporter.inputs import Inputs
+from ....bench.runners.base import first_of
+from ....calibration.feeds import IGNORED, Array, Labels, check_classes
+from ....common.user_code import callable_named
+from ....errors import FeedError, UsageError
+from ....exporter.bundle.distance import cosines
+from ....exporter.inputs import Inputs
 from .holdout import Holdout, batch_size, in_batches
 
 MetricName = Literal["accuracy", "perplexity", "agreement", "function"]

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...bench.data import InputsAndLabels, Labelled, LabelledData
-from ...bench.runners.base import first_of
-from ...bench.runners.pytorch import outputs_of, untouched
-from ...calibration.feeds import Array, Labels
-from ...common.console import Progress
-from ...errors import FeedError
-from ...exporter.inputs import Inputs
-from ...exporter.job import ExportJob
-from ...exporter.model import Model
-from .budget import UNTOUCHED_SHARE, Clock
+from ....bench.data import InputsAndLabels, Labelled, LabelledData
+from ....bench.runners.base import first_of
+from ....bench.runners.pytorch import outputs_of, untouched
+from ....calibration.feeds import Array, Labels
+from ....common.console import Progress
+from ....errors import FeedError
+from ....exporter.inputs import Inputs
+from ....exporter.job import ExportJob
+from ....exporter.model import Model
+from ..budget import UNTOUCHED_SHARE, Clock
 
 SEED = 20
 BLOCK = 4096
