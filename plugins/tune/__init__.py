@@ -8,10 +8,11 @@ around, and how each layer is computed.
 
     request ─▶ prepared ─▶ measured layers ─▶ schedule ─▶ trials ─▶ front ─▶ confirmed ─▶ bundle
 
-1. `request.py` reads what is asked and refuses what contradicts itself. `accuracy/holdout.py` deals the data
-   in two: one that the search sees, and one that is read once, at the end. `accuracy/quality.py` says what
-   is kept of the untouched model, with a paired 95% interval. `prepare.py` makes the job of these,
-   with the ranges for INT8 and all that may vary (`space.py`); `budget.py` has the time for it.
+1. `request.py` reads what is asked and refuses what contradicts itself. `accuracy/holdout.py` deals
+   the data in two: one that the search sees, and one that is read once, at the end.
+   `accuracy/quality.py` says what is kept of the untouched model, with a paired 95% interval.
+   `prepare.py` makes the job of these, with the ranges for INT8 and all that may vary
+   (`space.py`); `budget.py` has the time for it.
 2. `layers.py` looks at one layer at a time, from activations that are computed once: what each k
    and each subset does to the outputs, while the layers before it are played back. Experts that are
    dropped leave constants, and those of a muMoE layer are merged into one: what takes their places
@@ -23,9 +24,9 @@ around, and how each layer is computed.
    model as trained to the smallest one by accuracy lost per millisecond gained; the search finds by
    halving how far one may go, and tries what lies beside, before and after. Each trial is a whole
    graph (`graphs.py`): written, run over the search's half, timed beside the model as trained.
-5. `accuracy/confirm.py` runs the best graphs over the other half, in one pass, and takes the fastest that
-   holds: in two sequences that were fixed before, each up to the first that does not, which
-   together err in 5% of cases at the most.
+5. `accuracy/confirm.py` runs the best graphs over the other half, in one pass, and takes the
+   fastest that holds: in two sequences that were fixed before, each up to the first that does not,
+   which together err in 5% of cases at the most.
 6. `tune.py` is the order of all this. What was found becomes a recipe, on disk before anything else
    (`exporter.bundle.recipe`), which is exported as any model is, and results with the whole front,
    which the report draws (`findings.py`).
