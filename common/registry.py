@@ -74,10 +74,14 @@ def foreign_plugins() -> dict[str, list[str]]:
     return found
 
 
+def _off() -> bool:
+    return os.environ.get(PLUGINS) == "off"
+
+
 @cache
 def _found() -> dict[str, tuple[EntryPoint, ...]]:
     """The entry points of all plugins, by group, read once."""
-    if os.environ.get(PLUGINS) == "off":
+    if _off():
         return {}
     points = entry_points()
     groups = sorted(group for group in points.groups if group.startswith("moexport."))
@@ -87,6 +91,11 @@ def _found() -> dict[str, tuple[EntryPoint, ...]]:
 def distribution_of(point: EntryPoint) -> str:
     """Returns the name and version of the distribution that an entry point is of."""
     return "unknown" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
+def left_out() -> str:
+    """Returns what to add to a hint where no plugin is there: one may bring what was asked for."""
+    return f"; {PLUGINS}=off leaves out plugins, and what they bring" if _off() else ""
 
 
 class Registry(Generic[R]):
@@ -99,6 +108,11 @@ class Registry(Generic[R]):
         self.group = group
         self._kind = kind
         self._own = {record.name: record for record in own}
+
+    @property
+    def own(self) -> tuple[R, ...]:
+        """The core's records."""
+        return tuple(self._own.values())
 
     @property
     def names(self) -> tuple[str, ...]:

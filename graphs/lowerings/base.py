@@ -54,7 +54,7 @@ class LoweringOf(Generic[S]):
     `build` adds the layer for tokens x [b, m, d] and returns y [b, m, o]. `predict_us` returns how
     long one batch takes on a machine, in microseconds, and `copied_bytes` the weights that are
     copied for it before they are multiplied, counted as FP32. `unable` returns why the lowering
-    cannot serve a layer of its `kind` at all, or None; `no_kernel` why it cannot in a precision on
+    cannot serve a layer of its kind at all, or None; `no_kernel` why it cannot in a precision on
     a target. `inexact` returns how its result then differs from the layer's definition, or None
     where it is exact up to rounding; `auto` takes exact lowerings only. `observable` are those
     whose taps see the rows of the selection alone, each once: what a calibration runs.
@@ -70,8 +70,15 @@ class LoweringOf(Generic[S]):
     no_kernel: Callable[[Precision, Target], str | None] = has_all_precisions
     inexact: Callable[[S, Precision, Target], str | None] = exact
     observable: bool = False
-    kind: Kind = "soft-moe"
 
 
 Lowering = LoweringOf[SoftMoESpec]
 AnyLowering = LoweringOf[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class KindRecord:
+    """One kind of layer: what its spec calls it, and the ways to compute it, in a list's order."""
+
+    name: Kind
+    lowerings: tuple[AnyLowering, ...]

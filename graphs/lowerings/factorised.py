@@ -120,5 +120,4 @@ LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     predict_us=all_coefficients_us,
     unable=_unable,
     observable=True,
-    kind="mumoe",
 )

@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
+from ..layers.base import MoESpec
 from ..layers.expert import Activation, AroundMaps
-from ..layers.experts import ExpertsSpec
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import Layer
 from ..names import MICROSOFT
@@ -116,16 +116,14 @@ def around_maps(spec: AroundMaps) -> str | None:
     return None
 
 
-def other_width(spec: SoftMoESpec | ExpertsSpec) -> str | None:
+def other_width(spec: MoESpec) -> str | None:
     """Why the op cannot compute experts whose outputs are wider or narrower than their inputs."""
     if spec.dim != spec.out:
         return f"com.microsoft.MoE keeps the width, and this layer maps {spec.dim} to {spec.out}"
     return None
 
 
-def inexact_gelu(
-    spec: SoftMoESpec | ExpertsSpec, precision: Precision, target: Target
-) -> str | None:
+def inexact_gelu(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
     """How what the op computes for GELU differs from it.
 
     In ONNX Runtime GPU 1.31.1 it is the tanh form where GELU is the epilogue of the product (FP32

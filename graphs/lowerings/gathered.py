@@ -114,5 +114,4 @@ LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     predict_us=predict_us,
     copied_bytes=copied_bytes,
     unable=unfactorised.unable,
-    kind="mumoe",
 )

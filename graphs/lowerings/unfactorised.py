@@ -63,5 +63,4 @@ LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     predict_us=all_coefficients_us,
     unable=unable,
     observable=True,
-    kind="mumoe",
 )

@@ -116,5 +116,4 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     predict_us=predict_us,
     copied_bytes=copied_bytes,
     unable=_unable,
-    kind="experts",
 )

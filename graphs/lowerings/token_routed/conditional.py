@@ -105,5 +105,4 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     targets=BRANCHES,
     build=build,
     predict_us=predict_us,
-    kind="experts",
 )

@@ -64,5 +64,4 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     build=build,
     predict_us=predict_us,
     no_kernel=no_int4,
-    kind="experts",
 )

@@ -285,5 +285,4 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     unable=_unable,
     no_kernel=_no_kernel,
     inexact=inexact_gelu,
-    kind="experts",
 )

@@ -160,5 +160,4 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     build=build,
     predict_us=predict_us,
     observable=True,
-    kind="experts",
 )

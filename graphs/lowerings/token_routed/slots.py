@@ -125,5 +125,4 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     predict_us=predict_us,
     unable=_unable,
     no_kernel=no_int4,
-    kind="experts",
 )
