@@ -192,6 +192,8 @@ it was measured."""
 SERVER_GPU, RTX_GPU = "H100", "RTX 4090"
 """The cards that `auto` assumes for targets on GPUs."""
 
+SERVER = GPUS[SERVER_GPU]["fp32"]
+
 CPU_INT8 = Machine(
     bytes_per_us=77e3,
     stacked_bytes_per_us=52e3,
