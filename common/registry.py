@@ -75,6 +75,10 @@ def foreign_plugins() -> dict[str, list[str]]:
     return found
 
 
+def _off() -> bool:
+    return os.environ.get(PLUGINS) == "off"
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A plugin's entry point: of a distribution, its name and version, and its `summary`."""
@@ -102,7 +106,7 @@ def _found() -> tuple[Entry, ...]:
     Of the packages that are installed twice the first counts, as in an import. Metadata are parsed
     of those alone that bring a plugin: of all it takes as long as the rest of `--help`.
     """
-    if os.environ.get(PLUGINS) == "off":
+    if _off():
         return ()
     found: dict[str, list[Entry]] = {}
     for distribution in distributions():
@@ -117,6 +121,11 @@ def _found() -> tuple[Entry, ...]:
     return tuple(sorted(entries, key=lambda entry: (entry.name, entry.distribution)))
 
 
+def left_out() -> str:
+    """Returns what to add to a hint where no plugin is there: one may bring what was asked for."""
+    return f"; {PLUGINS}=off leaves out plugins, and what they bring" if _off() else ""
+
+
 class Registry(Generic[R]):
     """The records of one kind: `own` are the core's, `group` is that of the plugins' entry points.
 
@@ -127,6 +136,11 @@ class Registry(Generic[R]):
         self.group = group
         self._kind = kind
         self._own = {record.name: record for record in own}
+
+    @property
+    def own(self) -> tuple[R, ...]:
+        """The core's records."""
+        return tuple(self._own.values())
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from ..errors import (
     TraceError,
     UsageError,
 )
+from ..graphs.layers.base import Kind
 from ..graphs.lower import Lowered
 from ..graphs.lowerings import lowerings_of
 from ..graphs.lowerings.base import AnyLowering
@@ -300,16 +301,17 @@ def _beside(planned: Plan) -> tuple[GraphPlan, ...]:
     if options.precision.name == "fp32" or not options.verify or _inexact(planned):
         return ()
     kinds = dict.fromkeys(layer.work.spec.kind for layer in layers)
-    names = [record for kind in kinds for record in lowerings_of(kind).values()]
+    ways = [(kind, record) for kind in kinds for record in lowerings_of(kind).values()]
     large = planned.weights_bytes * (len(planned.graphs) + 1) >= LARGE_WEIGHTS_BYTES
 
-    def rank(record: AnyLowering) -> tuple[bool, float]:
+    def rank(way: tuple[Kind, AnyLowering]) -> tuple[bool, float]:
         """Others come first, of large weights those that read few of them."""
-        works = [layer.work for layer in layers if layer.work.spec.kind == record.kind]
+        kind, record = way
+        works = [layer.work for layer in layers if layer.work.spec.kind == kind]
         times = (record.predict_us(w, machine_for(options.target, w.precision)) for w in works)
         return record.name in used, sum(times) if large else 0
 
-    for record in sorted(names, key=rank):
+    for _, record in sorted(ways, key=rank):
         if any(
             record.inexact(layer.work.spec, layer.work.precision, options.target)
             for layer in layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from ..graphs.layers.base import (
 )
 from ..graphs.layers.mumoe import MuMoE
 from ..graphs.layers.soft_moe import SoftMoESpec
-from ..graphs.names import STEER_INPUT
+from ..graphs.names import PAST, PRESENT, STEER_INPUT
 from .bundle.manifest import TensorSpec as TensorSpec  # noqa: PLC0414
 from .edits import NO_EDITS, Ablation, Edits, KeptExperts, LayerRewrite, MergedExperts, Steer
 
@@ -404,3 +404,19 @@ def _check_rewrite(entry: LayerRewrite, spec: MoESpec) -> None:
             hint="give one list per level, with the mean coefficient of every expert; "
             "`moexport specialise` writes them",
         )
+
+
+def cache_specs(
+    shapes: Mapping[str, tuple[int, int]],
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Returns the inputs and outputs of a cache, from each part's heads and width.
+
+    `shapes` has a part for each of the keys and values of a layer: `0.key`, `0.value`, `1.key` …
+    """
+    inputs, outputs = [], []
+    for part, (heads, width) in shapes.items():
+        past = ("batch", heads, "past", width)
+        inputs.append(TensorSpec(f"{PAST}.{part}", "float32", past, default="empty"))
+        both = ("batch", heads, "past + tokens", width)
+        outputs.append(TensorSpec(f"{PRESENT}.{part}", "float32", both))
+    return tuple(inputs), tuple(outputs)

@@ -22,7 +22,6 @@ from ..calibration.shards import Fields
 from ..common.environment import available_bytes, grown_memory
 from ..errors import MoexportError, ParityError, UsageError, in_one_line, tells_of_memory
 from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, moe_layers, recorded_choices
-from ..graphs.layers.experts import Experts
 from ..graphs.lower import LayerValues
 from ..graphs.targets import runtime_of
 from .bundle.parity_record import Reference, Rounded, by_expert, chunks
@@ -521,7 +520,7 @@ def routed_margins(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     choices depend on other tokens tells it itself (`GroupRouter`).
     """
     margins: dict[str, torch.Tensor] = {}
-    layers = {n: m for n, m in moe_layers(module).items() if isinstance(m, Experts)}
+    layers = {n: m for n, m in moe_layers(module).items() if m.spec.flat}
     if not layers:
         yield margins
         return

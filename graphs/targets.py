@@ -54,15 +54,17 @@ class TargetRecord:
 
     `machine` is what the cost model takes it to run on (`lowerings.cost.MACHINES`). Its graphs run
     in ONNX Runtime on `provider` or in OpenVINO on `device`, or are compiled by the TensorRT
-    `backend` of that name.
-    `integers` is how products of integers are written, and `rest` the usual float type around INT8
-    experts. A target that is not `standard_ops` alone takes ONNX Runtime's own (`com.microsoft`);
-    `data_sizes` says whether it runs ops whose output's size depends on values (NonZero),
-    `branches` whether it computes `If` right at every batch size, `cpu_forms` whether graphs take
-    the forms that ONNX Runtime's CPU kernels are fast at, and `new_kernels` whether it has those
-    kernels that a browser has not, or was not tried with: attention as one op, weights of eight
-    bits in blocks, integer experts. It loads weights of up to `most_bytes` together. `refused` has
-    by precision a reason and what to do instead, `notes` what a user should know.
+    `backend` of that name. `integers` is how products of integers are written, and `rest` the usual
+    float type around INT8 experts. A target that is not `standard_ops` alone takes ONNX Runtime's
+    own (`com.microsoft`); `data_sizes` says whether it runs ops whose output's size depends on
+    values (NonZero), `branches` whether it computes `If` right at every batch size, `broadcasts`
+    whether a product may multiply the same rows by every matrix of a stack, `constant_integers`
+    whether products of integers are those with constant weights alone, and `moe` the floats in
+    which it has `com.microsoft.MoE`. `cpu_forms` says whether graphs take the forms that ONNX
+    Runtime's CPU kernels are fast at, and `new_kernels` whether it has those kernels that a browser
+    has not, or was not tried with: attention as one op, weights of eight bits in blocks, integer
+    experts. It loads weights of up to `most_bytes` together. `refused` has by precision a reason
+    and what to do instead, `notes` what a user should know.
     """
 
     name: Target
@@ -75,6 +77,9 @@ class TargetRecord:
     standard_ops: bool = True
     data_sizes: bool = True
     branches: bool = True
+    broadcasts: bool = True
+    constant_integers: bool = False
+    moe: tuple[FloatName, ...] = ()
     cpu_forms: bool = False
     new_kernels: bool = False
     most_bytes: int | None = None
@@ -85,6 +90,11 @@ class TargetRecord:
     def runtime(self) -> Runtime:
         """What runs its graphs, and checks those of which engines are compiled."""
         return "onnxruntime" if self.device is None else "openvino"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether an engine is compiled of its graphs."""
+        return self.backend is not None
 
     @property
     def on_cpu(self) -> bool:
@@ -131,6 +141,7 @@ _RECORDS = (
         "kernel",
         provider=CPU_PROVIDER,
         standard_ops=False,
+        moe=("fp32",),
         cpu_forms=True,
         new_kernels=True,
         refused={
@@ -148,6 +159,7 @@ _RECORDS = (
         "standard",
         provider=CUDA_PROVIDER,
         standard_ops=False,
+        moe=("fp32", "fp16"),
         refused={
             **_NO_INT4,
             **_NO_FP8,
@@ -165,6 +177,7 @@ _RECORDS = (
         "kernel",
         provider=CPU_PROVIDER,
         standard_ops=False,
+        moe=("fp32",),
         cpu_forms=True,
         most_bytes=2**31 - 1,
         refused={
@@ -183,6 +196,8 @@ _RECORDS = (
         "qdq-unsigned",
         device="CPU",
         branches=False,
+        broadcasts=False,
+        constant_integers=True,
         refused=_NO_FP8,
         notes={"fp16": "OpenVINO computes FP16 in FP32 on most CPUs: half the file, no faster"},
     ),
@@ -220,16 +235,5 @@ def for_cpus(target: str) -> bool:
     return any(record.name == target and record.on_cpu for record in _RECORDS)
 
 
-EVERY_TARGET: frozenset[Target] = frozenset(TARGETS)
-"""Of a lowering that uses only ops that every runtime takes."""
-
-DATA_SIZES: frozenset[Target] = frozenset(target.name for target in _RECORDS if target.data_sizes)
-
-BRANCHES: frozenset[Target] = frozenset(target.name for target in _RECORDS if target.branches)
-
-MICROSOFT_OPS: frozenset[Target] = EVERY_TARGET - {e.name for e in _RECORDS if e.standard_ops}
-
-ENGINES: frozenset[Target] = frozenset(
-    target.name for target in _RECORDS if target.backend is not None
-)
+ENGINES: frozenset[Target] = frozenset(target.name for target in _RECORDS if target.compiled)
 """Those that compile a graph to an engine."""

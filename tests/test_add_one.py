@@ -156,7 +156,6 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..layers.stored import Layer
-from ..targets import EVERY_TARGET
 from . import dense
 from .base import Lowering
 from .cost import Machine, Work
@@ -175,7 +174,6 @@ def predict_us(work: Work, machine: Machine) -> float:
 LOWERING = Lowering(
     name="masked",
     summary="as dense, with a node more",
-    targets=EVERY_TARGET,
     build=build,
     predict_us=predict_us,
 )

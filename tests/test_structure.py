@@ -7,8 +7,10 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from moexport.graphs.targets import Target
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs", "plugins")
@@ -152,3 +154,47 @@ def test_a_clone_has_its_files_where_names_have_no_case_and_some_are_reserved() 
         r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?|.*[<>:\"|?*\\].*|.*[. ]", re.IGNORECASE
     )
     assert [str(f) for f in files if any(reserved.fullmatch(part) for part in f.parts)] == []
+
+
+WHOSE = {"runtime", "provider", "device", "backend"}
+"""What of a target's record is a name, too."""
+
+
+def asks_for_a_name(source: str) -> list[str]:
+    """The expressions that compare what a target is called, or name one."""
+    names = get_args(Target)
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and node.value in names:
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Compare):
+            parts = [part for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+            whose = [part.attr for part in parts if part.attr in WHOSE]
+            found += [ast.unparse(node)] if whose else []
+    return found
+
+
+def test_lowerings_ask_a_target_what_it_can_do_and_not_what_it_is_called() -> None:
+    files = [file for file in module_files() if "lowerings" in file.parts]
+    assert len(files) > 15
+    asked = {file: asks_for_a_name((ROOT / file).read_text(encoding="utf-8")) for file in files}
+    assert {str(file): found for file, found in asked.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        'target == "ort-cpu"',
+        'target in ("onnx", "openvino")',
+        'TARGETS[target].runtime == "openvino"',
+        "TARGETS[target].provider == CUDA_PROVIDER",
+        "record.backend is not None",
+        'machine_for("tensorrt")',
+    ],
+)
+def test_a_lowering_that_asks_for_a_name_is_found(asked: str) -> None:
+    assert asks_for_a_name(f"x = {asked}")
+
+
+def test_a_lowering_may_ask_for_what_a_target_can_do() -> None:
+    assert not asks_for_a_name("x = not TARGETS[target].data_sizes and precision in record.moe")

@@ -44,7 +44,7 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
     takes_k = record.k == "input"
     baked = {layer.name: layer.k for layer in record.layers if layer.k is not None}
     loaded = model or _source_of(bundle)
-    routed = any(layer.kind == "experts" for layer in record.layers)
+    routed = any(layer.spec.flat for layer in loaded.layers.values())
     routed &= loaded.layers.keys() == baked.keys()
     # Of experts that a router chooses another k is another model.
     k: KOption = tuple(baked[name] for name in loaded.layers) if routed else "n"

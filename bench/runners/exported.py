@@ -32,7 +32,6 @@ from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
 from ...exporter.trace import trace
 from ...exporter.write import manifest_of, write_graphs
-from ...graphs.layers.experts import Experts, ExpertsSpec
 from ...graphs.lowerings import lowerings_of
 from ...graphs.targets import Precision
 from ..engines import KINDS, GraphEngine
@@ -136,7 +135,7 @@ def one_batch(model: Model, request: BenchRequest) -> int | None:
 
 def token_routed(model: Model) -> bool:
     """Whether a model has experts whose router is part of the network around them."""
-    return any(isinstance(layer, Experts) for layer in model.layers.values())
+    return any(layer.spec.flat for layer in model.layers.values())
 
 
 def _jobs(model: Model, ks: Sequence[KOption]) -> list[ExportJob]:
@@ -288,7 +287,7 @@ def graph_source(
         experts={
             name: spec.experts
             for name, spec in specs.items()
-            if spec.chooses_sets or (spec.kind == ExpertsSpec.kind and name in selected)
+            if spec.chooses_sets or (spec.flat and name in selected)
         },
         k=given_k,
         threads=threads,

@@ -22,7 +22,6 @@ from ...exporter.reference import all_outputs, first_output, routed_margins
 from ...exporter.token_routed.network import TransformersNetwork
 from ...exporter.token_routed.routers import with_k
 from ...graphs.layers.base import Algorithm, MoELayer, moe_layers, recorded_choices, sharing_weights
-from ...graphs.layers.experts import Experts
 from .base import Runner, first_of, in_batches
 
 CUDA = "cuda"  # the provider of rows on an NVIDIA GPU, as PyTorch calls the device
@@ -89,7 +88,7 @@ class PyTorch(Runner):
 
 def chooses(layer: MoELayer) -> bool:
     """Whether a layer's experts are chosen as sets: for each input, or for each token."""
-    return layer.spec.chooses_sets or isinstance(layer, Experts)
+    return layer.spec.chooses_sets or layer.spec.flat
 
 
 def own_call(module: nn.Module, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:

@@ -1,9 +1,14 @@
-"""The families that moexport knows, and how one is chosen for a checkpoint."""
+"""The families that moexport knows, and how one is chosen for a checkpoint.
+
+Those of plugins are asked only for what none of the core's own is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from ...common.registry import Registry, left_out
 from ...common.text import near_miss
 from ...errors import FamilyError
 from . import (
@@ -15,14 +20,14 @@ from . import (
     mumoe_mixer,
     vit,
     vmoe,
-    vmoe_routed,
     vmoe_vit,
 )
 from .base import Family, PublishedLayer, Tensors, find_layers, some, under
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
+FAMILIES = Registry(
+    "moexport.families",
+    Family,
+    (
         vit.FAMILY,
         mnist.FAMILY,
         lucidrains.FAMILY,
@@ -30,18 +35,12 @@ FAMILIES: dict[str, Family] = {
         fkodom.FAMILY,
         vmoe.FAMILY,
         vmoe_vit.SOFT_FAMILY,
-        vmoe_routed.FAMILY,
         mumoe.FAMILY,
         mumoe.HEAD_FAMILY,
         mumoe_mixer.FAMILY,
         mumoe_gpt2.FAMILY,
-    )
-}
-
-LAYOUTS: tuple[PublishedLayer[Any], ...] = tuple(
-    dict.fromkeys(family.layer for family in FAMILIES.values())
+    ),
 )
-"""The layouts of MoE layers that moexport knows; several families may share one."""
 
 OTHER_BACKBONES = (
     "give the network as package.module:factory with --weights, and say what a MoE layer in words "
@@ -49,11 +48,26 @@ OTHER_BACKBONES = (
 )
 
 
+def all_names() -> list[str]:
+    """Returns the names of all families, a plugin's after the one that it is listed after."""
+    names = [family.name for family in FAMILIES.own]
+    for family in FAMILIES:
+        if family.name not in names:
+            at = names.index(family.after) + 1 if family.after in names else len(names)
+            names.insert(at, family.name)
+    return names
+
+
+def layouts() -> tuple[PublishedLayer[Any], ...]:
+    """Returns the layouts of MoE layers that moexport knows; several families may share one."""
+    return tuple(dict.fromkeys(FAMILIES[name].layer for name in all_names()))
+
+
 def family_named(name: str) -> Family:
     """Returns the family of that name; raises FamilyError with the nearest one."""
     if name in FAMILIES:
         return FAMILIES[name]
-    raise FamilyError(f"unknown family {name!r}", hint=near_miss(name, FAMILIES))
+    raise FamilyError(f"unknown family {name!r}", hint=near_miss(name, all_names()) + left_out())
 
 
 def detect(tensors: Tensors) -> Family:
@@ -61,7 +75,7 @@ def detect(tensors: Tensors) -> Family:
 
     Raises FamilyError when none or several fit, saying what was seen.
     """
-    fitting = [family for family in FAMILIES.values() if family.detect(tensors)]
+    fitting = fits(tensors, FAMILIES.own) or fits(tensors, FAMILIES)
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -72,11 +86,11 @@ def detect(tensors: Tensors) -> Family:
         )
     for prefix in _prefixes(tensors):
         beneath = under(tensors, prefix)
-        inside = [family.name for family in FAMILIES.values() if family.detect(beneath)]
+        inside = fits(beneath, FAMILIES)
         if len(inside) == 1:
             others = len(tensors) - len(beneath)
             raise FamilyError(
-                f"the keys under '{prefix}' are those of a {inside[0]} model"
+                f"the keys under '{prefix}' are those of a {inside[0].name} model"
                 + (f", beside {others} other{'s' * (others > 1)}" if others else ""),
                 hint=f"save them alone: torch.save({{k.removeprefix('{prefix}'): v for k, v in "
                 f"state_dict.items() if k.startswith('{prefix}')}}, 'model.pt')",
@@ -84,9 +98,14 @@ def detect(tensors: Tensors) -> Family:
     keys = some(list(tensors))
     raise FamilyError(
         f"no known family has these {len(tensors)} keys: {keys}{_layers_seen(tensors)}",
-        hint=f"known families (--family): {', '.join(FAMILIES)}; for any other network, "
-        f"{OTHER_BACKBONES}",
+        hint=f"known families (--family): {', '.join(all_names())}; for any other network, "
+        f"{OTHER_BACKBONES}{left_out()}",
     )
+
+
+def fits(tensors: Tensors, families: Iterable[Family]) -> list[Family]:
+    """Returns those of the families whose names and shapes these tensors have."""
+    return [family for family in families if family.detect(tensors)]
 
 
 def _prefixes(tensors: Tensors) -> list[str]:
@@ -98,7 +117,7 @@ def _prefixes(tensors: Tensors) -> list[str]:
 
 def _layers_seen(tensors: Tensors) -> str:
     """What to add when the layers are known and only the network around them is not."""
-    for layer in LAYOUTS:
+    for layer in layouts():
         prefixes = find_layers(tensors, layer)
         if prefixes:
             places = ", ".join(prefix.removesuffix(".") or "the top" for prefix in prefixes[:4])
@@ -109,4 +128,4 @@ def _layers_seen(tensors: Tensors) -> str:
     return ""
 
 
-__all__ = ["FAMILIES", "LAYOUTS", "Family", "detect", "family_named"]
+__all__ = ["FAMILIES", "Family", "all_names", "detect", "family_named", "fits", "layouts"]

@@ -2,8 +2,8 @@
 
 A family is one published training code. Its module reads top to bottom: how its checkpoints are
 told, which sizes their shapes say, its MoE layer, the network around it where moexport knows that,
-and last its record, `FAMILY`. A new one is such a module, its name in `__init__.py`, and a recorded
-case in `tests/data`.
+and last its record, `FAMILY`. A new one is such a module, its name in `__init__.py` or an entry
+point in the group `moexport.families`, and a recorded case in `tests/data`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Family:
 
     `options` are the configuration keys that `build` takes, `questions` those among them that
     shapes never tell. `published` turns a configuration file of the training code into options.
+    Where families are listed a plugin's comes `after` the one of that name, or last.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Family:
     layer: PublishedLayer[Any]
     questions: tuple[str, ...] = ()
     published: Callable[[Config], Config] = dict
+    after: str = ""
 
 
 def renamed(family: Family, *, name: str, summary: str, keys: Mapping[str, str]) -> Family:

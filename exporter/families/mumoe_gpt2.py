@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from ...errors import CheckpointError, FamilyError
 from ..inputs import PAST_AXIS
-from ..model import TensorSpec
-from ..token_routed.network import cache_specs
+from ..model import TensorSpec, cache_specs
 from .base import (
     Config,
     Constructor,

@@ -44,6 +44,7 @@ from .vmoe_vit import (
     IMAGES,
     POSITION_EMB,
     SHAPES,
+    SOFT,
     TEMPERATURE,
     as_read,
     moe_prefixes,
@@ -55,6 +56,8 @@ from .vmoe_vit import (
     settled,
     tokens_told,
 )
+
+API = 1
 
 NAME = "vmoe-vit"
 KERNEL = "Router.dense.kernel"
@@ -497,4 +500,5 @@ FAMILY = Family(
     layer=LAYER,
     questions=tuple(ASKED),
     published=lambda config: published(NAME, CONSTRUCTOR.options, config),
+    after=SOFT,
 )

@@ -26,7 +26,7 @@ from ...errors import (
 from ...graphs.layers.base import sharing_weights
 from ...graphs.names import PAST
 from ..checkpoints.files import INDEX
-from ..model import Model, Source, TensorSpec
+from ..model import Model, Source, TensorSpec, cache_specs
 from ..text.files import CONFIG_FILE
 from .budget import SAME, WeightSizes
 from .experts import canonical, check_layer, experts_modules
@@ -35,7 +35,6 @@ from .network import (
     TOKENS,
     TransformersNetwork,
     cache_shapes,
-    cache_specs,
     decoder_specs,
     encoded,
     token_specs,

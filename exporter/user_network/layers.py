@@ -14,7 +14,7 @@ from torch import nn
 
 from ...errors import FamilyError, UsageError
 from ...graphs.layers.base import MoELayer, a_layer, moe_layers, sharing_weights
-from ..families import FAMILIES, LAYOUTS
+from ..families import all_names, layouts
 from ..families.base import find_layers
 from .adapters import EXAMPLE, Adapter, adapter_name, adapter_of, describe
 from .descriptions import Description, ExpertsDescription
@@ -67,7 +67,7 @@ def find_in_module(
     for path, sub in module.named_modules(remove_duplicate=False):
         paths.setdefault(id(sub), []).append(path)
     places: dict[str, LayerPlace] = {}
-    for layout in LAYOUTS:
+    for layout in layouts():
         for prefix in find_layers(tensors, layout):
             path = prefix.removesuffix(".")
             places[path] = LayerPlace(
@@ -93,7 +93,7 @@ def find_in_module(
             f"{type(module).__name__} holds no Soft MoE layer and no muMoE layer that moexport "
             f"knows (its parameters: {names}, …)",
             hint=f"{_adapt(module)}; layers known by the names and "
-            f"shapes of their parameters: {', '.join(FAMILIES)}; the layer must be a module of "
+            f"shapes of their parameters: {', '.join(all_names())}; the layer must be a module of "
             "its own",
         )
     return tuple(

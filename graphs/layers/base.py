@@ -1,8 +1,9 @@
 """The contract of a kind of MoE layer: what Soft MoE and muMoE offer, and any further kind must.
 
 A kind is one file beside this one: a spec (`MoESpec`: sizes, behaviour, what it costs and chooses),
-a PyTorch module (`MoELayer`: the reference, its choices and its stored weights), and lowerings that
-name the kind. Tracing, planning, writing weights and checking go through the names of this module.
+a PyTorch module (`MoELayer`: the reference, its choices and its stored weights), and a record of
+its lowerings (`lowerings.KINDS`). Tracing, planning, writing weights and checking go through the
+names of this module.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ NO_EDITS = LayerEdits()
 
 
 Kind = str
-"""What a spec and the lowerings that serve it call their kind of layer: `soft-moe`, `mumoe` or
-`experts`."""
+"""What a spec and the record of the lowerings that serve it call their kind of layer: `soft-moe`,
+`mumoe` or that of a plugin."""
 
 
 def a_layer(kind: Kind) -> str:
@@ -96,12 +97,12 @@ class MoESpec(Protocol):
     `renormalizable`: the weights of the kept experts can be divided by their sum. `chooses_sets`:
     each input chooses a set of k experts, which eager PyTorch can loop over. `routes_tokens`: each
     token has a choice of its own; else all tokens of an input share one. `drops`: a capacity
-    may leave a token out, whatever k is. `flat`: the layer takes the tokens of a whole batch as
-    rows. `typical_tokens` are numbers of tokens at once that a
-    lowering is to be good for, whatever the batch; empty where a batch says it. `dynamic_int8`:
-    INT8 products find the scales of their rows while a graph runs; else, and in Q/DQ form always, a
-    calibration does. `rewritable`: coefficients mix the experts, by which outputs can be re-written
-    (`Rewrite`).
+    may leave a token out, whatever k is. `flat`: the router is part of the network around the
+    layer, which takes the tokens of a whole batch as rows, and what was chosen for them.
+    `typical_tokens` are numbers of tokens at once that a lowering is to be good for, whatever the
+    batch; empty where a batch says it. `dynamic_int8`: INT8 products find the scales of their rows
+    while a graph runs; else, and in Q/DQ form always, a calibration does. `rewritable`:
+    coefficients mix the experts, by which outputs can be re-written (`Rewrite`).
     """
 
     @property

@@ -12,8 +12,14 @@ from ..builder import Builder
 from ..layers.base import Kind
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import LayerOf, S
-from ..targets import ENGINES, Precision, Target
+from ..targets import TARGETS, Precision, Target, TargetRecord
 from .cost import Machine, WorkOf
+
+
+def every_target(target: TargetRecord) -> bool:
+    """The `needs` of a lowering of ops that every runtime takes."""
+    del target
+    return True
 
 
 def serves_all(spec: object) -> str | None:
@@ -36,7 +42,7 @@ def has_all_precisions(precision: Precision, target: Target) -> str | None:
 
 def no_int4(precision: Precision, target: Target) -> str | None:
     """The `no_kernel` of a lowering of all matrices at once, which engines alone have in INT4."""
-    if target in ENGINES:
+    if TARGETS[target].compiled:
         return None
     return "INT4 weights are multiplied one matrix at a time" if precision == "int4" else None
 
@@ -53,25 +59,39 @@ class LoweringOf(Generic[S]):
 
     `build` adds the layer for tokens x [b, m, d] and returns y [b, m, o]. `predict_us` returns how
     long one batch takes on a machine, in microseconds, and `copied_bytes` the weights that are
-    copied for it before they are multiplied, counted as FP32. `unable` returns why the lowering
-    cannot serve a layer of its `kind` at all, or None; `no_kernel` why it cannot in a precision on
-    a target. `inexact` returns how its result then differs from the layer's definition, or None
-    where it is exact up to rounding; `auto` takes exact lowerings only. `observable` are those
-    whose taps see the rows of the selection alone, each once: what a calibration runs.
+    copied for it before they are multiplied, counted as FP32. `needs` returns whether a target can
+    do what the nodes need, which it says of itself: nothing asks for its name. `unable` returns why
+    the lowering cannot serve a layer of its kind at all, or None; `no_kernel` why it cannot in a
+    precision on a target. `inexact` returns how its result then differs from the layer's
+    definition, or None where it is exact up to rounding; `auto` takes exact lowerings only.
+    `observable` are those whose taps see the rows of the selection alone, each once: what a
+    calibration runs.
     """
 
     name: str
     summary: str
-    targets: frozenset[Target]
     build: Callable[[Builder, LayerOf[S], ir.Value], ir.Value]
     predict_us: Callable[[WorkOf[S], Machine], float]
     copied_bytes: Callable[[WorkOf[S]], float] = copies_nothing
+    needs: Callable[[TargetRecord], bool] = every_target
     unable: Callable[[S], str | None] = serves_all
     no_kernel: Callable[[Precision, Target], str | None] = has_all_precisions
     inexact: Callable[[S, Precision, Target], str | None] = exact
     observable: bool = False
-    kind: Kind = "soft-moe"
+
+    @property
+    def targets(self) -> frozenset[Target]:
+        """The targets that can do what it needs."""
+        return frozenset(name for name, record in TARGETS.items() if self.needs(record))
 
 
 Lowering = LoweringOf[SoftMoESpec]
 AnyLowering = LoweringOf[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class KindRecord:
+    """One kind of layer: what its spec calls it, and the ways to compute it, in a list's order."""
+
+    name: Kind
+    lowerings: tuple[AnyLowering, ...]

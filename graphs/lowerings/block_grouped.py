@@ -19,10 +19,11 @@ from ..builder import Builder
 from ..layers.stored import Layer
 from ..precision.types import FLOAT_TYPES, ComputeTypes
 from ..routing import combine_outputs, route, selected_slots
-from ..targets import ENGINES, Precision
+from ..targets import Precision
 from . import dense
 from .base import Lowering, no_int4
 from .cost import (
+    SERVER,
     AnyWork,
     Machine,
     Work,
@@ -225,7 +226,7 @@ def copied_bytes(work: Work) -> float:
     """Every tile copies the expert that it is for."""
     if work.k == work.spec.experts:
         return 0.0
-    return expert_bytes(work, _tiles(work, best_tile(work, machine_for("tensorrt"))))
+    return expert_bytes(work, _tiles(work, best_tile(work, SERVER)))
 
 
 def predict_us(work: Work, machine: Machine) -> float:
@@ -244,7 +245,7 @@ def predict_us(work: Work, machine: Machine) -> float:
 LOWERING = Lowering(
     name="block-grouped",
     summary="sorts rows by expert into padded tiles; gathers one weight per tile, batched MatMuls",
-    targets=ENGINES,
+    needs=lambda target: target.compiled,
     build=build,
     predict_us=predict_us,
     copied_bytes=copied_bytes,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ...errors import LoweringError
 from ..layers.base import a_layer
 from ..targets import Target
-from . import ALL_LOWERINGS, check_name, lowerings_of
+from . import check_name, kinds_with, lowerings_of
 from .base import AnyLowering
 from .cost import AnyWork, assumed, machine_for
 
@@ -239,8 +239,8 @@ def check(name: str, work: AnyWork, target: Target) -> LoweringChoice:
     lowering = lowerings_of(spec.kind).get(name)
     problem: str | None
     if lowering is None:
-        kinds = [kind for kind, other in ALL_LOWERINGS if other == name]
-        problem = f"it is for {' and '.join(kinds)} layers, and this is {a_layer(spec.kind)}"
+        kinds = " and ".join(kinds_with(name))
+        problem = f"it is for {kinds} layers, and this is {a_layer(spec.kind)}"
     elif target in lowering.targets:
         problem = lowering.unable(spec) or lowering.no_kernel(work.precision, target)
     else:

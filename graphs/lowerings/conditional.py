@@ -7,7 +7,6 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, masked_slots, route
-from ..targets import BRANCHES
 from .base import Lowering
 from .cost import (
     Machine,
@@ -96,7 +95,7 @@ def predict_us(work: Work, machine: Machine) -> float:
 LOWERING = Lowering(
     name="conditional",
     summary="an If per expert: the whole batch through it if any input chose it, else skipped",
-    targets=BRANCHES,
+    needs=lambda target: target.branches,
     build=build,
     predict_us=predict_us,
 )

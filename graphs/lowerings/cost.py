@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic
 
-from ..layers.expert import NORM_PASSES, PASSES
-from ..layers.experts import ExpertsSpec
+from ..layers.expert import NORM_PASSES, PASSES, Maps
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import S
 from ..targets import TARGETS, MachineKind, Precision, Target
@@ -192,6 +191,8 @@ it was measured."""
 
 SERVER_GPU, RTX_GPU = "H100", "RTX 4090"
 """The cards that `auto` assumes for targets on GPUs."""
+
+SERVER = GPUS[SERVER_GPU]["fp32"]
 
 CPU_INT8 = Machine(
     bytes_per_us=77e3,
@@ -379,7 +380,7 @@ def expert_nodes(work: Work) -> int:
     return 1 if work.spec.expert == "linear" else 3
 
 
-def passes_around(spec: SoftMoESpec | ExpertsSpec) -> int:
+def passes_around(spec: Maps) -> int:
     """Numbers that the activations and normalisations of an expert pass over, for one row."""
     hidden = 0 if spec.hidden_norm is None else NORM_PASSES * spec.inner
     out = 0 if spec.out_norm is None else NORM_PASSES * spec.out

@@ -7,7 +7,6 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, masked_slots, route
-from ..targets import EVERY_TARGET
 from .base import Lowering, no_int4
 from .cost import (
     Machine,
@@ -63,7 +62,6 @@ def predict_us(work: Work, machine: Machine) -> float:
 LOWERING = Lowering(
     name="dense",
     summary="all experts in batched MatMuls; the outputs of unselected ones are left out",
-    targets=EVERY_TARGET,
     build=build,
     predict_us=predict_us,
     no_kernel=no_int4,

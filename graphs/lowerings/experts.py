@@ -12,7 +12,7 @@ from ..layers.expert import NORM_WEIGHTS, Activation, AroundMaps, ExpertNorm
 from ..layers.stored import Layer, LayerOf
 from ..names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, MICROSOFT
 from ..precision.products import Linear, operand, product
-from ..targets import MICROSOFT_OPS
+from ..targets import TARGETS
 
 
 def expert_rows(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
@@ -26,7 +26,7 @@ def activation(
 ) -> ir.Value:
     """Adds an activation of z in the experts' float type; `alpha` belongs to `silu`."""
     match kind:
-        case "silu" if layer.target in MICROSOFT_OPS:
+        case "silu" if not TARGETS[layer.target].standard_ops:
             return b.op("QuickGelu", z, domain=MICROSOFT, alpha=alpha, name=name)
         case "silu":
             scaled = z

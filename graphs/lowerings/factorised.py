@@ -18,7 +18,6 @@ from ..builder import Builder
 from ..gating import coefficients
 from ..layers.mumoe import MuMoESpec
 from ..layers.stored import MuMoELayer
-from ..targets import EVERY_TARGET
 from .base import LoweringOf
 from .multilinear import (
     Gates,
@@ -115,10 +114,8 @@ def _unable(spec: MuMoESpec) -> str | None:
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     name="factorised",
     summary="products with the factors; the experts' weight tensor is never written out",
-    targets=EVERY_TARGET,
     build=build,
     predict_us=all_coefficients_us,
     unable=_unable,
     observable=True,
-    kind="mumoe",
 )

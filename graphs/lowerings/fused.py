@@ -9,13 +9,13 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
+from ..layers.base import MoESpec
 from ..layers.expert import Activation, AroundMaps
-from ..layers.experts import ExpertsSpec
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import Layer
 from ..names import MICROSOFT
 from ..routing import combine_outputs, route, selected_slots
-from ..targets import CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Precision, Target
+from ..targets import TARGETS, Precision, Target, TargetRecord
 from .base import Lowering
 from .cost import PACKED_ROWS, Machine, Work, around_experts_us, expert_macs, stacked_us
 from .experts import expert_rows
@@ -109,6 +109,11 @@ def _unable(spec: SoftMoESpec) -> str | None:
     return around_maps(spec) or other_width(spec)
 
 
+def has_op(target: TargetRecord) -> bool:
+    """Whether a target has the op."""
+    return bool(target.moe)
+
+
 def around_maps(spec: AroundMaps) -> str | None:
     """Why the op cannot compute what follows the experts' maps."""
     if spec.hidden_norm or spec.out_norm or spec.out_activation != "identity":
@@ -116,16 +121,14 @@ def around_maps(spec: AroundMaps) -> str | None:
     return None
 
 
-def other_width(spec: SoftMoESpec | ExpertsSpec) -> str | None:
+def other_width(spec: MoESpec) -> str | None:
     """Why the op cannot compute experts whose outputs are wider or narrower than their inputs."""
     if spec.dim != spec.out:
         return f"com.microsoft.MoE keeps the width, and this layer maps {spec.dim} to {spec.out}"
     return None
 
 
-def inexact_gelu(
-    spec: SoftMoESpec | ExpertsSpec, precision: Precision, target: Target
-) -> str | None:
+def inexact_gelu(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
     """How what the op computes for GELU differs from it.
 
     In ONNX Runtime GPU 1.31.1 it is the tanh form where GELU is the epilogue of the product (FP32
@@ -134,7 +137,7 @@ def inexact_gelu(
     its sources and its library's symbols, not run.
     """
     gelu = spec.activation in ("gelu", "gelu-tanh")
-    if gelu and precision == "fp16" and TARGETS[target].provider == CUDA_PROVIDER:
+    if gelu and precision == "fp16" and precision in TARGETS[target].moe:
         return (
             "com.microsoft.MoE computes the tanh form of GELU, and with the FP16 products of newer "
             "cards (from Hopper on) the exact one, up to 5e-4 apart"
@@ -145,9 +148,7 @@ def inexact_gelu(
 
 
 def _no_kernel(precision: Precision, target: Target) -> str | None:
-    """The op has FP32 everywhere, and FP16 on CUDA."""
-    cuda = TARGETS[target].provider == CUDA_PROVIDER
-    if precision == "fp32" or (precision == "fp16" and cuda):
+    if precision in TARGETS[target].moe:
         return None
     return f"com.microsoft.MoE has no {precision.upper()} kernel there"
 
@@ -182,7 +183,7 @@ def predict_us(work: Work, machine: Machine) -> float:
 LOWERING = Lowering(
     name="fused",
     summary="ONNX Runtime's com.microsoft.MoE, each slot a token with one-hot router logits",
-    targets=MICROSOFT_OPS,
+    needs=has_op,
     build=build,
     predict_us=predict_us,
     unable=_unable,

@@ -7,7 +7,7 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
-from ..targets import EVERY_TARGET, TARGETS, Precision, Target
+from ..targets import RUNTIME_TITLES, TARGETS, Precision, Target
 from . import dense
 from .base import Lowering, no_int4
 from .cost import (
@@ -77,16 +77,16 @@ def predict_us(work: Work, machine: Machine) -> float:
 
 
 def no_kernel(precision: Precision, target: Target) -> str | None:
-    """OpenVINO's integer products are those with constant weights, where rows have a zero point."""
-    if precision == "int8" and TARGETS[target].runtime == "openvino":
-        return "OpenVINO multiplies gathered INT8 weights as floats"
+    """What is gathered is no constant."""
+    record = TARGETS[target]
+    if precision == "int8" and record.constant_integers:
+        return f"{RUNTIME_TITLES[record.runtime]} multiplies gathered INT8 weights as floats"
     return no_int4(precision, target)
 
 
 LOWERING = Lowering(
     name="gather",
     summary="gathers the weights of the selected experts, then batched MatMuls",
-    targets=EVERY_TARGET,
     build=build,
     predict_us=predict_us,
     copied_bytes=copied_bytes,

@@ -13,7 +13,6 @@ from ..builder import Builder
 from ..gating import KeptLevel, kept_levels
 from ..layers.mumoe import MuMoESpec
 from ..layers.stored import MuMoELayer
-from ..targets import EVERY_TARGET
 from . import unfactorised
 from .base import LoweringOf
 from .cost import Machine, WorkOf
@@ -109,10 +108,8 @@ def predict_us(work: WorkOf[MuMoESpec], machine: Machine) -> float:
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     name="gathered",
     summary="each token gathers the matrices of the experts that it keeps, and no others",
-    targets=EVERY_TARGET,
     build=build,
     predict_us=predict_us,
     copied_bytes=copied_bytes,
     unable=unfactorised.unable,
-    kind="mumoe",
 )

@@ -15,7 +15,6 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
-from ..targets import DATA_SIZES
 from .base import Lowering
 from .cost import Machine, Work, apart_us, around_experts_us, expert_nodes
 from .experts import expert_rows, first_product, hidden_rows, one_expert, second_product
@@ -170,7 +169,7 @@ def predict_us(work: Work, machine: Machine) -> float:
 LOWERING = Lowering(
     name="grouped",
     summary="sorts rows by expert; each expert computes the rows that chose it, none in no time",
-    targets=DATA_SIZES,
+    needs=lambda target: target.data_sizes,
     build=build,
     predict_us=predict_us,
     observable=True,

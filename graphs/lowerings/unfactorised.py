@@ -10,7 +10,6 @@ from ..builder import Builder
 from ..gating import coefficients
 from ..layers.mumoe import MuMoESpec
 from ..layers.stored import MuMoELayer
-from ..targets import EVERY_TARGET
 from .base import LoweringOf
 from .multilinear import Tensor, all_coefficients_us, combined, left_out, mixed, through_tensors
 
@@ -58,10 +57,8 @@ def unable(spec: MuMoESpec) -> str | None:
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     name="unfactorised",
     summary="every expert of a weight tensor that is held whole computes every token",
-    targets=EVERY_TARGET,
     build=build,
     predict_us=all_coefficients_us,
     unable=unable,
     observable=True,
-    kind="mumoe",
 )

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moexport.graphs.lowerings import NAMES
+from moexport.graphs.lowerings import all_names
 from moexport.tests.command import run
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLAIN = re.compile(r"moexport [^|&;<>$`*?~#]*")
 """A command that means the same without a shell."""
 
-LOWERING = re.compile(rf"\b({'|'.join(NAMES)})\b")
+LOWERING = re.compile(rf"\b({'|'.join(all_names())})\b")
 
 
 @dataclass(frozen=True)

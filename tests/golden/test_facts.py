@@ -19,13 +19,13 @@ from moexport.calibration.feeds import FeedHash
 from moexport.cli import COMMANDS
 from moexport.commands.options import flattened
 from moexport.exporter.checkpoints import load
-from moexport.exporter.families import FAMILIES
+from moexport.exporter.families import all_names
 from moexport.exporter.job import calibration_job
 from moexport.exporter.model import fingerprint
 from moexport.exporter.options import parse_k, resolve_k
 from moexport.exporter.tensorrt.backends import BACKENDS
 from moexport.exporter.tensorrt.cache import engine_key
-from moexport.graphs.lowerings import ALL_LOWERINGS
+from moexport.graphs.lowerings import KINDS as KINDS_OF_LAYER
 from moexport.graphs.lowerings.cost import MACHINES
 from moexport.graphs.targets import TARGETS
 from moexport.plugins.tune.space import Point
@@ -100,9 +100,11 @@ def _default(value: Any) -> str:
 
 def orders() -> dict[str, Any]:
     return {
-        "families": list(FAMILIES),
+        "families": all_names(),
         "targets": list(TARGETS),
-        "lowerings": [" ".join(key) for key in ALL_LOWERINGS],
+        "lowerings": [
+            f"{kind.name} {record.name}" for kind in KINDS_OF_LAYER for record in kind.lowerings
+        ],
         "machines": list(MACHINES),
         "backends": list(BACKENDS),
         "engines": list(KINDS),

@@ -29,7 +29,7 @@ from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.recipe import LayerRecipe, Recipe
 from moexport.exporter.model import Model, fingerprint
 from moexport.exporter.parity import TOLERANCES
-from moexport.graphs.lowerings import NAMES as LOWERINGS
+from moexport.graphs.lowerings import all_names
 from moexport.graphs.names import K_INPUT
 from moexport.graphs.targets import TARGETS, Precision, Target
 from moexport.tests.command import Outcome, run
@@ -41,7 +41,7 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "source": NAMES,
     "k": ("n", "share", "number", "list", "input"),
     "precision": get_args(Precision),
-    "lowering": ("auto", *LOWERINGS),
+    "lowering": ("auto", *all_names()),
     "target": get_args(Target),
     "batch": ("default", "fixed", "range"),
     "tokens": ("default", "fixed", "range"),

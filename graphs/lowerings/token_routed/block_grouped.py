@@ -13,7 +13,6 @@ import onnx_ir as ir
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
 from ...precision.products import product
-from ...targets import ENGINES
 from ..base import LoweringOf
 from ..block_grouped import (
     SORTING_NODES,
@@ -24,7 +23,7 @@ from ..block_grouped import (
     tiles_at_most,
     tiles_us,
 )
-from ..cost import Machine, expert_bytes, machine_for
+from ..cost import SERVER, Machine, expert_bytes, machine_for
 from ..experts import stacked_linear
 from .arithmetic import ExpertsLayer, both_products, by_token, first_rows, pair_rows, routed
 from .cost import ExpertsWork, between_us, combine_us
@@ -94,7 +93,7 @@ def _unable(spec: ExpertsSpec) -> str | None:
 
 def copied_bytes(work: ExpertsWork) -> float:
     """Every tile copies the expert that it is for."""
-    tile = best_tile(_prompt(work), machine_for("tensorrt"))
+    tile = best_tile(_prompt(work), SERVER)
     return expert_bytes(work, tiles_at_most(work.selections, 1, work.spec.experts, tile))
 
 
@@ -111,10 +110,9 @@ def predict_us(work: ExpertsWork, machine: Machine) -> float:
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="block-grouped",
     summary="pairs sorted by expert into padded tiles; one weight gathered per tile, batched",
-    targets=ENGINES,
+    needs=lambda target: target.compiled,
     build=build,
     predict_us=predict_us,
     copied_bytes=copied_bytes,
     unable=_unable,
-    kind="experts",
 )

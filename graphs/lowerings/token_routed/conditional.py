@@ -6,7 +6,6 @@ import onnx_ir as ir
 
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
-from ...targets import BRANCHES
 from ..base import LoweringOf
 from ..conditional import chosen_at_all, split, zero_rows
 from ..cost import Machine, packing_us
@@ -102,8 +101,7 @@ def predict_us(work: ExpertsWork, machine: Machine) -> float:
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="conditional",
     summary="an If per expert: all tokens through it if any chose it, else skipped",
-    targets=BRANCHES,
+    needs=lambda target: target.branches,
     build=build,
     predict_us=predict_us,
-    kind="experts",
 )

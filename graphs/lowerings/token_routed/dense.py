@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
-from ...targets import EVERY_TARGET, TARGETS
+from ...targets import TARGETS
 from ..base import LoweringOf, no_int4
 from ..cost import Machine
 from .arithmetic import (
@@ -30,7 +30,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     if layer.spec.weights_on == "input":
         tokens = weighted_tokens(b, layer, tokens, shares)
         shares = by_expert(b, one_hot, None)
-    elif TARGETS[layer.target].runtime == "openvino":  # which fails where tokens are broadcast
+    elif not TARGETS[layer.target].broadcasts:
         copies = b.ints(layer.spec.experts, 1, 1)
         tokens = b.op("Expand", tokens, copies, name="dispatch/tokens")  # [n, t, d]
     outputs = all_experts(b, layer, tokens)
@@ -60,9 +60,7 @@ def predict_us(work: ExpertsWork, machine: Machine) -> float:
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="dense",
     summary="all experts on all tokens in batched MatMuls; what was not chosen is left out",
-    targets=EVERY_TARGET,
     build=build,
     predict_us=predict_us,
     no_kernel=no_int4,
-    kind="experts",
 )

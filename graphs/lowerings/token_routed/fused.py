@@ -24,7 +24,7 @@ from ...layers.experts import ExpertsSpec
 from ...names import MICROSOFT
 from ...precision.products import INT8_ROWS
 from ...precision.types import block_of
-from ...targets import CPU_PROVIDER, CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Precision, Target
+from ...targets import TARGETS, Precision, Target
 from ..base import LoweringOf
 from ..cost import PACKED_ROWS, Machine, expert_bytes, expert_macs, stacked_us, stream_us
 from ..fused import (
@@ -33,6 +33,7 @@ from ..fused import (
     NEVER,
     OP_ACTIVATIONS,
     around_maps,
+    has_op,
     inexact_gelu,
     other_width,
 )
@@ -229,16 +230,13 @@ def _unable(spec: ExpertsSpec) -> str | None:
 
 
 def _no_kernel(precision: Precision, target: Target) -> str | None:
-    """The op has FP32 everywhere, FP16 on CUDA, and integers in the form written for a CPU."""
-    served: dict[str | None, tuple[Precision, ...]] = {
-        CPU_PROVIDER: ("fp32", "int8", "int4"),
-        CUDA_PROVIDER: ("fp32", "fp16"),
-    }
-    if precision not in served.get(TARGETS[target].provider, ()):
+    """The op has integers in the form written for a CPU."""
+    record, integers = TARGETS[target], precision in ("int8", "int4")
+    if precision not in record.moe and not (integers and record.on_cpu):
         return f"com.microsoft.MoE has no {precision.upper()} kernel there"
-    if precision in ("int8", "int4") and not TARGETS[target].new_kernels:
+    if integers and not record.new_kernels:
         return "com.microsoft.QMoE takes the experts' weights in no onnxruntime-web up to 1.30"
-    if precision in ("int8", "int4") and older("onnxruntime", ROUTED_WEIGHTS):
+    if integers and older("onnxruntime", ROUTED_WEIGHTS):
         return "com.microsoft.QMoE takes the experts' weights from ONNX Runtime 1.31 on"
     return None
 
@@ -279,11 +277,10 @@ def predict_us(work: ExpertsWork, machine: Machine) -> float:
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="fused",
     summary="ONNX Runtime's com.microsoft.MoE or QMoE, each (token, expert) pair a row of its own",
-    targets=MICROSOFT_OPS,
+    needs=has_op,
     build=build,
     predict_us=predict_us,
     unable=_unable,
     no_kernel=_no_kernel,
     inexact=inexact_gelu,
-    kind="experts",
 )

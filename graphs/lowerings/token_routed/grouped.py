@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
-from ...targets import DATA_SIZES
 from ..base import LoweringOf
 from ..cost import Machine
 from ..grouped import inverse, sorted_by_expert
@@ -156,9 +155,8 @@ def predict_us(work: ExpertsWork, machine: Machine) -> float:
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="grouped",
     summary="sorts the tokens' choices by expert; each expert computes its rows, none in no time",
-    targets=DATA_SIZES,
+    needs=lambda target: target.data_sizes,
     build=build,
     predict_us=predict_us,
     observable=True,
-    kind="experts",
 )

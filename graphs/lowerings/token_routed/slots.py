@@ -12,7 +12,6 @@ import onnx_ir as ir
 
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
-from ...targets import EVERY_TARGET
 from ..base import LoweringOf, no_int4
 from ..cost import Machine
 from .arithmetic import (
@@ -120,10 +119,8 @@ def _unable(spec: ExpertsSpec) -> str | None:
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="slots",
     summary="experts with a capacity compute their slots in batched MatMuls, full or not",
-    targets=EVERY_TARGET,
     build=build,
     predict_us=predict_us,
     unable=_unable,
     no_kernel=no_int4,
-    kind="experts",
 )

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from moexport.common.registry import Registry
 from moexport.errors import CheckpointError, FamilyError
+from moexport.exporter import families
 from moexport.exporter.checkpoints.load import load, parse_value
-from moexport.exporter.families import FAMILIES, detect, family_named
-from moexport.exporter.families.base import renamed
+from moexport.exporter.families import FAMILIES, detect, family_named, fits
+from moexport.exporter.families.base import Family, renamed
 from moexport.graphs.layers.base import algorithm_1
 from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.exporter.families.reference import Array, gelu_tanh, soft_moe
@@ -60,7 +62,7 @@ def test_exactly_one_family_is_detected_for_each_layout() -> None:
         "soft-moe-vmoe": {k.replace("/", "."): t for k, t in vmoe_state().items()},
     }
     for name, state in states.items():
-        assert [f.name for f in FAMILIES.values() if f.detect(state)] == [name]
+        assert [f.name for f in fits(state, FAMILIES)] == [name]
 
 
 OTHER_NAMES = renamed(
@@ -83,7 +85,8 @@ def test_a_family_under_other_key_names_is_one_record(
 ) -> None:
     state = other_names(vit_state())
     assert not [key for key in state if key.startswith("blocks.") or ".mlp.phi" in key]
-    monkeypatch.setitem(FAMILIES, "other-vit", OTHER_NAMES)
+    registry = Registry("moexport.families", Family, (*FAMILIES.own, OTHER_NAMES))
+    monkeypatch.setattr(families, "FAMILIES", registry)
     model = load(saved(tmp_path, state), config=VIT)
     published = load(saved(tmp_path, vit_state(), "published.pt"), config=VIT)
     assert (model.family, published.family) == ("other-vit", "soft-moe-vit")
@@ -101,7 +104,7 @@ def test_two_keys_of_one_name_are_no_family() -> None:
 def test_an_unknown_checkpoint_is_answered_with_what_was_seen_and_what_is_known() -> None:
     with pytest.raises(FamilyError, match=r"2 keys: conv1\.weight, fc\.bias") as caught:
         detect({"conv1.weight": torch.ones(1), "fc.bias": torch.ones(1)})
-    for word in ("--family", "package.module:factory", *FAMILIES):
+    for word in ("--family", "package.module:factory", *FAMILIES.names):
         assert word in str(caught.value.hint)
 
 
@@ -128,7 +131,7 @@ def test_the_wrong_family_is_answered_with_the_keys_it_lacks(tmp_path: Path) -> 
         load(saved(tmp_path, vit_state()), family="soft-moe-pytorch")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES.names)
 def test_no_family_fails_on_a_checkpoint_of_another_kind_but_says_so(
     tmp_path: Path, family: str
 ) -> None:

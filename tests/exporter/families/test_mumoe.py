@@ -11,7 +11,7 @@ import pytest
 import torch
 from moexport.errors import CheckpointError, FamilyError
 from moexport.exporter.checkpoints.load import load
-from moexport.exporter.families import FAMILIES
+from moexport.exporter.families import FAMILIES, fits
 from moexport.graphs.layers.base import algorithm_1
 from moexport.tests.command import run
 from moexport.tests.graphs.mumoe_layers import mumoe_layers
@@ -57,7 +57,7 @@ def test_outputs_and_coefficients_are_those_recorded(name: str) -> None:
 def test_the_config_is_complete_and_loads_the_same_model_again(name: str) -> None:
     case = read_case(name)
     model = load(case.weights, config=case.config)
-    assert [f.name for f in FAMILIES.values() if f.detect(state_of(name))] == [case.family]
+    assert [f.name for f in fits(state_of(name), FAMILIES)] == [case.family]
     assert json.loads(json.dumps(model.config)) == model.config
     assert {key: model.config[key] for key in case.config} == case.config
     assert load(case.weights, config=model.config).config == model.config

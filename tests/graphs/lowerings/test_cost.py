@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 from moexport.errors import LoweringError
 from moexport.graphs.layers.soft_moe import SoftMoESpec
-from moexport.graphs.lowerings import NAMES, check_name, lowerings_of
+from moexport.graphs.lowerings import all_names, check_name, lowerings_of
 from moexport.graphs.lowerings.choice import (
     CALL_US,
     DIVIDED,
@@ -282,7 +282,7 @@ def test_what_cannot_serve_is_refused_with_the_reason_and_the_able(
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(LoweringError, match="no lowering 'fast'") as caught:
         check_name("fast")
-    assert caught.value.hint == f"choose one of: auto, {', '.join(NAMES)}"
+    assert caught.value.hint == f"choose one of: auto, {', '.join(all_names())}"
 
 
 @pytest.mark.parametrize("spec", [LARGE, SMALL], ids=lambda spec: str(spec.name))
