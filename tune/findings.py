@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from ..bench.analyses.findings import TUNING, FrontPoint, TuningRecord
 from ..bench.data import LabelledData
 from ..bench.demo.demo import TrainedNetwork
 from ..bench.engines import PYTORCH_EAGER
@@ -31,6 +30,7 @@ from ..graphs.targets import runtime_of
 from .confirm import Confirmed
 from .graphs import UNTOUCHED
 from .quality import Quality
+from .report.record import TUNING, FrontPoint, TuningRecord
 from .request import SearchOptions
 from .space import Trial
 from .substitutes.substitutes import FOLDER

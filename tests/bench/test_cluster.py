@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 from moexport import calls
-from moexport.bench.analyses.findings import tuning_in
 from moexport.bench.results import Results, Row, read, to_json
 from moexport.bench.runners.pytorch import untouched
 from moexport.common import timing
@@ -38,6 +37,7 @@ from moexport.plugins.cluster.kinds import compare_kinds, earlier_kinds
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
 from moexport.tune.quality import Metric
+from moexport.tune.report.record import tuning_in
 from moexport.tune.shards import Batch, evaluate_here
 
 WEIGHTS = str(DATA / "soft_moe_mnist" / "weights.pt")

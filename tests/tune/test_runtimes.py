@@ -7,7 +7,6 @@ from pathlib import Path
 import moexport
 import numpy as np
 import pytest
-from moexport.bench.analyses.findings import tuning_in
 from moexport.bench.demo.digits import load_digits
 from moexport.bench.results import read
 from moexport.errors import UsageError
@@ -15,6 +14,7 @@ from moexport.exporter.bundle.recipe import LayerRecipe
 from moexport.tests.exporter.test_openvino import computes
 from moexport.tests.tune.small_search import small_search
 from moexport.tune.findings import text
+from moexport.tune.report.record import tuning_in
 from moexport.tune.request import SearchOptions, parse_targets
 from moexport.tune.times import FormTime, LayerTimes
 from moexport.tune.tune import Tuned
