@@ -47,6 +47,23 @@ class RowDecision:
     recipe: str
 
 
+@dataclass(frozen=True, slots=True)
+class PageChart:
+    """A card of charts on the page, for a section.
+
+    `points` returns the data that the page has under the section's name, None for no chart. A file
+    `NAME.html` in the folder `assets` is the card, and `NAME.js` a function without arguments that
+    draws it, or hides it without data, by the functions of `report.js`.
+    """
+
+    points: Callable[[Results], dict[str, Any] | None]
+    assets: Path
+
+    def asset(self, name: str) -> str:
+        """Returns the text of one of its files."""
+        return (self.assets / name).read_text(encoding="utf-8").strip()
+
+
 def _no_text(results: Results) -> str:
     del results
     return ""
@@ -66,10 +83,10 @@ def _no_decision(results: Results) -> RowDecision | None:
 class ReportSection:
     """A section of a report, at its place on the page; those of a plugin show what it has found.
 
-    `content` returns None where the results have nothing for it. `shows` is the name that its
-    findings have among the analyses of `results.json`: `text` returns them for the terminal,
-    `figures` writes them to a folder, `points` is what the page's script draws under the section's
-    name, and `decision` what they have chosen of the rows.
+    `shows` is the name that these findings have among the analyses of `results.json`; of results
+    without them nothing else is called. `content` returns None where there is nothing to show.
+    `text` returns findings for the terminal, `figures` writes them to a folder, `chart` draws them
+    on the page, and `decision` returns what they have chosen of the rows.
     """
 
     name: str
@@ -79,8 +96,12 @@ class ReportSection:
     shows: str = ""
     text: Callable[[Results], str] = _no_text
     figures: Callable[[Results, Path], Sequence[Path]] = _no_figures
-    points: Callable[[Results], dict[str, Any] | None] | None = None
+    chart: PageChart | None = None
     decision: Callable[[Results], RowDecision | None] = _no_decision
+
+    def is_of(self, results: Results) -> bool:
+        """Whether these results hold what it shows; a section of rows shows those of any."""
+        return not self.shows or self.shows in results.analyses
 
 
 SECTIONS = Registry("moexport.sections", ReportSection)

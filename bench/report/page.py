@@ -28,7 +28,7 @@ from ...errors import UsageError
 from ..engines import GraphEngine, engine_of
 from ..results import TOKEN_ROUTED, ModelInfo, Results, Row, as_json, write
 from .compare import ResultsComparison
-from .content import decision_of, showing
+from .content import PageChart, ReportSection, decision_of, showing
 from .figures import figures
 from .runs import NamedRun, run_points
 from .sections import all_sections, contents
@@ -117,11 +117,18 @@ def html(
         "CAVEAT": escape(caveat(shown[0]) if shown else ""),
         "DATA": embedded_json(payload(results, comparison, runs)),
         "PLOTLY": _packed("plotly-basic.min.js"),
+        "CARDS": "\n".join(chart.asset(f"{section.name}.html") for section, chart in charts()),
+        "CHARTS": ",\n".join(chart.asset(f"{section.name}.js") for section, chart in charts()),
         "SCRIPT": _asset("report.js"),
     }
     # Cut once, so that text inside one part is never taken for a placeholder.
     pieces = _asset("report.html").split("%%")
     return "".join(parts[p] if index % 2 else p for index, p in enumerate(pieces))
+
+
+def charts() -> list[tuple[ReportSection, PageChart]]:
+    """Returns the sections that draw charts of their own, in the order of the page."""
+    return [(each, each.chart) for each in all_sections() if each.chart is not None]
 
 
 def _asset(name: str) -> str:
@@ -152,7 +159,10 @@ def payload(
         "rows": [_words(results, sections_by_row[section_of(row)], row) for row in results.rows],
         "keep": shown[0].keep if shown else KEPT,
         "disagree": DISAGREE,
-        **{each.name: each.points(results) for each in all_sections() if each.points is not None},
+        **{
+            section.name: chart.points(results) if section.is_of(results) else None
+            for section, chart in charts()
+        },
         "gpu": GPU_MS if any(row.device_ms is not None for row in results.rows) else None,
         "disturbed": results.disturbance,
         "tables": [

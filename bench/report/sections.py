@@ -190,7 +190,7 @@ def contents(
 ) -> Iterator[tuple[ReportSection, SectionContent]]:
     """Yields the sections of these results, each with what it holds: no table without rows."""
     for section in all_sections(comparison, runs):
-        content = section.content(results)
+        content = section.content(results) if section.is_of(results) else None
         if content is None:
             continue
         tables = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..report.content import ReportSection, SectionContent, TableContent
+from pathlib import Path
+
+from ..report.content import PageChart, ReportSection, SectionContent, TableContent
 from ..report.service import (
     answers,
     service_figure,
@@ -37,5 +39,5 @@ SECTION = ReportSection(
     shows=SERVICE,
     text=service_text,
     figures=service_figure,
-    points=service_points,
+    chart=PageChart(service_points, Path(__file__).parent / "assets"),
 )

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from ...bench.report.content import Cell, ReportSection, RowDecision, SectionContent, TableContent
+from ...bench.report.content import (
+    Cell,
+    PageChart,
+    ReportSection,
+    RowDecision,
+    SectionContent,
+    TableContent,
+)
 from ...bench.report.summary import caveat, kept_text, milliseconds, percent, sections, summary
 from ...bench.results import Interval, Results
 from ...common.text import size
@@ -116,6 +124,6 @@ SECTION = ReportSection(
     place=30,
     content=_search,
     shows=TUNING,
-    points=_points,
+    chart=PageChart(_points, Path(__file__).parent / "assets"),
     decision=_decision,
 )
