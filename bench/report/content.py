@@ -64,21 +64,6 @@ class PageChart:
         return (self.assets / name).read_text(encoding="utf-8").strip()
 
 
-def _no_text(results: Results) -> str:
-    del results
-    return ""
-
-
-def _no_figures(results: Results, directory: Path) -> Sequence[Path]:
-    del results, directory
-    return ()
-
-
-def _no_decision(results: Results) -> RowDecision | None:
-    del results
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSection:
     """A section of a report, at its place on the page; those of a plugin show what it has found.
@@ -94,10 +79,10 @@ class ReportSection:
     place: int
     content: Callable[[Results], SectionContent | None]
     shows: str = ""
-    text: Callable[[Results], str] = _no_text
-    figures: Callable[[Results, Path], Sequence[Path]] = _no_figures
+    text: Callable[[Results], str] = lambda _: ""
+    figures: Callable[[Results, Path], Sequence[Path]] = lambda *_: ()
     chart: PageChart | None = None
-    decision: Callable[[Results], RowDecision | None] = _no_decision
+    decision: Callable[[Results], RowDecision | None] = lambda _: None
 
     def is_of(self, results: Results) -> bool:
         """Whether these results hold what it shows; a section of rows shows those of any."""
