@@ -16,7 +16,7 @@ from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.bundle.manifest import is_bundle
 from ..exporter.checkpoints.load import load_as
-from ..exporter.model import Model, check_one_input
+from ..exporter.model import Model
 from ..graphs.names import K_INPUT
 from .data import Labelled, LabelledData, Streamed, labelled
 from .engines import Serves
@@ -72,10 +72,6 @@ class Prepared:
 def prepared(listed: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterator[Prepared]:
     """Yields what a benchmark measures, exported, and how; raises what `sweep` raises."""
     watcher = wanted.progress or Silent()
-    if wanted.analysis:
-        for item in listed:
-            if isinstance(item, Model):
-                check_one_input(item, "--analysis")
     selection = select(wanted.engines, [_served(item) for item in listed])
     request = replace(wanted, engine=selection.names, batch=batch_sizes(listed, wanted))
     check_exported(listed, request)

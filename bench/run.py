@@ -7,7 +7,6 @@ piece that is complete is kept there, and a run that was killed goes on where it
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
@@ -17,18 +16,15 @@ from typing import Any
 
 import torch
 
-from ..common.console import Progress, Silent
+from ..common.console import Silent
 from ..common.environment import energy_counters, environment
 from ..common.files import sha256
 from ..common.threads import Threads, with_threads
 from ..common.writing import held
-from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.inputs import by_name, check_array
 from ..exporter.model import Model
-from .analyses.experts import Wanted, parse_analyses, studied
-from .analyses.subgroups import compared
-from .data import Labelled, fingerprint, load_groups
+from .data import Labelled, fingerprint
 from .evaluate import EvaluationState
 from .journal import FILE, Journal
 from .measurement import Measurement, expected_time
@@ -40,9 +36,7 @@ from .request import BenchRequest
 from .results import Absent, ModelInfo, Results, Row
 from .runners.base import Loader
 from .runners.pytorch import CUDA, without_tf32
-from .service.findings import as_analyses
-from .service.measure import service_of
-from .service.settings import settings_of
+from .studies import begun, check_studies
 
 
 def bench(
@@ -69,7 +63,6 @@ def bench(
     """
     progress, out = request.progress or Silent(), request.folder
     groups = plan(candidates, request)
-    service = service_of(request, data, candidates)
     head = data.head(max(request.batches) * request.protocol.inputs)
     if only is not None:
         groups = tuple(group for group in groups if group.batch == only)
@@ -78,6 +71,7 @@ def bench(
         arrays = by_name(head.batch(0, len(head)), candidate.model.inputs)
         for spec in (spec for spec in candidate.model.inputs if spec.name in arrays):
             check_array(arrays[spec.name], spec, f"{candidate.name}: ")
+    studies = begun(candidates, data, request)
     on_gpu = any(case.provider == CUDA for group in groups for case in group.cases)
     with ExitStack() as stack:
         # A second benchmark in the same folder is refused at once.
@@ -108,8 +102,9 @@ def bench(
                 known=(known or {}).get(candidate.name),
             )
             rows += one.rows()
-            if service is not None:
-                service.serve(candidate, one.failures, journal)
+            for study in studies.values():
+                if study.follow is not None:
+                    study.follow(candidate, one.failures, journal)
             protocol["samples"] = max(protocol["samples"], one.seen)
             for name, entries in one.beside.items():
                 protocol[name] = [*protocol.get(name, ()), *entries]
@@ -122,7 +117,7 @@ def bench(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             absent=tuple(absent),
             analyses=dict(analyses or {})
-            | (as_analyses(service.findings) if service is not None else {}),
+            | {name: study.findings() for name, study in studies.items()},
         )
         _finish(results, request, journal)
         return results
@@ -194,61 +189,25 @@ def sweep(
     `only` and `known` are as in `bench`. Raises `UsageError` and `FeedError`, before anything is
     measured, for what cannot be meant.
     """
-    watcher = request.progress or Silent()
-    analyses_wanted(request)
-    settings_of(request)
+    check_studies(request, listed)
     with prepared(listed, request) as plans:
         return bench(
             plans.candidates,
             plans.data,
             plans.request,
             absent=plans.absent,
-            analyses=_analyses(plans.candidates, plans.data, request, watcher),
             only=only,
             known=known,
             threads=plans.threads,
         )
 
 
-def analyses_wanted(request: BenchRequest) -> Wanted | None:
-    """Returns which analyses of experts are asked for; raises `UsageError` for what are none."""
-    most = request.max_subsets
-    wanted = (
-        Wanted(parse_analyses(request.analysis), max_subsets=most) if request.analysis else None
-    )
-    if most is not None and not (wanted and "subsets" in wanted.names):
-        raise UsageError(
-            f"--max-subsets {most}: no subsets are tried", hint="add --analysis subsets"
-        )
-    return wanted
-
-
 def analysed(listed: Sequence[Model | Bundle], request: BenchRequest) -> dict[str, Any]:
-    """Returns what is asked about experts and subgroups; measures nothing else."""
+    """Returns what the studies find that need no rows; measures nothing else."""
+    check_studies(request, listed)
     with prepared(listed, request) as plans:
-        return _analyses(plans.candidates, plans.data, request, request.progress or Silent())
-
-
-def _analyses(
-    candidates: Sequence[Candidate],
-    data: Labelled,
-    request: BenchRequest,
-    watcher: Progress,
-) -> dict[str, Any]:
-    """What was asked about experts and subgroups."""
-    wanted = analyses_wanted(request)
-    analyses = studied(candidates, data, wanted, request.samples, watcher) if wanted else {}
-    if request.group_by is None:
-        return analyses
-    if not isinstance(request.data, str | Path):
-        raise UsageError(
-            f"--group-by {request.group_by}: names an array of a file, and the data are none",
-            hint="save inputs, labels and subgroups in an .npz",
-        )
-    held = data.head(sys.maxsize)
-    groups = load_groups(Path(request.data), request.group_by, len(held))
-    seen = held.head(len(held) if request.samples is None else request.samples)
-    return analyses | compared(candidates, seen, groups[: len(seen)], request.group_by, watcher)
+        runs = begun(plans.candidates, plans.data, request)
+        return {name: run.findings() for name, run in runs.items() if run.follow is None}
 
 
 def model_info(candidate: Candidate) -> ModelInfo:

@@ -36,7 +36,7 @@ from .findings import (
     Kept,
     RandomChoice,
     Shares,
-    analyses_of,
+    plain,
 )
 
 ChosenExperts = Mapping[str, Tensor]
@@ -352,8 +352,8 @@ def studied(
     wanted: Wanted,
     samples: int | None,
     progress: Progress,
-) -> dict[str, Any]:
-    """Returns the studies of several models as the analyses of `results.json`.
+) -> list[dict[str, Any]]:
+    """Returns the studies of several models as `results.json` has them.
 
     They are for each one's ks below n. The first `samples` inputs are held in memory, all of
     them for None.
@@ -373,7 +373,7 @@ def studied(
         )
         for candidate in candidates
     ]
-    return analyses_of(studies)
+    return plain(studies)
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:

@@ -12,7 +12,7 @@ from ...calibration.feeds import Array
 from ...common.console import Progress
 from ...errors import FeedError
 from ..data import LabelledData
-from ..fairness import SUBGROUPS, ModelFairness, check_groups, fairness
+from ..fairness import ModelFairness, check_groups, fairness
 from ..metrics import one_per_sample
 from ..plan import Candidate
 from ..runners.base import Runner
@@ -27,8 +27,8 @@ def compared(
     groups: Array,
     group_by: str,
     progress: Progress,
-) -> dict[str, Any]:
-    """Returns the fairness of several models as the analyses of `results.json`.
+) -> list[dict[str, Any]]:
+    """Returns the fairness of several models as `results.json` has it.
 
     An edited model keeps its first k. Its classes have the targets that they have as trained, the
     subgroups with the lowest accuracy, so that one and the same is looked at. Raises FeedError for
@@ -65,7 +65,7 @@ def compared(
                 rewritten=tuple(outputs),
             )
         )
-    return {SUBGROUPS: [asdict(model) for model in models]}
+    return [asdict(model) for model in models]
 
 
 def _predicted(runner: Runner, data: LabelledData, name: str) -> tuple[Array, int]:

@@ -25,15 +25,13 @@ from ...common.text import count, size
 from ...common.user_code import names_code
 from ...common.writing import check_file, output_errors, write_text
 from ...errors import UsageError
-from ..analyses.findings import FrontPoint, TuningRecord, studies_in, tuning_in
-from ..analyses.report import figures as charts
 from ..engines import GraphEngine, engine_of
 from ..results import TOKEN_ROUTED, ModelInfo, Results, Row, as_json, write
 from .compare import ResultsComparison
+from .content import PageChart, ReportSection, decision_of, showing
 from .figures import figures
 from .runs import NamedRun, run_points
-from .sections import contents, interval_text
-from .service import service_figure, service_points
+from .sections import all_sections, contents
 from .summary import (
     DISAGREE,
     GPU_MS,
@@ -45,7 +43,6 @@ from .summary import (
     engine_name,
     keeps,
     milliseconds,
-    percent,
     row_name,
     section_of,
     sections,
@@ -94,8 +91,7 @@ def write_views(
     with output_errors(page.parent):
         drawn = (
             *figures(results, page.parent),
-            *charts(studies_in(results.analyses), page.parent),
-            *service_figure(results, page.parent),
+            *(path for each in showing(results) for path in each.figures(results, page.parent)),
         )
     return (page, markdown, rows, *drawn)
 
@@ -121,11 +117,18 @@ def html(
         "CAVEAT": escape(caveat(shown[0]) if shown else ""),
         "DATA": embedded_json(payload(results, comparison, runs)),
         "PLOTLY": _packed("plotly-basic.min.js"),
+        "CARDS": "\n".join(chart.asset(f"{section.name}.html") for section, chart in charts()),
+        "CHARTS": ",\n".join(chart.asset(f"{section.name}.js") for section, chart in charts()),
         "SCRIPT": _asset("report.js"),
     }
     # Cut once, so that text inside one part is never taken for a placeholder.
     pieces = _asset("report.html").split("%%")
     return "".join(parts[p] if index % 2 else p for index, p in enumerate(pieces))
+
+
+def charts() -> list[tuple[ReportSection, PageChart]]:
+    """Returns the sections that draw charts of their own, in the order of the page."""
+    return [(each, each.chart) for each in all_sections() if each.chart is not None]
 
 
 def _asset(name: str) -> str:
@@ -151,17 +154,15 @@ def payload(
     """Returns what the page's script draws: the results, and what is said of them in words."""
     shown = sections(results)
     sections_by_row = by_row(shown)
-    search = tuning_in(results.analyses)
     return {
         "results": as_json(results),
         "rows": [_words(results, sections_by_row[section_of(row)], row) for row in results.rows],
         "keep": shown[0].keep if shown else KEPT,
         "disagree": DISAGREE,
-        "search": None
-        if search is None
-        else search_points(search)
-        | {"answer": summary(shown[0]) if shown else "", "told": caveat(shown[0]) if shown else ""},
-        "service": service_points(results),
+        **{
+            section.name: chart.points(results) if section.is_of(results) else None
+            for section, chart in charts()
+        },
         "gpu": GPU_MS if any(row.device_ms is not None for row in results.rows) else None,
         "disturbed": results.disturbance,
         "tables": [
@@ -234,9 +235,9 @@ def export_command(results: Results, row: Row) -> str | None:
         typed = []
     if target is None or row.error is not None or not source or typed[:1] != ["moexport"]:
         return None
-    search = tuning_in(results.analyses)
-    if search is not None and row is results.rows[-1]:  # the one that was chosen
-        return recipe_command(source, search.recipe, "BUNDLE", typed)
+    decision = decision_of(results)
+    if decision is not None and row is results.rows[-1]:  # the one that was chosen
+        return recipe_command(source, decision.recipe, "BUNDLE", typed)
     own = (reference for reference in results.of_model(row.model) if reference.is_reference)
     full_k = next((reference.k for reference in own), row.experts)
     if target == "ort-cpu":  # What a benchmark may be told to take another for.
@@ -307,22 +308,3 @@ def _plain(value: Any) -> str:
             return "; ".join(map(_plain, value))
         case _:
             return str(value)
-
-
-def search_points(search: TuningRecord) -> dict[str, Any]:
-    """Returns what the page draws of a search: every point, with what hovering over it says."""
-    return {
-        "keep": search.keep,
-        "metric": search.metric,
-        "points": [asdict(point) | {"told": _hover_lines(point)} for point in search.points],
-    }
-
-
-def _hover_lines(point: FrontPoint) -> list[str]:
-    lines = [f"{milliseconds(point.ms)} ms, {size(point.bytes)}"]
-    lines.append(f"{percent(point.kept)} kept, {interval_text(point.searched)}")
-    if point.confirmed is not None and point.confirmed_kept is not None:
-        lines.append(
-            f"confirmed: {percent(point.confirmed_kept)}, {interval_text(point.confirmed)}"
-        )
-    return [*lines, *point.text.split("; ")]

@@ -6,75 +6,20 @@ The page, the Markdown and the tests read the list.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from ...common.text import size
-from ..analyses.findings import studies_in, tuning_in
-from ..analyses.report import titled
-from ..fairness import compared_in
-from ..results import Interval, Results, Row
-from ..service.findings import services_in
+from ..results import Results, Row
 from .compare import Change, ResultsComparison
-from .fairness import FAIR_HEADS, compared_rows
+from .content import SECTIONS, Cell, ReportSection, SectionContent, TableContent
 from .runs import HEADS, NOTE, NamedRun, answers
-from .service import answers as served
-from .service import service_notes, service_tables
 from .summary import line_name, milliseconds, percent, sections
-
-Cell = str | tuple[str, str]
-"""Text, or text and what it is: good, bad, quiet, or heat-0 to heat-9."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableContent:
-    """A table: its title, the headings of its columns, and groups of rows by their heading."""
-
-    title: str
-    heads: Sequence[str]
-    groups: Mapping[str, Sequence[Sequence[Cell]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SectionContent:
-    """What a section holds: sentences before and after its tables."""
-
-    tables: tuple[TableContent, ...]
-    intro: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """What a report is of: results, what changed since earlier ones, and other runs beside them."""
-
-    results: Results
-    comparison: ResultsComparison | None = None
-    runs: Sequence[NamedRun] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportSection:
-    """A section of a report; `content` returns None where the results have nothing for it."""
-
-    name: str
-    title: str
-    content: Callable[[Reported], SectionContent | None]
-
 
 PARITY_NOTE = (
     "Compared with PyTorch at the same k: the share of samples for which every layer selected the "
     "same experts, the mean Jaccard index of the selected sets, and the outputs. Routing is not "
     "compared if all experts are kept, nor in PyTorch's own rows."
 )
-
-RANDOM_NOTE = (
-    "Random: experts are drawn for each input and layer, once per seed; σ is the sample standard "
-    "deviation over the seeds. All sets: best per input uses the label; best for all was selected "
-    "on the same labels; distinct best is the number of sets with the least loss for at least one "
-    "input. Shares are means over inputs."
-)
-
 
 HEAT_NOTE = (
     "Inputs a second of the fastest export for each k and batch size; the darker, the more. The "
@@ -87,13 +32,13 @@ LOSING_NOTE = (
 )
 
 
-def _by_k_and_batch(report: Reported) -> SectionContent | None:
+def _by_k_and_batch(results: Results) -> SectionContent | None:
     """Inputs a second over k and batch size, where there are several of both."""
     tables = []
-    for model in dict.fromkeys(row.model for row in report.results.rows):
+    for model in dict.fromkeys(row.model for row in results.rows):
         exported = [
             row
-            for row in report.results.of_model(model)
+            for row in results.of_model(model)
             if row.throughput and row.error is None and row.phase is None
             if not row.engine.startswith("pytorch")
         ]
@@ -123,10 +68,10 @@ def _heat(values: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Cell
     }
 
 
-def _losing(report: Reported) -> SectionContent | None:
+def _losing(results: Results) -> SectionContent | None:
     """Which classes lose at each k, beside the untouched model."""
     groups: dict[str, list[Sequence[Cell]]] = {}
-    for row in report.results.rows:
+    for row in results.rows:
         name = f"{row.model}, k = {row.k} of {row.experts}, {row.precision.upper()}"
         if not row.losing or row.engine.startswith("pytorch") or name in groups:
             continue  # what is lost depends on neither engine nor batch size
@@ -145,10 +90,10 @@ def _losing(report: Reported) -> SectionContent | None:
     return SectionContent(tables=tables, notes=(LOSING_NOTE,)) if groups else None
 
 
-def _parity(report: Reported) -> SectionContent:
+def _parity(results: Results) -> SectionContent:
     """Per graph and k, whether PyTorch's experts were chosen and its values computed."""
     groups: dict[str, list[Sequence[Cell]]] = {}
-    for section in sections(report.results):
+    for section in sections(results):
         # Agreement does not depend on the batch size: it is taken once, and told once.
         if section.model in groups:
             continue
@@ -172,9 +117,8 @@ def _parity(report: Reported) -> SectionContent:
     return SectionContent(tables=(TableContent("", heads, groups),), notes=(note,))
 
 
-def _changes(report: Reported) -> SectionContent | None:
+def _changes(comparison: ResultsComparison | None) -> SectionContent | None:
     """What changed since an earlier file."""
-    comparison = report.comparison
     if comparison is None:
         return None
     heads = ("Engine", "k", "Before, ms", "Now, ms", "Change", "Kept before", "Kept now")
@@ -201,113 +145,52 @@ def _change(change: Change) -> tuple[Cell, ...]:
     return (line_name(change.now), name, *latencies, moved, *kept)
 
 
-def _search(report: Reported) -> SectionContent | None:
-    """The points that a search found on its front, and those that were confirmed."""
-    search = tuning_in(report.results.analyses)
-    if search is None:
-        return None
-    heads = ("ms", "size", "kept", "95% interval", "confirmed", "95% interval", "what it is")
-    lines: list[Sequence[Cell]] = []
-    for point in search.points:
-        if not point.front and point.confirmed is None:
-            continue
-        confirmed: tuple[Cell, Cell] = (("–", "quiet"), "")
-        if point.confirmed is not None and point.confirmed_kept is not None:
-            held = search.keep is None or point.confirmed.low >= search.keep
-            kind = "good" if held else "bad"
-            confirmed = ((percent(point.confirmed_kept), kind), interval_text(point.confirmed))
-        chosen = " (chosen)" if point.chosen else ""
-        lines.append(
-            (
-                milliseconds(point.ms),
-                size(point.bytes),
-                percent(point.kept),
-                interval_text(point.searched),
-                *confirmed,
-                f"{point.text}{chosen}",
-            )
-        )
-    intro = (
-        f"{len(search.points)} graphs were made in {search.seconds:.0f} s. The search saw "
-        f"{search.searching} inputs; {search.confirming} others, read once, confirm what it found. "
-        f"Kept is of the untouched model's {search.metric}."
-    )
-    groups = {f"{search.model}, batch {search.batch}": lines}
-    table = TableContent("", heads, groups)
-    return SectionContent(tables=(table,), intro=tuple(filter(None, (intro, search.why_runtime))))
-
-
-def interval_text(interval: Interval) -> str:
-    """Returns an interval of shares: `98.1% to 99.9%`."""
-    return f"{percent(interval.low)} to {percent(interval.high)}"
-
-
-def _experts(report: Reported) -> SectionContent | None:
-    """The tables of the studies of experts."""
-    studies = studies_in(report.results.analyses)
-    tables = []
-    for title, (header, rows) in titled(studies).items():
-        groups: dict[str, list[Sequence[Cell]]] = {}
-        for model, *cells in rows:
-            groups.setdefault(model, []).append(cells)
-        if groups:
-            tables.append(TableContent(title, header[1:], groups))
-    return SectionContent(tables=tuple(tables), notes=(RANDOM_NOTE,)) if studies else None
-
-
-def _subgroups(report: Reported) -> SectionContent | None:
-    """How fairly subgroups are treated, by model and class."""
-    groups: dict[str, list[Sequence[Cell]]] = {}
-    for model in compared_in(report.results.analyses):
-        for output, row in compared_rows(model):
-            groups.setdefault(f"{model.model}, class {output}", []).append(row)
-    heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS[1:]))
-    note = "Each class against all others, in PyTorch; 95% intervals."
-    if not groups:
-        return None
-    return SectionContent(tables=(TableContent("", heads, groups),), notes=(note,))
-
-
-def _runs(report: Reported) -> SectionContent | None:
+def _runs(results: Results, runs: Sequence[NamedRun]) -> SectionContent | None:
     """The answers of several runs."""
-    if not report.runs:
+    if not runs:
         return None
-    table = TableContent("", HEADS, answers(report.results, report.runs))
+    table = TableContent("", HEADS, answers(results, runs))
     return SectionContent(tables=(table,), notes=(NOTE,))
 
 
-def _service(report: Reported) -> SectionContent | None:
-    """What each case serves in MLPerf's scenarios."""
-    findings = services_in(report.results.analyses)
-    if findings is None:
-        return None
-    return SectionContent(
-        tables=tuple(TableContent(*table) for table in service_tables(report.results)),
-        intro=tuple(served(report.results)),
-        notes=service_notes(findings),
+def all_sections(
+    comparison: ResultsComparison | None = None, runs: Sequence[NamedRun] = ()
+) -> list[ReportSection]:
+    """Returns every section, in the order of the page.
+
+    The core's own are of results, of what changed since earlier ones, and of other runs.
+    """
+    own = (
+        ReportSection(
+            name="runs",
+            title="Several runs",
+            place=10,
+            content=lambda results: _runs(results, runs),
+        ),
+        ReportSection(
+            name="comparison",
+            title="What changed",
+            place=20,
+            content=lambda _: _changes(comparison),
+        ),
+        ReportSection(name="heat", title="Speed by k and batch", place=50, content=_by_k_and_batch),
+        ReportSection(
+            name="losing",
+            title="Which classes lose at a smaller k",
+            place=60,
+            content=_losing,
+        ),
+        ReportSection(name="parity", title="Parity with PyTorch", place=90, content=_parity),
     )
-
-
-SECTIONS = (
-    ReportSection(name="runs", title="Several runs", content=_runs),
-    ReportSection(name="comparison", title="What changed", content=_changes),
-    ReportSection(name="search", title="What tune found", content=_search),
-    ReportSection(name="service", title="In service", content=_service),
-    ReportSection(name="heat", title="Speed by k and batch", content=_by_k_and_batch),
-    ReportSection(name="losing", title="Which classes lose at a smaller k", content=_losing),
-    ReportSection(name="experts", title="Which experts", content=_experts),
-    ReportSection(name="subgroups", title="Subgroups", content=_subgroups),
-    ReportSection(name="parity", title="Parity with PyTorch", content=_parity),
-)
-"""Every section, in the order of the page."""
+    return sorted((*own, *SECTIONS), key=lambda section: section.place)
 
 
 def contents(
     results: Results, comparison: ResultsComparison | None, runs: Sequence[NamedRun] = ()
 ) -> Iterator[tuple[ReportSection, SectionContent]]:
     """Yields the sections of these results, each with what it holds: no table without rows."""
-    for section in SECTIONS:
-        content = section.content(Reported(results, comparison, runs))
+    for section in all_sections(comparison, runs):
+        content = section.content(results) if section.is_of(results) else None
         if content is None:
             continue
         tables = (

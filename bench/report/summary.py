@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...common import timing
-from ...common.text import size
 from ...common.timing import Latency
-from ..analyses.findings import TuningRecord, tuning_in
 from ..engines import PYTORCH_EAGER, TITLES
 from ..metrics import inputs_needed
 from ..results import Interval, Results, Row
+from .content import RowDecision, decision_of
 
 KEPT = 0.99
 """The share of the untouched model's accuracy that a row must keep, unless another was asked."""
@@ -60,7 +59,7 @@ class Section:
 
     Of a language model one phase, which `sizes` tells with the batch size.
     `reference` is the untouched model on the CPU, `gpu_reference` on the GPU: one of the lines.
-    `keep` is what a row must keep. Of the results of a `search`, `chosen` is what it has found.
+    `keep` is what a row must keep. By a `decision` one of the rows may be `chosen`.
     """
 
     model: str
@@ -72,7 +71,7 @@ class Section:
     phase: str | None = None
     sizes: str = ""
     keep: float = KEPT
-    search: TuningRecord | None = None
+    decision: RowDecision | None = None
     chosen: Row | None = None
 
     @property
@@ -244,8 +243,8 @@ def short_name(row: Row) -> str:
 def sections(results: Results) -> tuple[Section, ...]:
     """Returns a section for each model, batch size and phase; rows that failed are in no line."""
     names = list(dict.fromkeys(line_name(r) for r in results.rows if not r.is_reference))
-    search = tuning_in(results.analyses)
-    keep = KEPT if search is None or search.keep is None else search.keep
+    decision = decision_of(results)
+    keep = KEPT if decision is None or decision.keep is None else decision.keep
     listed = []
     for model in dict.fromkeys(row.model for row in results.rows):
         rows = results.of_model(model)
@@ -272,9 +271,8 @@ def sections(results: Results) -> tuple[Section, ...]:
                     phase=phase or None,
                     sizes=both[0].sizes,
                     keep=keep,
-                    search=search,
-                    # The rows of a search end with it.
-                    chosen=None if search is None or not here else here[-1],
+                    decision=decision,
+                    chosen=None if decision is None or not here else here[-1],
                 )
             )
     return tuple(listed)
@@ -345,8 +343,8 @@ def no_verdict(section: Section, row: Row, others: Sequence[Row]) -> str | None:
 def caveat(section: Section) -> str:
     """Returns what is faster and not proven, or what fewer experts would do; empty if unknown."""
     row = headline(section)
-    if row is not None and row is section.chosen and section.search is not None:
-        return _bounds_text(section.search)
+    if row is not None and row is section.chosen and section.decision is not None:
+        return section.decision.asked
     return "" if row is None or row.kept is None else _beside(section, row)
 
 
@@ -367,21 +365,6 @@ def _beside(section: Section, row: Row) -> str:
     if max(other.kept or 0.0 for other in fewer) >= keep:
         return f"Fewer experts are not faster here: {smaller}."
     return f"No smaller k keeps {percent(keep)}. The next: {smaller}."
-
-
-def _bounds_text(search: TuningRecord) -> str:
-    """What a search was asked for."""
-    bounds = []
-    if search.keep is not None:
-        bounds.append(f"to keep {percent(search.keep)} of the {search.metric}")
-    if search.max_latency_ms is not None:
-        bounds.append(f"to take {search.max_latency_ms:g} ms at the most")
-    if search.max_bytes is not None:
-        bounds.append(f"to take {size(search.max_bytes)} at the most")
-    return (
-        f"Asked was {' and '.join(bounds)}; confirmed on {search.confirming:,} inputs that the "
-        "search did not see."
-    )
 
 
 def _by_accuracy(section: Section, rows: Sequence[Row]) -> str:
@@ -437,14 +420,13 @@ def keeps(section: Section, row: Row) -> str:
         base = None if section.reference is None else section.reference.perplexity
         untouched = "" if base is None else f" (PyTorch: {base.value:.4g})"
         return f"perplexity {row.perplexity.value:.4g}{untouched}"
-    if row is section.chosen and section.search is not None:
-        for point in section.search.points:
-            if point.chosen and point.confirmed is not None and point.confirmed_kept is not None:
-                return _kept(point.confirmed_kept, point.confirmed.low, section.search.metric)
-    return "" if row.kept is None else _kept(row.kept, section.shown(row), "accuracy")
+    if row is section.chosen and section.decision is not None and section.decision.keeps:
+        return section.decision.keeps
+    return "" if row.kept is None else kept_text(row.kept, section.shown(row), "accuracy")
 
 
-def _kept(kept: float, low: float | None, metric: str) -> str:
+def kept_text(kept: float, low: float | None, metric: str) -> str:
+    """Returns what is kept of a metric, and at least: `keeps 99.2% of the accuracy`."""
     if low is None or low == kept:
         return f"keeps {percent(kept)} of the {metric}"
     least = percent(math.floor(1e3 * low + 1e-9) / 1e3)  # not up to what was asked

@@ -12,16 +12,12 @@ from typing import Any
 from ...common.text import csv_cell, markdown, markdown_text, table
 from ...common.text import lines as text_lines
 from ...common.threads import Threads
-from ..analyses.findings import studies_in
-from ..analyses.report import text as studies_text
 from ..engines import PYTORCH_EAGER, TITLES
-from ..fairness import compared_in
 from ..results import Results, Row
 from .compare import ResultsComparison
-from .fairness import subgroups_text
+from .content import Cell, SectionContent, left_out, showing
 from .runs import NamedRun
-from .sections import Cell, SectionContent, contents
-from .service import service_text
+from .sections import contents
 from .summary import (
     GPU_MS,
     by_row,
@@ -53,10 +49,8 @@ def rows_table(results: Results) -> str:
         cells = [_cells(row, section.speedup(row), len(device)) for row in rows]
         answers = "\n".join(filter(None, (*_beaten(rows), summary(section), caveat(section))))
         blocks.append(f"{section.model}, {section.sizes}\n{table(header, cells)}\n{answers}")
-    studies = studies_text(studies_in(results.analyses))
-    fair = subgroups_text(compared_in(results.analyses))
-    served = service_text(results)
-    texts = (*blocks, _failures(results), studies, fair, served)
+    further = (section.text(results) for section in showing(results))
+    texts = (*blocks, _failures(results), *further, left_out(results))
     return "\n\n".join(filter(None, texts))
 
 
@@ -278,6 +272,7 @@ def method_lines(results: Results) -> list[str]:
         most = max(wait["share"] for wait in p["waited"])
         lines.append(f"Threads waited for a core for up to {most:.0%} of their time.")
     lines.append("Spread is the range of the round medians relative to their median.")
+    lines += filter(None, [left_out(results)])
     for model in results.models:
         size = "" if model.parameters is None else f", {model.parameters:,} parameters"
         lines.append(f"{model.name}: {model.family or 'model'}{size}, from {model.source or '–'}.")

@@ -27,10 +27,11 @@ from ...bench.plan import Case
 from ...bench.prepare import opened, prepared
 from ...bench.request import BenchRequest
 from ...bench.results import Results
-from ...bench.run import analysed, analyses_wanted, sweep
+from ...bench.run import analysed, sweep
 from ...bench.runners.base import Runner
 from ...bench.runners.models import loaders
 from ...bench.runners.pytorch import CUDA, without_tf32
+from ...bench.studies import check_studies
 from ...calibration.shards import shards_of
 from ...common.console import Silent
 from ...common.environment import PACKAGES, versions
@@ -148,7 +149,7 @@ def _what(cells: Sequence[Cells]) -> dict[str, Any]:
 
 def _check(cells: Sequence[Cells]) -> None:
     request = cells[0].request
-    analyses_wanted(request)
+    check_studies(request)
     if request.scenario:
         raise UsageError("--scenario with --ray: services are measured on one machine")
     if request.data is not None and not isinstance(request.data, str | Path):

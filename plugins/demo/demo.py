@@ -22,8 +22,7 @@ from ...bench.request import BenchRequest
 from ...bench.run import bench
 from ...bench.runners.candidates import from_bundle
 from ...bench.runners.other_exporters import with_other_exporters
-from ...bench.service.findings import as_analyses
-from ...bench.service.measure import service_of
+from ...bench.studies import STUDIES
 from ...common.console import Progress
 from ...common.text import table
 from ...common.threads import with_threads
@@ -44,6 +43,9 @@ THREADS = 1
 
 ROUND_S = 0.05
 """Of each case in each of its rounds: short, and still eight calls or more of the slowest."""
+
+SERVICE = "service"
+"""The study of what a network serves."""
 
 SERVED_S = 0.5
 """Of a run of LoadGen: some thousand requests of these networks."""
@@ -263,16 +265,18 @@ def _in_service(candidate: Candidate, group: Group, request: BenchRequest) -> di
 
     Nor where LoadGen is not installed.
     """
-    if group.bound is None or importlib.util.find_spec("mlperf_loadgen") is None:
+    if group.bound is None or SERVICE not in STUDIES:
+        return {}
+    if importlib.util.find_spec("mlperf_loadgen") is None:
         return {}
     ks = [graph.k for graph in candidate.graphs]
     few = tuple(graph for graph in candidate.graphs if graph.k in (min(ks), max(ks)))
     served = replace(candidate, graphs=few, engines=())
     asked = replace(request, scenario="server", latency_bound=group.bound, duration=SERVED_S)
-    service = service_of(asked, group.data, [served])
-    assert service is not None, "a scenario is asked for"
-    service.serve(served, {}, Journal(None, {}))
-    return as_analyses(service.findings)
+    study = STUDIES[SERVICE].begin([served], group.data, asked)
+    assert study.follow is not None, "services are measured after the rows"
+    study.follow(served, {}, Journal(None, {}))
+    return {SERVICE: study.findings()}
 
 
 KEPT = {"n": "n", "n2": "1/2", "n4": "1/4", "n8": "1/8"}

@@ -11,7 +11,7 @@ from ...common.text import near_miss
 from ...errors import UsageError
 
 ServingBackend = Literal["onnxruntime", "openvino", "tensorrt", "python"]
-"""Who runs a model in Triton: the names of `exporter.triton.repository`."""
+"""Who runs a model in Triton: the names of `plugins.triton.repository`."""
 
 
 Device = Literal["cpu", "gpu"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from ...bench.analyses.findings import TUNING, FrontPoint, TuningRecord
 from ...bench.engines import PYTORCH_EAGER
 from ...bench.journal import FILE
 from ...bench.metrics import wilson
@@ -28,6 +27,7 @@ from ...graphs.targets import runtime_of
 from .accuracy.confirm import Confirmed
 from .accuracy.quality import Quality
 from .graphs import UNTOUCHED
+from .report.record import TUNING, FrontPoint, TuningRecord
 from .space import Trial
 from .substitutes.substitutes import FOLDER
 from .tune import Tuned

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 from moexport import calls
-from moexport.bench.analyses.findings import tuning_in
 from moexport.bench.results import Results, Row, read, to_json
 from moexport.bench.runners.pytorch import untouched
 from moexport.common import timing
@@ -36,6 +35,7 @@ from moexport.plugins.cluster import ray as cluster
 from moexport.plugins.cluster.evaluate import evaluating_on_ray
 from moexport.plugins.cluster.kinds import compare_kinds, earlier_kinds
 from moexport.plugins.tune.accuracy.quality import Metric
+from moexport.plugins.tune.report.record import tuning_in
 from moexport.plugins.tune.shards import Batch, evaluate_here
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA

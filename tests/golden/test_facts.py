@@ -109,7 +109,7 @@ def orders() -> dict[str, Any]:
         "backends": list(BACKENDS),
         "engines": list(KINDS),
         "titles": dict(TITLES),
-        "sections": [section.name for section in sections.SECTIONS],
+        "sections": [section.name for section in sections.all_sections()],
         "colours": [*figures.COLOURS, figures.REFERENCE],
         "markers": list(figures.MARKERS),
         "kinds of configuration": dict(load.KINDS),

@@ -339,8 +339,8 @@ def test_a_recipe_is_refused_for_another_model_and_beside_what_it_says(
 
 def test_the_report_draws_every_point(tuned: Tuned) -> None:
     folder = tuned.bundle.path.parent / "report"
-    from moexport.bench.analyses.findings import tuning_in
     from moexport.bench.results import read
+    from moexport.plugins.tune.report.record import tuning_in
 
     record = tuning_in(read(folder / "results.json").analyses)
     assert record is not None

@@ -387,58 +387,6 @@ function labels(id, known, front, x, y) {
   return found;
 }
 
-// Every point of a search.
-function searched() {
-  const found = data.search;
-  byId("search-card").hidden = !found;
-  if (!found) return;
-  const points = [...found.points].sort((a, b) => b.ms - a.ms), front = points.filter(each => each.front);
-  const spot = (list, extra) => ({ x: list.map(each => each.ms), y: list.map(each => each.kept), mode: "markers",
-    cliponaxis: false, text: list.map(each => each.told.map(plain).join("<br>")),
-    hovertemplate: "%{text}<extra></extra>", ...extra });
-  const chosen = points.find(each => each.chosen);
-  const traces = [
-    { x: front.map(each => each.ms), y: front.map(each => each.kept), mode: "lines", hoverinfo: "skip",
-      line: { color: colour("--soft"), width: 1.5, shape: "vh" } },
-    spot(points.filter(each => !each.front), { marker: { color: colour("--soft"), size: 7, symbol: "circle-open" } }),
-    spot(front, { marker: { color: colour("--accent"), size: 9 }, error_y: bars(
-      front.map(each => each.searched.high - each.kept), front.map(each => each.kept - each.searched.low),
-      { color: colour("--accent") }) }),
-    ...chosen ? [ring(chosen.ms, chosen.kept)] : []];
-  const logs = points.map(each => Math.log10(each.ms)), kept = points.map(each => each.kept);
-  const side = 0.06 * Math.max(0.4, Math.max(...logs) - Math.min(...logs));
-  const x = [Math.min(...logs) - side, Math.max(...logs) + side];
-  const low = Math.min(...kept, found.keep ?? 1), high = Math.max(1, ...front.map(each => each.searched.high));
-  const y = [Math.max(-0.02, low - 0.08 * (high - low)), high + 0.06 * (high - low)];
-  const shapes = found.keep ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: found.keep, y1: found.keep,
-    line: { color: colour("--accent"), width: 1.2, dash: "dash" } }] : [];
-  draw("search-chart", traces, { shapes,
-    xaxis: axis({ type: "log", range: x, title: { text: "median latency, ms (log)" }, ...steps(...x) }),
-    yaxis: axis({ ...shares(y), title: { text: `${found.metric} kept` } }) },
-  `What is kept over latency of ${points.length} models that a search made`);
-}
-
-// The rate that keeps the bound over k, and latencies over the rate that is offered.
-function service() {
-  const found = data.service;
-  byId("service-card").hidden = !found;
-  if (!found) return;
-  byId("service-bound").textContent = `The most that keeps p99 ≤ ${found.bound} ms, over k`;
-  const shade = i => `hsl(${(215 + 137 * i) % 360} 60% 50%)`, level = (y, dash) =>
-    ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: colour("--soft"), width: 1.2, dash } });
-  draw("service-rate", found.lines.map(({ name, model, k, rate }, i) => ({ x: k, y: rate, mode: "lines+markers",
-    line: { color: shade(i) }, text: rate.map((each, at) => `${plain(model)}: ${plain(name)}, k = ${k[at]}<br>${number(each)} requests/s`),
-    hovertemplate: "%{text}<extra></extra>" })), { shapes: found.pytorch.map(each => level(each.rate, "dash")),
-    xaxis: axis({ type: "log", title: { text: "k (log)" } }), yaxis: axis({ rangemode: "tozero", title: { text: "requests/s" } }) },
-  `Requests per second within ${found.bound} ms over k`);
-  draw("service-latency", found.offered.flatMap(({ name, rate, p50, p99 }, i) => [["p99", p99, "solid"], ["p50", p50, "dot"]]
-    .map(([what, ms, dash]) => ({ x: rate, y: ms, mode: "lines+markers", line: { color: shade(i), dash },
-      text: ms.map((each, at) => `${plain(name)}<br>${number(rate[at])} requests/s offered: ${what} ${shown(each)} ms`),
-      hovertemplate: "%{text}<extra></extra>" }))), { shapes: [level(found.bound, "dot")],
-    xaxis: axis({ type: "log", title: { text: "offered requests/s (log)" } }), yaxis: axis({ type: "log", title: { text: "ms (log)" } }) },
-  "Latency over the offered rate");
-}
-
 // Latencies that are far apart are drawn by factors, unless the reader says otherwise.
 function logarithmic() {
   const all = timed().map(row => row.ms);
@@ -922,8 +870,7 @@ function render() {
   const unknown = rows.find(row => row.unknown)?.unknown;
   byId("empty").textContent = unknown && !judged() ? `${unknown}.` : "";
   for (const chart of [deploy, overK, throughput, percentiles, tokens, parts]) chart(chosen);
-  searched();
-  service();
+  for (const chart of CHARTS) chart();
   memory();
   table(chosen);
 }

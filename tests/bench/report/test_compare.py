@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from moexport.bench.report.compare import check_regression, compare, earlier, parse_slower
 from moexport.bench.report.page import html, payload
-from moexport.bench.report.sections import SECTIONS, contents
+from moexport.bench.report.sections import all_sections, contents
 from moexport.bench.report.text import to_csv, to_markdown
 from moexport.bench.results import Results, Row, write
 from moexport.common.timing import summarise
@@ -58,7 +58,7 @@ def test_the_page_and_the_markdown_have_the_same_sections(
     text = to_markdown(slower, comparison)
     assert [title for title in shown if f"\n## {title}\n" in text] == shown
     assert "| ONNX Runtime, grouped | 4/16 | 1.00 | 1.40 | +40% |" in text
-    assert len({section.name for section in SECTIONS}) == len(SECTIONS)
+    assert len({section.name for section in all_sections()}) == len(all_sections())
 
 
 def test_a_row_that_is_slower_than_allowed_fails(results: Results, slower: Results) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from moexport.bench.results import (
     Results,
     Row,
     from_json,
+    write,
 )
 from moexport.common.timing import Latency, summarise
 from moexport.tests.bench.report.browser import Browser, browser, missing
@@ -567,4 +570,61 @@ def test_text_from_a_results_file_is_text(
     assert window.run("return document.querySelectorAll('img, main b').length") == 0
     assert evil in text(window, "rows")
     assert evil in text(window, "method")
+    assert window.console() == []
+
+
+def of_plugins(results: Results) -> Results:
+    """The same with what a search and services have found."""
+    point = {
+        **{"ms": 1.0, "predicted_ms": 1.0, "bytes": 10, "kept": 0.99, "layers": []},
+        **{"searched": {"low": 0.98, "high": 1.0}, "text": "8 of 16 experts", "front": True},
+    }
+    search = {
+        **{"model": "digits", "metric": "accuracy", "batch": 1, "searching": 9, "confirming": 9},
+        **{"seconds": 9.0, "keep": 0.97, "max_latency_ms": None, "max_bytes": None},
+        **{"recipe": "recipe.yaml", "points": [point, point | {"ms": 2.0, "kept": 1.0}]},
+    }
+    offered = {"offered": 9.0, "rate": 9.0, "p50_ms": 1.0, "p90_ms": 2.0, "p99_ms": 3.0}
+    service = {
+        **{"model": "digits", "engine": "onnxruntime", "provider": "cpu", "precision": "fp32"},
+        **{"lowering": "grouped", "experts": 16, "scenario": "server", "max_batch": 8},
+        **{"instances": 1, "threads": 1, "bound_ms": 20.0, "valid": True, "p50_ms": 1.0},
+        **{"p99_ms": 3.0, "offered": [offered, offered | {"offered": 20.0}]},
+    }
+    services = [service | {"k": k, "rate": rate} for k, rate in ((16, 75.0), (4, 310.0))]
+    served = {"services": services, "duration_s": 9.0, "max_delay_ms": 0.0, "library": 8}
+    return replace(results, analyses={"tuning": search, "service": served})
+
+
+OF_PLUGINS = ("search-chart", "service-rate", "service-latency")
+
+
+def test_what_plugins_found_is_drawn_on_cards_of_their_own(
+    window: Browser, results: Results, tmp_path: Path
+) -> None:
+    write_report(of_plugins(results), tmp_path / "all.html")
+    shown(window, tmp_path / "all.html")
+    for chart in OF_PLUGINS:
+        assert points(window, chart) > 1, chart
+    assert window.console() == []
+
+
+def test_a_page_without_plugins_is_drawn_and_names_what_it_leaves_out(
+    window: Browser, results: Results, tmp_path: Path
+) -> None:
+    write(of_plugins(results), tmp_path / "results.json")
+    words = (sys.executable, "-m", "moexport", "report", tmp_path / "results.json")
+    done = subprocess.run(
+        [*words, "-o", tmp_path / "core.html"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "MOEXPORT_PLUGINS": "off"},
+    )
+    assert done.returncode == 0, done.stderr
+    shown(window, tmp_path / "core.html")
+    assert points(window, "deploy") > 1
+    assert "Left out: tuning, service." in str(window.run("return document.body.textContent"))
+    for chart in OF_PLUGINS:
+        assert window.run("return document.getElementById(arguments[0])", chart) is None
     assert window.console() == []

@@ -14,7 +14,7 @@ from moexport.bench.data import LabelledData
 from moexport.bench.journal import Journal
 from moexport.bench.plan import Candidate, GraphSource
 from moexport.bench.report.page import html
-from moexport.bench.report.sections import SECTIONS
+from moexport.bench.report.sections import all_sections
 from moexport.bench.report.service import answers, service_points
 from moexport.bench.report.text import rows_table, to_markdown
 from moexport.bench.request import BenchRequest
@@ -326,7 +326,7 @@ def test_the_section_has_the_cost_and_the_latency_over_the_rate(results: Results
     assert (
         "### Latency over the offered rate, digits: ONNX Runtime, grouped, INT8, k = 4" in markdown
     )
-    assert "service" in [section.name for section in SECTIONS]
+    assert "service" in [section.name for section in all_sections()]
     points = service_points(report)
     assert points is not None
     assert points["lines"] == [

@@ -1,0 +1,82 @@
+"""Studies of experts and of subgroups in a report: the records by which the core finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..fairness import SUBGROUPS as OF_SUBGROUPS
+from ..fairness import compared_in
+from ..report.content import Cell, ReportSection, SectionContent, TableContent
+from ..report.fairness import FAIR_HEADS, compared_rows, subgroups_text
+from ..results import Results
+from .findings import EXPERTS as OF_EXPERTS
+from .findings import studies_in
+from .report import figures, text, titled
+
+API = 1
+
+RANDOM_NOTE = (
+    "Random: experts are drawn for each input and layer, once per seed; σ is the sample standard "
+    "deviation over the seeds. All sets: best per input uses the label; best for all was selected "
+    "on the same labels; distinct best is the number of sets with the least loss for at least one "
+    "input. Shares are means over inputs."
+)
+
+
+def _experts(results: Results) -> SectionContent | None:
+    """The tables of the studies of experts."""
+    studies = studies_in(results.analyses)
+    tables = []
+    for title, (header, rows) in titled(studies).items():
+        groups: dict[str, list[Sequence[Cell]]] = {}
+        for model, *cells in rows:
+            groups.setdefault(model, []).append(cells)
+        if groups:
+            tables.append(TableContent(title, header[1:], groups))
+    return SectionContent(tables=tuple(tables), notes=(RANDOM_NOTE,)) if studies else None
+
+
+def _subgroups(results: Results) -> SectionContent | None:
+    """How fairly subgroups are treated, by model and class."""
+    groups: dict[str, list[Sequence[Cell]]] = {}
+    for model in compared_in(results.analyses):
+        for output, row in compared_rows(model):
+            groups.setdefault(f"{model.model}, class {output}", []).append(row)
+    heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS[1:]))
+    note = "Each class against all others, in PyTorch; 95% intervals."
+    if not groups:
+        return None
+    return SectionContent(tables=(TableContent("", heads, groups),), notes=(note,))
+
+
+def _experts_text(results: Results) -> str:
+    return text(studies_in(results.analyses))
+
+
+def _experts_figures(results: Results, directory: Path) -> Sequence[Path]:
+    return figures(studies_in(results.analyses), directory)
+
+
+def _subgroups_text(results: Results) -> str:
+    return subgroups_text(compared_in(results.analyses))
+
+
+EXPERTS = ReportSection(
+    name="experts",
+    title="Which experts",
+    place=70,
+    content=_experts,
+    shows=OF_EXPERTS,
+    text=_experts_text,
+    figures=_experts_figures,
+)
+
+SUBGROUPS = ReportSection(
+    name="subgroups",
+    title="Subgroups",
+    place=80,
+    content=_subgroups,
+    shows=OF_SUBGROUPS,
+    text=_subgroups_text,
+)

@@ -1,0 +1,43 @@
+"""Services in a report: the record by which the core finds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..report.content import PageChart, ReportSection, SectionContent, TableContent
+from ..report.service import (
+    answers,
+    service_figure,
+    service_notes,
+    service_points,
+    service_tables,
+    service_text,
+)
+from ..results import Results
+from .findings import SERVICE, services_in
+
+API = 1
+
+
+def _service(results: Results) -> SectionContent | None:
+    """What each case serves in MLPerf's scenarios."""
+    findings = services_in(results.analyses)
+    if findings is None:
+        return None
+    return SectionContent(
+        tables=tuple(TableContent(*table) for table in service_tables(results)),
+        intro=tuple(answers(results)),
+        notes=service_notes(findings),
+    )
+
+
+SECTION = ReportSection(
+    name="service",
+    title="In service",
+    place=40,
+    content=_service,
+    shows=SERVICE,
+    text=service_text,
+    figures=service_figure,
+    chart=PageChart(service_points, Path(__file__).parent / "assets"),
+)

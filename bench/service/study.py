@@ -1,0 +1,36 @@
+"""What `--scenario` asks of a benchmark: the record by which the core finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..studies import BRINGS, Study, StudyRun
+
+if TYPE_CHECKING:
+    from ...exporter.bundle.bundle import Bundle
+    from ...exporter.model import Model
+    from ..data import Labelled
+    from ..plan import Candidate
+    from ..request import BenchRequest
+
+API = 1
+
+
+def _check(request: BenchRequest, listed: Sequence[Model | Bundle]) -> None:
+    from .settings import settings_of
+
+    del listed
+    settings_of(request)
+
+
+def _begin(candidates: Sequence[Candidate], data: Labelled, request: BenchRequest) -> StudyRun:
+    from .findings import SERVICE, as_analyses
+    from .measure import service_of
+
+    service = service_of(request, data, candidates)
+    assert service is not None, "a scenario is asked for"
+    return StudyRun(lambda: as_analyses(service.findings)[SERVICE], service.serve)
+
+
+STUDY = Study("service", BRINGS["service"], _check, _begin)

@@ -1,0 +1,1 @@
+"""What a search found, in a results file and in a report."""
