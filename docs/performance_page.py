@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from moexport.bench.analyses.findings import studies_in
-from moexport.bench.analyses.report import figures, retention_rows
 from moexport.bench.report.figures import STYLE
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
@@ -18,6 +16,8 @@ from moexport.perf.layers import auto
 from moexport.perf.layers.soft_moe import LOOP, SHAPES, STACKED
 from moexport.perf.layers.tables import Cell, cells
 from moexport.perf.measure import ms, times
+from moexport.plugins.studies.findings import studies_in
+from moexport.plugins.studies.report import figures, retention_rows
 
 Groups = Mapping[str, Sequence[float]]
 """Values by the name of their series, one for each place on the axis."""

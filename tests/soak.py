@@ -18,10 +18,10 @@ from statistics import median
 
 import moexport
 import psutil
-from moexport.bench.service.loadgen import Judgement, Traffic, judged
-from moexport.bench.service.queue import Queue
 from moexport.errors import QueueFullError
 from moexport.plugins.demo.digits import Training, load_digits, save, train
+from moexport.plugins.service.loadgen import Judgement, Traffic, judged
+from moexport.plugins.service.queue import Queue
 
 WINDOWS = 12
 FLOOD = 200_000

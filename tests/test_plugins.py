@@ -26,14 +26,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "own_layers": ("exporter.user_network",),
     "text": ("exporter.text", "bench.language"),
-    "service": ("bench.service", "bench.report.service"),
-    "studies": (
-        "bench.analyses",
-        "bench.specialise",
-        "bench.fairness",
-        "bench.report.fairness",
-        "bench.report.specialisation",
-    ),
 }
 """Rooms that are to become plugins, and the modules that are theirs and still lie in the core."""
 

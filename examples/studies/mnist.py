@@ -10,9 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moexport.bench.analyses.experts import Wanted, study
-from moexport.bench.analyses.findings import ExpertStudy, analyses_of
-from moexport.bench.analyses.report import FRACTIONS, Printed, text
 from moexport.bench.engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 from moexport.bench.plan import Candidate
 from moexport.bench.request import BenchRequest
@@ -23,6 +20,9 @@ from moexport.common.console import Progress
 from moexport.common.writing import make_folder
 from moexport.exporter.checkpoints.load import load
 from moexport.plugins.demo import digits
+from moexport.plugins.studies.experts import Wanted, study
+from moexport.plugins.studies.findings import ExpertStudy, analyses_of
+from moexport.plugins.studies.report import FRACTIONS, Printed, text
 
 NAME = "digits"
 

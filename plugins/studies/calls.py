@@ -11,8 +11,8 @@ from .request import SpecialiseRequest
 
 if TYPE_CHECKING:
     from ...bench.data import LabelledData
-    from ...bench.specialise import Specialisation
     from ...exporter.model import Model
+    from .specialise import Specialisation
 
 
 def specialise_as(
@@ -28,8 +28,8 @@ def specialise_as(
         FeedError: the data have no labels, or name one subgroup.
     """
     check_pytorch("specialise")
-    from ...bench.specialise import Favour
-    from ...bench.specialise import specialise as run_it
+    from .specialise import Favour
+    from .specialise import specialise as run_it
 
     favour = None
     if request.rewrite_class is not None and request.rewrite_group is not None:

@@ -39,7 +39,8 @@ def specialise(
     several models.
     """
     check_pytorch("specialise")
-    from ...bench.report.specialisation import (
+    from ...common.writing import check_folder
+    from .specialisation_report import (
         several_json,
         several_text,
         text,
@@ -47,7 +48,6 @@ def specialise(
         write,
         write_several,
     )
-    from ...common.writing import check_folder
 
     if output is not None:
         check_folder(output)

@@ -17,13 +17,13 @@ from ...bench.plan import Candidate
 from ...bench.report.page import recipe_command, write_all
 from ...bench.results import Accuracy, Interval, Perplexity, Results, Row
 from ...bench.run import model_info
-from ...bench.service.findings import as_analyses, best
 from ...calibration.table import CALIBRATION_FILE
 from ...common.environment import environment
 from ...common.text import size, table
 from ...common.writing import remove_folder
 from ...exporter.bundle.recipe import RECIPE_FILE
 from ...graphs.targets import runtime_of
+from ..service.findings import as_analyses, best
 from .accuracy.confirm import Confirmed
 from .accuracy.quality import Quality
 from .graphs import UNTOUCHED

@@ -18,9 +18,6 @@ from ...bench.request import BenchRequest
 from ...bench.runners.base import GraphFile, first_of
 from ...bench.runners.onnxruntime import OnnxLoader, OpenVinoLoader
 from ...bench.runners.pytorch import untouched
-from ...bench.service.findings import ServiceFindings
-from ...bench.service.measure import MOST_IN_LIBRARY, ServiceMeasurement
-from ...bench.service.settings import BOUNDS, settings_of
 from ...calibration.feeds import rebatched_pairs
 from ...common.console import Progress
 from ...common.timing import Latency, Protocol, measure
@@ -32,6 +29,9 @@ from ...exporter.plan import plan
 from ...exporter.session import Session
 from ...exporter.write import write_graphs
 from ...graphs.targets import TARGETS, Target
+from ..service.findings import ServiceFindings
+from ..service.measure import MOST_IN_LIBRARY, ServiceMeasurement
+from ..service.settings import BOUNDS, settings_of
 from .accuracy.holdout import batch_size, in_batches, rows_of
 from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, protocol_for, spin_for
 from .prepare import SearchJob

@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 
 from ...bench.data import Labelled
-from ...bench.service.findings import ServiceFindings
 from ...common.console import Progress, Silent
 from ...common.files import sha256
 from ...common.threads import Threads, with_threads
@@ -33,6 +32,7 @@ from ...exporter.export import export
 from ...exporter.job import export_job
 from ...exporter.model import Model, fingerprint
 from ...exporter.options import ExportOptions, recipe_options
+from ..service.findings import ServiceFindings
 from .accuracy.confirm import (
     Confirmed,
     SearchResult,

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.fairness import best_strength, compared_in, fairness
 from moexport.bench.results import read
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.plugins.studies.fairness import best_strength, compared_in, fairness
 from moexport.tests.bench.heads import CLASS, RARE, trained_head, unfair_head
 from moexport.tests.command import Outcome, run
 from moexport.tests.commands.test_errors import assert_refused

@@ -12,8 +12,8 @@ import pytest
 import torch
 from matplotlib.image import imread
 from moexport.bench.data import LabelledData
-from moexport.bench.specialise import ExpertEffect, Specialisation, polysemanticity
 from moexport.plugins.demo.digits import SoftMoEMnist, load_digits, save
+from moexport.plugins.studies.specialise import ExpertEffect, Specialisation, polysemanticity
 from moexport.tests.bench.heads import trained_head
 from moexport.tests.command import run, run_program
 from moexport.tests.graphs.mumoe_layers import mumoe_layers

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from moexport.bench.analyses.findings import studies_in
 from moexport.bench.results import read
 from moexport.common.console import Silent
 from moexport.common.timing import MIN_ROUNDS
@@ -22,6 +21,7 @@ from moexport.examples.studies.latency import (
 )
 from moexport.examples.studies.mnist import Suite, kept, run_mnist
 from moexport.examples.studies.multilinear import TABLE_8, work
+from moexport.plugins.studies.findings import studies_in
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import moexport
 import pytest
 from moexport.bench.results import read
-from moexport.bench.service.findings import services_in
 from moexport.errors import UsageError
 from moexport.exporter.bundle.recipe import RECIPE_FILE, read_recipe
+from moexport.plugins.service.findings import services_in
 from moexport.plugins.tune.accuracy import confirm
 from moexport.plugins.tune.accuracy.confirm import ContractError
 from moexport.plugins.tune.findings import text

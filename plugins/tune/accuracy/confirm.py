@@ -14,12 +14,12 @@ import numpy as np
 from ....bench.metrics import Z, inputs_needed
 from ....bench.runners.base import first_of
 from ....bench.runners.pytorch import untouched
-from ....bench.service.findings import ServiceFindings
 from ....common.console import Progress
 from ....common.timing import Latency, Protocol
 from ....errors import CheckError, FeedError, MoexportError
 from ....exporter.bundle.recipe import LayerRecipe
 from ....exporter.model import Model
+from ...service.findings import ServiceFindings
 from ..budget import protocol_for
 from ..graphs import Graphs, times_as_long
 from ..prepare import SearchJob

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.analyses.findings import studies_in
 from moexport.bench.results import read
 from moexport.plugins.demo.digits import Digits, SoftMoEMnist, save
+from moexport.plugins.studies.findings import studies_in
 from moexport.tests.command import run
 
 

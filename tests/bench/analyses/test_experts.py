@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.bench.analyses.experts import (
+from moexport.bench.data import LabelledData
+from moexport.bench.runners.pytorch import untouched, with_algorithm_1
+from moexport.errors import FeedError, UsageError
+from moexport.exporter.checkpoints.load import load
+from moexport.exporter.inputs import random_inputs
+from moexport.exporter.model import Model
+from moexport.plugins.demo.digits import Digits
+from moexport.plugins.studies.experts import (
     ContributionSums,
     Passes,
     Wanted,
@@ -23,14 +30,7 @@ from moexport.bench.analyses.experts import (
     shares_of,
     study,
 )
-from moexport.bench.analyses.findings import PASSES, SUMS
-from moexport.bench.data import LabelledData
-from moexport.bench.runners.pytorch import untouched, with_algorithm_1
-from moexport.errors import FeedError, UsageError
-from moexport.exporter.checkpoints.load import load
-from moexport.exporter.inputs import random_inputs
-from moexport.exporter.model import Model
-from moexport.plugins.demo.digits import Digits
+from moexport.plugins.studies.findings import PASSES, SUMS
 from moexport.tests.recorded import VIT_CONFIG
 from torch import Tensor
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from moexport.bench.service.loadgen import DETAIL, Scenario, Traffic, judged, loadgen, read_log
-from moexport.bench.service.queue import Queue
 from moexport.errors import MissingExtraError
+from moexport.plugins.service.loadgen import DETAIL, Scenario, Traffic, judged, loadgen, read_log
+from moexport.plugins.service.queue import Queue
 
 pytest.importorskip("mlperf_loadgen")
 

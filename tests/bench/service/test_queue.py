@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 
 import pytest
-from moexport.bench.service.queue import Queue
 from moexport.errors import MoexportError, QueueFullError
+from moexport.plugins.service.queue import Queue
 
 
 class Squares:

@@ -15,26 +15,26 @@ from moexport.bench.journal import Journal
 from moexport.bench.plan import Candidate, GraphSource
 from moexport.bench.report.page import html
 from moexport.bench.report.sections import all_sections
-from moexport.bench.report.service import answers, service_points
 from moexport.bench.report.text import rows_table, to_markdown
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, read
 from moexport.bench.run import bench
 from moexport.bench.runners.base import Runner, first_of
 from moexport.bench.runners.pytorch import PyTorch
-from moexport.bench.service.findings import (
+from moexport.calibration.feeds import Array
+from moexport.errors import ResultsError, UsageError
+from moexport.exporter.inputs import Inputs
+from moexport.exporter.model import Model
+from moexport.plugins.service.findings import (
     OfferedRun,
     Service,
     ServiceFindings,
     as_analyses,
     services_in,
 )
-from moexport.bench.service.measure import layouts_of, service_of
-from moexport.bench.service.settings import settings_of
-from moexport.calibration.feeds import Array
-from moexport.errors import ResultsError, UsageError
-from moexport.exporter.inputs import Inputs
-from moexport.exporter.model import Model
+from moexport.plugins.service.measure import layouts_of, service_of
+from moexport.plugins.service.report import answers, service_points
+from moexport.plugins.service.settings import settings_of
 from moexport.tests.bench.loaders import Made
 from moexport.tests.recorded import DATA
 

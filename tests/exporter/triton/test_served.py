@@ -26,8 +26,8 @@ import numpy as np
 import pytest
 from moexport import api
 from moexport.bench.request import BenchRequest
-from moexport.bench.service.findings import services_in
 from moexport.errors import EngineError, UsageError
+from moexport.plugins.service.findings import services_in
 from moexport.tests.recorded import read_case
 from moexport.tests.test_wheel import ROOT
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...bench.studies import Study, StudyRun
 from ...common.console import Silent
 from ...errors import UsageError
-from ..studies import Study, StudyRun
 
 if TYPE_CHECKING:
+    from ...bench.data import Labelled
+    from ...bench.plan import Candidate
+    from ...bench.request import BenchRequest
     from ...exporter.bundle.bundle import Bundle
     from ...exporter.model import Model
-    from ..data import Labelled
-    from ..plan import Candidate
-    from ..request import BenchRequest
     from .experts import Wanted
 
 API = 1
@@ -61,7 +61,7 @@ def _check_subgroups(request: BenchRequest, listed: Sequence[Model | Bundle]) ->
 def _begin_subgroups(
     candidates: Sequence[Candidate], data: Labelled, request: BenchRequest
 ) -> StudyRun:
-    from ..data import load_groups
+    from ...bench.data import load_groups
     from .subgroups import compared
 
     name = request.group_by or ""

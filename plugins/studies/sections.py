@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..fairness import SUBGROUPS as OF_SUBGROUPS
-from ..fairness import compared_in
-from ..report.content import Cell, ReportSection, SectionContent, TableContent
-from ..report.fairness import FAIR_HEADS, compared_rows, subgroups_text
-from ..results import Results
+from ...bench.report.content import Cell, ReportSection, SectionContent, TableContent
+from ...bench.results import Results
+from .fairness import SUBGROUPS as OF_SUBGROUPS
+from .fairness import compared_in
+from .fairness_report import FAIR_HEADS, compared_rows, subgroups_text
 from .findings import EXPERTS as OF_EXPERTS
 from .findings import studies_in
 from .report import figures, text, titled

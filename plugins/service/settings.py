@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import get_args
 
+from ...bench.request import BenchRequest
 from ...common.option import parse_seconds, refuse_changed
 from ...common.text import listed, near_miss
 from ...errors import UsageError
-from ..request import BenchRequest
 from .loadgen import Scenario, loadgen
 from .triton import TritonModel, triton_client
 

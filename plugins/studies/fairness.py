@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ..calibration.feeds import Array, Labels
-from ..common.documents import from_data
-from ..errors import FeedError, UsageError
-from .metrics import wilson
+from ...bench.metrics import wilson
+from ...calibration.feeds import Array, Labels
+from ...common.documents import from_data
+from ...errors import FeedError, UsageError
 
 Subgroup = int | bool | str
 """What a subgroup is called: a value of the array that names each input's."""

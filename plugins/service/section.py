@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..report.content import PageChart, ReportSection, SectionContent, TableContent
-from ..report.service import (
+from ...bench.report.content import PageChart, ReportSection, SectionContent, TableContent
+from ...bench.results import Results
+from .findings import SERVICE, services_in
+from .report import (
     answers,
     service_figure,
     service_notes,
@@ -13,8 +15,6 @@ from ..report.service import (
     service_tables,
     service_text,
 )
-from ..results import Results
-from .findings import SERVICE, services_in
 
 API = 1
 

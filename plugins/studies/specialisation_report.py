@@ -11,12 +11,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from ...bench.report.figures import COLOURS, INK, REFERENCE, drawn, in_percent, log2_axis
 from ...common.text import table
 from ...common.writing import whole_file, write_text
 from ...errors import UsageError
-from ..specialise import BINS, HEAVY, ExpertEffect, Load, Specialisation
-from .fairness import fairness_text, rewriting_text
-from .figures import COLOURS, INK, REFERENCE, drawn, in_percent, log2_axis
+from .fairness_report import fairness_text, rewriting_text
+from .specialise import BINS, HEAVY, ExpertEffect, Load, Specialisation
 
 SCHEMA = 1
 

@@ -15,6 +15,13 @@ import msgspec
 import numpy as np
 import torch
 
+from ...bench.data import Labelled
+from ...bench.engines import TRITON
+from ...bench.journal import Journal
+from ...bench.plan import Candidate, Case
+from ...bench.request import BenchRequest
+from ...bench.runners.base import GraphLoader, Loader, Runner, first_of
+from ...bench.runners.models import loaders
 from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
 from ...common.environment import memory_bytes, usable_cores
@@ -22,13 +29,6 @@ from ...common.threads import with_threads
 from ...common.writing import scratch_folder
 from ...errors import UsageError, in_one_line
 from ...exporter.inputs import Inputs
-from ..data import Labelled
-from ..engines import TRITON
-from ..journal import Journal
-from ..plan import Candidate, Case
-from ..request import BenchRequest
-from ..runners.base import GraphLoader, Loader, Runner, first_of
-from ..runners.models import loaders
 from .findings import SERVICE, Layout, OfferedRun, Service, ServiceFindings
 from .loadgen import Judgement, Scenario, Traffic, judged
 from .queue import Queue, Submits, requests_per_second

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...bench.engines import PYTORCH_EAGER
+from ...bench.report.figures import COLOURS, MARKERS, REFERENCE, by_factors, drawn, log2_axis
+from ...bench.report.summary import KEPT, UNTOUCHED, line_name, milliseconds, percent
+from ...bench.results import Results, Row
 from ...common.text import table
-from ..engines import PYTORCH_EAGER
-from ..results import Results, Row
-from ..service.findings import Service, ServiceFindings, best, requests, services_in
-from .figures import COLOURS, MARKERS, REFERENCE, by_factors, drawn, log2_axis
-from .summary import KEPT, UNTOUCHED, line_name, milliseconds, percent
+from .findings import Service, ServiceFindings, best, requests, services_in
 
 HEADS = ("Engine", "k", "Rate", "p50, ms", "p99, ms", "vs all experts", "vs PyTorch", "By LoadGen")
 OFFERED_HEADS = ("Offered", "Completed", "p50, ms", "p90, ms", "p99, ms", "Refused")

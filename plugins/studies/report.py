@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...common.text import table
-from ..report.figures import (
+from ...bench.report.figures import (
     COLOURS,
     MARKERS,
     REFERENCE,
@@ -21,6 +20,7 @@ from ..report.figures import (
     log2_axis,
     look,
 )
+from ...common.text import table
 from .findings import BestSubsets, ExpertStudy
 
 if TYPE_CHECKING:

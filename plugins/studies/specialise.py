@@ -22,14 +22,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..calibration.feeds import Array
-from ..common.console import Progress, Silent
-from ..errors import FeedError, UsageError
-from ..exporter.edits import read_edits
-from ..exporter.inputs import check_array, with_axes
-from ..exporter.model import Model, check_one_input, edited
-from ..graphs.layers.base import NO_EDITS, LayerEdits, MoELayer, moe_layers, sharing_weights
-from .data import LabelledData, labelled, load_groups
+from ...bench.data import LabelledData, labelled, load_groups
+from ...bench.metrics import one_per_sample
+from ...calibration.feeds import Array
+from ...common.console import Progress, Silent
+from ...errors import FeedError, UsageError
+from ...exporter.edits import read_edits
+from ...exporter.inputs import check_array, with_axes
+from ...exporter.model import Model, check_one_input, edited
+from ...graphs.layers.base import NO_EDITS, LayerEdits, MoELayer, moe_layers, sharing_weights
 from .fairness import (
     Fairness,
     Rewriting,
@@ -41,7 +42,6 @@ from .fairness import (
     find_group,
     sign_of,
 )
-from .metrics import one_per_sample
 
 BATCH = 64
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...common.text import table
-from ..fairness import ClassFairness, Fairness, ModelFairness, Rewriting
+from .fairness import ClassFairness, Fairness, ModelFairness, Rewriting
 
 FAIR_HEADS = (
     *("class", "subgroup", "its accuracy", "equality of opportunity", "std. bias", "max-min"),

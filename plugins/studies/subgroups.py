@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from ...bench.data import LabelledData
+from ...bench.metrics import one_per_sample
+from ...bench.plan import Candidate
+from ...bench.runners.base import Runner
+from ...bench.runners.pytorch import untouched, with_algorithm_1
 from ...calibration.feeds import Array
 from ...common.console import Progress
 from ...errors import FeedError
-from ..data import LabelledData
-from ..fairness import ModelFairness, check_groups, fairness
-from ..metrics import one_per_sample
-from ..plan import Candidate
-from ..runners.base import Runner
-from ..runners.pytorch import untouched, with_algorithm_1
+from .fairness import ModelFairness, check_groups, fairness
 
 BATCH = 64
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..studies import BRINGS, Study, StudyRun
+from ...bench.studies import BRINGS, Study, StudyRun
 
 if TYPE_CHECKING:
+    from ...bench.data import Labelled
+    from ...bench.plan import Candidate
+    from ...bench.request import BenchRequest
     from ...exporter.bundle.bundle import Bundle
     from ...exporter.model import Model
-    from ..data import Labelled
-    from ..plan import Candidate
-    from ..request import BenchRequest
 
 API = 1
 

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...bench.data import Labelled, LabelledData
+from ...bench.plan import Candidate
+from ...bench.runners.pytorch import untouched
 from ...common.console import Progress, Silent
 from ...common.text import listed, near_miss
 from ...errors import FeedError, UsageError
 from ...exporter.model import Model
 from ...graphs.layers.base import recorded_choices, sharing_weights
 from ...graphs.layers.soft_moe import soft_moe_layers
-from ..data import Labelled, LabelledData
-from ..plan import Candidate
-from ..runners.pytorch import untouched
 from .findings import (
     PASSES,
     SUMS,

@@ -1,1 +1,0 @@
-"""Analyses in a results file: experts and subgroups of a classifier, and what a search found."""
