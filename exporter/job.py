@@ -27,6 +27,7 @@ from ..graphs.precision.weights import not_in_blocks
 from ..graphs.targets import Target
 from .bundle.destination import check_destination
 from .bundle.runtimes import check_computes
+from .bundle.steps import STEPS, Step
 from .inputs import (
     BATCH,
     DEFAULT_BATCH,
@@ -44,7 +45,6 @@ from .requests import CalibrateRequest
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions
-from .text.files import TOKENIZER_FILE
 from .token_routed.routers import with_k
 from .user_network.lengths import with_token_axis
 from .user_network.own_forward import with_router_k
@@ -141,6 +141,13 @@ class ExportJob:
     def writes_text(self) -> bool:
         """Whether that is all it takes: a decoder alone also reads what its encoder gives."""
         return self.decodes and self.model.input.name == "input_ids"
+
+    @property
+    def steps(self) -> list[Step]:
+        """What adds files to the bundle: what the model brings along, then the layout."""
+        layout = self.options.layout
+        names = self.model.steps if layout is None else (*self.model.steps, layout)
+        return [STEPS[name] for name in names]
 
     def work(self, layer: str, tokens: int, *, fixed: bool = False) -> AnyWork:
         """What a layer has to compute for one batch, of `tokens` m where its input has them.
@@ -360,7 +367,7 @@ def _mistakes(model: Model, options: ExportOptions) -> Iterator[Mistake]:
 
 def _mistakes_of_job(job: ExportJob) -> Iterator[Mistake]:
     """What makes no sense of the model as it will be written, with its k."""
-    specs, layout = _specs(job.model), job.options.layout
+    specs = _specs(job.model)
     if job.options.expose_routing and all(
         job.k[name] == spec.experts and not spec.drops for name, spec in specs.items()
     ):
@@ -369,16 +376,8 @@ def _mistakes_of_job(job: ExportJob) -> Iterator[Mistake]:
             "to expose",
             "leave --expose-routing out, or choose a k below n",
         )
-    if layout is not None and not job.writes_text:
-        yield (
-            f"--layout {layout}: it is of causal language models with a cache, and this is none",
-            "leave --layout out",
-        )
-    if layout is not None and not (job.model.source.files[0].parent / TOKENIZER_FILE).is_file():
-        yield (
-            f"--layout {layout}: {job.model.source.files[0].parent} holds no {TOKENIZER_FILE}",
-            "save the model's tokenizer there",
-        )
+    for step in job.steps:
+        yield from step.check(job)
 
 
 def _check_engine(target: Target, engine: EngineOptions | bool | None) -> None:

@@ -98,6 +98,8 @@ class Model:
     `rounded`: it rounds to BF16 on the way, so that a difference of float32 may become one of BF16.
     `config` holds the family's constructor arguments, JSON-able and complete. `notes` are sentences
     about defaults that were taken and keys that were skipped.
+    `steps` names those of `bundle.steps` that add files to each of its bundles, and `benchmark`
+    what measures it, where it is a model of sequences (`bench.measure.sequences`).
     """
 
     module: nn.Module
@@ -113,6 +115,8 @@ class Model:
     order: tuple[str, ...] = ()
     rounded: bool = False
     edits: Edits = NO_EDITS
+    steps: tuple[str, ...] = ()
+    benchmark: str | None = None
 
     @property
     def input(self) -> TensorSpec:
