@@ -42,7 +42,7 @@ OpenVinoDevice = Literal["cpu", "gpu", "npu"]
 """Where OpenVINO runs a graph: the names of `plugins.openvino.session.DEVICES`."""
 
 TextLayout = Literal["transformers-js", "optimum"]
-"""Whose names and folders: the names of `exporter.text.layouts.LAYOUTS`."""
+"""Whose names and folders: each is written by the step of that name (`bundle.steps`)."""
 
 SIZES = "MIN:OPT:MAX"
 
