@@ -84,6 +84,13 @@ class Source:
             raise
 
 
+class NamingNetwork(nn.Module):
+    """A network that names what its loader's plugin adds (`Model.steps`, `Model.benchmark`)."""
+
+    steps: tuple[str, ...] = ()
+    benchmark: str | None = None
+
+
 @dataclass(frozen=True)
 class Model:
     """A trained model, ready to trace.
@@ -98,8 +105,6 @@ class Model:
     `rounded`: it rounds to BF16 on the way, so that a difference of float32 may become one of BF16.
     `config` holds the family's constructor arguments, JSON-able and complete. `notes` are sentences
     about defaults that were taken and keys that were skipped.
-    `steps` names those of `bundle.steps` that add files to each of its bundles, and `benchmark`
-    what measures it, where it is a model of sequences (`bench.measure.sequences`).
     """
 
     module: nn.Module
@@ -115,8 +120,6 @@ class Model:
     order: tuple[str, ...] = ()
     rounded: bool = False
     edits: Edits = NO_EDITS
-    steps: tuple[str, ...] = ()
-    benchmark: str | None = None
 
     @property
     def input(self) -> TensorSpec:
@@ -127,6 +130,16 @@ class Model:
     def output(self) -> TensorSpec:
         """The output that accuracy is measured by."""
         return self.outputs[0]
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The names of those of `bundle.steps` that add files to its bundles."""
+        return self.module.steps if isinstance(self.module, NamingNetwork) else ()
+
+    @property
+    def benchmark(self) -> str | None:
+        """The name of what measures it, of a model of sequences (`bench.measure.sequences`)."""
+        return self.module.benchmark if isinstance(self.module, NamingNetwork) else None
 
     @property
     def batch_of(self) -> int:

@@ -168,8 +168,6 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
         outputs=outputs,
         notes=(f"{class_.__name__} of transformers", *left_out, *notes),
         original=original if wrong is None else None,
-        steps=("generation",),
-        benchmark="language" if class_.__name__.endswith("ForCausalLM") else None,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...graphs.names import PAST, PRESENT
-from ..model import TensorSpec
+from ..model import NamingNetwork, TensorSpec
 
 TOKENS = ("batch", "tokens")
 
@@ -23,13 +23,15 @@ ENCODED, ENCODED_MASK = "encoder_hidden_states", "encoder_attention_mask"
 DECODED = "decoder_input_ids"
 
 
-class TransformersNetwork(nn.Module):
+class TransformersNetwork(NamingNetwork):
     """A model of `transformers` that takes a tensor for each name of `takes`.
 
     Its modules have the paths that they have in the model itself. `gives` names what is returned:
     a field of the model's output, or a key or value of its cache. `loops`: the model runs over its
     tokens in a loop, which a trace unrolls.
     """
+
+    steps = ("generation",)
 
     def __init__(
         self, model: nn.Module, takes: Sequence[str], gives: Sequence[str], *, loops: bool = False
@@ -39,6 +41,7 @@ class TransformersNetwork(nn.Module):
             self.add_module(name, child)
         self._wrapped = (model,)  # in a tuple, so that no module is found twice
         self.takes, self.gives, self.loops = tuple(takes), tuple(gives), loops
+        self.benchmark = "language" if type(model).__name__.endswith("ForCausalLM") else None
 
     @property
     def wrapped(self) -> Any:

@@ -17,8 +17,9 @@ from moexport.common.option import Mistake
 from moexport.errors import PluginError, UsageError
 from moexport.exporter.bundle.manifest import FileRecord, Manifest
 from moexport.exporter.bundle.steps import STEPS, Export, Step
-from moexport.exporter.model import Model
+from moexport.exporter.model import Model, NamingNetwork
 from moexport.tests.recorded import DATA
+from torch import Tensor, nn
 
 API = registry.API
 WEIGHTS = DATA / "soft_moe_lucidrains" / "weights.pt"
@@ -44,6 +45,25 @@ MINE = Step("mine", finish, check=check, contents={"mine.txt": "what mine wrote"
 NEVER = Step("never", finish, check=refuse)
 
 
+class Naming(NamingNetwork):
+    """A network that names steps; its modules have the paths that they have in the network."""
+
+    def __init__(self, network: nn.Module, steps: tuple[str, ...]) -> None:
+        super().__init__()
+        for name, child in network.named_children():
+            self.add_module(name, child)
+        self.held, self.steps = (network,), steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.held[0](x)
+        return y
+
+
+def naming(model: Model, *steps: str) -> Model:
+    """The model as one whose network names steps."""
+    return replace(model, module=Naming(model.module, steps))
+
+
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     """A model, beside a plugin with two steps."""
@@ -58,7 +78,7 @@ def test_a_step_that_a_model_names_adds_files_that_the_bundle_lists_and_watches(
     model: Model, tmp_path: Path
 ) -> None:
     plain = moexport.export(model, tmp_path / "plain", verify=False)
-    named = replace(model, steps=("mine",))
+    named = naming(model, "mine")
     bundle = moexport.export(named, tmp_path / "out", verify=False)
     *graphs, page = plain.manifest.files
     assert [*bundle.manifest.files] == [*graphs, "mine.txt", page]
@@ -71,14 +91,14 @@ def test_a_step_that_a_model_names_adds_files_that_the_bundle_lists_and_watches(
 
 def test_what_a_step_refuses_is_refused_before_any_work(model: Model, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="never: is for no soft-moe"):
-        moexport.export(replace(model, steps=("mine", "never")), tmp_path / "out")
+        moexport.export(naming(model, "mine", "never"), tmp_path / "out")
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_bundle_is_opened_without_the_plugin_of_its_files(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named = replace(model, steps=("mine",))
+    named = naming(model, "mine")
     bundle = moexport.export(named, tmp_path / "out")
     monkeypatch.setattr(registry, "_found", dict)
     assert all(check.passed for check in moexport.Bundle.open(bundle.path).verify())
