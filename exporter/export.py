@@ -59,7 +59,6 @@ from .reference import (
 )
 from .tensorrt.engines import build_for_export
 from .text.layouts import with_layout
-from .token_routed.generation import write_generation
 from .trace import HELD, Held, trace
 from .write import graph_record, manifest_of, opened_comparison, write_graphs
 
@@ -180,7 +179,7 @@ def _written(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bun
         if constants:
             (directory / SUBSTITUTES_FILE).write_bytes(constants)
         main = planned.graphs[0].file
-        generation = write_generation(job, main, lowered[main].model, directory)
+        generation = _text_files(job, main, lowered[main], directory)
         parities: dict[str, Parity] = {}
         missing: dict[str, list[int]] = {}
         notes: tuple[str, ...] = ()
@@ -199,6 +198,14 @@ def _written(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bun
         manifest = with_readme(directory, manifest)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return Bundle(place, manifest)
+
+
+def _text_files(job: ExportJob, file: str, lowered: Lowered, directory: Path) -> tuple[str, ...]:
+    """Writes what text is generated with by a job's graph; returns notes on what cannot be."""
+    if not job.writes_text:
+        return ()
+    model = job.model
+    return model.host.write_text_files(model, job.options.target, file, lowered.model, directory)
 
 
 def export_plan(

@@ -6,7 +6,7 @@ returns those of all tokens, by the names that other exporters to ONNX have for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -118,22 +118,6 @@ def decoder_specs(vocabulary: int, hidden: int) -> tuple[TensorSpec, ...]:
         TensorSpec(ENCODED, "float32", ("batch", "encoder_tokens", hidden)),
         TensorSpec(ENCODED_MASK, "int64", ("batch", "encoder_tokens"), default="ones"),
     )
-
-
-def cache_specs(
-    shapes: Mapping[str, tuple[int, int]],
-) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Returns the inputs and outputs of a cache, from each part's heads and width.
-
-    `shapes` has a part for each of the keys and values of a layer: `0.key`, `0.value`, `1.key` …
-    """
-    inputs, outputs = [], []
-    for part, (heads, width) in shapes.items():
-        past = ("batch", heads, "past", width)
-        inputs.append(TensorSpec(f"{PAST}.{part}", "float32", past, default="empty"))
-        both = ("batch", heads, "past + tokens", width)
-        outputs.append(TensorSpec(f"{PRESENT}.{part}", "float32", both))
-    return tuple(inputs), tuple(outputs)
 
 
 def cache_shapes(past: Any) -> dict[str, tuple[int, int]] | None:
