@@ -214,7 +214,7 @@ def _batches(
     output = data.output
     nbytes = outputs_of(base, first.batch(0, rows), name, output).nbytes // rows
     fitting = max(1, OUTPUT_BYTES // max(1, nbytes))
-    foretells = len(model.inputs) == 1 or model.benchmark is not None
+    foretells = len(model.inputs) == 1 or model.host.benchmark(model) is not None
     judge = _Judge(foretells, model.input.below, output)
 
     def after(state: EvaluationState, inputs: Inputs, labels: Labels | None) -> EvaluationState:

@@ -44,7 +44,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 def is_language_model(model: Model) -> bool:
     """Whether a model is measured as one that foretells the next token of a text."""
-    return model.benchmark == LANGUAGE.name
+    return model.host.benchmark(model) == LANGUAGE.name
 
 
 def prompt_of(model: Model, tokens: int | None) -> int:
@@ -209,7 +209,9 @@ def phase_inputs(phase: Phase, x: Inputs, base: PyTorch) -> dict[str, Array]:
     prompt = _cut(name, ids, mask, 0, phase.past or phase.tokens)
     if not phase.past:
         return prompt
-    cache = {n.replace(PRESENT, PAST): a for n, a in base.outputs(prompt).items() if PRESENT in n}
+    assert isinstance(base.module, TransformersNetwork)
+    outputs = zip(base.module.gives, base.outputs(prompt), strict=True)
+    cache = {n.replace(PRESENT, PAST): array for n, array in outputs if PRESENT in n}
     return _cut(name, ids, mask, phase.past, phase.past + phase.tokens) | cache
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.names import STEER_INPUT
 from .bundle.manifest import TensorSpec as TensorSpec  # noqa: PLC0414
 from .edits import NO_EDITS, Ablation, Edits, KeptExperts, LayerRewrite, MergedExperts, Steer
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,86 @@ class Source:
             raise
 
 
-class NamingNetwork(nn.Module):
-    """A network that names what its loader's plugin adds (`Model.steps`, `Model.benchmark`)."""
+class Host:
+    """What a loader knows of its models that their tensors do not tell.
 
-    steps: tuple[str, ...] = ()
-    benchmark: str | None = None
+    These are the answers for the core's own families; a plugin hands over its own (`Model.host`).
+    """
+
+    own_code: ClassVar[bool] = False
+    """Whether the network's forward is code of the user's, which may refuse an input."""
+
+    of_tokens: ClassVar[bool] = False
+    """Whether every layer sees every token of an input, and a cache may hold those before it."""
+
+    steps: ClassVar[tuple[str, ...]] = ()
+    """The names of those of `bundle.steps` that add files to each bundle."""
+
+    def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
+        """Returns a model whose own routers choose so many experts in each layer, weights shared.
+
+        The model itself where they do, or where it has none. Raises `UsageError` for a k that a
+        router does not know.
+        """
+        del k
+        return model
+
+    def with_token_axis(self, model: Model, option: str) -> Model:
+        """Returns a model of inputs of a fixed length as one of any; itself where it knows none.
+
+        Raises `UsageError` where the network takes no other length; `option` asked for it.
+        """
+        del option
+        return model
+
+    def traced(
+        self,
+        network: nn.Module,
+        model: Model,
+        sizes: Mapping[str, int],
+        fixed: Mapping[str, int],
+        *,
+        opset: int,
+    ) -> ir.Model | None:
+        """Returns the graph of a model's network with a node for each of its layers.
+
+        None where PyTorch's own exporter traces it. Axes have these `sizes`, and those in `fixed`
+        are constants of the graph.
+        """
+        del network, model, sizes, fixed, opset
+        return None
+
+    def benchmark(self, model: Model) -> str | None:
+        """Returns the name of what measures a model of sequences (`bench.measure.sequences`)."""
+        del model
+        return None
+
+    def experts_form(self, model: Model) -> str | None:
+        """Returns how PyTorch computes the untouched model's experts; None where it is one way."""
+        del model
+        return None
+
+    def in_form(self, model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
+        """Returns the untouched model with so many experts, computed in a form (`experts_form`).
+
+        None leaves that as it is. Raises `UsageError` where there are no forms.
+        """
+        del k, form
+        raise UsageError(f"PyTorch computes the experts of {model.family} models in one way")
+
+    def repeated(
+        self, network: nn.Module, tensors: Sequence[Tensor]
+    ) -> Callable[[], Tensor] | None:
+        """Returns a network's call on tensors where more than calling it again is to be done.
+
+        It gives the first output, and can be repeated.
+        """
+        del network, tensors
+        return None
+
+
+OURS = Host()
+"""That of the core's families."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +182,7 @@ class Model:
     them.
     `rounded`: it rounds to BF16 on the way, so that a difference of float32 may become one of BF16.
     `config` holds the family's constructor arguments, JSON-able and complete. `notes` are sentences
-    about defaults that were taken and keys that were skipped.
+    about defaults that were taken and keys that were skipped. `host` is what its loader knows.
     """
 
     module: nn.Module
@@ -120,6 +198,7 @@ class Model:
     order: tuple[str, ...] = ()
     rounded: bool = False
     edits: Edits = NO_EDITS
+    host: Host = field(default=OURS, compare=False, repr=False)
 
     @property
     def input(self) -> TensorSpec:
@@ -130,16 +209,6 @@ class Model:
     def output(self) -> TensorSpec:
         """The output that accuracy is measured by."""
         return self.outputs[0]
-
-    @property
-    def steps(self) -> tuple[str, ...]:
-        """The names of those of `bundle.steps` that add files to its bundles."""
-        return self.module.steps if isinstance(self.module, NamingNetwork) else ()
-
-    @property
-    def benchmark(self) -> str | None:
-        """The name of what measures it, of a model of sequences (`bench.measure.sequences`)."""
-        return self.module.benchmark if isinstance(self.module, NamingNetwork) else None
 
     @property
     def batch_of(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -17,14 +17,16 @@ from ..graphs.targets import FloatName, Method, Precision, Scope, Target
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed
     from ..calibration.table import CalibrationTable
+    from .inputs import Example
     from .tensorrt.options import EngineOptions
-    from .user_network.adapters import Adapter
-    from .user_network.examples import Example
 
 AnyPath = str | Path
 
 K = int | float | str | Sequence[int]
 """k as a user says it: a number, a share, `n`, `n/4`, `input`, or a number per layer."""
+
+Adapter = Callable[[Any], Any]
+"""A user's function that says what a layer of the user's own is."""
 
 Engine = Literal["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
 """Who runs a bundle."""

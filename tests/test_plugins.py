@@ -38,7 +38,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 """Rooms that are to become plugins, and the modules that are theirs and still lie in the core."""
 
-IMPORTS_OF_ROOMS = 70
+IMPORTS_OF_ROOMS = 53
 """How often the core imports a module of these rooms: it only falls."""
 
 

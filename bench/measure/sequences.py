@@ -17,7 +17,7 @@ from ..runners.pytorch import PyTorch
 
 @dataclass(frozen=True, slots=True)
 class SequenceBenchmark:
-    """How a benchmark measures the models that name it (`Model.benchmark`).
+    """How a benchmark measures the models whose `Host.benchmark` names it.
 
     `data` returns sequences of what was asked for, for a prompt of so many tokens (None: its own
     number); `phases` the calls that are timed, of such a prompt where sequences have a length; and
@@ -36,7 +36,8 @@ BENCHMARKS = Registry("moexport.benchmarks", SequenceBenchmark)
 
 def benchmark_of(model: Model) -> SequenceBenchmark | None:
     """Returns how a model of sequences is measured; None for all others."""
-    return None if model.benchmark is None else BENCHMARKS[model.benchmark]
+    name = model.host.benchmark(model)
+    return None if name is None else BENCHMARKS[name]
 
 
 def phase_inputs(model: Model, phase: Phase, x: Inputs, base: PyTorch) -> dict[str, Array]:

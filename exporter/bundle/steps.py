@@ -32,7 +32,7 @@ class Export(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a model brings along for its bundles (`Model.steps`), or `--layout` asks for by name.
+    """What a model brings along for its bundles (`Host.steps`), or `--layout` asks for by name.
 
     `finish` writes files into the folder of a bundle that is otherwise complete, and returns the
     manifest that lists them. `check` yields why it cannot, before any work is done. It serves

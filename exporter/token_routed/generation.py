@@ -22,6 +22,7 @@ from ...graphs.names import PAST, PRESENT
 from ...graphs.targets import TARGETS, Target
 from ..bundle.manifest import FileRecord, Manifest
 from ..bundle.steps import Export, Step
+from ..model import Model
 from ..session import NO_KLEIDIAI
 from ..text.compare_tokens import different_tokens
 from ..text.files import (
@@ -60,37 +61,45 @@ def with_generation(job: Export, directory: Path, manifest: Manifest) -> Manifes
 
     The manifest that is returned lists them, with notes on what keeps these graphs from it.
     """
-    network = job.model.module
-    if not isinstance(network, TransformersNetwork) or not job.writes_text:
+    if not job.writes_text:
         return manifest
-    notes = _write(job, network.wrapped, directory, manifest)
+    file, target = manifest.graphs[0].file, cast("Target", manifest.target)
+    notes = write_generation(job.model, target, file, ir.load(directory / file), directory)
     written = [directory / name for name in CONTENTS if (directory / name).is_file()]
     files = {**manifest.files, **{file.name: FileRecord.of(file) for file in written}}
     return replace(manifest, files=dict(sorted(files.items())), notes=[*manifest.notes, *notes])
 
 
-def _write(job: Export, model: Any, directory: Path, manifest: Manifest) -> tuple[str, ...]:
-    """Writes the files; returns notes on what keeps the graphs from generating."""
-    vocabulary, folder = job.model.input.below, job.model.source.files[0].parent
-    assert vocabulary is not None
+def write_generation(
+    model: Model, target: Target, file: str, graph: ir.Model, directory: Path
+) -> tuple[str, ...]:
+    """Writes the files that text is generated with by a model's graph for a target.
+
+    Returns notes on what keeps it from that.
+    """
+    network, vocabulary = model.module, model.input.below
+    folder = model.source.files[0].parent
+    assert isinstance(network, TransformersNetwork) and vocabulary is not None
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             _copy(folder / name, directory / name)
     config = _without_code(object_in(folder / CONFIG_FILE))
     config.pop("quantization_config", None)  # the graph's weights are no more those of the folder
     for field in FIELDS:
-        k = job.model.config.get(field)
+        k = model.config.get(field)
         if field in config and isinstance(k, int):  # as a router of this graph chooses
             config[field] = k
     write_object(config, directory / CONFIG_FILE)
-    write_object(json.loads(model.generation_config.to_json_string()), directory / GENERATION_FILE)
-    keys, values = (_cache(job, part) for part in ("key", "value"))
+    generation = network.wrapped.generation_config.to_json_string()
+    write_object(json.loads(generation), directory / GENERATION_FILE)
+    keys, values = (_cache(model, part) for part in ("key", "value"))
     if keys != values:
         return (
             "no text can be generated: ONNX Runtime GenAI takes no cache whose keys and values "
             "are of different sizes",
         )
-    write_object(genai_config(job, directory, manifest, model), directory / GENAI_FILE)
+    content = genai_config(model, target, file, in_place=appends_in_place(graph))
+    write_object(content, directory / GENAI_FILE)
     problem = tokenizer_problem(folder, vocabulary)
     if problem is not None:
         return (f"no text can be generated: {problem}",)
@@ -98,27 +107,28 @@ def _write(job: Export, model: Any, directory: Path, manifest: Manifest) -> tupl
     return () if different is None else (different,)
 
 
-def _cache(job: Export, part: str) -> list[tuple[int, int]]:
+def _cache(model: Model, part: str) -> list[tuple[int, int]]:
     """The heads and the width of each layer's keys or values."""
-    ports = [port for port in job.model.inputs if port.name.startswith(f"{PAST}.")]
+    ports = [port for port in model.inputs if port.name.startswith(f"{PAST}.")]
     return [(port.shape[1], port.shape[3]) for port in ports if port.name.endswith(part)]  # type: ignore[misc]
 
 
-def genai_config(job: Export, directory: Path, manifest: Manifest, model: Any) -> dict[str, Any]:
-    """Returns the content of `genai_config.json` for the graph of a model of `transformers`."""
-    file = manifest.graphs[0].file
-    text, generation = model.config.get_text_config(), model.generation_config
-    keys = _cache(job, "key")
+def genai_config(model: Model, target: Target, file: str, *, in_place: bool) -> dict[str, Any]:
+    """Returns the content of `genai_config.json` for a graph of a model of `transformers`.
+
+    `in_place`: the graph appends to the cache where it is.
+    """
+    network, vocabulary = model.module, model.input.below
+    assert isinstance(network, TransformersNetwork) and vocabulary is not None
+    text, generation = network.wrapped.config.get_text_config(), network.wrapped.generation_config
+    keys = _cache(model, "key")
     heads, width = keys[0]
-    vocabulary = job.model.input.below
-    assert vocabulary is not None
     end = generation.eos_token_id
     # Without one the loop takes the padding for the end: the last of a vocabulary is seldom used.
     ends = end if isinstance(end, list) else [vocabulary - 1 if end is None else end]
     pad = ends[0] if generation.pad_token_id is None else generation.pad_token_id
     context = getattr(text, "max_position_embeddings", None) or NO_POSITIONS
-    target = TARGETS[cast("Target", manifest.target)]
-    provider = GENAI_PROVIDERS.get(target.provider or "")
+    provider = GENAI_PROVIDERS.get(TARGETS[target].provider or "")
     tokens = {"bos_token_id": generation.bos_token_id, "eos_token_id": ends, "pad_token_id": pad}
     search = {name: getattr(generation, name, None) for name in SAMPLING}
     return {
@@ -144,7 +154,7 @@ def genai_config(job: Export, directory: Path, manifest: Manifest, model: Any) -
                     "past_value_names": f"{PAST}.%d.value",
                 },
                 "outputs": {
-                    "logits": job.model.output.name,
+                    "logits": model.output.name,
                     "present_key_names": f"{PRESENT}.%d.key",
                     "present_value_names": f"{PRESENT}.%d.value",
                 },
@@ -154,7 +164,7 @@ def genai_config(job: Export, directory: Path, manifest: Manifest, model: Any) -
             "do_sample": False,
             **_known(search),
             "max_length": min(context, MOST_TOKENS),
-            "past_present_share_buffer": appends_in_place(ir.load(directory / file)),
+            "past_present_share_buffer": in_place,
         },
     }
 

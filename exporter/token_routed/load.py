@@ -26,16 +26,17 @@ from ...errors import (
 from ...graphs.layers.base import sharing_weights
 from ...graphs.names import PAST
 from ..checkpoints.files import INDEX
+from ..families.cache import cache_specs
 from ..model import Model, Source, TensorSpec
 from ..text.files import CONFIG_FILE
 from .budget import SAME, WeightSizes
 from .experts import canonical, check_layer, experts_modules
+from .host import HOST
 from .network import (
     DECODED,
     TOKENS,
     TransformersNetwork,
     cache_shapes,
-    cache_specs,
     decoder_specs,
     encoded,
     token_specs,
@@ -63,6 +64,10 @@ OWN_MODULES = (
 )
 
 ModelPart = Literal["encoder", "decoder"]
+
+
+SETTINGS = ("use_cache", "part")
+"""What may be said of a model: the rest its `config.json` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +173,7 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
         outputs=outputs,
         notes=(f"{class_.__name__} of transformers", *left_out, *notes),
         original=original if wrong is None else None,
+        host=HOST,
     )
 
 
@@ -207,7 +213,7 @@ def _configuration(
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
-    unknown = sorted(settings.keys() - {"use_cache", "part"})
+    unknown = sorted(settings.keys() - {*SETTINGS})
     if unknown:
         raise UsageError(
             f"--set {unknown[0]}: what a model of transformers is its config.json says",

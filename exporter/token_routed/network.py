@@ -6,14 +6,14 @@ returns those of all tokens, by the names that other exporters to ONNX have for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...graphs.names import PAST, PRESENT
-from ..model import NamingNetwork, TensorSpec
+from ..model import TensorSpec
 
 TOKENS = ("batch", "tokens")
 
@@ -23,15 +23,13 @@ ENCODED, ENCODED_MASK = "encoder_hidden_states", "encoder_attention_mask"
 DECODED = "decoder_input_ids"
 
 
-class TransformersNetwork(NamingNetwork):
+class TransformersNetwork(nn.Module):
     """A model of `transformers` that takes a tensor for each name of `takes`.
 
     Its modules have the paths that they have in the model itself. `gives` names what is returned:
     a field of the model's output, or a key or value of its cache. `loops`: the model runs over its
     tokens in a loop, which a trace unrolls.
     """
-
-    steps = ("generation",)
 
     def __init__(
         self, model: nn.Module, takes: Sequence[str], gives: Sequence[str], *, loops: bool = False
@@ -41,7 +39,6 @@ class TransformersNetwork(NamingNetwork):
             self.add_module(name, child)
         self._wrapped = (model,)  # in a tuple, so that no module is found twice
         self.takes, self.gives, self.loops = tuple(takes), tuple(gives), loops
-        self.benchmark = "language" if type(model).__name__.endswith("ForCausalLM") else None
 
     @property
     def wrapped(self) -> Any:
@@ -121,22 +118,6 @@ def decoder_specs(vocabulary: int, hidden: int) -> tuple[TensorSpec, ...]:
         TensorSpec(ENCODED, "float32", ("batch", "encoder_tokens", hidden)),
         TensorSpec(ENCODED_MASK, "int64", ("batch", "encoder_tokens"), default="ones"),
     )
-
-
-def cache_specs(
-    shapes: Mapping[str, tuple[int, int]],
-) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Returns the inputs and outputs of a cache, from each part's heads and width.
-
-    `shapes` has a part for each of the keys and values of a layer: `0.key`, `0.value`, `1.key` …
-    """
-    inputs, outputs = [], []
-    for part, (heads, width) in shapes.items():
-        past = ("batch", heads, "past", width)
-        inputs.append(TensorSpec(f"{PAST}.{part}", "float32", past, default="empty"))
-        both = ("batch", heads, "past + tokens", width)
-        outputs.append(TensorSpec(f"{PRESENT}.{part}", "float32", both))
-    return tuple(inputs), tuple(outputs)
 
 
 def cache_shapes(past: Any) -> dict[str, tuple[int, int]] | None:

@@ -19,7 +19,7 @@ from moexport.calibration.feeds import Array
 from moexport.common import registry
 from moexport.errors import PluginError, UsageError
 from moexport.exporter.inputs import Inputs
-from moexport.exporter.model import Model, NamingNetwork
+from moexport.exporter.model import Host, Model
 from moexport.tests.recorded import DATA
 
 API = registry.API
@@ -46,8 +46,10 @@ def inputs(phase: Phase, x: Inputs, base: PyTorch) -> dict[str, Array]:
 MINE = SequenceBenchmark("mine", sequences, phases, inputs)
 
 
-class Naming(NamingNetwork):
-    benchmark = "mine"
+class Naming(Host):
+    def benchmark(self, model: Model) -> str:
+        del model
+        return MINE.name
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     """A model that names the benchmark of a plugin."""
     points = (EntryPoint("mine", f"{__name__}:MINE", BENCHMARKS.group),)
     monkeypatch.setattr(registry, "_found", lambda: {BENCHMARKS.group: points})
-    return replace(moexport.load(WEIGHTS), module=Naming())
+    return replace(moexport.load(WEIGHTS), host=Naming())
 
 
 def test_a_model_is_measured_by_the_benchmark_that_it_names(model: Model) -> None:

@@ -17,9 +17,8 @@ from moexport.common.option import Mistake
 from moexport.errors import PluginError, UsageError
 from moexport.exporter.bundle.manifest import FileRecord, Manifest
 from moexport.exporter.bundle.steps import STEPS, Export, Step
-from moexport.exporter.model import Model, NamingNetwork
+from moexport.exporter.model import Host, Model
 from moexport.tests.recorded import DATA
-from torch import Tensor, nn
 
 API = registry.API
 WEIGHTS = DATA / "soft_moe_lucidrains" / "weights.pt"
@@ -45,23 +44,13 @@ MINE = Step("mine", finish, check=check, contents={"mine.txt": "what mine wrote"
 NEVER = Step("never", finish, check=refuse)
 
 
-class Naming(NamingNetwork):
-    """A network that names steps; its modules have the paths that they have in the network."""
+def naming(model: Model, *names: str) -> Model:
+    """The model as of a loader that names steps."""
 
-    def __init__(self, network: nn.Module, steps: tuple[str, ...]) -> None:
-        super().__init__()
-        for name, child in network.named_children():
-            self.add_module(name, child)
-        self.held, self.steps = (network,), steps
+    class Naming(Host):
+        steps = names
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.held[0](x)
-        return y
-
-
-def naming(model: Model, *steps: str) -> Model:
-    """The model as one whose network names steps."""
-    return replace(model, module=Naming(model.module, steps))
+    return replace(model, host=Naming())
 
 
 @pytest.fixture
