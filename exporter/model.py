@@ -38,55 +38,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a model came from: its files, or the factory that built it and its `weights`.
-
-    `mapped` are the files that its weights may be mapped from: those, and one of converted weights.
-    `adapters` name the functions that said what layers of the factory's network are.
-    `watched` are the files as they were loaded.
-    """
-
-    path: str
-    files: tuple[Path, ...]
-    weights: str | None = None
-    mapped: tuple[Path, ...] = ()
-    adapters: tuple[str, ...] = ()
-    watched: Watched | None = None
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether another process can load it: not where code is of a notebook or this script."""
-        by_name = all(names_code(a) and not a.startswith("__main__:") for a in self.adapters)
-        return by_name and bool(self.files or names_code(self.path))
-
-    def sha256(self) -> str:
-        """Returns the SHA-256 of the files as they were loaded; empty where there are none.
-
-        Raises CheckpointError where one of them was changed, replaced or removed since.
-        """
-        if self.watched is None:
-            return hash_files(self.files)
-        self.watched.check()
-        return self.watched.sha256
-
-    def reading(self) -> Reading:
-        """Returns a pass over the mapped weights; CheckpointError where a file was cut short."""
-        return Reading(self.mapped, self.watched)
-
-    @contextmanager
-    def changes_told(self) -> Iterator[None]:
-        """Within the block, an error says where one of the files was changed: it may come of that.
-
-        A part of a mapped file that is no more cannot be written to another, which is an OSError.
-        """
-        try:
-            yield
-        except (MoexportError, OSError):
-            self.sha256()
-            raise
-
-
 class Host:
     """What a loader knows of its models that their tensors do not tell.
 
@@ -169,6 +120,56 @@ OURS = Host()
 """That of the core's families."""
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model came from: its files, or the factory that built it and its `weights`.
+
+    `mapped` are the files that its weights may be mapped from: those, and one of converted weights.
+    `adapters` name the functions that said what layers of the factory's network are.
+    `watched` are the files as they were loaded. `host` is what its loader knows of the model.
+    """
+
+    path: str
+    files: tuple[Path, ...]
+    weights: str | None = None
+    mapped: tuple[Path, ...] = ()
+    adapters: tuple[str, ...] = ()
+    watched: Watched | None = None
+    host: Host = field(default=OURS, compare=False, repr=False)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another process can load it: not where code is of a notebook or this script."""
+        by_name = all(names_code(a) and not a.startswith("__main__:") for a in self.adapters)
+        return by_name and bool(self.files or names_code(self.path))
+
+    def sha256(self) -> str:
+        """Returns the SHA-256 of the files as they were loaded; empty where there are none.
+
+        Raises CheckpointError where one of them was changed, replaced or removed since.
+        """
+        if self.watched is None:
+            return hash_files(self.files)
+        self.watched.check()
+        return self.watched.sha256
+
+    def reading(self) -> Reading:
+        """Returns a pass over the mapped weights; CheckpointError where a file was cut short."""
+        return Reading(self.mapped, self.watched)
+
+    @contextmanager
+    def changes_told(self) -> Iterator[None]:
+        """Within the block, an error says where one of the files was changed: it may come of that.
+
+        A part of a mapped file that is no more cannot be written to another, which is an OSError.
+        """
+        try:
+            yield
+        except (MoexportError, OSError):
+            self.sha256()
+            raise
+
+
 @dataclass(frozen=True)
 class Model:
     """A trained model, ready to trace.
@@ -182,7 +183,7 @@ class Model:
     them.
     `rounded`: it rounds to BF16 on the way, so that a difference of float32 may become one of BF16.
     `config` holds the family's constructor arguments, JSON-able and complete. `notes` are sentences
-    about defaults that were taken and keys that were skipped. `host` is what its loader knows.
+    about defaults that were taken and keys that were skipped.
     """
 
     module: nn.Module
@@ -198,7 +199,6 @@ class Model:
     order: tuple[str, ...] = ()
     rounded: bool = False
     edits: Edits = NO_EDITS
-    host: Host = field(default=OURS, compare=False, repr=False)
 
     @property
     def input(self) -> TensorSpec:
@@ -214,6 +214,11 @@ class Model:
     def batch_of(self) -> int:
         """How many inputs are computed together: a batch is a multiple of them."""
         return self.input.groups_of or 1
+
+    @property
+    def host(self) -> Host:
+        """What its loader knows of it."""
+        return self.source.host
 
     @property
     def untouched(self) -> nn.Module:

@@ -179,13 +179,13 @@ def _load_checkpoint(
             files=checkpoint.files,
             mapped=checkpoint.mapped,
             watched=checkpoint.watched,
+            host=model.host,
         ),
         inputs=model.inputs,
         outputs=model.outputs,
         notes=(*checkpoint.notes, *notes, *model.notes),
         example=None if isinstance(example, str | Path) else example,
         rounded=model.rounded,
-        host=model.host,
     )
 
 

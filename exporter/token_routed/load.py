@@ -167,13 +167,16 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
         family=str(config.model_type),
         config=_configuration(config, routers, kind, cached=original.cached),
         source=Source(
-            str(place), files, mapped=mapped, watched=watched.hashed() if values else None
+            str(place),
+            files,
+            mapped=mapped,
+            watched=watched.hashed() if values else None,
+            host=HOST,
         ),
         inputs=inputs,
         outputs=outputs,
         notes=(f"{class_.__name__} of transformers", *left_out, *notes),
         original=original if wrong is None else None,
-        host=HOST,
     )
 
 

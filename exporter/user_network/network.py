@@ -120,6 +120,7 @@ def load_factory(
             weights=None if weights is None else str(weights),
             mapped=mapped,
             adapters=tuple(used),
+            host=FactoryHost(),
         ),
         inputs=_ports(passes[0].inputs),
         outputs=_ports(passes[0].outputs),
@@ -127,7 +128,6 @@ def load_factory(
         original=module,
         example=arrays if len(arrays) > 1 or not form.plain else arrays[INPUT],
         order=layers,
-        host=FactoryHost(),
     )
 
 
