@@ -57,7 +57,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     """A model that names the benchmark of a plugin."""
     points = (EntryPoint("mine", f"{__name__}:MINE", BENCHMARKS.group),)
     monkeypatch.setattr(registry, "_found", lambda: {BENCHMARKS.group: points})
-    return replace(moexport.load(WEIGHTS), host=Naming())
+    loaded = moexport.load(WEIGHTS)
+    return replace(loaded, source=replace(loaded.source, host=Naming()))
 
 
 def test_a_model_is_measured_by_the_benchmark_that_it_names(model: Model) -> None:

@@ -50,7 +50,7 @@ def naming(model: Model, *names: str) -> Model:
     class Naming(Host):
         steps = names
 
-    return replace(model, host=Naming())
+    return replace(model, source=replace(model.source, host=Naming()))
 
 
 @pytest.fixture
