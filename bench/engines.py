@@ -112,9 +112,10 @@ def _ability(requirement: Requirement) -> Ability:
 
 
 def _eager(run: ModelRun) -> Runner:
-    from .runners.pytorch import runner_on, untouched
+    from .runners.pytorch import runner_on
 
-    return runner_on(run.provider)(untouched(run.model).module, run.model.inputs)
+    model = run.model
+    return runner_on(run.provider)(model.untouched, model.inputs, model.host)
 
 
 def _compiled(run: ModelRun) -> Runner:
@@ -132,10 +133,11 @@ def _algorithm_2(run: ModelRun) -> Runner:
 
 
 def _experts(form: str, run: ModelRun) -> Runner:
-    from .runners.pytorch import in_form, runner_on
+    from .runners.pytorch import runner_on
 
-    module = in_form(run.model, run.k_by_layer, form)
-    return runner_on(run.provider)(module, run.model.inputs)
+    model = run.model
+    module = model.host.in_form(model, run.k_by_layer, form)
+    return runner_on(run.provider)(module, model.inputs, model.host)
 
 
 def _onnxruntime(provider: str, graph: GraphFile) -> Loader:

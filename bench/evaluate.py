@@ -18,7 +18,6 @@ from ..exporter.inputs import Inputs
 from ..exporter.parity import TIE, Tolerance
 from .data import Labelled
 from .engines import ModelEngine, engine_of
-from .language import is_language_model
 from .metrics import (
     ClassCounts,
     NegativeLogLikelihood,
@@ -215,7 +214,7 @@ def _batches(
     output = data.output
     nbytes = outputs_of(base, first.batch(0, rows), name, output).nbytes // rows
     fitting = max(1, OUTPUT_BYTES // max(1, nbytes))
-    foretells = len(model.inputs) == 1 or is_language_model(model)
+    foretells = len(model.inputs) == 1 or model.host.benchmark(model) is not None
     judge = _Judge(foretells, model.input.below, output)
 
     def after(state: EvaluationState, inputs: Inputs, labels: Labels | None) -> EvaluationState:

@@ -20,9 +20,12 @@ from ..exporter.model import Model
 from ..exporter.token_routed.network import TransformersNetwork
 from ..graphs.names import PAST, PRESENT
 from .data import LabelledData, several_inputs
+from .measure.sequences import SequenceBenchmark
 from .plan import Phase
 from .runners.base import first_of
 from .runners.pytorch import PyTorch
+
+API = 1
 
 PROMPT = 128
 """Tokens of a prompt where nobody says how many."""
@@ -40,11 +43,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 def is_language_model(model: Model) -> bool:
-    """Whether a model foretells the next token, and is one of `transformers`."""
-    network = model.module
-    if not isinstance(network, TransformersNetwork):
-        return False
-    return type(network.wrapped).__name__.endswith("ForCausalLM")
+    """Whether a model is measured as one that foretells the next token of a text."""
+    return model.host.benchmark(model) == LANGUAGE.name
 
 
 def prompt_of(model: Model, tokens: int | None) -> int:
@@ -66,11 +66,19 @@ def prompt_of(model: Model, tokens: int | None) -> int:
     return tokens
 
 
-def phases_of(model: Model, prompt: int) -> tuple[Phase, ...]:
-    """Returns the calls of a language model that are timed: no decode without a cache."""
+def phases_of(model: Model, tokens: int | None, length: int) -> tuple[Phase, ...]:
+    """Returns the calls of a language model that are timed: no decode without a cache.
+
+    The prompt has so many `tokens`, and one follows it in texts of this `length`.
+    """
+    prompt = min(prompt_of(model, tokens), length - 1)
     prefill = Phase("prefill", prompt)
     assert isinstance(model.module, TransformersNetwork)
     return (Phase("decode", 1, prompt), prefill) if model.module.cached else (prefill,)
+
+
+def _sequences(data: str | Path | Array | None, model: Model, tokens: int | None) -> LabelledData:
+    return token_windows(data, model, prompt_of(model, tokens))
 
 
 def token_windows(data: str | Path | Array | None, model: Model, prompt: int) -> LabelledData:
@@ -201,10 +209,16 @@ def phase_inputs(phase: Phase, x: Inputs, base: PyTorch) -> dict[str, Array]:
     prompt = _cut(name, ids, mask, 0, phase.past or phase.tokens)
     if not phase.past:
         return prompt
-    cache = {n.replace(PRESENT, PAST): a for n, a in base.outputs(prompt).items() if PRESENT in n}
+    assert isinstance(base.module, TransformersNetwork)
+    outputs = zip(base.module.gives, base.outputs(prompt), strict=True)
+    cache = {n.replace(PRESENT, PAST): array for n, array in outputs if PRESENT in n}
     return _cut(name, ids, mask, phase.past, phase.past + phase.tokens) | cache
 
 
 def _cut(name: str, ids: Array, mask: Array | None, start: int, end: int) -> dict[str, Array]:
     part = {name: np.ascontiguousarray(ids[:, start:end])}
     return part if mask is None else part | {"attention_mask": np.ascontiguousarray(mask[:, :end])}
+
+
+LANGUAGE = SequenceBenchmark("language", data=_sequences, phases=phases_of, inputs=phase_inputs)
+"""Names what loads language models."""

@@ -23,10 +23,10 @@ from .data import Labelled, LabelledData
 from .engines import PYTORCH_COMPILE
 from .evaluate import EvaluationState, evaluate, wrong
 from .journal import Journal
-from .language import phase_inputs
 from .measure.latency import Scheduled, group_batches, measure_group, parts_of
 from .measure.memory import PeakMemory, measure_memories, worker_count
 from .measure.roofline import Limit, Limits, Rates, not_held
+from .measure.sequences import phase_inputs
 from .plan import Candidate, Case, TimingGroup
 from .request import BenchRequest
 from .results import PartTime, Row
@@ -79,8 +79,9 @@ class Measurement:
             if group.model != self.candidate.name:
                 continue
             if self.request.limits and group.phase is not None:
-                base = untouched(self.candidate.model)
-                x: Inputs = phase_inputs(group.phase, self.head.batch(0, 1), base)
+                model = self.candidate.model
+                base = untouched(model)
+                x: Inputs = phase_inputs(model, group.phase, self.head.batch(0, 1), base)
                 limits = Limits(self.candidate, x, opening)
             measured = self._measured(group, runners, limits)
             of_cases = self._limits(group, limits, measured)
@@ -288,7 +289,7 @@ def timed_inputs(group: TimingGroup, candidate: Candidate, head: LabelledData) -
         return batches
     base = untouched(candidate.model)
     # Each has a cache of its own, which takes memory.
-    return [phase_inputs(group.phase, x, base) for x in batches[:PHASE_INPUTS]]
+    return [phase_inputs(candidate.model, group.phase, x, base) for x in batches[:PHASE_INPUTS]]
 
 
 def _per_second(count: int, latency: timing.Latency) -> float | None:

@@ -13,7 +13,6 @@ from ..exporter.bundle.manifest import Dimension
 from ..exporter.job import ExportJob
 from ..exporter.model import Model
 from ..exporter.parity import Tolerance
-from ..exporter.token_routed.network import TransformersNetwork
 from ..graphs.layers.base import MoESpec, moe_layers
 from .engines import (
     KINDS,
@@ -164,7 +163,7 @@ class Candidate:
             loops = any(layer.spec.chooses_sets for layer in self.model.layers.values())
             ks = tuple(k for k in ks if loops and k < n)
         elif kind.experts_form is not None:
-            form = experts_form(self.model)
+            form = self.model.host.experts_form(self.model)
             own = form == kind.experts_form
             ks = tuple(k for k in self.routed if form and not (own and k == self.trained_k))
         else:
@@ -223,17 +222,6 @@ def select(
 def whole_k(job: ExportJob) -> dict[str, int]:
     """Returns each layer's k of a job that has one."""
     return {layer: k for layer, k in job.k.items() if k is not None}
-
-
-def experts_form(model: Model) -> str | None:
-    """Returns how a model of `transformers` computes its experts; None where there is one way."""
-    network = model.original
-    if not isinstance(network, TransformersNetwork):
-        return None
-    if not network.wrapped._can_set_experts_implementation():
-        return None
-    form: str = network.wrapped.config._experts_implementation
-    return form
 
 
 @dataclass(frozen=True, slots=True)

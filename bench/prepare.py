@@ -21,7 +21,7 @@ from ..graphs.names import K_INPUT
 from .data import Labelled, LabelledData, Streamed, labelled
 from .engines import Serves
 from .journal import unfinished
-from .language import is_language_model, phases_of, prompt_of, token_windows
+from .measure.sequences import benchmark_of
 from .plan import Candidate, select
 from .request import ALL, BenchRequest
 from .results import Absent
@@ -164,13 +164,14 @@ def fixed_sizes(model: Model, listed: Sequence[Model | Bundle]) -> dict[str, int
 
 
 def data_of(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> Labelled:
-    """Returns the inputs that a model is measured on: windows of tokens for a language model.
+    """Returns the inputs that a model is measured on: its own kind for a model of sequences.
 
     Random ones take `sizes` where an axis of the model is dynamic.
     """
-    if is_language_model(model) and not isinstance(request.data, LabelledData | Streamed):
-        return token_windows(request.data, model, prompt_of(model, request.tokens))
-    if request.tokens is not None and not is_language_model(model):
+    benchmark = benchmark_of(model)
+    if benchmark is not None and not isinstance(request.data, LabelledData | Streamed):
+        return benchmark.data(request.data, model, request.tokens)
+    if request.tokens is not None and benchmark is None:
         raise UsageError(
             f"--tokens {request.tokens}: {model.source.path} is no language model of transformers",
             hint="leave --tokens out: other models take inputs as the data have them",
@@ -179,9 +180,9 @@ def data_of(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> La
 
 
 def in_phases(candidate: Candidate, data: Labelled, tokens: int | None) -> Candidate:
-    """Returns a candidate with the calls that are timed, where it is a language model."""
-    if not is_language_model(candidate.model):
+    """Returns a candidate with the calls that are timed, where it is a model of sequences."""
+    benchmark = benchmark_of(candidate.model)
+    if benchmark is None:
         return candidate
     length = data.head(1).inputs.shape[1]
-    prompt = min(prompt_of(candidate.model, tokens), length - 1)
-    return replace(candidate, phases=phases_of(candidate.model, prompt))
+    return replace(candidate, phases=benchmark.phases(candidate.model, tokens, length))

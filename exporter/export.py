@@ -59,8 +59,6 @@ from .reference import (
     with_exact,
 )
 from .tensorrt.engines import build_for_export
-from .text.layouts import with_layout
-from .token_routed.generation import write_generation
 from .trace import HELD, Held, trace
 from .write import graph_record, manifest_of, opened_comparison, write_graphs
 
@@ -165,7 +163,7 @@ def _written(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bun
     planned = export_plan(job, progress, traced)
     job = planned.job
     weights_bytes = planned.weights_bytes
-    copies = 1 if options.layout is None else 2
+    copies = 1 + sum(step.copies for step in job.steps)
     check_destination(place, force=force, needed_bytes=copies * weights_bytes)
     with atomic_directory(place, force=force) as directory:
         progress.step("writing weights and graphs", total=weights_bytes)
@@ -180,8 +178,6 @@ def _written(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bun
         constants = substitutes_bytes(options.edits)
         if constants:
             (directory / SUBSTITUTES_FILE).write_bytes(constants)
-        main = planned.graphs[0].file
-        generation = write_generation(job, main, lowered[main].model, directory)
         parities: dict[str, Parity] = {}
         missing: dict[str, list[int]] = {}
         notes: tuple[str, ...] = ()
@@ -192,12 +188,12 @@ def _written(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bun
             (directory / graph.file).unlink()
         progress.step("hashing")
         manifest = manifest_of(planned, lowered, parities, directory, unreached=missing)
-        manifest = replace(manifest, notes=[*manifest.notes, *notes, *generation])
+        manifest = replace(manifest, notes=[*manifest.notes, *notes])
         manifest = with_peak_memory(directory, manifest)
         manifest = build_for_export(directory, manifest, options.engine, progress)
-        if options.layout is not None:
-            manifest = with_layout(directory, manifest, options.layout)
-        manifest = with_readme(directory, manifest)
+        for step in job.steps:
+            manifest = step.finish(job, directory, manifest)
+        manifest = with_readme(directory, manifest, job.steps)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return Bundle(place, manifest)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 BATCH = "batch"
 TRACED_BATCH = 2
 """What a model is traced with: a batch of 1 would let the tracer take the axis for a constant."""
+
+Example = Inputs | str | Path
+"""Inputs [b, …] of a user's own network, or where they are: the first few of them are taken."""
 
 TRACED_SIZES = {
     "tokens": 7,

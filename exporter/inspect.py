@@ -17,7 +17,6 @@ from ..errors import UsageError
 from ..graphs.layers.base import MoELayer, MoESpec, choice_key, recorded_choices, replaced_layers
 from .inputs import DEFAULT_TOKENS, feed_inputs
 from .model import Model
-from .token_routed.network import TransformersNetwork
 
 SHARES = (1, 2, 4, 8)
 
@@ -77,9 +76,9 @@ def inspect(model: Model, data: Feed | None = None) -> ModelReport:
     Reads no weights and runs nothing, unless there is `data` to count a muMoE's coefficients on.
     """
     tokens = token_counts(model)
-    # Of a factory's network the data are the example first: it need not have muMoE layers.
+    # Of a user's own network the data are the example first: it need not have muMoE layers.
     mixing = any(layer.spec.rewritable for layer in model.layers.values())
-    counted = mixing or model.family != "factory"
+    counted = mixing or not model.host.own_code
     layers = tuple(
         LayerReport(
             name=name,
@@ -115,7 +114,7 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
     """
     side = max(1, round(dynamic**0.5))
     tokens_limit = model.input.limits.get("tokens", dynamic)
-    if isinstance(model.module, TransformersNetwork):  # its layers see every token
+    if model.host.of_tokens:
         return dict.fromkeys(model.layers, min(dynamic, tokens_limit))
     sizes = {
         "batch": model.batch_of,

@@ -22,11 +22,12 @@ from ..errors import CalibrationError, LoweringError, UsageError
 from ..graphs.layers.base import MoESpec
 from ..graphs.lowerings.choice import check
 from ..graphs.lowerings.cost import AnyWork, WorkOf
-from ..graphs.names import DOMAIN, operand_of
+from ..graphs.names import DOMAIN, PAST, operand_of
 from ..graphs.precision.weights import not_in_blocks
 from ..graphs.targets import Target
 from .bundle.destination import check_destination
 from .bundle.runtimes import check_computes
+from .bundle.steps import STEPS, Step
 from .inputs import (
     BATCH,
     DEFAULT_BATCH,
@@ -44,10 +45,6 @@ from .requests import CalibrateRequest
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions
-from .text.files import TOKENIZER_FILE
-from .token_routed.routers import with_k
-from .user_network.lengths import with_token_axis
-from .user_network.own_forward import with_router_k
 
 PEAK_SAMPLES = 64
 """Inputs whose largest values tell whether FP16 overflows, with `fp16.HEADROOM` to spare."""
@@ -135,12 +132,21 @@ class ExportJob:
     @property
     def decodes(self) -> bool:
         """Whether the model writes texts, a token at a time, with a cache of the earlier ones."""
-        return getattr(self.model.module, "cached", False) and "tokens" not in self.fixed
+        cached = any(spec.name.startswith(PAST) for spec in self.model.inputs)
+        return self.model.host.of_tokens and cached and "tokens" not in self.fixed
 
     @property
     def writes_text(self) -> bool:
         """Whether that is all it takes: a decoder alone also reads what its encoder gives."""
         return self.decodes and self.model.input.name == "input_ids"
+
+    @property
+    def steps(self) -> list[Step]:
+        """What adds files to the bundle: what the model brings along, then the layout."""
+        layout = self.options.layout
+        own = self.model.host.steps
+        names = own if layout is None else (*own, layout)
+        return [STEPS[name] for name in names]
 
     def work(self, layer: str, tokens: int, *, fixed: bool = False) -> AnyWork:
         """What a layer has to compute for one batch, of `tokens` m where its input has them.
@@ -218,12 +224,12 @@ def export_job(
     if options.precision.min_retention is not None:
         check_one_input(loaded, "--min-retention")
     varies = "tokens" in loaded.input.shape
-    if loaded.family == "factory" and options.tokens != DEFAULT_TOKENS and not varies:
-        loaded = with_token_axis(loaded, options.tokens)
+    if options.tokens != DEFAULT_TOKENS and not varies:
+        loaded = loaded.host.with_token_axis(loaded, f"--tokens {options.tokens}")
     fixed = fixed_axes(loaded.input, options)
     changed = edited(loaded, options.edits)
     k = resolve_k(options.k, _specs(changed))
-    changed = with_router_k(with_k(changed, k), k)
+    changed = changed.host.with_k(changed, k)
     job = ExportJob(model=changed, options=options, k=k, fixed=fixed, table=table)
     refuse(_mistakes_of_job(job))
     _check_layers(job)
@@ -321,9 +327,9 @@ def _observed(k: Mapping[str, int | None], specs: Mapping[str, MoESpec]) -> dict
 def _mistakes(model: Model, options: ExportOptions) -> Iterator[Mistake]:
     """What makes no sense of a model as it was loaded.
 
-    A factory's network is tried on the data when it is loaded.
+    A network of the user's own is tried on the data when it is loaded.
     """
-    if options.data is not None and not options.reads and model.family != "factory":
+    if options.data is not None and not options.reads and not model.host.own_code:
         yield (
             "--data: nothing is calibrated and --no-verify compares nothing",
             "leave --data or --no-verify out",
@@ -360,7 +366,7 @@ def _mistakes(model: Model, options: ExportOptions) -> Iterator[Mistake]:
 
 def _mistakes_of_job(job: ExportJob) -> Iterator[Mistake]:
     """What makes no sense of the model as it will be written, with its k."""
-    specs, layout = _specs(job.model), job.options.layout
+    specs = _specs(job.model)
     if job.options.expose_routing and all(
         job.k[name] == spec.experts and not spec.drops for name, spec in specs.items()
     ):
@@ -369,16 +375,8 @@ def _mistakes_of_job(job: ExportJob) -> Iterator[Mistake]:
             "to expose",
             "leave --expose-routing out, or choose a k below n",
         )
-    if layout is not None and not job.writes_text:
-        yield (
-            f"--layout {layout}: it is of causal language models with a cache, and this is none",
-            "leave --layout out",
-        )
-    if layout is not None and not (job.model.source.files[0].parent / TOKENIZER_FILE).is_file():
-        yield (
-            f"--layout {layout}: {job.model.source.files[0].parent} holds no {TOKENIZER_FILE}",
-            "save the model's tokenizer there",
-        )
+    for step in job.steps:
+        yield from step.check(job)
 
 
 def _check_engine(target: Target, engine: EngineOptions | bool | None) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,9 +30,94 @@ from ..graphs.layers.base import (
 )
 from ..graphs.layers.mumoe import MuMoE
 from ..graphs.layers.soft_moe import SoftMoESpec
-from ..graphs.names import PAST, PRESENT, STEER_INPUT
+from ..graphs.names import STEER_INPUT
 from .bundle.manifest import TensorSpec as TensorSpec  # noqa: PLC0414
 from .edits import NO_EDITS, Ablation, Edits, KeptExperts, LayerRewrite, MergedExperts, Steer
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+class Host:
+    """What a loader knows of its models that their tensors do not tell.
+
+    These are the answers for the core's own families; a plugin hands over its own (`Model.host`).
+    """
+
+    own_code: ClassVar[bool] = False
+    """Whether the network's forward is code of the user's, which may refuse an input."""
+
+    of_tokens: ClassVar[bool] = False
+    """Whether every layer sees every token of an input, and a cache may hold those before it."""
+
+    steps: ClassVar[tuple[str, ...]] = ()
+    """The names of those of `bundle.steps` that add files to each bundle."""
+
+    def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
+        """Returns a model whose own routers choose so many experts in each layer, weights shared.
+
+        The model itself where they do, or where it has none. Raises `UsageError` for a k that a
+        router does not know.
+        """
+        del k
+        return model
+
+    def with_token_axis(self, model: Model, option: str) -> Model:
+        """Returns a model of inputs of a fixed length as one of any; itself where it knows none.
+
+        Raises `UsageError` where the network takes no other length; `option` asked for it.
+        """
+        del option
+        return model
+
+    def traced(
+        self,
+        network: nn.Module,
+        model: Model,
+        sizes: Mapping[str, int],
+        fixed: Mapping[str, int],
+        *,
+        opset: int,
+    ) -> ir.Model | None:
+        """Returns the graph of a model's network with a node for each of its layers.
+
+        None where PyTorch's own exporter traces it. Axes have these `sizes`, and those in `fixed`
+        are constants of the graph.
+        """
+        del network, model, sizes, fixed, opset
+        return None
+
+    def benchmark(self, model: Model) -> str | None:
+        """Returns the name of what measures a model of sequences (`bench.measure.sequences`)."""
+        del model
+        return None
+
+    def experts_form(self, model: Model) -> str | None:
+        """Returns how PyTorch computes the untouched model's experts; None where it is one way."""
+        del model
+        return None
+
+    def in_form(self, model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
+        """Returns the untouched model with so many experts, computed in a form (`experts_form`).
+
+        None leaves that as it is. Raises `UsageError` where there are no forms.
+        """
+        del k, form
+        raise UsageError(f"PyTorch computes the experts of {model.family} models in one way")
+
+    def repeated(
+        self, network: nn.Module, tensors: Sequence[Tensor]
+    ) -> Callable[[], Tensor] | None:
+        """Returns a network's call on tensors where more than calling it again is to be done.
+
+        It gives the first output, and can be repeated.
+        """
+        del network, tensors
+        return None
+
+
+OURS = Host()
+"""That of the core's families."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +126,7 @@ class Source:
 
     `mapped` are the files that its weights may be mapped from: those, and one of converted weights.
     `adapters` name the functions that said what layers of the factory's network are.
-    `watched` are the files as they were loaded.
+    `watched` are the files as they were loaded. `host` is what its loader knows of the model.
     """
 
     path: str
@@ -50,6 +135,7 @@ class Source:
     mapped: tuple[Path, ...] = ()
     adapters: tuple[str, ...] = ()
     watched: Watched | None = None
+    host: Host = field(default=OURS, compare=False, repr=False)
 
     @property
     def elsewhere(self) -> bool:
@@ -128,6 +214,11 @@ class Model:
     def batch_of(self) -> int:
         """How many inputs are computed together: a batch is a multiple of them."""
         return self.input.groups_of or 1
+
+    @property
+    def host(self) -> Host:
+        """What its loader knows of it."""
+        return self.source.host
 
     @property
     def untouched(self) -> nn.Module:
@@ -404,19 +495,3 @@ def _check_rewrite(entry: LayerRewrite, spec: MoESpec) -> None:
             hint="give one list per level, with the mean coefficient of every expert; "
             "`moexport specialise` writes them",
         )
-
-
-def cache_specs(
-    shapes: Mapping[str, tuple[int, int]],
-) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Returns the inputs and outputs of a cache, from each part's heads and width.
-
-    `shapes` has a part for each of the keys and values of a layer: `0.key`, `0.value`, `1.key` …
-    """
-    inputs, outputs = [], []
-    for part, (heads, width) in shapes.items():
-        past = ("batch", heads, "past", width)
-        inputs.append(TensorSpec(f"{PAST}.{part}", "float32", past, default="empty"))
-        both = ("batch", heads, "past + tokens", width)
-        outputs.append(TensorSpec(f"{PRESENT}.{part}", "float32", both))
-    return tuple(inputs), tuple(outputs)

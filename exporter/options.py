@@ -38,12 +38,12 @@ from ..graphs.targets import (
     Target,
 )
 from .bundle.recipe import Recipe, file_beside, read_recipe
+from .bundle.steps import layout_step
 from .bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
 from .edits import NO_EDITS, Edits, read_edits
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from .parity import TOLERANCES, Tolerance
 from .requests import ExportRequest, TextLayout
-from .text.layouts import LAYOUTS
 
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 FLOATS: tuple[FloatName, ...] = get_args(FloatName)
+
+LAYOUTS: tuple[TextLayout, ...] = get_args(TextLayout)
 
 WEIGHT_BITS = (7, 8)
 
@@ -322,10 +324,11 @@ class ExportOptions:
             )
         if self.layout is not None:
             _one_of("--layout", self.layout, LAYOUTS)
-            if self.precision.name not in LAYOUTS[self.layout].suffixes:
+            served = layout_step(self.layout).precisions
+            if self.precision.name not in served:
                 yield (
                     f"--layout {self.layout}: it has no name for --precision {self.precision.name}",
-                    f"--precision is one of {', '.join(LAYOUTS[self.layout].suffixes)}",
+                    f"--precision is one of {', '.join(served)}",
                 )
         if self.k == "input" and self.precision.min_retention is not None:
             yield (

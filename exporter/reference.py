@@ -22,6 +22,7 @@ from ..calibration.shards import Fields
 from ..common.environment import available_bytes, grown_memory
 from ..errors import MoexportError, ParityError, UsageError, in_one_line, tells_of_memory
 from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, moe_layers, recorded_choices
+from ..graphs.layers.margins import GroupRouter
 from ..graphs.lower import LayerValues
 from ..graphs.targets import runtime_of
 from .bundle.parity_record import Reference, Rounded, by_expert, chunks
@@ -31,7 +32,6 @@ from .job import ExportJob
 from .model import Model
 from .parity import GPU_RTOL, TOLERANCES, Tolerance, compare, describe
 from .session import SessionOptions
-from .user_network.own_forward import GroupRouter, OwnForward
 
 
 def torch_reference(job: ExportJob, x: Inputs, *, every_k: bool = True) -> Reference:
@@ -488,7 +488,7 @@ def _told(model: Model, count: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the user's code may fail in any way
-        if model.family != "factory" or isinstance(error, MoexportError) or tells_of_memory(error):
+        if not model.host.own_code or isinstance(error, MoexportError) or tells_of_memory(error):
             raise
         raise UsageError(
             f"{model.source.path}: its forward failed on a batch of {count}: {in_one_line(error)}",
@@ -524,11 +524,7 @@ def routed_margins(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     if not layers:
         yield margins
         return
-    by_group = {
-        layer.spec.name: layer.host
-        for layer in module.modules()
-        if isinstance(layer, OwnForward) and isinstance(layer.host, GroupRouter)
-    }
+    by_group = {each.layer: each for each in module.modules() if isinstance(each, GroupRouter)}
     with _Rankings() as rankings, ExitStack() as hooks:
 
         def record(_: nn.Module, args: tuple[Any, ...], name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -15,14 +15,16 @@ from ..graphs.targets import FloatName, Method, Precision, Scope, Target
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed
     from ..calibration.table import CalibrationTable
+    from .inputs import Example
     from .tensorrt.options import EngineOptions
-    from .user_network.adapters import Adapter
-    from .user_network.examples import Example
 
 AnyPath = str | Path
 
 K = int | float | str | Sequence[int]
 """k as a user says it: a number, a share, `n`, `n/4`, `input`, or a number per layer."""
+
+Adapter = Callable[[Any], Any]
+"""A user's function that says what a layer of the user's own is."""
 
 Engine = Literal["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
 """Who runs a bundle."""
@@ -34,7 +36,7 @@ OpenVinoDevice = Literal["cpu", "gpu", "npu"]
 """Where OpenVINO runs a graph: the names of `plugins.openvino.session.DEVICES`."""
 
 TextLayout = Literal["transformers-js", "optimum"]
-"""Whose names and folders: the names of `exporter.text.layouts.LAYOUTS`."""
+"""Whose names and folders: each is written by the step of that name (`bundle.steps`)."""
 
 SIZES = "MIN:OPT:MAX"
 

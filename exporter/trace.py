@@ -41,8 +41,6 @@ from ..graphs.lower import simplify
 from ..graphs.names import DOMAIN
 from .inputs import BATCH, TRACED_BATCH, TRACED_SIZES
 from .model import Model, Steered
-from .token_routed.network import TransformersNetwork
-from .token_routed.trace import traced_program
 
 RANK = 4  # [b, heads, m, d / heads]
 
@@ -256,11 +254,8 @@ def trace(
     sizes = traced_sizes(model, {**(sizes or {}), **fixed})
     with layers_as_nodes(model.module) as backbone, _quiet(), _programs() as programs:
         try:
-            if isinstance(backbone, TransformersNetwork):
-                graph = traced_program(
-                    backbone, model.inputs, model.outputs, sizes, fixed, opset=opset
-                )
-            else:
+            graph = model.host.traced(backbone, model, sizes, fixed, opset=opset)
+            if graph is None:
                 graph = _program(backbone, model, sizes, fixed, opset=opset)
         except torch.onnx.errors.OnnxExporterError as error:
             cause = error.__cause__ or error

@@ -29,7 +29,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 """Rooms that are to become plugins, and the modules that are theirs and still lie in the core."""
 
-IMPORTS_OF_ROOMS = 26
+IMPORTS_OF_ROOMS = 2
 """How often the core imports a module of these rooms: it only falls."""
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from ...common.user_code import names_code
 from ...errors import UsageError
 from ...exporter.checkpoints.load import load
+from ...exporter.checkpoints.loaders import loader_of
 from ...exporter.model import Model
-from ...exporter.token_routed.load import architecture_of
 from ..engines import ModelEngine, engine_of
 from ..plan import Candidate, Case
 from .base import Loader, ModelRun, Runner
@@ -23,7 +23,7 @@ def reference_of(candidate: Candidate, k: int) -> PyTorch:
     """Returns the model with so many experts: chosen by its router, or kept by Algorithm 1."""
     if k in candidate.routed:
         model = candidate.routed[k].model
-        return PyTorch(model.module, model.inputs)
+        return PyTorch(model.module, model.inputs, model.host)
     kept = candidate.k_by_layer(k) or k
     return with_algorithm_1(candidate.model, kept, "masked", renormalize=candidate.renormalize)
 
@@ -82,9 +82,9 @@ def _loaded_again(source: str, provider: str, **options: Any) -> Model:
 
 def loaded_as(source: str, *, family: str | None, config: Mapping[str, Any], **more: Any) -> Model:
     """Returns the model of a source again, as its family and configuration were found then."""
-    if family is not None and architecture_of(Path(source)) == family:
-        # What a model of transformers is its folder says, but for the cache and the part.
-        settings = {key: config[key] for key in ("use_cache", "part") if key in config}
+    found = None if family is None else loader_of(Path(source))
+    if found is not None and found[1] == family:  # its files say the rest
+        settings = {key: config[key] for key in found[0].settings if key in config}
         return load(source, config=settings, **more)
     return load(source, family=family, config=config, **more)
 

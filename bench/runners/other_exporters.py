@@ -17,9 +17,8 @@ from ...exporter.bundle.manifest import METADATA
 from ...exporter.model import Model
 from ...exporter.trace import trace
 from ..engines import KINDS, TRANSFORMERS_ONNX, GraphEngine
-from ..plan import Candidate, GraphSource, experts_form
+from ..plan import Candidate, GraphSource
 from .base import GraphFile, Refused
-from .pytorch import in_form
 
 GRAPH, WEIGHTS = "model.onnx", "weights.bin"
 
@@ -51,7 +50,7 @@ def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[
 
 def library_graph(model: Model, k: Mapping[str, int], folder: Path) -> Path:
     """Writes the graph that `transformers` makes of its own model; returns its file."""
-    network = in_form(model, k, experts_form(model))
+    network = model.host.in_form(model, k, None)
     folding = logging.getLogger("onnxscript.optimizer")  # tells what it does not fold
     level = folding.level
     folding.setLevel(logging.ERROR)

@@ -17,10 +17,8 @@ from ...calibration.feeds import Array
 from ...common.libraries import keep_compiled_code_private
 from ...errors import FeedError
 from ...exporter.inputs import Inputs, completed
-from ...exporter.model import Model, TensorSpec
+from ...exporter.model import OURS, Host, Model, TensorSpec
 from ...exporter.reference import all_outputs, first_output, routed_margins
-from ...exporter.token_routed.network import TransformersNetwork
-from ...exporter.token_routed.routers import with_k
 from ...graphs.layers.base import Algorithm, MoELayer, moe_layers, recorded_choices, sharing_weights
 from .base import Runner, first_of, in_batches
 
@@ -41,11 +39,14 @@ class Expected(NamedTuple):
 class PyTorch(Runner):
     """A PyTorch module behind numpy: arrays in, arrays out, without gradients.
 
-    `ports` are the inputs of a module that takes several, whose defaults are filled in.
+    `ports` are the inputs of a module that takes several, whose defaults are filled in. `host` is
+    that of its model.
     """
 
-    def __init__(self, module: nn.Module, ports: Sequence[TensorSpec] = ()) -> None:
-        self.module, self.ports = module, ports
+    def __init__(
+        self, module: nn.Module, ports: Sequence[TensorSpec] = (), host: Host = OURS
+    ) -> None:
+        self.module, self.ports, self.host = module, ports, host
 
     @torch.inference_mode()
     def infer(self, x: Inputs, output: int = 0) -> Array:
@@ -53,11 +54,9 @@ class PyTorch(Runner):
         return result
 
     @torch.inference_mode()
-    def outputs(self, x: Inputs) -> dict[str, Array]:
-        """Returns every output of a model of `transformers`, by name."""
-        assert isinstance(self.module, TransformersNetwork)
-        outputs = all_outputs(self.module(*self.tensors(x)))
-        return {name: y.numpy() for name, y in zip(self.module.gives, outputs, strict=True)}
+    def outputs(self, x: Inputs) -> list[Array]:
+        """Returns every output of the module."""
+        return [y.numpy() for y in all_outputs(self.module(*self.tensors(x)))]
 
     def tensors(self, x: Inputs) -> list[Tensor]:
         """Returns what the module takes."""
@@ -66,7 +65,9 @@ class PyTorch(Runner):
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the module's own call for inputs [b, …], tensor to tensor."""
-        return torch.inference_mode()(own_call(self.module, self.tensors(x)))
+        tensors = self.tensors(x)
+        own = self.host.repeated(self.module, tensors)
+        return torch.inference_mode()(own or (lambda: first_output(self.module(*tensors))))
 
     @torch.inference_mode()
     def with_routing(self, x: Inputs, output: int = 0) -> Expected:
@@ -91,33 +92,16 @@ def chooses(layer: MoELayer) -> bool:
     return layer.spec.chooses_sets or layer.spec.flat
 
 
-def own_call(module: nn.Module, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """Returns a module's call on tensors, which can be repeated.
-
-    A cache grows in a call, as it does where text is generated; before the next it is cut back.
-    """
-    if not (isinstance(module, TransformersNetwork) and module.cached):
-        return lambda: first_output(module(*tensors))
-    arguments = module.arguments(tensors)
-    cache, before = arguments["past_key_values"], arguments["past_key_values"].get_seq_length()
-
-    def call() -> Tensor:
-        if (more := cache.get_seq_length() - before) > 0:
-            cache.crop(-more)
-        logits: Tensor = module.wrapped(**arguments)["logits"]
-        return logits
-
-    return call
-
-
 class PyTorchOnGpu(PyTorch):
     """A module that lies on the GPU behind numpy: arrays in, arrays out, on a stream of its own.
 
     Memory comes from PyTorch's allocator, which keeps what earlier calls have used for later ones.
     """
 
-    def __init__(self, module: nn.Module, ports: Sequence[TensorSpec] = ()) -> None:
-        super().__init__(module, ports)
+    def __init__(
+        self, module: nn.Module, ports: Sequence[TensorSpec] = (), host: Host = OURS
+    ) -> None:
+        super().__init__(module, ports, host)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def tensors(self, x: Inputs) -> list[Tensor]:
@@ -135,10 +119,10 @@ class PyTorchOnGpu(PyTorch):
 
         Of a language model the logits are copied back.
         """
-        if not (isinstance(self.module, TransformersNetwork) and self.module.cached):
-            return partial(self.infer, x)
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            own = own_call(self.module, self.tensors(x))
+            own = self.host.repeated(self.module, self.tensors(x))
+        if own is None:
+            return partial(self.infer, x)
 
         @torch.inference_mode()
         def call() -> object:
@@ -239,21 +223,7 @@ def without_tf32() -> Iterator[None]:
 
 def untouched(model: Model) -> PyTorch:
     """Returns the model as its user runs it: the factory's own module where there is one."""
-    return PyTorch(model.untouched, model.inputs)
-
-
-def in_form(model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
-    """Returns a model of `transformers` as that library runs it with k experts in each layer.
-
-    `form` is how it computes them, by the library's own name; None as it does by itself.
-    """
-    network = sharing_weights(untouched(model).module)
-    network.routers = model.module.routers
-    chosen = with_k(replace(model, module=network), dict(k)).module
-    assert isinstance(chosen, TransformersNetwork)
-    if form is not None:
-        chosen.wrapped.set_experts_implementation(form)
-    return chosen
+    return PyTorch(model.untouched, model.inputs, model.host)
 
 
 def with_algorithm_1(

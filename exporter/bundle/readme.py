@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import cast
@@ -14,10 +14,10 @@ from ..edits import Edits
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
 from ..session import NO_KLEIDIAI
-from ..text.files import GENAI_FILE, GENERATION_FILE, TOKENIZER_FILES
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
 from .parity_record import sized_files
 from .recipe import RECIPE_FILE
+from .steps import Step
 from .substitutes import SUBSTITUTES_FILE
 
 README_FILE = "README.md"
@@ -26,25 +26,28 @@ CONTENTS = {
     "weights.bin": "the weights, shared by all graphs; keep it in the same folder",
     "parity.npz": "reference inputs and PyTorch's outputs, which `moexport verify` uses",
     "calibration.json": "the value ranges of tensors that quantisation used",
-    GENAI_FILE: "opens this folder in ONNX Runtime GenAI, which generates text from it",
-    GENERATION_FILE: "the model's own settings of generation",
-    "config.json": "the model's configuration, as transformers has it",
-    **dict.fromkeys(TOKENIZER_FILES, "of the tokenizer, as it was trained"),
     RECIPE_FILE: "what `moexport tune` found for each layer, to export it again",
     SUBSTITUTES_FILE: "what takes the places of experts that were dropped or merged",
     MANIFEST_FILE: "everything above and more, for programs; the hash of every file",
 }
 
 
-def with_readme(directory: Path, manifest: Manifest) -> Manifest:
-    """Writes the page of a bundle and returns the manifest that lists it, last."""
+def with_readme(directory: Path, manifest: Manifest, steps: Iterable[Step] = ()) -> Manifest:
+    """Writes the page of a bundle, to which `steps` added files.
+
+    Returns the manifest that lists it, last.
+    """
     place = directory / README_FILE
-    place.write_text(readme(manifest), encoding="utf-8", newline="\n")
+    contents = {name: text for step in steps for name, text in step.contents.items()}
+    place.write_text(readme(manifest, CONTENTS | contents), encoding="utf-8", newline="\n")
     return replace(manifest, files={**manifest.files, README_FILE: FileRecord.of(place)})
 
 
-def readme(manifest: Manifest) -> str:
-    """Returns the page: what, from what, how well checked, how to run it, files."""
+def readme(manifest: Manifest, contents: Mapping[str, str]) -> str:
+    """Returns the page: what, from what, how well checked, how to run it, files.
+
+    `contents` says what is in files, by their names.
+    """
     source = manifest.source
     computed = {layer.name: f"{layer.k or K_INPUT} of {layer.experts}" for layer in manifest.layers}
     merged = {merge.layer: "merged into one" for merge in _edits(manifest).merged}
@@ -63,7 +66,7 @@ def readme(manifest: Manifest) -> str:
         for e in manifest.layers
     ]
     files = [
-        (f"`{name}`", f"{record.bytes:,}", CONTENTS.get(name) or _content(manifest, name))
+        (f"`{name}`", f"{record.bytes:,}", contents.get(name) or _content(manifest, name))
         for name, record in manifest.files.items()
     ]
     notes = [markdown_text(note) for note in manifest.notes]

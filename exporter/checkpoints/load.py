@@ -13,15 +13,20 @@ from ...common.documents import document, read_document
 from ...common.locations import named_by_url, url_of
 from ...common.option import takes
 from ...common.user_code import names_code
-from ...errors import CheckpointError, FamilyError, MissingSettingsError, UsageError
+from ...errors import (
+    CheckpointError,
+    FamilyError,
+    MissingSettingsError,
+    PluginError,
+    UsageError,
+)
 from ..families import Family, detect, family_named
 from ..families.base import FamilyModel
+from ..inputs import Example
 from ..model import Model, Source
 from ..requests import LoadRequest
-from ..token_routed.load import architecture_of, load_transformers
-from ..user_network.examples import Example
-from ..user_network.network import load_factory
 from .files import local_checkpoint
+from .loaders import LOADERS, MISSING, loader_of
 from .state_dict import Checkpoint, read_checkpoint
 
 
@@ -96,36 +101,43 @@ load = takes(LoadRequest)(load_as)
 
 
 def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
-    family, weights, adapter = request.family, request.weights, request.adapter
-    example, values = request.example, request.values
+    family, example, values = request.family, request.example, request.values
     file, sets = read_config(request.config), read_config(sets=request.sets)
-    config = {**file, **sets}
     if names_code(str(source)):
-        if family is not None:
-            raise UsageError(
-                f"--family {family}: a factory's layers are found by their structure",
-                hint="leave --family out",
-            )
-        adapters = [adapter] if isinstance(adapter, str) or callable(adapter) else adapter
-        path = None if weights is None else local_checkpoint(weights)
-        return load_factory(str(source), config, path, example, adapters)
-    if weights is not None:
-        raise UsageError(
-            f"--weights goes with package.module:factory, and {source} is a checkpoint already",
-            hint="leave --weights out",
-        )
-    if adapter:
-        raise UsageError(
-            f"--adapter says what the layers of a network are, and {source} holds weights alone",
-            hint=f"give the network: package.module:factory --weights {source}",
-        )
+        return _load_code(str(source), {**file, **sets}, request)
+    _check_no_network(source, request)
     path = local_checkpoint(source)
-    if family is None and architecture_of(path) is not None and _is_unknown(path):
-        model = load_transformers(path, config, values=values)
+    found = None if family is not None else loader_of(path)
+    if found is not None and _is_unknown(path):
+        model = found[0].loads(path, {**file, **sets}, request)
     else:
         model = _load_checkpoint(path, family, (file, sets), example, values=values)
     url = url_of(os.fspath(source))
     return model if url is None else replace(model, source=replace(model.source, path=url))
+
+
+def _load_code(source: str, config: Mapping[str, Any], request: LoadRequest) -> Model:
+    """The network that a user's own code makes: a plugin loads it."""
+    found = loader_of(source)
+    if found is None:
+        raise PluginError(
+            f"{source}: no plugin that is installed loads networks that code names", hint=MISSING
+        )
+    return found[0].loads(source, config, request)
+
+
+def _check_no_network(source: str | os.PathLike[str], request: LoadRequest) -> None:
+    """Raises `UsageError` for options of a network beside a checkpoint."""
+    if request.weights is not None:
+        raise UsageError(
+            f"--weights goes with package.module:factory, and {source} is a checkpoint already",
+            hint="leave --weights out",
+        )
+    if request.adapter:
+        raise UsageError(
+            f"--adapter says what the layers of a network are, and {source} holds weights alone",
+            hint=f"give the network: package.module:factory --weights {source}",
+        )
 
 
 def _is_unknown(folder: Path) -> bool:
@@ -151,7 +163,7 @@ def _load_checkpoint(
     notes: list[str] = []
     where = ""
     try:
-        family = chosen or detect(checkpoint.tensors)
+        family = chosen or _detected(checkpoint)
         config = {**family.published(settings[0]), **settings[1]}
         recorded, notes = _recorded_settings(checkpoint, family, config)
         where = f" ({'; '.join(notes)}; --set overrides it)" if recorded else ""
@@ -167,6 +179,7 @@ def _load_checkpoint(
             files=checkpoint.files,
             mapped=checkpoint.mapped,
             watched=checkpoint.watched,
+            host=model.host,
         ),
         inputs=model.inputs,
         outputs=model.outputs,
@@ -174,6 +187,16 @@ def _load_checkpoint(
         example=None if isinstance(example, str | Path) else example,
         rounded=model.rounded,
     )
+
+
+def _detected(checkpoint: Checkpoint) -> Family:
+    """The family of a checkpoint; where no plugin loads other models, the error says so."""
+    try:
+        return detect(checkpoint.tensors)
+    except FamilyError as error:
+        if LOADERS.names:
+            raise
+        raise FamilyError(error.message, hint=f"{error.hint}; {MISSING}") from error
 
 
 def _built(

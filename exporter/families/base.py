@@ -22,7 +22,7 @@ from ...errors import CheckpointError, FamilyError, MissingSettingsError
 from ...graphs.layers.base import Matrices, MoELayer
 from ...graphs.layers.expert import Activation
 from ...graphs.layers.soft_moe import SoftMoE
-from ..model import TensorSpec
+from ..model import OURS, Host, TensorSpec
 
 Tensors = Mapping[str, Tensor]
 TensorShape = tuple[int, ...]
@@ -46,6 +46,7 @@ class FamilyModel:
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
     rounded: bool = False
+    host: Host = OURS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ...errors import CheckpointError, FamilyError
 from ..inputs import PAST_AXIS
-from ..model import TensorSpec, cache_specs
+from ..model import TensorSpec
 from .base import (
     Config,
     Constructor,
@@ -30,6 +30,7 @@ from .base import (
     check_heads,
     shape_of,
 )
+from .cache import cache_specs
 from .mumoe import ACTIVATION, CLASS_NAMES, activate, backbone_family, read_layer, with_layers
 
 NAME = "mumoe-gpt2"

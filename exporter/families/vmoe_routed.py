@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, FamilyError
 from ...graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
-from ..user_network.own_forward import Code, GroupRouter, OwnForward
+from ...graphs.layers.margins import GroupRouter
+from ..user_network.own_forward import Code, OwnForward, RouterHost
 from .base import (
     Config,
     Constructor,
@@ -438,6 +439,7 @@ class GroupRouting:
                 self.capacities,
                 priority=self.priority,
             )
+        router.layer = experts.spec.name
         return OwnForward(experts, Code(None, router), router)
 
     @property
@@ -488,6 +490,7 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
         outputs=(output,),
         notes=(IMAGES, routing.note, rounding_note(rounded=rounded)),
         rounded=rounded,
+        host=RouterHost(),
     )
 
 

@@ -35,6 +35,14 @@ TOKENIZER_FILES = (
 )
 """What libraries call the parts of a tokenizer, and the template of a chat."""
 
+CONTENTS = {
+    GENAI_FILE: "opens this folder in ONNX Runtime GenAI, which generates text from it",
+    GENERATION_FILE: "the model's own settings of generation",
+    CONFIG_FILE: "the model's configuration, as transformers has it",
+    **dict.fromkeys(TOKENIZER_FILES, "of the tokenizer, as it was trained"),
+}
+"""What these files are, for the page of a bundle."""
+
 CONFIGURED = (GENAI_FILE, GENERATION_FILE, CONFIG_FILE, *TOKENIZER_FILES)
 """What a bundle has beside its graph for programs that generate text."""
 

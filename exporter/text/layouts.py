@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ...common.documents import object_in
+from ...common.option import Mistake
 from ...graphs.names import PAST
 from ..bundle.manifest import FileRecord, Manifest
+from ..bundle.steps import Export, Step
 from .files import (
     CONFIG_FILE,
     GENERATION_FILE,
     TEMPLATE_FILE,
     TOKENIZER_BYTES,
     TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
     TOKENIZER_FILES,
     write_object,
 )
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
     from ...graphs.targets import Precision
     from ..requests import TextLayout
+
+API = 1
 
 GRAPHS = "onnx"
 """The folder of the graphs, in that of the layout."""
@@ -79,8 +85,24 @@ LAYOUTS: Mapping[TextLayout, LayoutRecord] = {
 }
 
 
-def with_layout(directory: Path, manifest: Manifest, layout: TextLayout) -> Manifest:
+def _check(layout: TextLayout, job: Export) -> Iterator[Mistake]:
+    """What keeps a job's bundle from having a layout."""
+    if not job.writes_text:
+        yield (
+            f"--layout {layout}: it is of causal language models with a cache, and this is none",
+            "leave --layout out",
+        )
+    folder = job.model.source.files[0].parent
+    if not (folder / TOKENIZER_FILE).is_file():
+        yield (
+            f"--layout {layout}: {folder} holds no {TOKENIZER_FILE}",
+            "save the model's tokenizer there",
+        )
+
+
+def with_layout(layout: TextLayout, job: Export, directory: Path, manifest: Manifest) -> Manifest:
     """Writes the folder of a layout into a bundle's and returns the manifest that lists it."""
+    del job
     import onnx
 
     record, precision = LAYOUTS[layout], cast("Precision", manifest.precision)
@@ -139,3 +161,17 @@ def _moved(model: ModelProto, weights: str) -> set[str]:
             if axis.dim_param:
                 axis.dim_param = re.sub(r"\bbatch\b", BATCH, axis.dim_param)
     return before
+
+
+def _step(layout: TextLayout) -> Step:
+    return Step(
+        layout,
+        finish=partial(with_layout, layout),
+        check=partial(_check, layout),
+        precisions=tuple(LAYOUTS[layout].suffixes),
+        copies=1,
+    )
+
+
+OPTIMUM = _step("optimum")
+TRANSFORMERS_JS = _step("transformers-js")

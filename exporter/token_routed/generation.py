@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import onnx_ir as ir
 
@@ -18,12 +19,15 @@ from ...common.documents import LARGE_BITS, object_in, read_document
 from ...errors import CheckpointError
 from ...graphs.fusion.fuse import appends_in_place
 from ...graphs.names import PAST, PRESENT
-from ...graphs.targets import TARGETS
-from ..job import ExportJob
+from ...graphs.targets import TARGETS, Target
+from ..bundle.manifest import FileRecord, Manifest
+from ..bundle.steps import Export, Step
+from ..model import Model
 from ..session import NO_KLEIDIAI
 from ..text.compare_tokens import different_tokens
 from ..text.files import (
     CONFIG_FILE,
+    CONTENTS,
     GENAI_FILE,
     GENERATION_FILE,
     TOKENIZER_BYTES,
@@ -33,6 +37,8 @@ from ..text.files import (
 )
 from .network import TransformersNetwork
 from .routers import FIELDS
+
+API = 1
 
 CODE = "auto_map"
 """The key that names code of a checkpoint's author, which loaders would run."""
@@ -50,39 +56,50 @@ SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 """The settings of a `generation_config.json` that ONNX Runtime GenAI has too."""
 
 
-def write_generation(
-    job: ExportJob, file: str, graph: ir.Model, directory: Path
-) -> tuple[str, ...]:
+def with_generation(job: Export, directory: Path, manifest: Manifest) -> Manifest:
     """Writes the files that text is generated with, where a job's graphs can generate any.
 
-    Returns notes on what keeps these graphs from it.
+    The manifest that is returned lists them, with notes on what keeps these graphs from it.
     """
-    network = job.model.module
-    if not isinstance(network, TransformersNetwork) or not job.writes_text:
-        return ()
-    model, vocabulary = network.wrapped, job.model.input.below
-    folder = job.model.source.files[0].parent
-    assert vocabulary is not None
+    if not job.writes_text:
+        return manifest
+    file, target = manifest.graphs[0].file, cast("Target", manifest.target)
+    notes = write_generation(job.model, target, file, ir.load(directory / file), directory)
+    written = [directory / name for name in CONTENTS if (directory / name).is_file()]
+    files = {**manifest.files, **{file.name: FileRecord.of(file) for file in written}}
+    return replace(manifest, files=dict(sorted(files.items())), notes=[*manifest.notes, *notes])
+
+
+def write_generation(
+    model: Model, target: Target, file: str, graph: ir.Model, directory: Path
+) -> tuple[str, ...]:
+    """Writes the files that text is generated with by a model's graph for a target.
+
+    Returns notes on what keeps it from that.
+    """
+    network, vocabulary = model.module, model.input.below
+    folder = model.source.files[0].parent
+    assert isinstance(network, TransformersNetwork) and vocabulary is not None
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             _copy(folder / name, directory / name)
     config = _without_code(object_in(folder / CONFIG_FILE))
     config.pop("quantization_config", None)  # the graph's weights are no more those of the folder
     for field in FIELDS:
-        k = job.model.config.get(field)
+        k = model.config.get(field)
         if field in config and isinstance(k, int):  # as a router of this graph chooses
             config[field] = k
     write_object(config, directory / CONFIG_FILE)
-    write_object(json.loads(model.generation_config.to_json_string()), directory / GENERATION_FILE)
-    keys, values = (_cache(job, part) for part in ("key", "value"))
+    generation = network.wrapped.generation_config.to_json_string()
+    write_object(json.loads(generation), directory / GENERATION_FILE)
+    keys, values = (_cache(model, part) for part in ("key", "value"))
     if keys != values:
         return (
             "no text can be generated: ONNX Runtime GenAI takes no cache whose keys and values "
             "are of different sizes",
         )
-    write_object(
-        genai_config(job, file, model, in_place=appends_in_place(graph)), directory / GENAI_FILE
-    )
+    content = genai_config(model, target, file, in_place=appends_in_place(graph))
+    write_object(content, directory / GENAI_FILE)
     problem = tokenizer_problem(folder, vocabulary)
     if problem is not None:
         return (f"no text can be generated: {problem}",)
@@ -90,28 +107,28 @@ def write_generation(
     return () if different is None else (different,)
 
 
-def _cache(job: ExportJob, part: str) -> list[tuple[int, int]]:
+def _cache(model: Model, part: str) -> list[tuple[int, int]]:
     """The heads and the width of each layer's keys or values."""
-    ports = [port for port in job.model.inputs if port.name.startswith(f"{PAST}.")]
+    ports = [port for port in model.inputs if port.name.startswith(f"{PAST}.")]
     return [(port.shape[1], port.shape[3]) for port in ports if port.name.endswith(part)]  # type: ignore[misc]
 
 
-def genai_config(job: ExportJob, file: str, model: Any, *, in_place: bool) -> dict[str, Any]:
+def genai_config(model: Model, target: Target, file: str, *, in_place: bool) -> dict[str, Any]:
     """Returns the content of `genai_config.json` for a graph of a model of `transformers`.
 
     `in_place`: the graph appends to the cache where it is.
     """
-    text, generation = model.config.get_text_config(), model.generation_config
-    keys = _cache(job, "key")
+    network, vocabulary = model.module, model.input.below
+    assert isinstance(network, TransformersNetwork) and vocabulary is not None
+    text, generation = network.wrapped.config.get_text_config(), network.wrapped.generation_config
+    keys = _cache(model, "key")
     heads, width = keys[0]
-    vocabulary = job.model.input.below
-    assert vocabulary is not None
     end = generation.eos_token_id
     # Without one the loop takes the padding for the end: the last of a vocabulary is seldom used.
     ends = end if isinstance(end, list) else [vocabulary - 1 if end is None else end]
     pad = ends[0] if generation.pad_token_id is None else generation.pad_token_id
     context = getattr(text, "max_position_embeddings", None) or NO_POSITIONS
-    provider = GENAI_PROVIDERS.get(TARGETS[job.options.target].provider or "")
+    provider = GENAI_PROVIDERS.get(TARGETS[target].provider or "")
     tokens = {"bos_token_id": generation.bos_token_id, "eos_token_id": ends, "pad_token_id": pad}
     search = {name: getattr(generation, name, None) for name in SAMPLING}
     return {
@@ -137,7 +154,7 @@ def genai_config(job: ExportJob, file: str, model: Any, *, in_place: bool) -> di
                     "past_value_names": f"{PAST}.%d.value",
                 },
                 "outputs": {
-                    "logits": job.model.output.name,
+                    "logits": model.output.name,
                     "present_key_names": f"{PRESENT}.%d.key",
                     "present_value_names": f"{PRESENT}.%d.value",
                 },
@@ -169,3 +186,7 @@ def _copy(source: Path, place: Path) -> None:
 
 def _without_code(content: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key != CODE}
+
+
+GENERATION = Step("generation", finish=with_generation, contents=CONTENTS)
+"""Names what loads language models."""

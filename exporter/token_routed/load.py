@@ -26,10 +26,12 @@ from ...errors import (
 from ...graphs.layers.base import sharing_weights
 from ...graphs.names import PAST
 from ..checkpoints.files import INDEX
-from ..model import Model, Source, TensorSpec, cache_specs
+from ..families.cache import cache_specs
+from ..model import Model, Source, TensorSpec
 from ..text.files import CONFIG_FILE
 from .budget import SAME, WeightSizes
 from .experts import canonical, check_layer, experts_modules
+from .host import HOST
 from .network import (
     DECODED,
     TOKENS,
@@ -62,6 +64,10 @@ OWN_MODULES = (
 )
 
 ModelPart = Literal["encoder", "decoder"]
+
+
+SETTINGS = ("use_cache", "part")
+"""What may be said of a model: the rest its `config.json` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +167,11 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
         family=str(config.model_type),
         config=_configuration(config, routers, kind, cached=original.cached),
         source=Source(
-            str(place), files, mapped=mapped, watched=watched.hashed() if values else None
+            str(place),
+            files,
+            mapped=mapped,
+            watched=watched.hashed() if values else None,
+            host=HOST,
         ),
         inputs=inputs,
         outputs=outputs,
@@ -206,7 +216,7 @@ def _configuration(
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
-    unknown = sorted(settings.keys() - {"use_cache", "part"})
+    unknown = sorted(settings.keys() - {*SETTINGS})
     if unknown:
         raise UsageError(
             f"--set {unknown[0]}: what a model of transformers is its config.json says",

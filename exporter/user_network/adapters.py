@@ -15,9 +15,8 @@ from torch import nn
 
 from ...common.user_code import callable_named
 from ...errors import MoexportError, UsageError
+from ..requests import Adapter
 from .descriptions import Description
-
-Adapter = Callable[[Any], Description]
 
 PAGE = "docs/own-layer.md"
 
@@ -27,7 +26,7 @@ EXAMPLE = (
     f"or --adapter package.module:adapt ({PAGE})"
 )
 
-A = TypeVar("A", bound=Adapter)
+A = TypeVar("A", bound=Callable[[Any], Description])
 
 _registered: dict[type, Adapter] = {}
 

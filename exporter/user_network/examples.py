@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...calibration.feeds import named_samples
 from ...common.user_code import user_code
 from ...errors import FeedError, UsageError
-from ..inputs import WHOLE, Inputs, by_name, fitted
+from ..inputs import WHOLE, Example, by_name, fitted
 from ..model import TensorSpec
 from .ports import GIVE, INPUT, SERVED, Arguments, arguments_of, required
 
@@ -29,9 +29,6 @@ FEED_INPUTS = 8
 
 DRAWS = 8
 """How often values are drawn again where they are those of the example itself."""
-
-Example = Inputs | str | Path
-"""Inputs [b, …], or where they are (`calibration.feeds`): the first few of them are taken."""
 
 
 def example_of(

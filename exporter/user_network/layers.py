@@ -16,7 +16,8 @@ from ...errors import FamilyError, UsageError
 from ...graphs.layers.base import MoELayer, a_layer, moe_layers, sharing_weights
 from ..families import all_names, layouts
 from ..families.base import find_layers
-from .adapters import EXAMPLE, Adapter, adapter_name, adapter_of, describe
+from ..requests import Adapter
+from .adapters import EXAMPLE, adapter_name, adapter_of, describe
 from .descriptions import Description, ExpertsDescription
 from .own_forward import Code
 

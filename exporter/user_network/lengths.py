@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
-from ..inputs import AxisRange, by_name
+from ..inputs import by_name
 from ..model import Model
 
 TOKENS = "tokens"
@@ -18,18 +18,19 @@ SEQUENCES = (2, 3)
 """Axes of an input that may have a length: ids (b, m), tokens (b, m, d), frames (b, c, m)."""
 
 
-def with_token_axis(model: Model, tokens: AxisRange) -> Model:
+def with_token_axis(model: Model, option: str) -> Model:
     """Returns a network with the axis `tokens` in its inputs and outputs, for lengths that vary.
 
     It is the first axis of which the network takes another size, in further inputs the axis of that
     size. A network that takes only less than its example has, as with an embedding for each
-    position, has that as its limit. Raises UsageError where there is no such axis.
+    position, has that as its limit. Raises UsageError where there is no such axis; `option` asked
+    for it.
     """
     assert model.example is not None, "a factory's network has an example"
     arrays = by_name(model.example, model.inputs)
     inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
     first = inputs[model.input.name]
-    option, problem = f"--tokens {tokens}", "no input has an axis for them"
+    problem = "no input has an axis for them"
     for axis in range(1, first.ndim) if first.ndim in SEQUENCES else ():
         length = first.shape[axis]
         axes = {name: _axis_of(x, length) for name, x in inputs.items()} | {model.input.name: axis}

@@ -19,8 +19,10 @@ from ...common.user_code import module_made
 from ...errors import CheckpointError, FamilyError, MoexportError
 from ...graphs.layers.base import MoELayer, sharing_weights
 from ..checkpoints.state_dict import Checkpoint, check_finite, read_checkpoint
+from ..inputs import Example
 from ..model import Model, Source, TensorSpec
-from .adapters import EXAMPLE, Adapter, adapter_name, adapters_for, describe
+from ..requests import Adapter
+from .adapters import EXAMPLE, adapter_name, adapters_for, describe
 from .calls import ForwardPass, LayerCall, changed_buffers, forward_pass, shapes_of
 from .comparison import (
     check_adapter,
@@ -31,20 +33,33 @@ from .comparison import (
     surroundings,
 )
 from .descriptions import ExpertsDescription
-from .examples import INPUT_SHAPE, Example, all_made_up, differ, example_of
+from .examples import INPUT_SHAPE, all_made_up, differ, example_of
 from .layers import LayerPlace, find_in_module
+from .lengths import with_token_axis
 from .mismatch import CLOSE, difference
 from .moved import move_out
-from .own_forward import OwnForward
+from .own_forward import OwnForward, RouterHost
 from .ports import INPUT, ported, with_flat_outputs
 
 ARGUMENTS = "--config and --set are passed to the factory as its arguments"
+
+FAMILY = "factory"
 
 CALLS_TRIED = 2
 """How many calls follow the first one, of a network that changes what it holds."""
 
 COMPILED = "_orig_mod"
 """What a module that `torch.compile` made calls the module that it is of."""
+
+
+class FactoryHost(RouterHost):
+    """The answers for the networks of factories."""
+
+    own_code = True
+
+    def with_token_axis(self, model: Model, option: str) -> Model:
+        """Returns the network for inputs of any length (`lengths`)."""
+        return with_token_axis(model, option)
 
 
 def load_factory(
@@ -97,7 +112,7 @@ def load_factory(
     used = {adapter_name(layer.adapter): None for layer in places if layer.adapter is not None}
     return Model(
         module=twin,
-        family="factory",
+        family=FAMILY,
         config=dict(config),
         source=Source(
             path=source,
@@ -105,6 +120,7 @@ def load_factory(
             weights=None if weights is None else str(weights),
             mapped=mapped,
             adapters=tuple(used),
+            host=FactoryHost(),
         ),
         inputs=_ports(passes[0].inputs),
         outputs=_ports(passes[0].outputs),

@@ -20,7 +20,7 @@ from ...graphs.layers.base import MoELayer, sharing_weights
 from ...graphs.layers.experts import Experts, ExpertsSpec
 from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec
 from ..inputs import by_name
-from ..model import Model
+from ..model import Host, Model
 
 Router = Callable[..., tuple[Tensor, Tensor]]
 """Takes what the layer is called with, and returns index [..., k] and weights [..., k]."""
@@ -162,18 +162,6 @@ class OwnForward(nn.Module):
             hint="in a graph an expert has one number of slots: make it independent of the batch "
             "and the tokens, or fix both (--batch N and an example of N inputs)",
         )
-
-
-class GroupRouter(nn.Module):
-    """A router whose choices depend on other tokens, so that it alone knows how clear they are."""
-
-    def margin(self, x: Tensor, k: int | None = None) -> Tensor:
-        """Returns by how much the experts of the tokens x [b, m, d] were chosen, [b, m].
-
-        Relative to a score: where no score is off by more, none of a token's choices changes.
-        [b, m, n] of a router by which each expert chooses for itself.
-        """
-        raise NotImplementedError
 
 
 class Code:
@@ -563,6 +551,14 @@ def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
     if model.example is not None:  # a factory's network; a family's router knows every k
         _try(changed, changes)
     return changed
+
+
+class RouterHost(Host):
+    """The answers for networks with routers around our layers."""
+
+    def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
+        """Returns the model whose routers are asked for so many experts."""
+        return with_router_k(model, k)
 
 
 def _routed(model: Model) -> dict[str, OwnForward]:

@@ -15,9 +15,7 @@ import onnx_ir as ir
 from ...errors import UsageError
 from ...exporter.job import ExportJob
 from ...exporter.model import Model
-from ...exporter.token_routed.routers import with_k
 from ...exporter.trace import trace
-from ...exporter.user_network.own_forward import with_router_k
 
 
 def routed_layers(model: Model) -> frozenset[str]:
@@ -30,7 +28,7 @@ def asked_for(model: Model, k: Mapping[str, int]) -> Model:
 
     Raises `UsageError` for a k that a router cannot be asked for.
     """
-    return with_router_k(with_k(model, k), k)
+    return model.host.with_k(model, k)
 
 
 def may_choose(model: Model, layer: str, k: int) -> bool:

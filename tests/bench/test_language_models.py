@@ -25,7 +25,7 @@ from moexport.bench.report.page import export_command, payload
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, Row, read
 from moexport.bench.runners.candidates import from_bundle
-from moexport.bench.runners.pytorch import in_form, untouched
+from moexport.bench.runners.pytorch import untouched
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import Model
 from moexport.plugins.demo.experts import trained_tokenizer
@@ -176,7 +176,8 @@ def test_a_token_after_its_prompt_has_the_logits_of_the_whole_text(model: Model)
     k = dict.fromkeys(model.layers, 2)
     calls: list[Any] = [base.bound(given)]
     for form in ("eager", "grouped_mm"):
-        calls.append(type(base)(in_form(model, k, form), model.inputs).bound(given))
+        module = model.host.in_form(model, k, form)
+        calls.append(type(base)(module, model.inputs, model.host).bound(given))
     for call in calls:
         for _ in range(2):
             np.testing.assert_allclose(call().numpy(), whole, rtol=1e-4, atol=1e-5)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -228,6 +230,26 @@ def test_what_does_not_belong_to_a_layout_is_found_and_kept(bundle: Bundle, tmp_
     manifest.write_text(manifest.read_text().replace("optimum/config", "../config"))
     with pytest.raises(BundleError, match=re.escape("'../config.json' is no name of a file")):
         Bundle.open(copy)
+
+
+@pytest.mark.slow
+def test_a_text_bundle_is_verified_and_run_without_plugins(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"layout": "optimum", "tokens": "1:4:8", "threads": 1}
+    bundle = moexport.export(moexport.load(folder), tmp_path / "out", **options)
+    assert "genai_config.json" in bundle.manifest.files
+    np.savez(tmp_path / "ids.npz", input_ids=np.arange(6)[None])
+    for words in (
+        ("verify", bundle.path),
+        ("run", bundle.path, "-i", tmp_path / "ids.npz", "-o", tmp_path / "y.npz"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "moexport", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "MOEXPORT_PLUGINS": "off"},
+        )
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_layout_of_what_writes_no_text_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""Steps of an export: plugins add files to the bundles of models that name them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import moexport
+import pytest
+from moexport.common import registry
+from moexport.common.option import Mistake
+from moexport.errors import PluginError, UsageError
+from moexport.exporter.bundle.manifest import FileRecord, Manifest
+from moexport.exporter.bundle.steps import STEPS, Export, Step
+from moexport.exporter.model import Host, Model
+from moexport.tests.recorded import DATA
+
+API = registry.API
+WEIGHTS = DATA / "soft_moe_lucidrains" / "weights.pt"
+
+
+def finish(job: Export, directory: Path, manifest: Manifest) -> Manifest:
+    file = directory / "mine.txt"
+    file.write_text(job.model.family)
+    files = {**manifest.files, file.name: FileRecord.of(file)}
+    return replace(manifest, files=files, notes=[*manifest.notes, "mine was here"])
+
+
+def check(job: Export) -> Iterator[Mistake]:
+    if job.writes_text:
+        yield "mine: is not for texts", "leave it out"
+
+
+def refuse(job: Export) -> Iterator[Mistake]:
+    yield f"never: is for no {job.model.family}", "leave it out"
+
+
+MINE = Step("mine", finish, check=check, contents={"mine.txt": "what mine wrote"})
+NEVER = Step("never", finish, check=refuse)
+
+
+def naming(model: Model, *names: str) -> Model:
+    """The model as of a loader that names steps."""
+
+    class Naming(Host):
+        steps = names
+
+    return replace(model, source=replace(model.source, host=Naming()))
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+    """A model, beside a plugin with two steps."""
+    points = tuple(
+        EntryPoint(name, f"{__name__}:{name.upper()}", STEPS.group) for name in ("mine", "never")
+    )
+    monkeypatch.setattr(registry, "_found", lambda: {STEPS.group: points})
+    return moexport.load(WEIGHTS)
+
+
+def test_a_step_that_a_model_names_adds_files_that_the_bundle_lists_and_watches(
+    model: Model, tmp_path: Path
+) -> None:
+    plain = moexport.export(model, tmp_path / "plain", verify=False)
+    named = naming(model, "mine")
+    bundle = moexport.export(named, tmp_path / "out", verify=False)
+    *graphs, page = plain.manifest.files
+    assert [*bundle.manifest.files] == [*graphs, "mine.txt", page]
+    assert bundle.manifest.notes == [*plain.manifest.notes, "mine was here"]
+    assert "| what mine wrote |" in (bundle.path / "README.md").read_text(encoding="utf-8")
+    (bundle.path / "mine.txt").write_text("damaged")
+    failed = [check.name for check in bundle.verify() if not check.passed]
+    assert [name for name in failed if "hash" in name] == ["hash of mine.txt"]
+
+
+def test_what_a_step_refuses_is_refused_before_any_work(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="never: is for no soft-moe"):
+        moexport.export(naming(model, "mine", "never"), tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_bundle_is_opened_without_the_plugin_of_its_files(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = naming(model, "mine")
+    bundle = moexport.export(named, tmp_path / "out")
+    monkeypatch.setattr(registry, "_found", dict)
+    assert all(check.passed for check in moexport.Bundle.open(bundle.path).verify())
+    with pytest.raises(PluginError, match="nothing that is installed is called 'mine'"):
+        moexport.export(named, tmp_path / "other")
+
+
+def test_a_layout_without_plugins_is_refused_in_words(tmp_path: Path) -> None:
+    words = ("export", WEIGHTS, "-o", tmp_path / "out", "--layout", "optimum")
+    done = subprocess.run(
+        [sys.executable, "-m", "moexport", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "MOEXPORT_PLUGINS": "off"},
+    )
+    assert done.returncode == 1
+    assert (
+        "--layout optimum: moexport's plugin for texts writes it, and is not there" in done.stderr
+    )
+    assert "MOEXPORT_PLUGINS=off" in done.stderr
+    assert not [*tmp_path.iterdir()]
