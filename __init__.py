@@ -55,12 +55,12 @@ if TYPE_CHECKING:
     from .exporter.model import Model
     from .exporter.session import Session
     from .exporter.tensorrt.options import EngineOptions
-    from .exporter.user_network.adapters import adapts
-    from .exporter.user_network.descriptions import ExpertsDescription as Experts
-    from .exporter.user_network.descriptions import MuMoEDescription as MuMoE
-    from .exporter.user_network.descriptions import SoftMoEDescription as SoftMoE
     from .plugins.demo.calls import demo
-    from .plugins.own_layers.calls import adapt
+    from .plugins.own_layers.adapters import adapts
+    from .plugins.own_layers.descriptions import ExpertsDescription as Experts
+    from .plugins.own_layers.descriptions import MuMoEDescription as MuMoE
+    from .plugins.own_layers.descriptions import SoftMoEDescription as SoftMoE
+    from .plugins.own_layers.first_adapter.calls import adapt
     from .plugins.studies.calls import specialise
     from .plugins.text.calls import generate, serve
     from .plugins.triton.calls import triton
@@ -122,15 +122,15 @@ __all__ = [
 turn_off_reports()
 
 _ELSEWHERE = {
-    "adapts": ".exporter.user_network.adapters",
+    "adapts": ".plugins.own_layers.adapters",
     "Bundle": ".exporter.bundle.bundle",
     "EngineOptions": ".exporter.tensorrt.options",
-    "Experts": ".exporter.user_network.descriptions:ExpertsDescription",
+    "Experts": ".plugins.own_layers.descriptions:ExpertsDescription",
     "Model": ".exporter.model",
-    "MuMoE": ".exporter.user_network.descriptions:MuMoEDescription",
+    "MuMoE": ".plugins.own_layers.descriptions:MuMoEDescription",
     "Session": ".exporter.session",
-    "SoftMoE": ".exporter.user_network.descriptions:SoftMoEDescription",
-    "adapt": ".plugins.own_layers.calls",
+    "SoftMoE": ".plugins.own_layers.descriptions:SoftMoEDescription",
+    "adapt": ".plugins.own_layers.first_adapter.calls",
     "demo": ".plugins.demo.calls",
     "generate": ".plugins.text.calls",
     "serve": ".plugins.text.calls",

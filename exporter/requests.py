@@ -33,7 +33,7 @@ Provider = Literal["cpu", "cuda", "tensorrt"]
 """Where ONNX Runtime runs a graph: the names of `exporter.session.PROVIDERS`."""
 
 OpenVinoDevice = Literal["cpu", "gpu", "npu"]
-"""Where OpenVINO runs a graph: the names of `plugins.openvino.session.DEVICES`."""
+"""Where OpenVINO runs a graph."""
 
 TextLayout = Literal["transformers-js", "optimum"]
 """Whose names and folders: each is written by the step of that name (`bundle.steps`)."""

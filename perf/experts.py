@@ -21,7 +21,7 @@ from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.exporter.session import Session, SessionOptions
-from moexport.graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
+from moexport.plugins.token_routed.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from torch import Tensor, nn
 
 from .measure import measured_on

@@ -25,7 +25,7 @@ from moexport.bench.measure.roofline import machine_rates
 from moexport.common.console import Progress, Silent
 from moexport.common.text import markdown
 from moexport.errors import install
-from moexport.exporter.token_routed.load import transformers_library
+from moexport.plugins.token_routed.load import transformers_library
 
 from .measure import measured_on, peak_bytes
 

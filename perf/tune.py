@@ -22,7 +22,6 @@ import moexport
 import numpy as np
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.language import token_windows
 from moexport.bench.runners.pytorch import untouched
 from moexport.common.console import Progress
 from moexport.common.text import markdown
@@ -40,6 +39,7 @@ from moexport.graphs.targets import Precision
 from moexport.plugins.demo import digits, experts
 from moexport.plugins.demo.mumoe import EXPERTS, fit, trainable_mixer
 from moexport.plugins.demo.mumoe import save as save_mumoe
+from moexport.plugins.text.language import token_windows
 from moexport.plugins.tune.accuracy.confirm import SearchResult, contract, front_of, with_ms
 from moexport.plugins.tune.accuracy.quality import Quality, Tally
 from moexport.plugins.tune.budget import Clock, spin_for

@@ -52,8 +52,8 @@ def loaded():
 """
 
 PLACES = {
-    "KINDS_PLACE": "moexport.graphs.lowerings.token_routed",
-    "FAMILIES_PLACE": "moexport.exporter.families.vmoe_routed",
+    "KINDS_PLACE": "moexport.plugins.token_routed.lowerings",
+    "FAMILIES_PLACE": "moexport.plugins.token_routed.vmoe",
 }
 
 

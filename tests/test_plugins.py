@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -15,51 +17,56 @@ from typing import Any
 import pytest
 from moexport.cli import COMMANDS
 from moexport.tests.recorded import DATA
-from moexport.tests.test_structure import ROOT, graph
+from moexport.tests.test_structure import ROOT, graph, module_files
 
-ROOMS: dict[str, tuple[str, ...]] = {
-    "token_routed": (
-        "exporter.token_routed",
-        "exporter.families.vmoe_routed",
-        "graphs.layers.experts",
-        "graphs.lowerings.token_routed",
-    ),
-    "own_layers": ("exporter.user_network",),
-    "text": ("exporter.text", "bench.language"),
+BELOW: dict[str, set[str]] = {
+    "cluster": {"tune"},
+    "demo": {"token_routed", "text", "tune"},
+    "jax": set(),
+    "openvino": set(),
+    "own_layers": {"token_routed"},
+    "service": set(),
+    "studies": set(),
+    "text": {"token_routed"},
+    "token_routed": set(),
+    "triton": set(),
+    "tune": {"service"},
 }
-"""Rooms that are to become plugins, and the modules that are theirs and still lie in the core."""
-
-IMPORTS_OF_ROOMS = 2
-"""How often the core imports a module of these rooms: it only falls."""
+"""The plugins that each plugin imports."""
 
 
-def room_of(module: str) -> str | None:
-    """The room that a module of the core is to move to."""
-    return next(
-        (
-            room
-            for room, modules in ROOMS.items()
-            for each in modules
-            if module == each or module.startswith(f"{each}.")
-        ),
-        None,
-    )
-
-
-def test_the_core_imports_no_more_of_what_is_to_be_a_plugin() -> None:
+def test_the_core_imports_no_plugin() -> None:
+    """But the façade, which names what plugins bring: it imports them when they are asked for."""
     found = [
         f"{name} imports {other}"
         for name, others in graph().items()
         for other in others
-        if room_of(other) is not None and room_of(name) is None and not name.startswith("plugins")
+        if other.startswith("plugins") and not name.startswith("plugins") and name != "__init__"
     ]
-    assert len(found) == IMPORTS_OF_ROOMS, "\n".join(sorted(found))
+    assert found == []
 
 
-def test_the_map_names_modules_that_are_there() -> None:
-    modules = graph()
-    for each in [name for names in ROOMS.values() for name in names]:
-        assert any(name == each or name.startswith(f"{each}.") for name in modules), each
+def test_the_core_names_no_plugin() -> None:
+    """Not in a text from which a module could be imported, either."""
+    named = [
+        f"{file}: {line.strip()}"
+        for file in module_files()
+        if file.parts[0] != "plugins" and file != Path("__init__.py")
+        for line in (ROOT / file).read_text(encoding="utf-8").splitlines()
+        if re.search(r"\bplugins[./]\w", line)
+    ]
+    assert named == []
+
+
+def test_plugins_import_each_other_one_way() -> None:
+    found: dict[str, set[str]] = {name: set() for name in BELOW}
+    for name, others in graph().items():
+        for other in others:
+            here, there = name.split("."), other.split(".")
+            if here[0] == there[0] == "plugins" and len(here) > 1 and here[1] != there[1]:
+                found[here[1]].add(there[1])
+    assert found == BELOW
+    assert list(TopologicalSorter(BELOW).static_order())
 
 
 LOADED = """

@@ -28,9 +28,9 @@ from moexport.common.text import markdown
 from moexport.exporter.export import export
 from moexport.exporter.job import export_job
 from moexport.exporter.options import ExportOptions, PrecisionOptions
-from moexport.exporter.token_routed.load import transformers_library
 from moexport.exporter.trace import trace
 from moexport.plugins.demo import experts as demo
+from moexport.plugins.token_routed.load import transformers_library
 
 from ..granite import save_random
 from ..measure import measured_on

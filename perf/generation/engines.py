@@ -98,7 +98,7 @@ class GenAIEngine(SteppedEngine):
     """A bundle in ONNX Runtime GenAI."""
 
     def __init__(self, case: TextCase) -> None:
-        from moexport.exporter.text.generate import genai_library
+        from moexport.plugins.text.generate import genai_library
 
         self._genai = genai_library()
         config = self._genai.Config(str(case.path))

@@ -17,11 +17,11 @@ from ...bench.engines import (
     PYTORCH_GROUPED_MM,
     TRANSFORMERS_ONNX,
 )
-from ...bench.language import python_topics
 from ...common.console import Progress
 from ...common.threads import with_threads
 from ...common.writing import replace_folder, temporary_folder, write_text
-from ...exporter.token_routed.load import transformers_library
+from ..text.language import python_topics
+from ..token_routed.load import transformers_library
 from . import digits
 from .demo import THREADS, Exported, Group, Outcome, TrainedNetwork, run_job, saved
 

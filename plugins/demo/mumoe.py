@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...bench.data import LabelledData
-from ...bench.language import python_topics
 from ...calibration.feeds import Array
 from ...common.console import Progress
 from ...common.text import table
@@ -25,6 +24,7 @@ from ...exporter.families.mumoe_mixer import MixerSpec, MlpMixer, PreNormResidua
 from ...exporter.inspect import support
 from ...graphs.layers import mumoe
 from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec
+from ..text.language import python_topics
 from . import digits
 from .demo import THREADS, Exported, Group, Outcome, TrainedNetwork, run_job, saved
 

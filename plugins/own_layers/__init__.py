@@ -10,6 +10,6 @@ COMMAND = Command(
     "adapt",
     "Write a first adapter for a layer of your own, compared with what the layer gives.",
     "moexport adapt mynet:SoftMoE --set dim=64 --set num_experts=8",
-    "moexport.plugins.own_layers.cli:adapt",
+    "moexport.plugins.own_layers.first_adapter.cli:adapt",
     20,
 )

@@ -1,28 +1,259 @@
-"""A first adapter for a layer, as a Python call."""
+"""What the layers of a user's own network are called with, and what they and the network return."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from ...common.libraries import check_pytorch
-from ...common.option import takes
-from .request import AdaptRequest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-if TYPE_CHECKING:
-    from ...exporter.user_network.first_adapter.search import FirstAdapter
+from ...common.user_code import user_code
+from ...errors import FamilyError
+from ..token_routed.own_forward import result_of
+from .layers import LayerPlace
+from .ports import check_outputs, outputs_of
+
+FITS = "does the example, or --set input_shape=…, fit the network?"
 
 
-def adapt_as(source: str, request: AdaptRequest) -> FirstAdapter:
-    """Returns a first adapter for the layer that `package.module:Class` makes, as Python code.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCall:
+    """One call of a layer: what it was given, x first, and what it returned, with its result y.
 
-    It is found by trying and compared with the layer; what was not recognised is `missing`.
+    All are as they were at the call. `structure` is what was returned where that is more than a
+    tensor. `in_place` says whether the layer changed x, and `direct`
+    whether it was its `forward` that was called, and not the module.
     """
-    check_pytorch("trying a layer")
-    from ...exporter.checkpoints.load import read_config
-    from ...exporter.user_network.first_adapter.search import first_adapter, sizes_of
 
-    sizes = sizes_of(request.batch, request.tokens)
-    return first_adapter(source, read_config(None, request.sets), sizes, request.progress)
+    args: tuple[Any, ...]
+    named: Mapping[str, Any]
+    y: Tensor
+    structure: object = None
+    in_place: bool = False
+    direct: bool = False
+
+    @property
+    def x(self) -> Tensor:
+        """The tokens."""
+        x: Tensor = self.args[0]
+        return x
+
+    @property
+    def further(self) -> tuple[Any, ...]:
+        """What stood after the tokens."""
+        return self.args[1:]
 
 
-adapt = takes(AdaptRequest)(adapt_as)
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """What one forward pass showed: inputs and outputs by name, and the layers' last calls.
+
+    `single`: what the network returned is one tensor, and no tuple or dictionary with it.
+    """
+
+    inputs: Mapping[str, Tensor]
+    layers: Mapping[str, LayerCall]
+    outputs: Mapping[str, Tensor]
+    single: bool
+
+    @property
+    def finite(self) -> bool:
+        """Whether the network and all its layers returned numbers."""
+        results = (*self.outputs.values(), *(call.y for call in self.layers.values()))
+        return all(bool(result.isfinite().all()) for result in results)
+
+
+def forward_pass(
+    module: nn.Module,
+    places: Sequence[LayerPlace],
+    inputs: Mapping[str, Tensor],
+    what: str,
+    hint: str = FITS,
+) -> ForwardPass:
+    """Runs the network once on `inputs` and returns what those of its MoE layers did that it calls.
+
+    It takes a tensor for each, in their order. Raises UsageError when its forward fails, with
+    `hint`, and FamilyError when a layer is called with more than its tokens, when something is not
+    computed in float32, or for an output that is not served. A layer with the user's own code
+    around it may be called with more.
+    """
+    calls: dict[str, LayerCall] = {}
+    with ExitStack() as watching, torch.no_grad():
+        for place in places:
+            watch = _Watch(module.get_submodule(place.path), place.path, calls)
+            watching.enter_context(watch.watching())
+        autocast = watching.enter_context(_Autocast())
+        with user_code(f"{what}: its forward failed on {shapes_of(inputs)}", hint):
+            result = module(*(tensor.clone() for tensor in inputs.values()))
+    if autocast.dtype is not None:
+        raise FamilyError(
+            f"{what}: its forward computes in {_dtype(autocast.dtype)} under torch.autocast, and "
+            "moexport takes a network that computes in float32",
+            hint="give a factory whose network leaves autocast out, by an argument, say (--set "
+            "amp=false); --precision says in what the exported graph computes",
+        )
+    by_path = {place.path: place for place in places}
+    for path, call in calls.items():
+        _check_call(by_path[path], call, what)
+    outputs = {n: y.detach() for n, y in outputs_of(result, [*inputs], what).items()}
+    check_outputs(outputs, len(next(iter(inputs.values()))), what)
+    single = isinstance(result, Tensor)
+    return ForwardPass(inputs=inputs, layers=calls, outputs=outputs, single=single)
+
+
+def shapes_of(inputs: Mapping[str, Tensor]) -> str:
+    """The inputs of a network in a message."""
+    if len(inputs) == 1:
+        return f"an input of shape {[*next(iter(inputs.values())).shape]}"
+    return "inputs " + ", ".join(f"{name} {[*x.shape]}" for name, x in inputs.items())
+
+
+class _Watch:
+    """Enters each call of a layer under its path: of the module, or of its `forward` alone."""
+
+    def __init__(self, layer: nn.Module, path: str, calls: dict[str, LayerCall]) -> None:
+        self.layer, self.path, self.calls = layer, path, calls
+        self.own_forward = layer.forward
+        self.under_way: list[tuple[tuple[Any, ...], Mapping[str, Any], tuple[Any, ...]]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the context the layer is watched."""
+        replaced = "forward" in vars(self.layer)
+        hooks = (
+            # Before hooks of the user's own, which what replaces the layer does not have.
+            self.layer.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            self.layer.register_forward_hook(self._after, with_kwargs=True),
+        )
+        self.layer.forward = self._forward
+        try:
+            yield
+        finally:
+            if replaced:
+                self.layer.forward = self.own_forward
+            else:
+                del self.layer.forward
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        copies = tuple(map(_copied, args))
+        self.under_way.append((copies, {key: _copied(value) for key, value in named.items()}, args))
+
+    def _after(self, _: nn.Module, args: object, named: object, returned: object) -> None:
+        del args, named  # as hooks of the user's own changed them
+        self._enter(returned, direct=False)
+
+    def _forward(self, *args: Any, **named: Any) -> Any:
+        direct = not self.under_way
+        if direct:
+            self._before(self.layer, args, named)
+        returned = self.own_forward(*args, **named)
+        if direct:
+            self._enter(returned, direct=True)
+        return returned
+
+    def _enter(self, returned: object, *, direct: bool) -> None:
+        copies, named, args = self.under_way.pop()
+        tensors = [(a, b) for a, b in zip(args, copies, strict=True) if isinstance(a, Tensor)]
+        in_place = any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in tensors)
+        self.calls[self.path] = LayerCall(
+            args=copies,
+            named=named,
+            y=_copied(result_of(returned)),
+            structure=None if isinstance(returned, Tensor) else returned,
+            in_place=in_place,
+            direct=direct,
+        )
+
+
+def changed_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
+    """Returns the buffers of a module that are not what they were."""
+    return [
+        name
+        for name, buffer in module.named_buffers()
+        if name not in before or not _same(before[name], buffer)
+    ]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _copied(value: Any) -> Any:
+    """A tensor as it is now: what comes after may change it in place."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def copied_in_depth(value: Any) -> Any:
+    """Returns a structure of arguments with its tensors copied."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(copied_in_depth, value))
+    if isinstance(value, dict):
+        return {key: copied_in_depth(item) for key, item in value.items()}
+    return _copied(value)
+
+
+class _Autocast(TorchFunctionMode):
+    """Notes in which type `torch.autocast` makes the calls compute that are made within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype: torch.dtype | None = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            self.dtype = torch.get_autocast_dtype("cpu")
+        return func(*args, **(kwargs or {}))
+
+
+def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
+    """Raises FamilyError for a call of a layer that cannot be replaced."""
+    if not isinstance(call.y, Tensor):
+        raise FamilyError(
+            f"{what}: {place.at} returns a {type(call.structure).__name__} without a tensor",
+            hint="a layer returns y, or y among others: (y, loss), or {'y': y, …}",
+        )
+    if not call.args or not isinstance(call.x, Tensor):
+        raise FamilyError(
+            f"{what}: {place.at} is called with no tensor before its named arguments "
+            f"({', '.join(call.named)})",
+            hint="the network calls it as layer(x, …), the tokens first",
+        )
+    if (len(call.args) > 1 or call.named) and not place.own_code:
+        more = [*map(_described, call.args[1:])]
+        more += [f"{key}={_described(value)}" for key, value in call.named.items()]
+        names = ", ".join([*(f"a{i}" for i in range(1, len(call.args))), *call.named])
+        raise FamilyError(
+            f"{what}: {place.at} is called with more than its tokens: {', '.join(more)}",
+            hint=f"an adapter takes them with a forward: moexport.Experts(forward=lambda experts, "
+            f"x, {names}: …, experts=…)",
+        )
+    for verb, tensor in (("is called on", call.x), ("returns", call.y)):
+        if tensor.dtype != torch.float32:
+            raise FamilyError(
+                f"{what}: {place.at} {verb} {_dtype(tensor.dtype)}, and moexport takes layers that "
+                "compute in float32",
+                hint="leave the cast out; --precision says in what the exported graph computes",
+            )
+
+
+def _described(value: object) -> str:
+    """A further argument in a message."""
+    if isinstance(value, Tensor):
+        return f"a tensor {_dtype(value.dtype)} {list(value.shape)}"
+    return f"{type(value).__name__} {value!r}"[:60]
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

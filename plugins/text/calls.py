@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from ...common.option import takes
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.requests import AnyPath
-from ...exporter.text.request import GenerateRequest, ServeRequest
+from .request import GenerateRequest, ServeRequest
 
 if TYPE_CHECKING:
-    from ...exporter.text.generate import GeneratedText, Message, TextModel
+    from .generate import GeneratedText, Message, TextModel
 
 
 def generate_as(
@@ -33,7 +33,7 @@ def generate_as(
 def text_model(bundle: Bundle | AnyPath, request: GenerateRequest) -> TextModel:
     """Returns a bundle's language model, ready to generate one text after another."""
     from ...exporter.bundle.bundle import Bundle
-    from ...exporter.text.generate import TextModel
+    from .generate import TextModel
 
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     return TextModel(opened, request.threads, request.context)
@@ -48,7 +48,7 @@ def serve_as(bundle: Bundle | AnyPath, request: ServeRequest) -> None:
         MissingExtraError: ONNX Runtime GenAI or the server is not installed.
     """
     from ...exporter.bundle.bundle import Bundle
-    from ...exporter.text.serve import serve as run
+    from .server.serve import serve as run
 
     run(bundle if isinstance(bundle, Bundle) else Bundle.open(bundle), request)
 

@@ -11,11 +11,11 @@ from ...commands.options import AsJson, BundleArgument, Verbosity, json_text
 from ...common.console import Console, show
 from ...common.interrupts import in_own_process
 from ...common.text import printable
-from ...exporter.text.request import GenerateRequest, ServeRequest
 from .calls import generate_as, serve_as, text_model
+from .request import GenerateRequest, ServeRequest
 
 if TYPE_CHECKING:
-    from ...exporter.text.generate import GeneratedText, TextModel
+    from .generate import GeneratedText, TextModel
 
 PROMPT = "> "
 

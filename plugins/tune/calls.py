@@ -101,15 +101,16 @@ def _tune_data(
 ) -> tuple[Model, Labelled]:
     """The model of a search, and its data."""
     from ...bench.data import LabelledData, Streamed, labelled
-    from ...bench.language import is_language_model, prompt_of, token_windows
+    from ...bench.measure.sequences import benchmark_of
     from ...exporter.inputs import DEFAULT_TOKENS, parse_range
     from ...exporter.model import Model
 
     loaded = model if isinstance(model, Model) else model()
-    if is_language_model(loaded) and not isinstance(data, LabelledData | Streamed):
+    sequences = benchmark_of(loaded)
+    if sequences is not None and not isinstance(data, LabelledData | Streamed):
         tokens = parse_range(str(request.tokens), "--tokens")
-        prompt = prompt_of(loaded, None if tokens == DEFAULT_TOKENS else tokens.opt)
-        return loaded, token_windows(data, loaded, prompt)
+        prompt = None if tokens == DEFAULT_TOKENS else tokens.opt
+        return loaded, sequences.data(data, loaded, prompt)
     return loaded, labelled(data, loaded, 1, request.pixels)
 
 

@@ -10,14 +10,6 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.language import (
-    TEXT_BYTES,
-    phase_inputs,
-    prompt_of,
-    python_topics,
-    targets_of,
-    token_windows,
-)
 from moexport.bench.measure.roofline import work_of
 from moexport.bench.metrics import RoutingOverlap
 from moexport.bench.plan import Phase
@@ -29,6 +21,14 @@ from moexport.bench.runners.pytorch import untouched
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import Model
 from moexport.plugins.demo.experts import trained_tokenizer
+from moexport.plugins.text.language import (
+    TEXT_BYTES,
+    phase_inputs,
+    prompt_of,
+    python_topics,
+    targets_of,
+    token_windows,
+)
 from moexport.tests.command import run
 from moexport.tests.exporter.token_routed.architectures import (
     ARCHITECTURES,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from moexport.common.versions import CACHES, RUN, graph_of, older, outside_of_what_was_run
-from moexport.exporter.token_routed.trace import _of_cache
+from moexport.plugins.token_routed.trace import _of_cache
 from moexport.tests.command import run
 from moexport.tests.docs.documents import ROOT
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import ParityError, UsageError
-from moexport.exporter.user_network.adapters import adapter_of
+from moexport.plugins.own_layers.adapters import adapter_of
 from moexport.tests.docs.documents import ROOT, blocks
 from moexport.tests.exporter.user_network import naive
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from moexport.errors import ParityError
 from moexport.exporter.reference import routed_margins
-from moexport.graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
+from moexport.plugins.token_routed.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from torch import Tensor, nn
 
 CODE = '''

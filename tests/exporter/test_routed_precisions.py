@@ -17,8 +17,8 @@ from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.exporter.session import Session
-from moexport.graphs.layers.experts import Experts, ExpertsSpec
 from moexport.graphs.targets import Precision, Scope, Target
+from moexport.plugins.token_routed.layers.experts import Experts, ExpertsSpec
 from moexport.tests.graphs.experts_layers import experts
 from torch import Tensor, nn
 

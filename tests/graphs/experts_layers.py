@@ -11,7 +11,6 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 from moexport.graphs.layers.base import StoredPart
-from moexport.graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from moexport.graphs.layers.stored import LayerOf
 from moexport.graphs.lower import Lowered, LoweringRequest, lower
 from moexport.graphs.lowerings import lowerings_of
@@ -27,6 +26,7 @@ from moexport.graphs.precision.types import (
 )
 from moexport.graphs.precision.weights import converted, in_blocks, quantize
 from moexport.graphs.targets import TARGETS, Precision, Target
+from moexport.plugins.token_routed.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]

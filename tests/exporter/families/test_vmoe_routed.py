@@ -15,7 +15,6 @@ from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.export import export
-from moexport.exporter.families.vmoe_routed import ExpertsChoose, TokensChoose, capacity_of
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model
 from moexport.exporter.options import ExportOptions, PrecisionOptions
@@ -23,6 +22,7 @@ from moexport.exporter.plan import plan
 from moexport.exporter.session import Session
 from moexport.exporter.trace import trace
 from moexport.graphs.layers.base import recorded_choices
+from moexport.plugins.token_routed.vmoe import ExpertsChoose, TokensChoose, capacity_of
 from moexport.plugins.tune.request import TuneRequest
 from moexport.plugins.tune.tune import plan_search
 from moexport.tests.exporter.families.test_vmoe_vit import (

@@ -20,7 +20,7 @@ from typing import Any
 import moexport
 import pytest
 from moexport.errors import BundleError, UsageError
-from moexport.exporter.text.generate import PROMPT_TOKENS
+from moexport.plugins.text.generate import PROMPT_TOKENS
 from moexport.tests.command import PROGRAM, run, start
 from moexport.tests.docs.documents import ROOT, blocks, lines
 from moexport.tests.exporter.text.serving import CONTEXT, PROMPT, Server

@@ -28,7 +28,7 @@ from moexport.exporter.inputs import completed
 from moexport.exporter.model import Model
 from moexport.exporter.parity import TIE
 from moexport.exporter.reference import routed_margins
-from moexport.exporter.token_routed.experts import canonical, check_layer, experts_modules
+from moexport.plugins.token_routed.experts import canonical, check_layer, experts_modules
 from moexport.tests.command import run
 from moexport.tests.exporter.token_routed.architectures import (
     ARCHITECTURES,

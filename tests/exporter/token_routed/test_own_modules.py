@@ -10,7 +10,7 @@ import moexport
 import pytest
 import torch
 from moexport.errors import FamilyError, UsageError
-from moexport.exporter.token_routed.own_modules import sparse_blocks
+from moexport.plugins.token_routed.own_modules import sparse_blocks
 from moexport.tests.command import run
 from moexport.tests.exporter.token_routed.architectures import ARCHITECTURES, transformers
 from moexport.tests.exporter.token_routed.architectures import save as save_usual

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from moexport.exporter.user_network.descriptions import (
+from moexport.plugins.own_layers.descriptions import (
     Description,
     ExpertsDescription,
     MuMoEDescription,

@@ -17,7 +17,7 @@ from moexport.bench.plan import Candidate
 from moexport.bench.runners.models import loaders
 from moexport.errors import FamilyError, FeedError, ParityError, UsageError
 from moexport.exporter.checkpoints.load import load
-from moexport.exporter.user_network.adapters import adapts
+from moexport.plugins.own_layers.adapters import adapts
 from moexport.tests.command import Outcome, run
 from torch import nn
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from moexport.errors import ParityError, UsageError
 from moexport.exporter.checkpoints.load import load
-from moexport.exporter.user_network.examples import differ, made_up
+from moexport.plugins.own_layers.examples import differ, made_up
 from torch import Tensor
 
 CODE = '''

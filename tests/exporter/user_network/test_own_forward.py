@@ -13,7 +13,7 @@ import pytest
 import torch
 from moexport.errors import FamilyError, MoexportError, ParityError, TraceError, UsageError
 from moexport.exporter.model import Model
-from moexport.exporter.user_network.own_forward import like, result_of
+from moexport.plugins.token_routed.own_forward import like, result_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -17,9 +17,9 @@ from moexport.errors import ParityError, UsageError
 from moexport.exporter.job import export_job
 from moexport.exporter.model import fingerprint
 from moexport.exporter.options import ExportOptions
-from moexport.exporter.user_network.descriptions import ExpertsDescription as Experts
-from moexport.exporter.user_network.own_forward import Code, OwnForward, with_router_k
 from moexport.graphs.layers.base import MoELayer
+from moexport.plugins.own_layers.descriptions import ExpertsDescription as Experts
+from moexport.plugins.token_routed.own_forward import Code, OwnForward, with_router_k
 from moexport.tests.command import run
 
 CODE = '''

@@ -11,11 +11,11 @@ import pytest
 import torch
 from moexport.common.console import Silent
 from moexport.errors import UsageError
-from moexport.exporter.user_network.adapters import describe
-from moexport.exporter.user_network.calls import LayerCall
-from moexport.exporter.user_network.comparison import result_of_code, surroundings
-from moexport.exporter.user_network.descriptions import ExpertsDescription
-from moexport.exporter.user_network.own_forward import result_of
+from moexport.plugins.own_layers.adapters import describe
+from moexport.plugins.own_layers.calls import LayerCall
+from moexport.plugins.own_layers.comparison import result_of_code, surroundings
+from moexport.plugins.own_layers.descriptions import ExpertsDescription
+from moexport.plugins.token_routed.own_forward import result_of
 from moexport.tests.command import run
 
 SOURCE = Path(__file__).with_name("adapted_layers.py")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.graphs.layers.base import LayerEdits, recorded_choices
-from moexport.graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
+from moexport.plugins.token_routed.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from moexport.tests.graphs.experts_layers import (
     PLAIN,
     SPECS,

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from moexport.graphs.layers.base import LayerEdits, algorithm_1
-from moexport.graphs.layers.experts import ExpertsSpec
 from moexport.graphs.layers.soft_moe import ExpertKind
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.precision.types import ComputeTypes
 from moexport.graphs.targets import Precision
+from moexport.plugins.token_routed.layers.experts import ExpertsSpec
 from moexport.tests.graphs import experts_layers, mumoe_layers
 from moexport.tests.graphs.experts_layers import CAPACITY, PLAIN, computed, experts, routed
 from moexport.tests.graphs.layers.test_edits import stored

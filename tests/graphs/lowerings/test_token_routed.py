@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 import pytest
-from moexport.graphs.layers.experts import ExpertsSpec
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.choice import able, choose
 from moexport.graphs.lowerings.cost import WorkOf, machine_for
@@ -21,6 +20,7 @@ from moexport.graphs.precision.types import (
     WeightQuantization,
 )
 from moexport.graphs.targets import Precision, Target
+from moexport.plugins.token_routed.layers.experts import ExpertsSpec
 from moexport.tests.graphs.experts_layers import (
     CAPACITY,
     PLAIN,

@@ -1,1 +1,0 @@
-"""Text from the bundle of a language model."""

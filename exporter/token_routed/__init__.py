@@ -1,1 +1,0 @@
-"""Experts with routers: models of `transformers`, and routers of a user's own."""

@@ -1,0 +1,142 @@
+"""Adapters: a user's functions that say what the user's own layers are.
+
+`@adapts(MySoftMoE)` or `--adapter package.module:adapt` names one. What it returns (`descriptions`)
+is compared with what the layer computes (`comparison`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, get_args
+
+import torch
+from torch import nn
+
+from ...common.user_code import callable_named
+from ...errors import MoexportError, UsageError
+from ...exporter.requests import Adapter
+from .descriptions import Description
+
+PAGE = "docs/own-layer.md"
+
+EXAMPLE = (
+    "say what it is with an adapter: @moexport.adapts({name}) above def adapt(layer): return "
+    "moexport.SoftMoE(phi=layer.phi, experts=[(e.fc1, e.fc2) for e in layer.experts], norm='l2'), "
+    f"or --adapter package.module:adapt ({PAGE})"
+)
+
+A = TypeVar("A", bound=Callable[[Any], Description])
+
+_registered: dict[type, Adapter] = {}
+
+
+def adapts(*classes: type[nn.Module]) -> Callable[[A], A]:
+    """Decorates a function that takes a layer of these classes and says what it computes.
+
+    It returns a `moexport.SoftMoE`, a `moexport.MuMoE` or `moexport.Experts` and serves for
+    subclasses, too, that have no adapter of their own. Raises UsageError for a class that has
+    another adapter already.
+    """
+    for class_ in classes:
+        if not _is_layer_class(class_):
+            raise UsageError(
+                f"adapts({class_!r}): not a class of layers",
+                hint="@moexport.adapts(MyLayer), where MyLayer is an nn.Module class",
+            )
+
+    def register(adapter: A) -> A:
+        for class_ in classes:
+            _enter(_registered, class_, adapter)
+        return adapter
+
+    return register
+
+
+def adapter_name(adapter: Adapter) -> str:
+    """Returns `package.module:function`."""
+    where = getattr(adapter, "__module__", "?")
+    return f"{where}:{getattr(adapter, '__qualname__', type(adapter).__qualname__)}"
+
+
+def adapters_for(adapters: Sequence[Adapter | str]) -> dict[type, Adapter]:
+    """Returns the classes of the adapters that a call gives, by name or as they are.
+
+    The class is that of `adapts`, or else that of the first parameter's annotation. Raises
+    UsageError where there is none, where two are for one class, and for a name that cannot be
+    imported.
+    """
+    classes: dict[type, Adapter] = {}
+    for entry in adapters:
+        adapter: Adapter = callable_named(entry, "an adapter") if isinstance(entry, str) else entry
+        decorated = [cls for cls, known in _registered.items() if known is adapter]
+        for cls in decorated or _annotated(adapter):
+            _enter(classes, cls, adapter)
+    return classes
+
+
+def adapter_of(layer: nn.Module, adapters: Mapping[type, Adapter]) -> Adapter | None:
+    """Returns the adapter of the nearest of a layer's classes; the call's own before decorated."""
+    for cls in type(layer).__mro__:
+        adapter = adapters.get(cls) or _registered.get(cls)
+        if adapter is not None:
+            return adapter
+    return None
+
+
+def describe(adapter: Adapter, layer: nn.Module, where: str) -> Description:
+    """Returns what an adapter says of a layer, with its shapes checked; UsageError that names both.
+
+    `where` is the layer's place in messages.
+    """
+    what = f"the adapter {adapter_name(adapter)}, {where}"
+    try:
+        with torch.no_grad():
+            description = adapter(layer)
+            if isinstance(description, Description):
+                description.build("")
+    except MoexportError as error:
+        raise UsageError(f"{what}: {error.message}", hint=error.hint) from error
+    except Exception as error:  # the user's code may fail in any way
+        raise UsageError(
+            f"{what}: {type(error).__name__}: {error}", hint="--verbose shows where it was raised"
+        ) from error
+    if not isinstance(description, Description):
+        raise UsageError(
+            f"{what}: returned a {type(description).__name__}",
+            hint="an adapter returns a moexport.SoftMoE, a moexport.MuMoE or moexport.Experts "
+            f"({PAGE})",
+        )
+    return description
+
+
+def _enter(table: dict[type, Adapter], cls: type, adapter: Adapter) -> None:
+    """Enters an adapter for a class; a function defined again replaces itself."""
+    known = table.get(cls, adapter)
+    if known is not adapter and adapter_name(known) != adapter_name(adapter):
+        raise UsageError(
+            f"{cls.__name__} has two adapters: {adapter_name(known)} and {adapter_name(adapter)}",
+            hint="leave one of them out; a subclass may have one of its own",
+        )
+    table[cls] = adapter
+
+
+def _annotated(adapter: Adapter) -> tuple[type, ...]:
+    """The classes in the annotation of an adapter's first parameter."""
+    what = adapter_name(adapter)
+    try:
+        parameters = inspect.signature(adapter, eval_str=True).parameters.values()
+    except (TypeError, ValueError, NameError) as error:
+        raise UsageError(f"the adapter {what}: its parameters cannot be read: {error}") from error
+    annotation = next((parameter.annotation for parameter in parameters), None)
+    classes = get_args(annotation) or (annotation,)
+    if not all(_is_layer_class(class_) for class_ in classes):
+        raise UsageError(
+            f"the adapter {what} does not say which class of layers it is for",
+            hint="@moexport.adapts(MyLayer) above it, or def adapt(layer: MyLayer)",
+        )
+    return classes
+
+
+def _is_layer_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module) and value is not nn.Module

@@ -1,0 +1,733 @@
+"""What a user's own layer is, in the user's words: the user's tensors, as they are, and options.
+
+An adapter (`adapters`) returns one of the three descriptions, which `moexport` gives under the
+names `SoftMoE`, `MuMoE` and `Experts`. Each checks shapes, builds the layer of `graphs.layers` that
+computes with the tensors, and yields the few options that could be meant otherwise (`variants`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, ClassVar, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError, UsageError
+from ...exporter.families.mumoe import CORE, FACTORS, WHOLE, read_tensor, tensor_names
+from ...graphs.layers.expert import Activation
+from ...graphs.layers.mumoe import NORM_EPS, GateActivation, MuMoE, MuMoESpec, MuMoEWeights
+from ...graphs.layers.soft_moe import (
+    ExpertKind,
+    NormKind,
+    SlotSource,
+    SoftMoE,
+    SoftMoESpec,
+    SoftMoEWeights,
+)
+from ..token_routed.layers.experts import Experts, ExpertsSpec, ExpertsWeights, WeightsOn
+from ..token_routed.own_forward import Code, Forward, Router
+from .expert_forms import (
+    ExpertArguments,
+    ExpertForm,
+    check_shape,
+    choice,
+    is_map,
+    linear,
+    several,
+    tensor,
+    vector,
+)
+
+DEFAULT_EPS: Mapping[NormKind, float] = {"none": 0.0, "l2": 1e-12, "layernorm": 1e-5}
+"""Those of `F.normalize` and `nn.LayerNorm`; the others have no usual one, and it must be said."""
+
+TRIED: Mapping[NormKind, tuple[float, ...]] = {
+    "none": (0.0,),
+    "l2": (1e-12,),
+    "l2-plus": (1e-6,),
+    "l2-rsqrt": (1e-6,),
+    "layernorm": (1e-5, 1e-6, 1e-12),
+}
+"""Each normalisation with the eps that are usual: real tokens are too long to tell others apart."""
+
+
+def _soft_moe(
+    form: ExpertForm,
+    spec: Mapping[str, Any],
+    phi: Tensor | None,
+    activation: Activation,
+    **weights: Tensor | None,
+) -> SoftMoE:
+    """A Soft MoE layer with these experts; `spec` holds what they do not say."""
+    form = form.in_halves()
+    kind: ExpertKind = "mlp" if form.gate == "none" else "gated"
+    whole = SoftMoESpec(
+        experts=form.count,
+        dim=form.dim,
+        hidden=form.hidden,
+        out=form.out,
+        expert="linear" if form.w2 is None else kind,
+        gate_first=kind == "gated",
+        activation=form.activation or activation,
+        hidden_norm=form.hidden_norm,
+        out_norm=form.out_norm,
+        out_activation=form.out_activation,
+        **spec,
+    )
+    parts = SoftMoEWeights(
+        phi=phi, w1=form.w1, b1=form.b1, w2=form.w2, b2=form.b2, norms=form.norms, **weights
+    )
+    return SoftMoE(whole, parts).eval()
+
+
+def _softmax(logits: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """The softmax over one axis of L [b, m, n, p], or over its last two."""
+    if len(axes) == 1:
+        return logits.softmax(axes[0])
+    return logits.flatten(2).softmax(2).view_as(logits)
+
+
+D = TypeVar("D", bound=ExpertArguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerContents:
+    """What a user's layer holds.
+
+    Its numbers (attributes, and parameters and buffers of one number), its parameters, each by its
+    name, and the biases of its maps by where their weights begin in memory.
+    """
+
+    numbers: Mapping[str, float]
+    parameters: Mapping[str, Tensor]
+    biases: Mapping[int, Tensor]
+
+
+def held_by(layer: nn.Module) -> LayerContents:
+    """Returns what a user's layer holds."""
+    numbers: dict[str, float] = {}
+    for name, value in vars(layer).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[name] = float(value)
+    for name, value in (*layer.named_parameters(), *layer.named_buffers()):
+        if value.numel() == 1:
+            numbers[name] = float(value)
+            numbers[f"{name}.exp()"] = float(value.exp())
+    biases = {
+        part.weight.data_ptr(): part.bias
+        for part in layer.modules()
+        if is_map(part) and isinstance(part.weight, Tensor) and isinstance(part.bias, Tensor)
+    }
+    return LayerContents(numbers=numbers, parameters=dict(layer.named_parameters()), biases=biases)
+
+
+def _forms(
+    description: D, default: Activation, held: LayerContents
+) -> Iterator[tuple[dict[str, str], D]]:
+    """Yields a description with other activations, and with its weights read otherwise."""
+    experts = description.with_biases(held.biases)
+    if experts is not None:
+        yield {"experts": "with their biases"}, replace(description, experts=experts)
+    form = description.form()
+    said = form.activation or default
+    between = [said, *(name for name in get_args(Activation) if name != said)]
+    if form.w2 is None:
+        between = [said]
+    after = [form.out_activation]
+    after += [name for name in ("relu", "gelu", "silu", "identity") if name not in after]
+    for activation, out, alpha, (turned, weights) in product(
+        between, after, dict.fromkeys([description.alpha, 1.0]), _weights_read_otherwise(form)
+    ):
+        changed = {} if activation == said else {"activation": repr(activation)}
+        if alpha != description.alpha:
+            changed["alpha"] = f"{alpha:g}"
+        changed |= turned
+        if out != form.out_activation:
+            changed["out_activation"] = repr(out)
+        if len(changed) > 1 and (alpha != description.alpha or out != form.out_activation):
+            continue
+        read = replace(weights, activation=activation, out_activation=out)
+        yield changed, replace(description, read=read, alpha=alpha)
+
+
+def _weights_read_otherwise(form: ExpertForm) -> Iterator[tuple[dict[str, str], ExpertForm]]:
+    """Yields experts as they are, and each other way to read their weights."""
+    yield {}, form
+    if form.gate != "none":
+        yield {"gate and up": "exchanged"}, form.exchanged()
+    if form.gate == "concatenated" and form.w1[0].shape[1] == 2 * form.w1[0].shape[0]:
+        for name, halves in (("gate", (0,)), ("up", (1,)), ("gate and up", (0, 1))):
+            w1 = tuple(_transposed(matrix, halves) for matrix in form.w1)
+            yield {f"the weights of {name}": "transposed"}, replace(form, w1=w1)
+    for name, bias, matrices in (("first", "b1", form.w1), ("last", "b2", form.w2)):
+        if matrices is not None and matrices[0].shape[0] == matrices[0].shape[1]:
+            turned: Any = {f"w{bias[1]}": tuple(matrix.T for matrix in matrices)}
+            yield {f"the {name} weight": "transposed"}, replace(form, **turned)
+        if getattr(form, bias) is not None:
+            without: Any = {bias: None}
+            yield {f"the {name} map": "without its bias"}, replace(form, **without)
+
+
+def _transposed(matrix: Tensor, halves: tuple[int, ...]) -> Tensor:
+    """The columns [d, 2d] of gate and up with these halves transposed."""
+    both = enumerate(matrix.chunk(2, dim=1))
+    return torch.cat([half.T if i in halves else half for i, half in both], dim=1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SoftMoEDescription(ExpertArguments):
+    """A Soft MoE layer: tokens (b, m, d) to (b, m, o), through n experts with p slots each.
+
+    L = (x̂·phi + bias) / temperature; the slots are averages of tokens by the softmax of L over the
+    tokens; y adds up the experts' outputs by each token's softmax of L over all slots of all
+    experts, and the layer's input where the layer is `residual`.
+
+    `phi` is [d, n, p], or [d, n] for one slot each: as the router multiplies with it, normalised
+    and scaled; `bias` is [n, p] or [n]. See `ExpertArguments` for the experts, whose `activation`
+    is `gelu` unless it is said.
+
+    `norm` says what x̂ is: `none`; `l2` x / max(‖x‖, eps); `l2-plus` x / (‖x‖ + eps); `l2-rsqrt`
+    x / √(‖x‖² + eps); `layernorm`; or the `nn.LayerNorm` or `nn.RMSNorm` itself. `gain` and, for
+    `layernorm`, `shift` [d] follow it. `slots_from` says which tokens the slots average: x̂
+    (`normalised`) or x (`raw`).
+
+    `forward` is any code of the user's own around the layer: `forward(moe, …)` takes it, then what
+    the user's layer is called with, calls `moe(x)` once and returns what the user's layer does.
+
+    Raises UsageError, naming the argument and what was expected.
+    """
+
+    advice: ClassVar[str] = (
+        "phi is what the router multiplies with, normalised and scaled; slots average by a softmax "
+        "over the tokens, the output adds the experts' by one over all slots; any other way takes "
+        "moexport.Experts with a forward"
+    )
+
+    phi: Tensor
+    temperature: float | Tensor = 1.0
+    bias: Tensor | None = None
+    residual: bool = False
+    norm: NormKind | nn.Module = "none"
+    eps: float | None = None
+    gain: Tensor | None = None
+    shift: Tensor | None = None
+    slots_from: SlotSource = "normalised"
+    forward: Forward | None = None
+
+    @property
+    def code(self) -> Code | None:
+        """The user's own code around the layer."""
+        return None if self.forward is None else Code(self.forward)
+
+    def build(self, name: str) -> SoftMoE:
+        """Returns the layer that computes this."""
+        form = self.form()
+        phi = tensor("phi", self.phi, (2, 3), "[d, n, p], or [d, n] for one slot per expert")
+        phi = phi.unsqueeze(2) if phi.ndim == 2 else phi
+        d, n, p = phi.shape
+        choice("slots_from", self.slots_from, SlotSource)
+        norm, eps, gain, shift = self._normalisation(d)
+        self._check_experts(form, d, n)
+        temperature = float(self.temperature)
+        if not temperature > 0:
+            raise UsageError(f"temperature={temperature:g} is not above 0")
+        bias = None
+        if self.bias is not None:
+            flat = tensor("bias", self.bias, None, "[n, p]").reshape(-1)
+            check_shape("bias", flat, (n * p,), "[n, p], a number per slot")
+            bias = flat.view(n, p) / temperature
+        spec = {"name": name, "slots": p, "norm": norm, "norm_eps": eps, "alpha": self.alpha}
+        spec |= {"slots_from": self.slots_from, "biased": bias is not None}
+        scaled = phi if temperature == 1.0 else phi / temperature
+        weights = {"gain": gain, "shift": shift, "bias": bias}
+        return _soft_moe(form, spec, scaled, "gelu", **weights)
+
+    def _check_experts(self, form: ExpertForm, d: int, n: int) -> None:
+        """Raises UsageError where the experts are not those that phi is for."""
+        if form.dim != d:
+            what = "experts[0]: its first weight" if self.experts is not None else "w1"
+            shape = list(form.w1[0].T.shape if self.experts is not None else form.w1[0].shape)
+            raise UsageError(
+                f"{what} has the shape {shape}, and phi {list(self.phi.shape)} is for d = {d}",
+                hint="is phi transposed ([d, n, p]), or a weight (nn.Linear and lists have [out, "
+                "in], w1 and w2 [n, in, out])?",
+            )
+        if form.count != n:
+            slots = n // form.count if n % form.count == 0 else 0
+            raise UsageError(
+                f"experts has {form.count} entries, and phi {list(self.phi.shape)} is for n = {n}",
+                hint=f"{slots} slots per expert: phi.unflatten(1, ({form.count}, {slots})) where "
+                "an expert's slots stand together"
+                if slots and self.phi.ndim == 2
+                else "experts=[(e.up, e.down) for e in layer.experts]; phi is [d, n, p]",
+            )
+
+    def variants(
+        self, held: LayerContents
+    ) -> Iterator[tuple[dict[str, str], SoftMoEDescription | ExpertsDescription]]:
+        """Yields the same weights with other options, and what changed.
+
+        Every combination of activation, normalisation and source of slots; and each other option
+        by itself. `held` is what the user's layer holds: a number may be a temperature.
+        """
+        d = self.phi.shape[0]
+        said = self._normalisation(d)
+        norms = dict.fromkeys([said[:2], *((kind, eps) for kind in TRIED for eps in TRIED[kind])])
+        forms = list(_forms(self, "gelu", held))
+        for (norm, eps), source, (experts, other), root in product(
+            norms, get_args(SlotSource), forms, (False, True)
+        ):
+            if norm == "none" and source != self.slots_from:
+                continue  # the same tokens
+            if root and not norm.startswith("l2"):
+                continue
+            changed = {} if norm == said[0] else {"norm": repr(norm)}
+            if source != self.slots_from:
+                changed["slots_from"] = repr(source)
+            changed |= experts
+            if eps != (said[1] if norm == said[0] else DEFAULT_EPS.get(norm)):
+                changed["eps"] = f"{eps:g}"  # the usual one need not be said
+            if "out_activation" in changed and len(changed) > 1:
+                continue
+            gain, shift = said[2], said[3] if norm == "layernorm" else None
+            if root:  # an RMSNorm is x̂·√d·γ
+                gain = torch.full((d,), d**0.5) * (1 if gain is None else gain)
+                changed["gain"] = "d**0.5" if said[2] is None else "d**0.5 * gain"
+            options = {"norm": norm, "eps": eps, "gain": gain, "shift": shift}
+            yield changed, replace(other, **options, slots_from=source)
+        yield from self._rescaled(held)
+        yield from self._other_axes()
+
+    def _rescaled(self, held: LayerContents) -> Iterator[tuple[dict[str, str], SoftMoEDescription]]:
+        """Yields other temperatures, phi without its bias, and other orders of phi's columns."""
+        d, phi = self.phi.shape[0], self.phi
+        numbers = held.numbers
+        factors = {"d**0.5": d**0.5, "d**-0.5": d**-0.5}
+        factors |= {f"layer.{name}": value for name, value in numbers.items() if value > 0}
+        factors |= {f"1 / layer.{name}": 1 / value for name, value in numbers.items() if value > 0}
+        for name, factor in factors.items():
+            if factor != 1.0:
+                temperature = float(self.temperature) * factor
+                yield {"temperature": name}, replace(self, temperature=temperature)
+        if self.bias is not None:
+            yield {"bias": "None"}, replace(self, bias=None)
+        else:
+            for name, parameter in held.parameters.items():
+                if parameter.numel() == phi[0].numel() and parameter.data_ptr() != phi.data_ptr():
+                    yield {"bias": f"layer.{name}"}, replace(self, bias=parameter)
+        normed = phi / phi.norm(dim=0, keepdim=True).clamp_min(1e-12)
+        yield {"phi": "F.normalize(phi, dim=0)"}, replace(self, phi=normed)
+        if phi.ndim == 3 and phi.shape[2] > 1:
+            n, p = phi.shape[1:]
+            turned = phi.reshape(-1, p, n).mT
+            yield {"phi": f"phi.flatten(1).unflatten(1, ({p}, {n})).mT"}, replace(self, phi=turned)
+            turned = phi.mT.reshape(phi.shape)
+            yield {"phi": f"phi.mT.flatten(1).unflatten(1, ({n}, {p}))"}, replace(self, phi=turned)
+
+    def _other_axes(self) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
+        """Yields the layer with its softmaxes over other axes, which a forward would compute."""
+        form = self.form()
+        read = replace(form, activation=form.activation or "gelu")
+        layer = self.build("")
+        axes = {"all slots": (2, 3), "the experts": (2,), "an expert's slots": (3,)}
+        axes |= {"the tokens": (1,)}
+        for (one, dispatch), (other, combine) in product(axes.items(), axes.items()):
+            if (one, other) == ("the tokens", "all slots"):
+                continue  # what a Soft MoE does
+
+            def forward(
+                experts: Any,
+                x: Tensor,
+                dispatch: tuple[int, ...] = dispatch,
+                combine: tuple[int, ...] = combine,
+            ) -> Any:
+                logits = layer.route(x).logits
+                source = layer.normalise(x) if self.slots_from == "normalised" else x
+                slots = torch.einsum("bmd,bmnp->bnpd", source, _softmax(logits, dispatch))
+                return experts(slots, combine=_softmax(logits, combine))
+
+            changed = {"the softmax of dispatch": f"over {one}", "of combine": f"over {other}"}
+            yield changed, ExpertsDescription(read=read, alpha=self.alpha, forward=forward)
+
+    def _normalisation(self, d: int) -> tuple[NormKind, float, Tensor | None, Tensor | None]:
+        """How x becomes x̂: the kind, its eps, gain and shift."""
+        norm, eps, gain, shift = self.norm, self.eps, self.gain, self.shift
+        if isinstance(norm, nn.Module):
+            if eps is not None or gain is not None or shift is not None:
+                raise UsageError(
+                    f"eps, gain and shift are those of the {type(norm).__name__} given as norm",
+                    hint="leave them out",
+                )
+            norm, eps, gain, shift = _from_module(norm, d)
+        choice("norm", norm, NormKind)
+        if eps is None:
+            if norm not in DEFAULT_EPS:
+                raise UsageError(f"norm={norm!r} needs its eps", hint="for example eps=1e-6")
+            eps = DEFAULT_EPS[norm]
+        if shift is not None and norm != "layernorm":
+            raise UsageError(f"shift goes with norm='layernorm', and norm is {norm!r}")
+        return norm, eps, vector("gain", gain, (d,)), vector("shift", shift, (d,))
+
+
+Statistics = tuple[Tensor, Tensor]
+"""Recorded mean and variance [n] of a level's logits."""
+
+Factors = Sequence[Tensor] | nn.ParameterList
+
+TensorForm = Tensor | Factors | tuple[Tensor, Factors]
+"""A weight tensor: whole, [n_1, …, d, o]; by its CP factors or TR cores; Tucker's core, factors."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MuMoEDescription:
+    """A muMoE layer: y = W(a_1, …, a_E, x) for each token, a_e = activation(norm(x·gate_e)).
+
+    `gates` holds a matrix [d, n_e] or an `nn.Linear` per level of experts. `weights` is the whole
+    tensor [n_1, …, d, o]; its CP factors [n_1, R], …, [d, R], [o, R] or TR cores [r1, n_1, r2], …,
+    [r, d, r'], [r', o, r1] as a list; or for Tucker (core, factors). One row more of the input
+    mode, d + 1, is the bias. `second` is a second tensor in the same form, after a GELU.
+
+    `norm` stands before the `activation` (`entmax15`, `sparsemax` or `softmax`): `none`; `ln`, a
+    layer normalisation over the experts without gain and shift, eps 1e-5; or a list with each
+    level's `nn.BatchNorm1d`, or its recorded (mean, variance) for eps 1e-5. `input_norm` is an
+    `nn.LayerNorm` of what the tensors see; the gate sees x itself.
+
+    `forward` is any code of the user's own around the layer: `forward(mumoe, …)` takes it, then
+    what the user's layer is called with, calls `mumoe(x)` once and returns what the user's layer
+    does. Without `gates` it calls `mumoe(x, a_1, …)` with each level's coefficients [b, m, n].
+
+    Raises UsageError, naming the argument and what was expected.
+    """
+
+    advice: ClassVar[str] = (
+        "each level's coefficients are activation(norm(x·gate)), and the tensor is multiplied with "
+        "all of them and x"
+    )
+
+    gates: Sequence[nn.Linear | Tensor] | nn.ModuleList | nn.ParameterList | None = None
+    weights: TensorForm
+    second: TensorForm | None = None
+    norm: Literal["none", "ln"] | Sequence[nn.Module | Statistics] | nn.ModuleList = "none"
+    activation: GateActivation = "entmax15"
+    input_norm: nn.LayerNorm | None = None
+    forward: Forward | None = None
+
+    @property
+    def code(self) -> Code | None:
+        """The user's own code around the layer."""
+        return None if self.forward is None else Code(self.forward)
+
+    def build(self, name: str) -> MuMoE:
+        """Returns the layer that computes this."""
+        choice("activation", self.activation, GateActivation)
+        if self.gates is None:
+            projections, biases = list[Tensor](), list[Tensor]()
+            d, levels = self._sizes()
+        else:
+            projections, biases = self._gates()
+            d, levels = (
+                projections[0].shape[0],
+                tuple(p.shape[1] for p in projections),
+            )
+        means: list[Tensor] = []
+        if self.gates is None:
+            pass
+        elif self.norm == "ln":
+            if any(bias.any() for bias in biases):
+                raise UsageError(
+                    "norm='ln' normalises x·gate, and the gate has a bias besides",
+                    hint="such a layer cannot be exported",
+                )
+        else:
+            projections, means = self._folded(projections, biases)
+        specs, tensors, width = [], [], d
+        for what, form in (("weights", self.weights), ("second", self.second)):
+            if form is None:
+                continue
+            named = _named(what, form)
+            try:
+                specs.append(read_tensor("moexport.MuMoE", what, named, levels, width))
+            except CheckpointError as error:
+                raise UsageError(
+                    error.message.replace("projs.*", "gates"), hint=error.hint
+                ) from error
+            tensors.append(tuple(named[key] for key in tensor_names(specs[-1])))
+            width = specs[-1].out
+        if len({spec.form for spec in specs}) > 1:
+            raise UsageError(
+                f"weights is in the form {specs[0].form} and second in {specs[1].form}",
+                hint="both tensors of a layer are in one form",
+            )
+        gain = shift = None
+        if self.input_norm is not None:
+            gain, shift = _input_norm(self.input_norm, d)
+        spec = MuMoESpec(
+            name=name,
+            tensors=tuple(specs),
+            norm="ln" if self.norm == "ln" else "bn",
+            activation=self.activation,
+            input_norm=gain is not None,
+            external_routing=self.gates is None,
+        )
+        # The norm is folded into the gate: this variance divides by 1.
+        variances = tuple(torch.full_like(mean, 1 - NORM_EPS) for mean in means)
+        weights = MuMoEWeights(
+            projections=tuple(projections),
+            tensors=tuple(tensors),
+            means=tuple(means),
+            variances=variances,
+            gain=gain,
+            shift=shift,
+        )
+        return MuMoE(spec, weights).eval()
+
+    def variants(self, held: LayerContents) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
+        """Yields the same weights with every combination of the few options, and what changed."""
+        del held
+        if self.gates is None:
+            yield {}, self
+            return
+        biased = any(bias.any() for bias in self._gates()[1])
+        norms: list[Any] = [self.norm, *(n for n in ("none", "ln") if n != self.norm)]
+        if biased:
+            norms = [norm for norm in norms if norm != "ln"]
+        for norm, activation in product(norms, get_args(GateActivation)):
+            changed = {} if norm is self.norm else {"norm": repr(norm)}
+            if activation != self.activation:
+                changed["activation"] = repr(activation)
+            yield changed, replace(self, norm=norm, activation=activation)
+
+    def _sizes(self) -> tuple[int, tuple[int, ...]]:
+        """The width of a token and the number of experts by level, as the weights have them."""
+        if self.forward is None:
+            raise UsageError(
+                "gates is not given, and no forward that gives the coefficients",
+                hint="gates=[layer.gate], or forward=lambda mumoe, x: mumoe(x, coefficients)",
+            )
+        named = _named("weights", self.weights)
+        if WHOLE in named:
+            *levels, d, _ = named[WHOLE].shape
+            return d, tuple(levels)
+        factors = [factor for key, factor in named.items() if key != CORE]
+        axis = 1 if all(factor.ndim == 3 for factor in factors) else 0
+        *sizes, d, _ = (factor.shape[axis] for factor in factors)
+        return d, tuple(sizes)
+
+    def _gates(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Each level's projection [d, n] and bias [n]."""
+        projections, biases = [], []
+        gates = several(self.gates)
+        if not gates:
+            raise UsageError(
+                "gates is not a list of a gate per level of experts", hint="gates=[layer.gate]"
+            )
+        for level, gate in enumerate(gates):
+            what, bias = f"gates[{level}]", None
+            if isinstance(gate, nn.Module):
+                weight, bias = linear(what, gate)
+                projection = weight.T
+            else:
+                projection = tensor(what, gate, (2,), "[d, n]")
+            projections.append(projection)
+            n = projection.shape[1]
+            check_shape(what, projection, (projections[0].shape[0], n), "[d, n], d inputs")
+            biases.append(projection.new_zeros(n) if bias is None else bias)
+        return projections, biases
+
+    def _folded(
+        self, projections: list[Tensor], biases: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The projections with the batch normalisation in them, and what is then subtracted."""
+        if self.norm == "none":
+            return projections, [-bias for bias in biases]
+        norms = several(self.norm)
+        if len(norms) != len(projections):
+            raise UsageError(
+                f"norm={self.norm!r} is neither 'none' nor 'ln' nor a list with the batch "
+                f"normalisation of each of the {len(projections)} levels",
+                hint="norm=[layer.bn], or norm=[(mean, variance)]",
+            )
+        scaled, means = [], []
+        for level, (norm, gate, bias) in enumerate(zip(norms, projections, biases, strict=True)):
+            scale, shift = _batch_norm(f"norm[{level}]", norm, gate.shape[1])
+            scaled.append((gate.double() * scale).float())
+            means.append(-(bias.double() * scale + shift).float())
+        return scaled, means
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertsDescription(ExpertArguments):
+    """A bank of experts, and the user's own code around it, which is traced as it is.
+
+    `forward(experts, …)` takes the bank, then what the user's layer is called with, and returns
+    what that does. It calls the bank once:
+
+    - `experts(x, index, weights)`: each token of x [..., d] through the experts index [..., k],
+      whole numbers from 0 to n - 1; returns Σ_k weights[..., k] · expert(x), [..., o]
+    - `experts(x, weights=w)`: with a weight w [..., n] for every expert; k are the largest of them
+    - `experts(slots, combine=C)`: each expert on its own slots [b, n, p, d]; returns Σ C · outputs,
+      [b, m, o], for combine weights C [b, m, n, p]; k by Algorithm 1: the experts with the largest
+      sums over the tokens and slots of C
+
+    A parameter `k` of the function says that it can be asked for another number of experts.
+
+    `router` is short for a forward that returns `experts(x, index, weights)`: a function that takes
+    what the layer is called with and returns index and weights. With neither, the layer described
+    is one that is called with them.
+
+    See `ExpertArguments` for the experts, whose `activation` is `silu` unless it is said. With a
+    gate, `limit` bounds the gate from above and up to -limit … limit before it, and `up_offset` is
+    added to up. `weights_on` says what the weights multiply: an expert's `output` or its `input`.
+
+    Raises UsageError, naming the argument and what was expected.
+    """
+
+    advice: ClassVar[str] = (
+        "forward is what the layer computes, with experts(…) at the place of its experts; index "
+        "has the number of each token's experts and weights what each is multiplied with"
+    )
+
+    forward: Forward | None = None
+    router: Router | None = None
+    limit: float | None = None
+    up_offset: float = 0.0
+    weights_on: WeightsOn = "output"
+
+    @property
+    def code(self) -> Code:
+        """The user's own code around the experts."""
+        return Code(self.forward, self.router)
+
+    def build(self, name: str, k: int = 1) -> Experts:
+        """Returns the experts alone, of which k are chosen for each token."""
+        form = self.form()
+        choice("weights_on", self.weights_on, WeightsOn)
+        self._check_code()
+        if form.gate == "none" and (self.limit is not None or self.up_offset):
+            raise UsageError("limit and up_offset go with a gate", hint="leave them out")
+        spec = ExpertsSpec(
+            name=name,
+            experts=form.count,
+            k=k,
+            dim=form.dim,
+            hidden=form.hidden,
+            out=form.out,
+            activation=form.activation or "silu",
+            gate=form.gate,
+            alpha=self.alpha,
+            limit=self.limit,
+            up_offset=self.up_offset,
+            weights_on=self.weights_on,
+            hidden_norm=form.hidden_norm,
+            out_norm=form.out_norm,
+            out_activation=form.out_activation,
+        )
+        weights = ExpertsWeights(form.w1, form.w2, form.b1, form.b2, norms=form.norms)
+        return Experts(spec, weights).eval()
+
+    def build_for_slots(self, name: str, slots: int) -> SoftMoE:
+        """Returns the experts alone, each on so many slots of its own."""
+        self._check_code()
+        if self.limit is not None or self.up_offset or self.weights_on != "output":
+            raise UsageError(
+                "limit, up_offset and weights_on go with experts(x, index, weights), and forward "
+                "calls experts(slots, combine=…)",
+                hint="leave them out",
+            )
+        spec = {"name": name, "slots": slots, "alpha": self.alpha, "external_routing": True}
+        return _soft_moe(self.form(), spec, None, "silu")
+
+    def _check_code(self) -> None:
+        for what, code in (("router", self.router), ("forward", self.forward)):
+            if code is not None and not callable(code):
+                raise UsageError(
+                    f"{what} is a {type(code).__name__}, not a function",
+                    hint="router=layer.route, which returns index [..., k] and weights [..., k]"
+                    if what == "router"
+                    else "forward=lambda experts, x: experts(x, weights=layer.gate(x))",
+                )
+        if self.router is not None and self.forward is not None:
+            raise UsageError("router and forward are both given", hint="give one of them")
+
+    def variants(self, held: LayerContents) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
+        """Yields the same weights with other options, and what changed."""
+        for (changed, other), weights_on in product(
+            _forms(self, "silu", held), get_args(WeightsOn)
+        ):
+            more = {} if weights_on == self.weights_on else {"weights_on": repr(weights_on)}
+            yield changed | more, replace(other, weights_on=weights_on)
+
+
+def _from_module(norm: nn.Module, d: int) -> tuple[NormKind, float, Tensor | None, Tensor | None]:
+    """A normalisation layer as `SoftMoESpec` has it."""
+    gain, shape = getattr(norm, "weight", None), getattr(norm, "normalized_shape", None)
+    if isinstance(norm, nn.LayerNorm | nn.RMSNorm) and tuple(shape or ()) != (d,):
+        raise UsageError(f"norm is over {list(shape or ())}, and phi is for tokens of width {d}")
+    if isinstance(norm, nn.LayerNorm):
+        return "layernorm", norm.eps, gain, norm.bias
+    if isinstance(norm, nn.RMSNorm):
+        # x / √(Σx²/d + eps)·γ = x / √(Σx² + d·eps)·√d·γ
+        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+        gain = torch.ones(d) if gain is None else gain
+        return "l2-rsqrt", d * eps, gain * d**0.5, None
+    raise UsageError(
+        f"norm is a {type(norm).__name__}", hint="nn.LayerNorm, nn.RMSNorm, or norm='l2' and so on"
+    )
+
+
+def _input_norm(norm: nn.LayerNorm, d: int) -> tuple[Tensor, Tensor]:
+    """Gain and shift [d] of an input normalisation, whose eps the lowerings fix."""
+    if not isinstance(norm, nn.LayerNorm) or norm.normalized_shape != (d,) or norm.eps != NORM_EPS:
+        raise UsageError(
+            f"input_norm is {norm}", hint=f"nn.LayerNorm({d}, eps={NORM_EPS:g}) is what can be"
+        )
+    gain, shift = (
+        vector("input_norm", norm.weight, (d,)),
+        vector("input_norm", norm.bias, (d,)),
+    )
+    return torch.ones(d) if gain is None else gain, torch.zeros(d) if shift is None else shift
+
+
+def _batch_norm(what: str, norm: object, n: int) -> tuple[Tensor, Tensor]:
+    """Scale and shift [n] in float64: what a batch normalisation does in eval mode."""
+    moments: tuple[object, object] = (None, None)
+    gain, bias, eps = torch.ones(n), torch.zeros(n), NORM_EPS
+    if isinstance(norm, nn.BatchNorm1d):
+        moments, eps = (norm.running_mean, norm.running_var), norm.eps
+        gain = gain if norm.weight is None else norm.weight.detach()
+        bias = bias if norm.bias is None else norm.bias.detach()
+    elif isinstance(norm, tuple) and len(norm) == 2:
+        moments = norm
+    mean, variance = moments
+    if not isinstance(mean, Tensor) or not isinstance(variance, Tensor):
+        raise UsageError(
+            f"{what} is a {type(norm).__name__} without statistics",
+            hint="give the nn.BatchNorm1d of the level, or its (mean, variance)",
+        )
+    for name, value in (("mean", mean), ("variance", variance)):
+        check_shape(f"{what}: its {name}", value, (n,), "[n], a number per expert")
+    scale = gain.double() / torch.sqrt(variance.double() + eps)
+    return scale, bias.double() - mean.double() * scale
+
+
+def _named(what: str, form: TensorForm) -> dict[str, Tensor]:
+    """A weight tensor's parts under the published names."""
+    if isinstance(form, Tensor):
+        return {WHOLE: tensor(what, form, None, "[n, …, d, o]")}
+    parts = several(form)
+    named: dict[str, Any] = {}
+    if len(parts) == 2 and not isinstance(parts[1], Tensor):
+        named[CORE], parts = parts[0], several(parts[1])
+    named |= {f"{FACTORS}.{i}": part for i, part in enumerate(parts)}
+    if not parts or not all(isinstance(value, Tensor) for value in named.values()):
+        raise UsageError(
+            f"{what} is a {type(form).__name__}, not a weight tensor",
+            hint="the whole tensor, a list of its factors or cores, or (core, factors) for Tucker",
+        )
+    return {key: tensor(f"{what}.{key}", value, None, "") for key, value in named.items()}
+
+
+Description = SoftMoEDescription | MuMoEDescription | ExpertsDescription

@@ -1,0 +1,210 @@
+"""The inputs on which a user's own network is compared with ours: its example, and made-up ones.
+
+One input proves little: zeros hide every factor, and one input alone is never mixed with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...calibration.feeds import named_samples
+from ...common.user_code import user_code
+from ...errors import FeedError, UsageError
+from ...exporter.inputs import WHOLE, Example, by_name, fitted
+from ...exporter.model import TensorSpec
+from .ports import GIVE, INPUT, SERVED, Arguments, arguments_of, required
+
+INPUT_SHAPE = "input_shape"
+
+EXAMPLE_INPUT = "example_input"
+
+RANDOM_INPUTS = 2
+
+FEED_INPUTS = 8
+
+DRAWS = 8
+"""How often values are drawn again where they are those of the example itself."""
+
+
+def example_of(
+    source: str, module: nn.Module, shape: object, example: Example | None
+) -> tuple[Arguments, dict[str, Tensor], tuple[str, ...]]:
+    """Returns how the network is called, with which inputs, and a note where they are random.
+
+    What the network itself has as its example says what its inputs are called and their types; the
+    numbers are those of `example` where that is given. Raises UsageError for inputs that are none.
+    """
+    own = _own_example(source, module, needed=example is None)
+    if example is not None:
+        form, inputs = _given(source, module, own, example)
+    elif own is not None:
+        form, found = arguments_of(source, module, own)
+        inputs = {name: _input(source, _called(name, form), each) for name, each in found.items()}
+    else:
+        form, inputs = Arguments(), {INPUT: _random(source, module, shape)}
+    count = len(next(iter(inputs.values())))
+    for name, tensor in inputs.items():
+        if len(tensor) != count:
+            raise UsageError(
+                f"{source}: the input '{name}' is of shape {list(tensor.shape)}, and "
+                f"'{next(iter(inputs))}' holds {count} inputs: the first axis of each is the batch",
+                hint="give a value for each input, x.expand(b), or keep what all share in the "
+                "network itself",
+            )
+    if example is not None or own is not None:
+        return form, inputs, ()
+    sizes = [*inputs[INPUT].shape[1:]]
+    return form, inputs, (f"the replaced layers were checked on random inputs of shape {sizes}",)
+
+
+def _own_example(source: str, module: nn.Module, *, needed: bool) -> object:
+    """What the network has as its example; None without, and where it fails and is not needed."""
+    own = getattr(module, EXAMPLE_INPUT, None)
+    if not callable(own):
+        return own
+    hint = "it takes nothing and returns inputs [b, …]; --data gives others"
+    try:
+        with user_code(f"{source}: {EXAMPLE_INPUT}() failed", hint):
+            return own()
+    except UsageError:
+        if needed:
+            raise
+        return None
+
+
+def _given(
+    source: str, module: nn.Module, own: object, example: Example
+) -> tuple[Arguments, dict[str, Tensor]]:
+    """The arguments, and the inputs that a user gives: of the network's own types, if it has any.
+
+    Without an example of its own a network of several inputs has one for each of its parameters.
+    """
+    types: dict[str, Tensor | None]
+    if own is not None:
+        form, found = arguments_of(source, module, own)
+        types = {name: _input(source, _called(name, form), each) for name, each in found.items()}
+    else:
+        needed = required(module)
+        several = len(needed) > 1
+        form = Arguments(tuple(needed)) if several else Arguments()
+        types = dict.fromkeys(needed if several else [INPUT])
+    if isinstance(example, str | Path):
+        arrays = named_samples(example, [*types], FEED_INPUTS)
+    else:
+        arrays = by_name(example, [TensorSpec(next(iter(types)), "float32", ("batch",))])
+    inputs = {}
+    for name, known in types.items():
+        if name not in arrays:
+            raise FeedError(
+                f"--data: the input '{name}' is missing",
+                hint=f"{source} takes {', '.join(types)}: an .npz with an array for each",
+            )
+        array = arrays[name]
+        if known is not None and array.dtype.kind in "fbiu":
+            dtype = str(known.dtype).removeprefix("torch.")
+            array = fitted(array, TensorSpec(name, dtype, ("batch", *array.shape[1:])))
+        what = "the example" if form.plain else f"the example's input '{name}'"
+        inputs[name] = _input(source, what, array)
+    return form, inputs
+
+
+def _called(name: str, form: Arguments) -> str:
+    return EXAMPLE_INPUT if form.plain else f"the input '{name}' of {EXAMPLE_INPUT}"
+
+
+def _random(source: str, module: nn.Module, shape: object) -> Tensor:
+    sizes = [shape] if isinstance(shape, int) else shape
+    if not isinstance(sizes, list | tuple) or not all(isinstance(s, int) and s > 0 for s in sizes):
+        said = "" if shape is None else f" ({INPUT_SHAPE}={shape!r} is no list of sizes)"
+        raise UsageError(
+            f"{source}: no input to check the replaced layers with{said}",
+            hint=f"--set {INPUT_SHAPE}=3,224,224 (without the batch), --data with real inputs, or "
+            f"an attribute {EXAMPLE_INPUT} on the network",
+        )
+    needed = required(module)
+    if len(needed) > 1:
+        raise UsageError(
+            f"{source}: its forward takes {', '.join(needed)}, and {INPUT_SHAPE} is of one input",
+            hint=f"--data with an .npz of those arrays, or an attribute {EXAMPLE_INPUT} on the "
+            f"network: {GIVE}",
+        )
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(RANDOM_INPUTS, *sizes, generator=generator)
+
+
+def _input(source: str, what: str, value: object) -> Tensor:
+    """Inputs [b, …] of a user's as a tensor; floats in float32, as the network is converted."""
+    if isinstance(value, np.ndarray):
+        try:
+            value = torch.from_numpy(np.ascontiguousarray(value))
+        except TypeError as error:
+            raise UsageError(
+                f"{source}: {what}: {error}", hint="give an array of numbers"
+            ) from error
+    if not isinstance(value, Tensor):
+        raise UsageError(
+            f"{source}: {what} is a {type(value).__name__}, not a tensor or an array",
+            hint="give a tensor (b, …); what is no tensor belongs to the factory's arguments",
+        )
+    if value.ndim == 0 or value.numel() == 0:
+        raise UsageError(
+            f"{source}: {what} has the shape {list(value.shape)}, which holds no input",
+            hint="give inputs [b, …], one at least",
+        )
+    dtype = str(value.dtype).removeprefix("torch.")
+    if not value.is_floating_point() and dtype not in (*WHOLE, "bool"):
+        raise UsageError(f"{source}: {what} is {dtype}", hint=f"what is served: {SERVED}")
+    return value.detach().float() if value.is_floating_point() else value.detach()
+
+
+def differ(*inputs: Tensor) -> bool:
+    """Whether there are two different inputs among these [b, …], of all that the network takes."""
+    return any(bool((each != each[:1]).any()) for each in inputs)
+
+
+def all_made_up(inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Yields `made_up` of each input at once; one that has no other stays as it is."""
+    choices = [[*made_up(each)] or [each] for each in inputs]
+    for place in range(max(map(len, choices))):
+        yield tuple(choice[min(place, len(choice) - 1)] for choice in choices)
+
+
+def made_up(inputs: Tensor) -> Iterator[Tensor]:
+    """Yields further inputs of the kind of these, which are all equal: the likeliest ones first.
+
+    Floats are random at their mean and scale, 1 where they are constant; then, as other kinds are,
+    drawn from their values. A constant integer is drawn from it and one more, or one less. Each is
+    of their shape, and differs from them.
+    """
+    values = inputs[inputs.isfinite()]
+    if not len(values) or inputs.is_complex():
+        return
+    generator = torch.Generator().manual_seed(0)
+    if inputs.is_floating_point():
+        scale = float(values.double().std(correction=0)) or 1.0
+        normal = torch.randn(inputs.shape, generator=generator, dtype=torch.float64)
+        yield (values.double().mean() + scale * normal).to(inputs.dtype)
+    for choice in _choices(values):
+        for _ in range(DRAWS):
+            drawn = choice[torch.randint(len(choice), inputs.shape, generator=generator)]
+            if differ(torch.cat([inputs, drawn])):
+                yield drawn
+                break
+
+
+def _choices(values: Tensor) -> list[Tensor]:
+    """What may be drawn from, by the values of an example: two different ones in each."""
+    if differ(values):
+        return [values]
+    if values.dtype == torch.bool:
+        return [torch.tensor([False, True])]
+    if values.is_floating_point():
+        return []
+    value, limits = int(values[0]), torch.iinfo(values.dtype)
+    near = [other for other in (value + 1, value - 1) if limits.min <= other <= limits.max]
+    return [torch.tensor([value, other], dtype=values.dtype) for other in near]

@@ -1,0 +1,773 @@
+"""A layer's experts in the user's words, read: lists of maps, stacked tensors, or whole modules."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from ...errors import UsageError
+from ...graphs.layers.base import Matrices
+from ...graphs.layers.expert import Activation, ExpertNorm, NormWeights
+from ..token_routed.layers.experts import Gate
+
+LinearMap = nn.Module | Tensor | tuple[Tensor, Tensor | None]
+"""A linear map: an `nn.Linear` (or a 1×1 convolution), a weight [out, in], or weight and bias."""
+
+Expert = LinearMap | Sequence[LinearMap]
+"""`(first, second)`; `(gate, up, second)`; one map alone; or a module that computes the expert. An
+`nn.LayerNorm` or `nn.RMSNorm` in such a list follows the map that it stands behind."""
+
+PAIRS = "experts=[(e.up, e.down) for e in layer.experts], or (gate, up, down)"
+
+TRANSPOSED = "nn.Linear and lists have [out, in], w1 and w2 [n, in, out]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertForm:
+    """Experts as they were given: what `AroundMaps` says of them, and their weights.
+
+    `w1` and `w2` hold a matrix [in, out] for each expert; with a gate the columns of `w1` and `b1`
+    are as it says. `w2` is None for experts of one map. An `activation` of None is for who asks.
+    """
+
+    w1: Matrices
+    b1: Tensor | None = None
+    w2: Matrices | None = None
+    b2: Tensor | None = None
+    gate: Gate = "none"
+    activation: Activation | None = None
+    hidden_norm: ExpertNorm | None = None
+    out_norm: ExpertNorm | None = None
+    out_activation: Activation = "identity"
+    norms: NormWeights = field(default_factory=NormWeights)
+
+    @property
+    def count(self) -> int:
+        """How many experts there are."""
+        return len(self.w1)
+
+    @property
+    def dim(self) -> int:
+        """The width of what an expert is given."""
+        return int(self.w1[0].shape[0])
+
+    @property
+    def hidden(self) -> int:
+        """The width between two maps, 0 where there is one."""
+        return 0 if self.w2 is None else int(self.w2[0].shape[0])
+
+    @property
+    def out(self) -> int:
+        """The width of what an expert returns."""
+        return int((self.w1 if self.w2 is None else self.w2)[0].shape[1])
+
+    def exchanged(self) -> ExpertForm:
+        """Returns the experts with gate and up exchanged."""
+        return replace(
+            self,
+            w1=tuple(self._other(axis) for axis in self.w1),
+            b1=None if self.b1 is None else self._other(self.b1),
+        )
+
+    def _other(self, columns: Tensor) -> Tensor:
+        if self.gate == "concatenated":
+            return torch.cat(columns.chunk(2, dim=-1)[::-1], dim=-1)
+        return torch.stack([columns[..., 1::2], columns[..., ::2]], dim=-1).flatten(-2)
+
+    def in_halves(self) -> ExpertForm:
+        """Returns the experts with gate before up in the columns of `w1`, copied if need be."""
+        if self.gate != "interleaved":
+            return self
+
+        def halves(columns: Tensor) -> Tensor:
+            return torch.cat([columns[..., ::2], columns[..., 1::2]], dim=-1)
+
+        w1 = torch.stack(tuple(halves(matrices) for matrices in self.w1))
+        b1 = None if self.b1 is None else halves(self.b1)
+        return replace(self, w1=w1, b1=b1, gate="concatenated")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertArguments:
+    """What descriptions take for experts: `experts`, or the stacked `w1`, `b1`, `w2` and `b2`.
+
+    `experts` are n `(first, second)` pairs of `nn.Linear` or weights [out, in], which compute
+    second(act(first(x))); `(gate, up, second)`: second(act(gate(x)) · up(x)); one map alone, which
+    only an `out_activation` may follow; or modules, whose forward is read and tells the rest. An
+    `nn.LayerNorm` or `nn.RMSNorm` behind a map in such a list follows it. Instead of `experts` the
+    stacked `w1` [n, d, h], `b1` [n, h], `w2` [n, h, o] and `b2` [n, o], inputs first, of which `w1`
+    and `w2` may be lists of n matrices, and `w2` may be left out; with a `gate`, `w1` is
+    [n, d, 2h], and its columns `concatenated`, gate before up, or `interleaved`: gate, up, gate, …
+
+    `activation` is `gelu` (exact), `gelu-tanh`, `relu`, `silu`, which is z·sigmoid(alpha·z),
+    `relu2`, max(z, 0)², or `identity`. `out_activation` follows an expert's last map.
+    """
+
+    experts: Sequence[Expert] | nn.ModuleList | None = None
+    w1: Tensor | Sequence[Tensor] | None = None
+    b1: Tensor | None = None
+    w2: Tensor | Sequence[Tensor] | None = None
+    b2: Tensor | None = None
+    gate: Gate | None = None
+    activation: Activation | None = None
+    alpha: float = 1.0
+    out_activation: Activation | None = None
+    read: ExpertForm | None = field(default=None, repr=False)
+    """The experts, where they were read before: nothing else says what they are then."""
+
+    def form(self) -> ExpertForm:
+        """Returns the experts, read; UsageError names the argument and what was expected."""
+        if self.read is not None:
+            return self.read
+        for what, value, choices in (
+            ("activation", self.activation, Activation),
+            ("out_activation", self.out_activation, Activation),
+            ("gate", self.gate, Gate),
+        ):
+            if value is not None:
+                choice(what, value, choices)
+        stacked = self.w1, self.b1, self.w2, self.b2
+        if self.experts is None:
+            form = self._stacked()
+        elif any(weight is not None for weight in stacked):
+            raise UsageError(
+                "the experts are given twice: experts and w1, b1, w2 or b2", hint="give one of them"
+            )
+        else:
+            form = self._listed()
+        activation = form.activation if self.activation is None else self.activation
+        if form.w2 is None and self.activation is not None:
+            raise UsageError(
+                f"activation={self.activation!r} stands between two maps, and an expert has one",
+                hint="out_activation is what follows an expert's last map",
+            )
+        if self.alpha != 1.0 and activation not in (None, "silu"):
+            raise UsageError(
+                f"alpha={self.alpha:g} goes with activation='silu', and activation is "
+                f"{activation!r}",
+                hint="leave it out",
+            )
+        after = form.out_activation if self.out_activation is None else self.out_activation
+        return replace(form, activation=activation, out_activation=after)
+
+    def pointers(self) -> set[int]:
+        """Returns where the experts' weights begin in memory."""
+        return {tensor.data_ptr() for tensor in self.tensors()}
+
+    def with_biases(self, biases: Mapping[int, Tensor]) -> Sequence[Expert] | None:
+        """Returns the experts with the biases of maps that were given as weights alone.
+
+        `biases` are those of a layer by where their weights begin in memory. None without any.
+        """
+        if self.experts is None or not all(isinstance(e, list | tuple) for e in self.experts):
+            return None
+        parts = [part for expert in self.experts for part in several(expert)]
+        if not any(isinstance(part, Tensor) and part.data_ptr() in biases for part in parts):
+            return None
+        return [tuple(_with_bias(part, biases) for part in several(e)) for e in self.experts]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the experts' weights as they were given."""
+        if self.experts is None:
+            for value in (self.w1, self.b1, self.w2, self.b2):
+                if value is not None:
+                    yield from (value,) if isinstance(value, Tensor) else value
+            return
+        for expert in several(self.experts):
+            if isinstance(expert, nn.Module):
+                yield from expert.parameters()
+                continue
+            for part in [expert] if is_weight_and_bias(expert) else several(expert) or [expert]:
+                if isinstance(part, nn.Module):
+                    yield from part.parameters()
+                elif isinstance(part, Tensor):
+                    yield part
+                else:
+                    yield from (value for value in part if value is not None)
+
+    def _stacked(self) -> ExpertForm:
+        """The experts from w1, b1, w2 and b2."""
+        if self.w1 is None:
+            raise UsageError("the experts are not given", hint=f"{PAIRS}; or w1 and w2, stacked")
+        gate: Gate = self.gate or "none"
+        w1 = _matrices("w1", self.w1, "[n, d, h], or with a gate [n, d, 2h]")
+        n, (d, inner) = len(w1), w1[0].shape
+        b1 = vector("b1", self.b1, (n, inner), "as many columns as w1")
+        if self.w2 is None:
+            if gate != "none" or self.b2 is not None:
+                extra = f"gate={gate!r}" if gate != "none" else "b2"
+                raise UsageError(f"{extra} goes with two maps, and w2 is not given")
+            return ExpertForm(w1=w1, b1=b1)
+        w2 = _matrices("w2", self.w2, "[n, h, o]")
+        rows, out = w2[0].shape
+        names = f"w1 {[n, d, inner]}", f"w2 {[len(w2), rows, out]}"
+        _check_hidden(names, gate, inner, (rows, out))
+        if len(w2) != n:
+            raise UsageError(f"w1 is of {n} experts and w2 of {len(w2)}")
+        b2 = vector("b2", self.b2, (n, out), "as many columns as w2")
+        return ExpertForm(w1=w1, b1=b1, w2=w2, b2=b2, gate=gate)
+
+    def _listed(self) -> ExpertForm:
+        """The experts from a list of them; their matrices are views, one per expert."""
+        experts = [_parts(f"experts[{e}]", part) for e, part in enumerate(several(self.experts))]
+        if not experts:
+            raise UsageError(
+                f"experts is a {type(self.experts).__name__} without entries", hint=PAIRS
+            )
+        first = experts[0]
+        for e, part in enumerate(experts):
+            if len(part.maps) != len(first.maps):
+                counts = sorted({len(first.maps), len(part.maps)})
+                raise UsageError(f"some experts have {counts[0]} maps and others {counts[1]}")
+            if part.around != first.around:
+                raise UsageError(
+                    f"experts[{e}] computes something else around its maps than experts[0]",
+                    hint="experts differ in their weights alone: the others belong into forward",
+                )
+        three = len(first.maps) == 3
+        if three and self.gate not in (None, "concatenated"):
+            raise UsageError(f"gate={self.gate!r} and experts of three maps", hint="leave gate out")
+        gate: Gate = "concatenated" if three or first.halves else self.gate or "none"
+        swapped = [_swapped(_joined(part)) if part.up_first else _joined(part) for part in experts]
+        d = swapped[0][0][0].shape[1]
+        inner = swapped[0][0][0].shape[0]
+        for e, maps in enumerate(swapped):
+            what = f"experts[{e}]: its first weight"
+            check_shape(what, maps[0][0], (inner, d), "[out, in], as of the others")
+        w1, b1 = tuple(maps[0][0].T for maps in swapped), _biases([maps[0] for maps in swapped])
+        norms = _norm_weights(experts)
+        form = ExpertForm(
+            w1=w1,
+            b1=b1,
+            gate=gate,
+            activation=first.activation,
+            hidden_norm=first.hidden_norm,
+            out_norm=first.out_norm,
+            out_activation=first.out_activation,
+            norms=norms,
+        )
+        if len(swapped[0]) == 1:
+            if gate != "none":
+                raise UsageError(f"gate={gate!r} goes with two maps, and the experts have one")
+            return form
+        out, columns = swapped[0][1][0].shape
+        names = f"experts[0]: its first weight {[inner, d]}", f"its second {[out, columns]}"
+        _check_hidden(names, gate, inner, (columns, out))
+        for e, maps in enumerate(swapped):
+            what = f"experts[{e}]: its last weight"
+            check_shape(what, maps[1][0], (out, columns), "[out, in], as of the others")
+        w2, b2 = tuple(maps[1][0].T for maps in swapped), _biases([maps[1] for maps in swapped])
+        return replace(form, w2=w2, b2=b2)
+
+
+def _check_hidden(maps: tuple[str, str], gate: Gate, inner: int, second: tuple[int, int]) -> None:
+    """Raises UsageError where a second map [in, out] does not take what the first one gives.
+
+    `maps` are the two in words.
+    """
+    hidden, (rows, out) = inner if gate == "none" else inner // 2, second
+    if rows == hidden and not (gate != "none" and inner % 2):
+        return
+    if gate == "none" and inner == 2 * rows:
+        hint = "gate='concatenated', or 'interleaved', if one half of them gates the other"
+    elif out == hidden:
+        hint = f"the second is transposed (.mT): {TRANSPOSED}"
+    else:
+        hint = f"both are of one expert; {TRANSPOSED}"
+    raise UsageError(
+        f"{maps[0]} gives {hidden} numbers after its activation, and {maps[1]} takes {rows}",
+        hint=hint,
+    )
+
+
+def _matrices(what: str, value: Tensor | Sequence[Tensor], expected: str) -> Matrices:
+    """Stacked matrices, or n of one shape."""
+    if isinstance(value, Tensor):
+        return tensor(what, value, (3,), expected)
+    listed = [
+        tensor(f"{what}[{e}]", matrix, (2,), f"a matrix of {expected}")
+        for e, matrix in enumerate(several(value))
+    ]
+    if not listed or len({matrix.shape for matrix in listed}) > 1:
+        raise UsageError(f"{what} holds {len(listed)} matrices that are not of one shape")
+    return tuple(listed)
+
+
+Map = tuple[Tensor, Tensor | None]
+"""Weight [out, in] and bias [out]."""
+
+
+def _parts(what: str, expert: object) -> ExpertParts:
+    """An expert's maps, and what is around them as far as it says."""
+    if is_weight_and_bias(expert) or isinstance(expert, Tensor) or is_map(expert):
+        return ExpertParts(maps=(linear(what, expert),))
+    if isinstance(expert, nn.Module) and not isinstance(expert, nn.ModuleList):
+        return parts_of(what, expert)
+    maps: list[Map] = []
+    norms: dict[int, nn.Module] = {}
+    listed = several(expert)
+    for i, part in enumerate(listed):
+        if is_norm(part) and maps:
+            norms[len(maps)] = part
+        else:
+            maps.append(linear(f"{what}[{i}]" if len(listed) > 1 else what, part))
+    if not 1 <= len(maps) <= 3:
+        raise UsageError(f"{what} is a {type(expert).__name__}, not (first, second)", hint=PAIRS)
+    last = norms.pop(len(maps), None)
+    inner = norms.pop(1, None) if len(maps) == 2 else None
+    if norms:
+        raise UsageError(
+            f"{what}: a normalisation stands behind one map of a gated pair",
+            hint="a norm follows the first map of two, or the last one",
+        )
+    return ExpertParts(maps=tuple(maps), inner=inner, outer=last)
+
+
+def _joined(parts: ExpertParts) -> tuple[Map, ...]:
+    """The maps of an expert, of three the first two as one, the gate's outputs first."""
+    if len(parts.maps) < 3:
+        return parts.maps
+    gate, up, last = parts.maps
+    if gate[0].shape != up[0].shape:
+        raise UsageError(
+            f"a gated expert's first two weights are {list(gate[0].shape)} and {list(up[0].shape)}",
+            hint="of three maps the first two have one shape, [h, d]",
+        )
+    biases = _biases([gate, up])
+    both = torch.cat([gate[0], up[0]]), None if biases is None else biases.flatten()
+    return both, last
+
+
+def _swapped(maps: tuple[Map, ...]) -> tuple[Map, ...]:
+    """The maps of an expert whose first gives up before the gate, in the order of all others."""
+
+    def other(rows: Tensor) -> Tensor:
+        return torch.cat(rows.chunk(2)[::-1])
+
+    (weight, bias), last = maps
+    return (other(weight), None if bias is None else other(bias)), last
+
+
+def _norm_weights(experts: Sequence[ExpertParts]) -> NormWeights:
+    """The gains and shifts of all experts, stacked."""
+
+    def stacked(which: Literal["inner", "outer"], name: str) -> Tensor | None:
+        weights = [getattr(getattr(expert, which), name, None) for expert in experts]
+        present = [weight.detach().float() for weight in weights if weight is not None]
+        return torch.stack(present) if present else None
+
+    return NormWeights(
+        g1=stacked("inner", "weight"),
+        s1=stacked("inner", "bias"),
+        g2=stacked("outer", "weight"),
+        s2=stacked("outer", "bias"),
+    )
+
+
+def is_weight_and_bias(value: object) -> bool:
+    """Whether this is one map: a matrix with a vector, where two matrices are two maps."""
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[0], Tensor)
+        and value[0].ndim > 1
+        and (value[1] is None or (isinstance(value[1], Tensor) and value[1].ndim == 1))
+    )
+
+
+def linear(what: str, value: object) -> Map:
+    """Weight and bias of a linear layer or a 1×1 convolution, or as they were given."""
+    pair: Any = value
+    if isinstance(value, nn.Module):
+        pair = getattr(value, "weight", None), getattr(value, "bias", None)
+    elif isinstance(value, Tensor):
+        pair = value, None
+    if not is_weight_and_bias(pair) or any(size != 1 for size in pair[0].shape[2:]):
+        shown = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+        raise UsageError(
+            f"{what} is a {type(value).__name__}{shown}, not a linear map",
+            hint="give an nn.Linear, its weight [out, in], or (weight, bias)",
+        )
+    weight = tensor(what, pair[0], (2, 3, 4, 5), "[out, in]").flatten(1)
+    return weight, vector(f"{what}'s bias", pair[1], (weight.shape[0],))
+
+
+def _biases(maps: list[Map]) -> Tensor | None:
+    """The biases stacked, [n, out]; None where no map has one."""
+    if all(bias is None for _, bias in maps):
+        return None
+    return torch.stack([w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in maps])
+
+
+def _with_bias(part: LinearMap, biases: Mapping[int, Tensor]) -> LinearMap:
+    bias = biases.get(part.data_ptr()) if isinstance(part, Tensor) else None
+    return part if bias is None else (part, bias)  # type: ignore[return-value]
+
+
+def several(value: object) -> list[Any]:
+    """The entries of a list, of PyTorch's own kinds too; empty for what is none."""
+    is_list = isinstance(value, list | tuple | nn.ModuleList | nn.ParameterList)
+    return list(value) if is_list else []  # type: ignore[call-overload]
+
+
+def tensor(what: str, value: object, ranks: tuple[int, ...] | None, expected: str) -> Tensor:
+    """A tensor of one of these ranks, detached, in float32."""
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{what} is a {type(value).__name__}, not a tensor {expected}".rstrip())
+    if ranks is not None and value.ndim not in ranks:
+        raise UsageError(f"{what} has the shape {list(value.shape)}, expected {expected}")
+    return value.detach().to(torch.float32)
+
+
+def vector(
+    what: str,
+    value: Tensor | None,
+    expected: tuple[int, ...],
+    why: str = "a number per channel",
+) -> Tensor | None:
+    if value is None:
+        return None
+    checked = tensor(what, value, None, str(list(expected)))
+    check_shape(what, checked, expected, why)
+    return checked
+
+
+def check_shape(what: str, value: Tensor, expected: tuple[int, ...], why: str) -> None:
+    if tuple(value.shape) != expected:
+        raise UsageError(
+            f"{what} has the shape {list(value.shape)}, expected {list(expected)}: {why}"
+        )
+
+
+def choice(what: str, value: object, choices: Any) -> None:
+    if value not in get_args(choices):
+        listed = ", ".join(map(repr, get_args(choices)))
+        raise UsageError(f"{what}={value!r} is not one of {listed}")
+
+
+# --- an expert that is a module: its forward, traced, and read as maps ---
+
+READ = (
+    "an expert is one linear map, two, or (gate, up, down), with activations, nn.LayerNorm or "
+    "nn.RMSNorm between and after them"
+)
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParts:
+    """What one expert is made of: weights [out, in] with biases, norms, and activations.
+
+    Of three maps the first is the gate's. `halves`: the first of two maps gives gate and up, or
+    with `up_first` up and gate. `inner` follows the first map of two, `outer` the last one.
+    An `activation` of None was not said.
+    """
+
+    maps: tuple[tuple[Tensor, Tensor | None], ...]
+    inner: nn.Module | None = None
+    outer: nn.Module | None = None
+    activation: Activation | None = None
+    out_activation: Activation = "identity"
+    halves: bool = False
+    up_first: bool = False
+
+    @property
+    def hidden_norm(self) -> ExpertNorm | None:
+        """What follows the first map of two."""
+        return None if self.inner is None else _norm(self.inner)
+
+    @property
+    def out_norm(self) -> ExpertNorm | None:
+        """What follows the last map."""
+        return None if self.outer is None else _norm(self.outer)
+
+    @property
+    def around(self) -> tuple[object, ...]:
+        """All but the weights: the same for experts of one layer."""
+        norms = [
+            (_norm(norm), norm.weight is None, getattr(norm, "bias", None) is None)
+            for norm in (self.inner, self.outer)
+            if norm is not None
+        ]
+        flags = (self.inner is None, self.halves, self.up_first)
+        return (*flags, self.activation, self.out_activation, *norms)
+
+
+def is_map(module: object) -> bool:
+    """Whether a module is a linear map: a weight, and a bias or none."""
+    if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return True
+    if not isinstance(module, nn.Module) or is_norm(module) or any(True for _ in module.children()):
+        return False
+    weight = getattr(module, "weight", None)
+    names = {name for name, _ in module.named_parameters()}
+    return isinstance(weight, Tensor) and weight.ndim > 1 and names <= {"weight", "bias"}
+
+
+def is_norm(module: object) -> bool:
+    """Whether a module is a normalisation over channels that an expert may hold."""
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm)
+
+
+def _norm(module: nn.Module) -> ExpertNorm:
+    if isinstance(module, nn.LayerNorm):
+        return ExpertNorm("layernorm", module.eps)
+    assert isinstance(module, nn.RMSNorm)
+    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+    return ExpertNorm("rmsnorm", eps)
+
+
+def parts_of(what: str, module: nn.Module) -> ExpertParts:
+    """Returns what the forward of a module computes; UsageError names what was not recognised."""
+    name = f"{what} ({type(module).__name__})"
+    try:
+        graph = fx.symbolic_trace(module.eval())
+    except Exception as error:  # the user's code may do anything
+        raise UsageError(
+            f"{name}: its forward cannot be read: {type(error).__name__}: {error}",
+            hint=f"give its maps: [(e.up, e.down) for e in layer.experts]; {READ}",
+        ) from error
+    known: dict[fx.Node, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            value = known.get(node.args[0])
+            if isinstance(value, _Value) and value.at != "input":
+                return value.parts()
+            raise UsageError(f"{name}: its forward returns no expert's output", hint=READ)
+        try:
+            known[node] = _value(graph, node, known)
+        except _UnknownStepError as error:
+            raise UsageError(
+                f"{name}: its forward has a step that is none of an expert's: {error}",
+                hint=f"{READ}; what an expert does besides belongs into forward",
+            ) from error
+    raise AssertionError("a graph has an output")
+
+
+class _UnknownStepError(Exception):
+    """A step of a forward that no expert here has, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Value:
+    """A value of an expert's forward: the maps before it, and where it is among them.
+
+    `half` is which part of the first map's output it is. A `sigmoid` is a SiLU's, if it meets what
+    it is of.
+    """
+
+    at: Literal["input", "first", "hidden", "last", "after"] = "input"
+    maps: tuple[tuple[Tensor, Tensor | None], ...] = ()
+    inner: nn.Module | None = None
+    outer: nn.Module | None = None
+    activation: Activation | None = None
+    out_activation: Activation = "identity"
+    half: int | None = None
+    up_first: bool = False
+    halves: bool = False
+    sigmoid: bool = False
+
+    def parts(self) -> ExpertParts:
+        """Returns this as the output of an expert."""
+        one = len(self.maps) == 1
+        if self.half is not None or self.sigmoid or (not one and self.at not in ("last", "after")):
+            raise UsageError("an expert's forward ends before its last map", hint=READ)
+        return ExpertParts(
+            maps=self.maps,
+            inner=None if one else self.inner,
+            outer=self.inner if one else self.outer,
+            activation=None if one else self.activation,
+            out_activation=(self.activation or "identity") if one else self.out_activation,
+            halves=self.halves,
+            up_first=self.up_first,
+        )
+
+    def mapped(self, weight: Tensor, bias: Tensor | None) -> _Value:
+        """Returns what a linear map makes of this."""
+        if self.at == "input":
+            return replace(self, at="first", maps=((weight, bias),))
+        if self.at in ("first", "hidden") and self.half is None and not self.sigmoid:
+            activation = self.activation or "identity"
+            maps = (*self.maps, (weight, bias))
+            return replace(self, at="last", maps=maps, activation=activation)
+        raise _UnknownStepError("a further linear map")
+
+    def activated(self, activation: Activation) -> _Value:
+        """Returns what an activation makes of this."""
+        if self.at == "first":
+            return replace(self, at="hidden", activation=activation)
+        if self.at == "last":
+            return replace(self, at="after", out_activation=activation)
+        raise _UnknownStepError(f"{activation} of what is no map's output")
+
+    def normalised(self, norm: nn.Module) -> _Value:
+        """Returns what a normalisation makes of this."""
+        if self.at == "first" and self.inner is None and self.half is None:
+            return replace(self, inner=norm)
+        if self.at == "last" and self.outer is None:
+            return replace(self, outer=norm)
+        raise _UnknownStepError(f"a {type(norm).__name__} of what is no map's output")
+
+    def squared(self) -> _Value:
+        """Returns the square of a ReLU."""
+        if self.at == "hidden" and self.activation == "relu":
+            return replace(self, activation="relu2")
+        if self.at == "after" and self.out_activation == "relu":
+            return replace(self, out_activation="relu2")
+        raise _UnknownStepError("a square of what is no ReLU")
+
+    def times(self, other: _Value) -> _Value:
+        """Returns the product of two values: a gate's, or a SiLU's."""
+        for gate, up in ((self, other), (other, self)):
+            if gate.sigmoid and gate.maps is up.maps and gate.half == up.half:
+                return up.activated("silu")
+            if gate.at != "hidden" or up.at != "first" or gate.sigmoid or gate.inner is not None:
+                continue
+            if gate.half is not None and up.half == 1 - gate.half and gate.maps is up.maps:
+                return replace(gate, half=None, halves=True, up_first=gate.half == 1)
+            if gate.half is None and up.half is None and len(gate.maps) == len(up.maps) == 1:
+                return replace(gate, maps=(*gate.maps, *up.maps))
+        raise _UnknownStepError("a product that is no gate's")
+
+
+_ACTIVATIONS: Mapping[object, Activation] = MappingProxyType(
+    {
+        nn.ReLU: "relu",
+        nn.SiLU: "silu",
+        F.relu: "relu",
+        torch.relu: "relu",
+        F.silu: "silu",
+        "relu": "relu",
+        "relu_": "relu",
+    }
+)
+
+_NOTHING = ("contiguous", "float", "clone")
+_DROPOUTS = (nn.Dropout, nn.Identity)
+
+
+def _value(graph: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+    """What a node computes, as far as an expert may."""
+    args = [known.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
+    first = args[0] if args else None
+    if node.op == "placeholder":
+        if first is not None or node.args:
+            return first
+        return _Value()
+    if not isinstance(first, _Value):
+        value = _of_weights(graph, node, args)
+        if value is not None:
+            return value
+        raise _UnknownStepError(node.format_node() or str(node))
+    if node.op == "call_module":
+        return _of_module(graph.get_submodule(str(node.target)), first)
+    return _of_function(node, first, args)
+
+
+def _of_weights(graph: fx.GraphModule, node: fx.Node, args: list[Any]) -> Any:
+    """What a node makes of parameters, or of a pair of halves; None for what is nothing known."""
+    if node.op == "get_attr":
+        owner: Any = graph
+        for part in str(node.target).split("."):
+            owner = getattr(owner, part)
+        return owner
+    first = args[0] if args else None
+    turned = node.target in ("t", "transpose") or (
+        node.target is getattr and args[1] in ("T", "mT")
+    )
+    if isinstance(first, Tensor) and turned:
+        return first.mT
+    if isinstance(first, tuple) and node.target is operator.getitem:
+        return first[int(args[1])]
+    return None
+
+
+def _of_module(module: nn.Module, x: _Value) -> _Value:
+    if is_map(module):
+        weight, bias = module.weight, module.bias
+        if isinstance(module, _CONVOLUTIONS) and any(size != 1 for size in module.kernel_size):
+            raise _UnknownStepError(f"{module}")
+        assert isinstance(weight, Tensor)
+        return x.mapped(weight.flatten(1), bias if isinstance(bias, Tensor) else None)
+    if is_norm(module):
+        return x.normalised(module)
+    if isinstance(module, _DROPOUTS):
+        return x
+    if isinstance(module, nn.GELU):
+        return x.activated("gelu" if module.approximate == "none" else "gelu-tanh")
+    if type(module) in _ACTIVATIONS:
+        return x.activated(_ACTIVATIONS[type(module)])
+    raise _UnknownStepError(f"a {type(module).__name__}")
+
+
+def _of_function(node: fx.Node, x: _Value, args: list[Any]) -> Any:
+    target: Any = node.target
+    second = args[1] if len(args) > 1 else None
+    if isinstance(second, Tensor):
+        value = _of_parameters(node, x, args)
+        if value is not None:
+            return value
+    if target in _ACTIVATIONS or target is F.gelu:
+        tanh = node.kwargs.get("approximate", second) == "tanh"
+        gelu: Activation = "gelu-tanh" if tanh else "gelu"
+        return x.activated(_ACTIVATIONS.get(target, gelu))
+    if target in (operator.mul, torch.mul, "mul", "mul_") and isinstance(second, _Value):
+        return x.times(second)
+    if target in (torch.sigmoid, F.sigmoid, "sigmoid") and x.at in ("first", "last"):
+        return replace(x, sigmoid=True, at="hidden" if x.at == "first" else "after")
+    squares = target in (torch.square, "square")
+    squares |= target in (pow, operator.pow, torch.pow, "pow") and second == 2
+    if squares or target is F.dropout or target in _NOTHING:
+        return x.squared() if squares else x
+    return _halves(x, target, args)
+
+
+def _halves(x: _Value, target: Any, args: list[Any]) -> tuple[_Value, _Value]:
+    """The two halves of a first map's output: the last that a function may do to a value."""
+    if target in (torch.chunk, "chunk") and args[1] == 2 and x.at == "first":
+        return replace(x, half=0), replace(x, half=1)
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    raise _UnknownStepError(f"{name} of {' and '.join(map(_shown, args))}")
+
+
+def _of_parameters(node: fx.Node, x: _Value, args: list[Any]) -> _Value | None:
+    """What a function makes of a value and a parameter, where that is a map or a bias."""
+    target: Any = node.target
+    parameter: Tensor = args[1]
+    if target is F.linear:
+        bias = args[2] if len(args) > 2 else node.kwargs.get("bias")
+        return x.mapped(parameter, bias if isinstance(bias, Tensor) else None)
+    if target in (operator.matmul, torch.matmul, "matmul"):
+        return x.mapped(parameter.mT, None)
+    if target in (operator.add, torch.add, "add"):
+        return _biased(x, parameter)
+    return None
+
+
+def _biased(x: _Value, bias: Tensor) -> _Value:
+    if x.at in ("first", "last") and bias.ndim == 1 and x.maps[-1][1] is None:
+        return replace(x, maps=(*x.maps[:-1], (x.maps[-1][0], bias)))
+    raise _UnknownStepError("a sum that is no bias")
+
+
+_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "input": "the expert's input",
+        "first": "the first map's output",
+        "hidden": "what is between the maps",
+        "last": "the last map's output",
+        "after": "what follows the last map",
+    }
+)
+
+
+def _shown(value: object) -> str:
+    return _WORDS[value.at] if isinstance(value, _Value) else str(value)

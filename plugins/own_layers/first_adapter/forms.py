@@ -1,0 +1,512 @@
+"""What adapters may look like around a reading of the experts, as text, and what they give.
+
+A text is run as a user's would be. What is cheap to know beforehand is looked at first: for experts
+that a router chooses, whether some weights of theirs give y at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....common.console import Progress
+from ....errors import MoexportError
+from ...token_routed.own_forward import result_of
+from ..calls import LayerCall
+from ..comparison import result_of_code, surroundings
+from ..descriptions import Description, SoftMoEDescription
+from ..expert_forms import is_norm
+from ..mismatch import difference
+from .readings import ExpertsReading, code_of, further_inputs
+from .start import joined
+
+USERS_CODE = (MoexportError, RuntimeError, AttributeError, TypeError, ValueError, LookupError)
+"""What a guess may fail with: it is none of this layer then."""
+
+ClampBounds = tuple[float | None, float | None]
+"""The bounds of a clamp."""
+
+
+def distance(expected: Tensor, actual: Tensor | None) -> float:
+    """How far off a result is, in the input where that is most; infinite where it is none."""
+    if actual is None or actual.shape != expected.shape:
+        return inf
+    return max(difference(a, b) for a, b in zip(expected, actual, strict=True))
+
+
+SAID_EVERY = 50
+"""So many forms are tried between two lines that say so."""
+
+
+class FormCount:
+    """How many forms were tried of one reading, and how near the nearest is."""
+
+    def __init__(self, progress: Progress, what: str) -> None:
+        self.forms, self.nearest = 0, inf
+        self._progress, self._what = progress, what
+        self.say("its forward is read")
+
+    def say(self, doing: str) -> None:
+        """Says what is done now."""
+        self._progress.step(f"{self._what}: {doing}")
+
+    def add(self, off: float = inf) -> None:
+        """Counts a form, which is this far off."""
+        self.forms += 1
+        self.nearest = min(self.nearest, off)
+        if self.forms % SAID_EVERY == 0:
+            self.say(f"{self.forms} forms")
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A layer, a reading of its experts, and a call of it that adapters are compared with."""
+
+    layer: nn.Module
+    reading: ExpertsReading
+    call: LayerCall
+    source: str
+    count: FormCount
+
+    @property
+    def further(self) -> dict[str, Tensor]:
+        """What the layer is given after its tokens, by name."""
+        return dict(zip(further_inputs(self.layer), self.call.further, strict=False))
+
+    def described(self, body: str) -> Description | None:
+        """Returns what the text of an adapter returns; None where it does not run."""
+        import moexport
+
+        known: dict[str, Any] = {"moexport": moexport, "torch": torch, "F": nn.functional}
+        try:
+            exec(f"def adapt(layer):\n{joined(body.splitlines())}", known)
+            described: Description = known["adapt"](self.layer)
+        except USERS_CODE:
+            return None
+        return described
+
+    def result(self, description: Description | None, call: LayerCall) -> Tensor | None:
+        """Returns what a description gives for a call; None where it does not run."""
+        if description is None:
+            return None
+        with torch.no_grad():
+            try:
+                if isinstance(description, SoftMoEDescription):
+                    ours = surroundings(description, call)(description.build(""))
+                    return result_of(ours(call.x))
+                return result_of_code(description, call, self.source)[1]
+            except USERS_CODE:
+                return None
+
+    def off(self, body: str) -> float:
+        """How far off a text is from what the layer gives; infinite where it does not run."""
+        return distance(self.call.y, self.result(self.described(body), self.call))
+
+    @property
+    def others(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are none of the experts', by the code that reads them."""
+        return [
+            (code_of(self.layer, name), p)
+            for name, p in self.layer.named_parameters()
+            if id(p) not in self.reading.own
+        ]
+
+    @property
+    def norms(self) -> list[str]:
+        """The normalisations of tokens outside of the experts, as code."""
+        return [
+            code_of(self.layer, name)
+            for name, module in self.layer.named_modules()
+            if is_norm(module)
+            and tuple(module.normalized_shape) == (self.reading.dim,)
+            and not any(id(p) in self.reading.own for p in module.parameters())
+        ]
+
+    @property
+    def masks(self) -> list[str]:
+        """What is True at tokens that do not count, as code."""
+        named = self.further.items()
+        return [turn + n for n, v in named if v.dtype == torch.bool for turn in ("~", "")]
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers that the layer and its parts hold, by the code that reads them."""
+        found: dict[str, float] = {}
+        for path, module in self.layer.named_modules():
+            own = any(id(p) in self.reading.own for p in module.parameters())
+            if path and own:
+                continue
+            code = code_of(self.layer, path)
+            for name, value in vars(module).items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    found.setdefault(f"{code}.{name}", float(value))
+        found |= {code: float(p) for code, p in self.others if p.numel() == 1}
+        return found
+
+    def text(self, lines: Sequence[str], activation: str = "", k: str = "") -> str:
+        """Returns the text of experts with a forward of these lines."""
+        names = ", ".join(["experts", "x", *self.further, *([f"k={k}"] if k else [])])
+        more = [f"activation={activation!r}"] if activation and not self.reading.listed else []
+        call = call_text("moexport.Experts", [self.reading.keywords, *more, "forward=forward"])
+        return "\n".join([f"def forward({names}):", joined(lines), "", call])
+
+
+def call_text(name: str, options: Sequence[str]) -> str:
+    """A return of a call, on several lines where it is long."""
+    one = f"return {name}({', '.join(options)})"
+    if len(one) <= 90:
+        return one
+    return "\n".join([f"return {name}(", *(f"    {option}," for option in options), ")"])
+
+
+def clamped(code: str, limit: ClampBounds | None) -> str:
+    """Code with a clamp behind it."""
+    if limit is None:
+        return code
+    low, high = limit
+    bounds = [f"min={low:g}"] if low is not None else []
+    bounds += [f"max={high:g}"] if high is not None else []
+    return f"{code}.clamp({', '.join(bounds)})"
+
+
+# --- experts that a router chooses ----------------------------------------------------------------
+
+FORMS = (
+    "w = {logits}.softmax(dim=-1)\nexperts(x, weights=w)",
+    "w, index = {logits}.softmax(dim=-1).topk({k}, dim=-1)\n"
+    "w = w / w.sum(dim=-1, keepdim=True)\nexperts(x, index, w)",
+    "w, index = {logits}.topk({k}, dim=-1)\nexperts(x, index, w.softmax(dim=-1))",
+    "w, index = {logits}.softmax(dim=-1).topk({k}, dim=-1)\nexperts(x, index, w)",
+    "w, index = {logits}.sigmoid().topk({k}, dim=-1)\nexperts(x, index, w)",
+    "w, index = {logits}.sigmoid().topk({k}, dim=-1)\n"
+    "w = w / w.sum(dim=-1, keepdim=True)\nexperts(x, index, w)",
+    "w = {logits}.sigmoid()\nexperts(x, weights=w)",
+    "w = {logits}.relu()\nexperts(x, weights=w)",
+    "w, index = {logits}.topk({k}, dim=-1)\nexperts(x, index, w)",
+)
+"""Ways to choose experts by logits: all of them, or k."""
+
+CORRECTED = (
+    "scores = {logits}.{squash}\nindex = (scores + {bias}).topk({k}, dim=-1).indices\n"
+    "w = scores.gather(-1, index)\nexperts(x, index, w)",
+    "scores = {logits}.{squash}\nindex = (scores + {bias}).topk({k}, dim=-1).indices\n"
+    "w = scores.gather(-1, index)\nw = w / w.sum(dim=-1, keepdim=True)\nexperts(x, index, w)",
+)
+"""Ways with a bias that decides the choice and is in no weight."""
+
+SHARED_ACTIVATIONS = ("F.gelu", "F.relu", "F.silu")
+
+MOST_ADDED = 200
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedForm:
+    """One way to compute a layer whose router chooses experts, as code."""
+
+    gate: str
+    form: str
+    norm: str = ""
+    added: str = ""
+    scale: str = ""
+    mask: str = ""
+    k: str = ""
+    activation: str = ""
+    limits: tuple[tuple[str, ClampBounds], ...] = ()
+
+    def lines(self) -> list[str]:
+        """Returns the lines of the forward."""
+        limits = dict(self.limits)
+        h = "h" if self.norm else "x"
+        lines = [f"x = {clamped('x', limits['x'])}"] if "x" in limits else []
+        lines += [f"h = {self.norm}(x)"] if self.norm else []
+        logits = clamped(self.gate.format(x=h), limits.get("logits"))
+        *steps, last = self.form.format(logits=logits, k="k").splitlines()
+        lines += steps
+        if "weights" in limits:
+            lines.append(f"w = {clamped('w', limits['weights'])}")
+        bank = last.replace("(x,", f"({h},")
+        bank = f"{self.scale} * {bank}" if self.scale else bank
+        y = f"{self.added.format(h=h)} + {bank}" if self.added else bank
+        if "y" in limits:
+            y = clamped(f"({y})", limits["y"])
+        if self.mask:
+            return [*lines, f"y = {y}", f"return y.masked_fill({self.mask}[..., None], 0)"]
+        return [*lines, f"return {y}"]
+
+    def limited(self, limit: ClampBounds) -> Iterator[RoutedForm]:
+        """Yields the form with a clamp at each place where a layer may have one."""
+        for where in ("logits", "y", "x", "weights"):
+            if where not in dict(self.limits):
+                yield replace(self, limits=(*self.limits, (where, limit)))
+
+
+class RoutedForms:
+    """The forms of a guess in which a router chooses experts for tokens."""
+
+    def __init__(self, guess: Guess) -> None:
+        self.guess = guess
+        self.right_experts = False
+        """Whether some weights of the experts give y, whatever makes them."""
+        self._known: dict[str, Any] = {"layer": guess.layer, "torch": torch, "F": nn.functional}
+        self._known |= {"x": guess.call.x} | guess.further
+
+    @property
+    def fits(self) -> bool:
+        """Whether the layer takes tokens of the experts' width, and returns as many."""
+        x, y = self.guess.call.x, self.guess.call.y
+        return (
+            x.ndim <= 3 and x.shape[-1] == self.guess.reading.dim and y.shape[:-1] == x.shape[:-1]
+        )
+
+    def text(self, form: RoutedForm) -> str:
+        """Returns the text of a form."""
+        return self.guess.text(form.lines(), form.activation, form.k)
+
+    @torch.no_grad()
+    def matching(self) -> Iterator[RoutedForm]:
+        """Yields the forms that give y, the simplest first."""
+        guess = self.guess
+        x, y = guess.call.x, guess.call.y
+        if not self.fits:
+            return
+        masks = [m for m in ("", *guess.masks) if not m or not y[self._value(m)].any()]
+        for norm in ("", *guess.norms):
+            h = self._value(f"{norm}(x)") if norm else x
+            if h is None:
+                continue
+            self._known["h"] = h
+            added = self._addends("h" if norm else "x")
+            for activation in self._activations():
+                outputs = self._outputs(h, activation)
+                if outputs is None or outputs.shape[:-2] != y.shape[:-1]:
+                    continue
+                if outputs.shape[-1] != y.shape[-1]:
+                    continue
+                for mask in masks:
+                    rows = torch.ones(y.shape[:-1], dtype=torch.bool)
+                    rows = rows & ~self._value(mask) if mask else rows
+                    targets = [(code, (y - part)[rows]) for code, part in added]
+                    self.right_experts |= any(_spanned(t, outputs[rows]) for _, t in targets)
+                    plain = RoutedForm("", "", norm, mask=mask, activation=activation)
+                    yield from self._with_weights(plain, outputs[rows], targets, rows)
+
+    def _with_weights(
+        self,
+        plain: RoutedForm,
+        outputs: Tensor,
+        targets: Sequence[tuple[str, Tensor]],
+        rows: Tensor,
+    ) -> Iterator[RoutedForm]:
+        """Yields the forms by the gate, how it chooses, and k."""
+        guess = self.guess
+        h, largest = "h" if plain.norm else "x", float(guess.call.y.abs().max())
+        numbers = guess.numbers()
+        for gate in self._gates():
+            for form, k in itertools.product(self._forms(), self._ks()):
+                if ("{k}" in form) != bool(k):
+                    continue
+                weights = self._weights(gate.format(x=h), form, k)
+                if weights is None or weights.shape[:-1] != rows.shape:
+                    continue
+                guess.count.add()
+                ours = torch.einsum("tn,tno->to", weights[rows], outputs)
+                square = float((ours * ours).sum())
+                for added, target in targets:
+                    ratio = float((target * ours).sum()) / square if square else 1.0
+                    ratio = 1.0 if abs(ratio - 1) < 1e-4 else ratio
+                    off = float((target - ratio * ours).abs().max()) / largest
+                    guess.count.nearest = min(guess.count.nearest, off)
+                    if not off <= 1e-4:
+                        continue
+                    for scale in _named(ratio, numbers):
+                        yield replace(plain, gate=gate, form=form, added=added, scale=scale, k=k)
+
+    def _value(self, code: str) -> Any:
+        """What code gives with the layer and its inputs; None where it does not run."""
+        try:
+            return eval(code, self._known)
+        except USERS_CODE:
+            return None
+
+    def _weights(self, gate: str, form: str, k: str) -> Tensor | None:
+        """The weights [..., n] of all experts that a way to choose gives."""
+        *steps, last = form.format(logits=gate, k=k).splitlines()
+        known = dict(self._known)
+        try:
+            exec("\n".join(steps), known)
+            w = eval("w.softmax(dim=-1)" if "w.softmax" in last else "w", known)
+        except USERS_CODE:
+            return None
+        if "index" not in last:
+            return w if isinstance(w, Tensor) and w.shape[-1] == self.guess.reading.count else None
+        index = known["index"]
+        dense = w.new_zeros(*w.shape[:-1], self.guess.reading.count)
+        return dense.scatter(-1, index, w) if w.shape == index.shape else None
+
+    def _outputs(self, h: Tensor, activation: str) -> Tensor | None:
+        """What every expert gives for the tokens, [..., n, o]."""
+        from ..descriptions import ExpertsDescription
+
+        more: dict[str, Any] = {"activation": activation} if activation else {}
+        try:
+            bank = ExpertsDescription(**self.guess.reading.arguments, **more).build("")
+            return torch.stack([bank.expert(i, h) for i in range(bank.spec.experts)], dim=-2)
+        except USERS_CODE:
+            return None
+
+    def _activations(self) -> Sequence[str]:
+        return [""] if self.guess.reading.listed else ["silu", "gelu", "relu", "relu2", "gelu-tanh"]
+
+    def _forms(self) -> Iterator[str]:
+        yield from FORMS
+        n = self.guess.reading.count
+        layer = self.guess.layer
+        held = [*self.guess.others]
+        held += [(code_of(layer, name), b) for name, b in layer.named_buffers()]  # type: ignore[misc]
+        for bias, tensor in held:
+            if tuple(tensor.shape) == (n,) and tensor.is_floating_point():
+                for form, squash in itertools.product(CORRECTED, ("sigmoid()", "softmax(dim=-1)")):
+                    yield form.replace("{bias}", bias).replace("{squash}", squash)
+
+    def _gates(self) -> Iterator[str]:
+        """Yields a router's logits as code, of `{x}` or of a further input, and divided."""
+        plain = list(self._plain_gates())
+        yield from plain
+        numbers = {c: v for c, v in self.guess.numbers().items() if v not in (0.0, 1.0) and v > 0}
+        for gate, code in itertools.product(plain, numbers):
+            yield f"({gate} / {code})"
+            yield f"({gate} * {code})"
+
+    def _plain_gates(self) -> Iterator[str]:
+        guess = self.guess
+        d, n, x = guess.reading.dim, guess.reading.count, guess.call.x
+        seen = ["{x}", *(f"{norm}(x)" for norm in guess.norms)]
+        for name, value in guess.further.items():
+            if value.shape == (*x.shape[:-1], n):
+                yield name
+            elif value.shape == x.shape and value.is_floating_point():
+                seen.append(name)
+            elif value.shape == (len(x), d):
+                seen.append(f"{name}.unsqueeze(1).expand_as(x)")
+        maps: list[str] = []
+        for path, module in guess.layer.named_modules():
+            if any(id(p) in guess.reading.own for p in module.parameters()) or not path:
+                continue
+            if isinstance(module, nn.Linear) and module.weight.shape == (n, d):
+                yield from (f"{code_of(guess.layer, path)}({value})" for value in seen)
+                maps.append(path)
+            elif not isinstance(module, nn.Linear) and self._gives_logits(module, x, n):
+                maps.append(path)
+                yield from (f"{code_of(guess.layer, path)}({value})" for value in seen)
+        inside = {id(p) for path in maps for p in guess.layer.get_submodule(path).parameters()}
+        for (matrix, p), given in itertools.product(guess.others, seen):
+            if id(p) in inside:
+                continue
+            if p.shape == (d, n):
+                yield f"({given} @ {matrix})"
+            if p.shape == (n, d):
+                yield f"({given} @ {matrix}.T)"
+
+    @staticmethod
+    def _gives_logits(module: nn.Module, x: Tensor, n: int) -> bool:
+        """Whether a module makes a number for each expert of tokens: a router of several maps."""
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) or not [*module.parameters()]:
+            return False
+        try:
+            logits = module(x)
+        except Exception:  # noqa: BLE001  a module may want anything
+            return False
+        return isinstance(logits, Tensor) and logits.shape == (*x.shape[:-1], n)
+
+    def _ks(self) -> list[str]:
+        """The numbers that may be k, as code, and none."""
+        n, numbers = self.guess.reading.count, self.guess.numbers()
+        held = [code for code, value in numbers.items() if value.is_integer() and 0 < value < n]
+        return ["", *held, *(str(k) for k in range(1, min(n, 5)) if not held)]
+
+    def _addends(self, h: str) -> list[tuple[str, Tensor]]:
+        """What may be added to the experts' sum, as code, and what it is for the call."""
+        guess, zero = self.guess, torch.zeros_like(self.guess.call.y)
+        parts = [*self._shared_modules(), *self._shared_maps()]
+        gates = [
+            f"{code_of(guess.layer, path)}({{h}}).sigmoid()"
+            for path, module in guess.layer.named_modules()
+            if isinstance(module, nn.Linear) and module.weight.shape[0] == 1
+        ]
+        out = guess.call.y.shape[-1]
+        biases = [code for code, p in guess.others if tuple(p.shape) == (out,)]
+        codes = ["", "x", *parts, *biases]
+        codes += [f"{gate} * {part}" for gate, part in itertools.product(gates, parts)]
+        codes += [f"x + {code}" for code in codes[2:]]
+        codes += [f"{one} + {other}" for one, other in itertools.combinations(parts, 2)]
+        found = []
+        for code in codes[:MOST_ADDED]:
+            value = self._value(code.format(h=h)) if code else zero
+            if isinstance(value, Tensor) and value.is_floating_point():
+                try:
+                    value = value.expand_as(zero)
+                except RuntimeError:
+                    continue
+                found.append((code, value))
+        return found
+
+    def _shared_modules(self) -> Iterator[str]:
+        """Modules of their own that may be shared experts, and lists of them, of `{h}`."""
+        guess = self.guess
+        inside: list[str] = []
+        for path, module in guess.layer.named_modules():
+            if not path or any(path.startswith(f"{outer}.") for outer in inside):
+                continue
+            parameters = [*module.parameters()]
+            if is_norm(module) or not parameters:
+                continue
+            if any(id(p) in guess.reading.own for p in parameters):
+                continue
+            code = code_of(guess.layer, path)
+            if isinstance(module, nn.ModuleList):
+                yield f"sum(f({{h}}) for f in {code})"
+            elif isinstance(module, nn.ModuleDict):
+                yield f"sum(f({{h}}) for f in {code}.values())"
+            else:
+                if not isinstance(module, nn.Linear):
+                    inside.append(path)
+                yield f"{code}({{h}})"
+
+    def _shared_maps(self) -> Iterator[str]:
+        """Shared experts that are two or three maps of the layer itself, of `{h}`."""
+        guess, d, out = self.guess, self.guess.reading.dim, self.guess.call.y.shape[-1]
+        maps = [
+            (code_of(guess.layer, path), *module.weight.shape)
+            for path, module in guess.layer.named_modules()
+            if isinstance(module, nn.Linear)
+            and not any(id(p) in guess.reading.own for p in module.parameters())
+        ]
+        ups = [(code, rows) for code, rows, columns in maps if columns == d and rows > 1]
+        for (down, rows, columns), act in itertools.product(maps, SHARED_ACTIVATIONS):
+            fitting = [code for code, width in ups if width == columns and code != down]
+            if rows != out:
+                continue
+            yield from (f"{down}({act}({up}({{h}})))" for up in fitting)
+            for gate, up in itertools.permutations(fitting, 2):
+                yield f"{down}({act}({gate}({{h}})) * {up}({{h}}))"
+
+
+def _spanned(target: Tensor, outputs: Tensor) -> bool:
+    """Whether each token's target [t, o] is a weighted sum of the experts' outputs [t, n, o]."""
+    rows, width = outputs[:64].double(), outputs.shape[-1]
+    if not len(rows) or rows.shape[1] >= width:
+        return False
+    fitting = (torch.linalg.pinv(rows.mT) @ target[:64].double().unsqueeze(-1)).squeeze(-1)
+    return difference(target[:64].double(), torch.einsum("tn,tno->to", fitting, rows)) <= 1e-4
+
+
+def _named(ratio: float, numbers: dict[str, float]) -> list[str]:
+    """The code of a factor: none for 1, else the numbers of the layer that are it."""
+    if ratio == 1.0:
+        return [""]
+    return [code for code, value in numbers.items() if abs(value - ratio) <= 1e-4 * abs(ratio)]

@@ -1,0 +1,403 @@
+"""Which parts of a layer may be its experts, and what it may be called with."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import keyword
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import Parameter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....errors import FamilyError, UsageError
+from ...token_routed.own_forward import result_of
+from ..calls import LayerCall
+from ..expert_forms import ExpertArguments, is_map
+
+LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
+TABLES = (nn.ModuleDict, nn.ParameterDict)
+
+MOST_READINGS = 12
+
+INPUTS, TOKENS = 3, 7
+"""Those that a layer is tried on where no other numbers are given."""
+
+SMALL = 1e-3
+"""The last input is multiplied by it: short tokens tell normalisations apart."""
+
+
+def code_of(layer: nn.Module, path: str) -> str:
+    """Returns the code by which an adapter reads what a layer holds under a dotted name."""
+    code, owner = "layer", layer
+    for name in path.split(".") if path else []:
+        held = getattr(owner, name)
+        if isinstance(owner, LISTS) and name.isdigit() and owner[int(name)] is held:
+            code += f"[{name}]"
+        elif isinstance(owner, TABLES):
+            code += f"[{name!r}]"
+        elif name.isidentifier() and not keyword.iskeyword(name):
+            code += f".{name}"
+        else:
+            code = f"getattr({code}, {name!r})"
+        owner = held
+    return code
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsReading:
+    """What may be the experts of a layer, as arguments of a description.
+
+    `words` say it to the user; `problem` says why they cannot be read. `uses` are the names of the
+    layer's attributes that hold them, and `own` the ids of their parameters.
+    """
+
+    keywords: str
+    words: str
+    count: int
+    dim: int
+    own: frozenset[int]
+    uses: frozenset[str]
+    arguments: Mapping[str, Any]
+    problem: str | None = None
+    matrices: int = 0
+    odd: int = 0
+
+    @property
+    def listed(self) -> bool:
+        """Whether they are modules, whose forward says the activation."""
+        return "experts" in self.arguments
+
+
+def readings_of(layer: nn.Module) -> list[ExpertsReading]:
+    """Returns what may be the experts, the likeliest first; FamilyError where nothing may."""
+    found = [*_listed(layer), *_stacked(layer)]
+    found = sorted(found, key=lambda reading: _unlikely(reading, found, layer))[:MOST_READINGS]
+    if found:
+        return found
+    names = ", ".join(f"{n} {list(p.shape)}" for n, p in layer.named_parameters())
+    raise FamilyError(
+        f"{type(layer).__name__} holds no experts that moexport recognises: neither an "
+        f"nn.ModuleList of modules of one class, nor stacked weights [n, in, out] ({names})",
+        hint="write its adapter: docs/own-layer.md",
+    )
+
+
+def _unlikely(
+    reading: ExpertsReading, others: Sequence[ExpertsReading], layer: nn.Module
+) -> tuple[bool | int, ...]:
+    """What speaks against a reading: the least of it comes first."""
+    around = [p.shape for p in layer.parameters() if id(p) not in reading.own]
+    bare = reading.listed and all(is_map(part) for part in reading.arguments["experts"])
+    routers = bare and any(
+        part.weight.shape[0] == other.count
+        for other in others
+        if other is not reading
+        for part in reading.arguments["experts"]
+    )
+    return (
+        routers,
+        "shared" in reading.keywords.lower(),
+        reading.problem is not None,
+        bare and len(others) > 1,
+        -reading.matrices,
+        not any(reading.dim in shape for shape in around),
+        reading.odd,
+    )
+
+
+def _listed(layer: nn.Module) -> Iterator[ExpertsReading]:
+    """Lists and tables of modules of one class; of lists in a list, all their modules together."""
+    inside: list[str] = []
+    for path, module in layer.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or not path:
+            continue
+        if any(path.startswith(f"{outer}.") for outer in inside):
+            continue
+        parts = list(module.children())
+        code = code_of(layer, path)
+        if parts and all(isinstance(part, nn.ModuleList) for part in parts):
+            parts = [inner for part in parts for inner in part.children()]
+            code = f"[expert for several in {_values(module, code)} for expert in several]"
+        elif isinstance(module, nn.ModuleDict):
+            code = f"[*{code}.values()]"
+        if len(parts) < 2 or len({type(part) for part in parts}) > 1:
+            continue
+        maps = [part for part in parts[0].modules() if is_map(part)]
+        if not maps:
+            continue
+        inside.append(path)
+        name, kind = code_of(layer, path), type(parts[0]).__name__
+        own = frozenset(id(parameter) for parameter in module.parameters())
+        yield _checked(
+            ExpertsReading(
+                keywords=f"experts={code}",
+                words=f"{name} as {len(parts)} experts ({kind})",
+                count=len(parts),
+                dim=int(maps[0].weight.shape[1]),  # type: ignore[index]
+                own=own,
+                uses=frozenset([path.split(".")[0]]),
+                arguments={"experts": parts},
+            )
+        )
+
+
+def _values(module: nn.Module, code: str) -> str:
+    return f"{code}.values()" if isinstance(module, nn.ModuleDict) else code
+
+
+def _checked(reading: ExpertsReading) -> ExpertsReading:
+    """The reading, with why it cannot be one."""
+    try:
+        ExpertArguments(**reading.arguments).form()
+    except UsageError as error:
+        said = error.message.replace("experts[", f"{reading.words.split(' as ')[0]}[", 1)
+        return replace(reading, problem=said)
+    return reading
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """A matrix for each expert [n, in, out], the code that reads them, and where they are.
+
+    `listed` is code that reads them as a list, if they are no tensor.
+    """
+
+    code: str
+    tensor: Tensor
+    ids: frozenset[int]
+    name: str
+    listed: str = ""
+
+    def turned(self) -> _Stack:
+        """Returns the matrices transposed."""
+        listed = f"[p.mT for p in {self.listed}]" if self.listed else ""
+        return replace(self, code=f"{self.code}.mT", tensor=self.tensor.mT, listed=listed)
+
+
+def _stacks(layer: nn.Module) -> Iterator[_Stack]:
+    for path, p in layer.named_parameters():
+        if p.ndim == 3 and len(p) > 1:
+            yield _Stack(code_of(layer, path), p, frozenset([id(p)]), path)
+    for path, module in layer.named_modules():
+        if isinstance(module, nn.ParameterList) and len(module) > 1:
+            matrices, code = list(module), code_of(layer, path)
+            if matrices[0].ndim == 2 and len({p.shape for p in matrices}) == 1:
+                ids = frozenset(map(id, matrices))
+                stacked = torch.stack(matrices)
+                yield _Stack(f"torch.stack([*{code}])", stacked, ids, path, f"{code}")
+
+
+def _stacked(layer: nn.Module) -> Iterator[ExpertsReading]:
+    """Experts whose weights are stacked: two matrices each, a gate and up in the first, or three.
+
+    The first that fit are taken, with each choice of biases that fit, those called biases first.
+    """
+    stacks = list(_stacks(layer))
+    for one, two in itertools.permutations(stacks, 2):
+        for first, second in itertools.product((one, one.turned()), (two, two.turned())):
+            n, d, inner = first.tensor.shape
+            gated = inner == 2 * second.tensor.shape[1]
+            if len(second.tensor) != n or (not gated and inner != second.tensor.shape[1]):
+                continue
+            if second.tensor.shape[2] != d:
+                continue
+            for gates in ("concatenated", "interleaved") if gated else ("",):
+                yield from _biased(layer, [first], second, gates)
+            ups = [
+                s
+                for up in stacks
+                for s in (up, up.turned())
+                if s.ids not in (first.ids, second.ids)
+            ]
+            for up in ups:
+                if up.tensor.shape == first.tensor.shape and not gated:
+                    yield from _biased(layer, [first, up], second, "concatenated")
+
+
+def _biased(
+    layer: nn.Module, firsts: Sequence[_Stack], second: _Stack, gate: str
+) -> Iterator[ExpertsReading]:
+    """A reading for each choice of biases, the likeliest first."""
+    n, d, _ = firsts[0].tensor.shape
+    w1 = torch.cat([stack.tensor for stack in firsts], dim=-1)
+    code = firsts[0].listed or firsts[0].code
+    if len(firsts) > 1:
+        code = f"torch.cat([{', '.join(stack.code for stack in firsts)}], dim=-1)"
+    own = frozenset().union(*(stack.ids for stack in (*firsts, second)))
+    named = {"w1": (code, w1), "w2": (second.listed or second.code, second.tensor)}
+    choices = []
+    for matrix in (w1, second.tensor):
+        flat = {(n, matrix.shape[2]): "", (n, 1, matrix.shape[2]): ".squeeze(1)"}
+        fitting = [
+            (path, p, flat[tuple(p.shape)])
+            for path, p in layer.named_parameters()
+            if tuple(p.shape) in flat and id(p) not in own
+        ]
+        fitting.sort(key=lambda item: not _called_bias(item[0]))
+        none_first = not any(_called_bias(path) for path, _, _ in fitting)
+        choices.append([None, *fitting] if none_first else [*fitting, None])
+    for biases in itertools.product(*choices):
+        arguments = {key: tensor for key, (_, tensor) in named.items()}
+        words = {key: text for key, (text, _) in named.items()}
+        ids = own
+        for key, bias in zip(("b1", "b2"), biases, strict=True):
+            if bias is not None and id(bias[1]) not in ids:
+                path, p, turn = bias
+                arguments[key] = p.squeeze(1) if turn else p
+                words[key] = f"{code_of(layer, path)}{turn}"
+                ids |= {id(p)}
+        ordered = [f"{key}={words[key]}" for key in ("w1", "b1", "w2", "b2") if key in words]
+        ordered += [f"gate={gate!r}"] if gate else []
+        names = [stack.name for stack in (*firsts, second)]
+        odd = sum(not _called_bias(bias[0]) for bias in biases if bias is not None)
+        odd += sum(_called(name, LAST) for name in names[:-1]) - _called(names[-1], LAST)
+        odd += _called(names[0], UP) - (len(firsts) > 1 and _called(names[1], UP))
+        yield ExpertsReading(
+            keywords=", ".join(ordered),
+            words=f"{' and '.join(names)} as the matrices of {n} experts",
+            count=n,
+            dim=d,
+            own=ids,
+            uses=frozenset(name.split(".")[0] for name in names),
+            arguments=arguments | ({"gate": gate} if gate else {}),
+            matrices=len(names),
+            odd=odd,
+        )
+
+
+LAST, UP = ("down", "w2", "wo", "out", "proj", "second", "value"), ("up", "w3")
+"""What people call the last matrix of an expert, and that which a gate multiplies."""
+
+
+def _called(path: str, words: Sequence[str]) -> bool:
+    name = path.rsplit(".", maxsplit=1)[-1].lower()
+    return any(word in name for word in words) and "gate" not in name
+
+
+def _called_bias(path: str) -> bool:
+    name = path.rsplit(".", maxsplit=1)[-1].lower()
+    return "bias" in name or name.startswith("b")
+
+
+# --- what a layer is called with ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TriedSizes:
+    """The batches and the numbers of tokens that a layer is tried with, the first one everywhere.
+
+    `asked`: the user gave them, so that a layer must take each.
+    """
+
+    batches: tuple[int, ...] = (INPUTS, 1, 8)
+    tokens: tuple[int, ...] = (TOKENS, 16)
+    asked_batches: bool = False
+    asked_tokens: bool = False
+
+
+def called(
+    layer: nn.Module, reading: ExpertsReading, shape: object, sizes: TriedSizes, source: str
+) -> LayerCall:
+    """Returns a call of the layer on random tokens, in the layout that it takes."""
+    given = [shape] if isinstance(shape, int) else shape
+    batch, tokens = sizes.batches[0], sizes.tokens[0]
+    if isinstance(given, list | tuple):
+        shapes = [(batch, *given)]
+    else:
+        shapes = [
+            dims
+            for d in _widths(layer, reading)
+            for dims in ((batch, tokens, d), (batch, d, 3, 4), (batch, d))
+        ]
+    problem: Exception | None = None
+    for dims in shapes:
+        x = torch.randn(dims, generator=torch.Generator().manual_seed(0))
+        x[-1] *= SMALL if batch > 1 else 1
+        for further in _further(layer, x, reading.count):
+            try:
+                return call_of(layer, (x, *further))
+            except Exception as error:  # noqa: BLE001  the user's code may fail in any way
+                problem = problem or error
+    names = further_inputs(layer)
+    more = f" with {', '.join(names)}" if names else ""
+    raise UsageError(
+        f"{source}: its forward takes no tokens {list(shapes[0])}{more}: {type(problem).__name__}: "
+        f"{problem} (moexport read {reading.words}, for tokens of width {reading.dim})",
+        hint="--set input_shape=… gives what it takes, without the batch, --batch and --tokens how "
+        "many; further inputs that are no mask [b, m], tokens [b, m, d], vectors [b, d] or logits "
+        "[b, m, n] need an adapter with a forward (docs/own-layer.md)",
+    )
+
+
+def call_of(layer: nn.Module, args: tuple[Any, ...]) -> LayerCall:
+    """Returns a call of the layer with these; raises what it raises, and ValueError for NaN."""
+    with torch.no_grad():
+        returned = layer(*(value.clone() for value in args))
+    y = result_of(returned)
+    if y is None or not bool(y.isfinite().all()):
+        raise ValueError("it returns no finite tensor")
+    return LayerCall(
+        args=args,
+        named={},
+        y=y.detach().clone(),
+        structure=None if isinstance(returned, Tensor) else returned,
+    )
+
+
+def _widths(layer: nn.Module, reading: ExpertsReading) -> list[int]:
+    """The likeliest width of the tokens, and others: the layer may split it, or map it first."""
+    linears = [int(m.weight.shape[1]) for m in layer.modules() if isinstance(m, nn.Linear)]
+    numbers = [
+        value
+        for value in vars(layer).values()
+        if isinstance(value, int) and not isinstance(value, bool) and 1 < value <= 1 << 14
+    ]
+    whole = [reading.dim * number for number in numbers if number <= 64]
+    return list(dict.fromkeys([reading.dim, *linears, *whole, *numbers]))[:24]
+
+
+def further_inputs(layer: nn.Module) -> list[str]:
+    """Returns what the forward of a layer must be given after its tokens."""
+    parameters = [*inspect.signature(layer.forward).parameters.values()][1:]
+    wanted = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in wanted and p.default is Parameter.empty]
+
+
+def optional_inputs(layer: nn.Module) -> list[str]:
+    """Returns what the forward of a layer may be given after its tokens, and need not."""
+    parameters = [*inspect.signature(layer.forward).parameters.values()][1:]
+    return [p.name for p in parameters if p.default is not Parameter.empty]
+
+
+def _further(layer: nn.Module, x: Tensor, experts: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yields what a layer may be given after its tokens: masks, tokens, logits or vectors."""
+    mask = torch.ones(x.shape[:-1], dtype=torch.bool)
+    mask.flatten()[1::3] = False  # some tokens of every input, and never all
+    sizes = [x.shape, (*x.shape[:-1], experts), (len(x), x.shape[-1])]
+    generator = torch.Generator().manual_seed(1)
+    floats = [torch.randn(size, generator=generator) for size in dict.fromkeys(map(tuple, sizes))]
+    yield from itertools.product([mask, *floats], repeat=len(further_inputs(layer)))
+
+
+def resized(call: LayerCall, batch: int, tokens: int | None) -> tuple[Any, ...]:
+    """Returns the arguments of a call for another batch, and another number of tokens [b, m, …]."""
+    b, generator = len(call.x), torch.Generator().manual_seed(2)
+    m = call.x.shape[1] if call.x.ndim == 3 else None
+
+    def sized(value: Tensor) -> Tensor:
+        shape = list(value.shape)
+        if shape and shape[0] == b:
+            shape[0] = batch
+        if m is not None and tokens is not None and len(shape) > 1 and shape[1] == m:
+            shape[1] = tokens
+        if value.dtype == torch.bool:
+            made = torch.ones(shape, dtype=torch.bool)
+            made.flatten()[1::3] = False
+            return made
+        return torch.randn(shape, generator=generator)
+
+    return tuple(sized(value) for value in call.args)

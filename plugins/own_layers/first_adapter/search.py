@@ -1,0 +1,278 @@
+"""A first adapter for a layer: its experts are read, and what is around them is guessed.
+
+Each guess is a text that is run as a user's would be, and compared with what the layer gives. One
+that matches is the adapter; without one it is said which part was not recognised, and the layer's
+own forward is the start of an adapter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....common.console import Progress, Silent
+from ....common.threads import with_threads
+from ....common.user_code import module_made
+from ....errors import ParityError, UsageError
+from ....exporter.inputs import parse_range
+from ..calls import changed_buffers
+from ..examples import INPUT_SHAPE
+from ..mismatch import CLOSE, TOLERANCE, difference
+from .forms import ClampBounds, FormCount, Guess, RoutedForm, RoutedForms, call_text
+from .kept import keep_adapter, kept_adapter, key_of
+from .readings import ExpertsReading, TriedSizes, call_of, called, optional_inputs, readings_of
+from .seen import WatchedForward
+from .soft_forms import SoftForms
+from .start import joined, start_of
+from .tries import Tries
+
+ARGUMENTS = "--set gives its arguments: --set dim=64 --set num_experts=8"
+
+MOST_NEARLY = 4
+"""Texts that match usual inputs alone, and are tried with limits that the layer has."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstAdapter:
+    """An adapter as Python code.
+
+    `missing` says what was not recognised, empty where it matches. `notes` say what the layer's
+    forward also has and no input reached, so that the adapter may lack it.
+    """
+
+    code: str
+    missing: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def first_adapter(
+    source: str,
+    config: Mapping[str, Any],
+    sizes: TriedSizes | None = None,
+    progress: Progress | None = None,
+) -> FirstAdapter:
+    """Returns an adapter for the layer that `package.module:Class` makes with `config`.
+
+    Raises UsageError where it cannot be made or called, and FamilyError where it holds no experts.
+    """
+    sizes, progress = sizes or TriedSizes(), progress or Silent()
+    arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
+    torch.manual_seed(0)
+    layer = module_made(source, "a layer", arguments, ARGUMENTS)
+    layer = layer.float().eval().requires_grad_(False)
+    for parameter in layer.parameters():  # zeros and ones hide what multiplies and adds
+        if parameter.ndim < 2 or float(parameter.std()) == 0:
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    key = key_of(layer, source, config, sizes)
+    known = kept_adapter(key)
+    if known is not None:
+        progress.step(f"{source} was searched before: its result is taken again")
+        return FirstAdapter(**known)
+    # The layers are small: more threads than one take longer, on a busy machine far longer.
+    with with_threads(1):
+        found = _Search(layer, config.get(INPUT_SHAPE), sizes, source, progress).result()
+    keep_adapter(key, code=found.code, missing=found.missing, notes=found.notes)
+    return found
+
+
+def sizes_of(batch: str | int | None, tokens: str | int | None) -> TriedSizes:
+    """Returns the sizes to try a layer with, by `--batch` and `--tokens` as they were given."""
+    batches, lengths = (
+        None if given is None else parse_range(str(given), option)
+        for given, option in ((batch, "--batch"), (tokens, "--tokens"))
+    )
+    usual = TriedSizes()
+    return TriedSizes(
+        batches=usual.batches if batches is None else (batches.opt, batches.min, batches.max),
+        tokens=usual.tokens if lengths is None else (lengths.opt, lengths.min, lengths.max),
+        asked_batches=batches is not None,
+        asked_tokens=lengths is not None,
+    )
+
+
+@dataclass(slots=True)
+class _Tried:
+    """What became of one reading of the experts.
+
+    `nearly` are texts that match usual inputs, with the inputs that they do not match and how far
+    off they are for them.
+    """
+
+    guess: Guess
+    watched: WatchedForward
+    right_experts: bool = False
+    fits: bool = True
+    nearly: list[tuple[str, str, float]] = field(default_factory=list)
+
+
+class _Search:
+    """The guesses for one layer, for one reading of its experts after the other."""
+
+    def __init__(
+        self, layer: nn.Module, shape: object, sizes: TriedSizes, source: str, progress: Progress
+    ) -> None:
+        self.layer, self.shape, self.sizes = layer, shape, sizes
+        self.source, self.progress = source, progress
+
+    def result(self) -> FirstAdapter:
+        """Returns the first guess that matches, or a start with what is missing."""
+        readings = readings_of(self.layer)
+        tried: list[_Tried] = []
+        refused: UsageError | None = None
+        for reading in readings:
+            if reading.problem is not None:
+                continue
+            try:
+                one = self._guess(reading)
+            except UsageError as error:
+                refused = refused or error
+                continue
+            tried.append(one)
+            found = self._matching(one)
+            if found is not None:
+                return FirstAdapter(self._whole(found), (), tuple(self._notes(one.watched)))
+        if refused is not None and not tried:
+            raise refused
+        nearly = next((one for one in tried if one.nearly), None)
+        return self._start(tried, readings) if nearly is None else self._nearly(nearly)
+
+    def _start(self, tried: Sequence[_Tried], readings: Sequence[ExpertsReading]) -> FirstAdapter:
+        """The layer's own forward as a start, and why nothing better was found."""
+        reading = tried[0].guess.reading if tried else readings[0]
+        start = start_of(self.layer, reading)
+        lines = [*start.before, f"def forward({start.parameters}):", joined(start.lines), ""]
+        call = call_text("moexport.Experts", [reading.keywords, "forward=forward"])
+        missing = [*map(_said, tried)]
+        missing += [f"the experts: {each.problem}" for each in readings if each.problem is not None]
+        code = self._whole("\n".join([*lines, call]), start.imports)
+        return FirstAdapter(code, tuple(missing[:MOST_SAID]))
+
+    def _guess(self, reading: ExpertsReading) -> _Tried:
+        """A reading with a call that the layer takes; raises UsageError where it takes none."""
+        watched = WatchedForward(self.layer)
+        call = called(self.layer, reading, self.shape, self.sizes, self.source)
+        before = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
+        with watched.calling():
+            again = call_of(self.layer, (call.x, *call.further))
+        if difference(call.y, again.y) > TOLERANCE:
+            changed = changed_buffers(self.layer, before)
+            because = f", as it changes {', '.join(changed)}" if changed else ""
+            raise ParityError(
+                f"{self.source} gives another result each time that it is called, in eval mode, "
+                f"too{because}",
+                hint="noise, and changes of buffers, belong into training alone: if self.training",
+            )
+        count = FormCount(self.progress, f"trying {self.source} with {reading.words}")
+        return _Tried(Guess(self.layer, reading, call, self.source, count), watched)
+
+    def _matching(self, one: _Tried) -> str | None:
+        """The first text that matches every call; `one` learns what came near."""
+        guess = one.guess
+        tries = Tries(guess, self.sizes, one.watched)
+        routed, soft = RoutedForms(guess), SoftForms(guess)
+        candidates = self._candidates(routed, soft)
+        limits, nearly = one.watched.limits, 0
+        for text, form in candidates:
+            if guess.off(text) > CLOSE:
+                continue
+            fails = tries.fails(text)
+            if fails is None:
+                return text
+            one.nearly.append((text, *fails))
+            for limited in self._limited(routed, soft, form, limits):
+                if guess.off(limited) <= CLOSE and tries.fails(limited) is None:
+                    return limited
+            nearly += 1
+            if nearly == MOST_NEARLY:
+                break
+        one.right_experts, one.fits = routed.right_experts, routed.fits
+        return None
+
+    @staticmethod
+    def _candidates(routed: RoutedForms, soft: SoftForms) -> Iterator[tuple[str, Any]]:
+        """Yields texts that may match, with their forms."""
+        yield from ((routed.text(form), form) for form in routed.matching())
+        if not routed.right_experts:  # else each token is an expert's input, and no slot is
+            yield from ((form.text, form) for form in soft.matching())
+
+    @staticmethod
+    def _limited(
+        routed: RoutedForms, soft: SoftForms, form: Any, limits: Sequence[ClampBounds]
+    ) -> Iterator[str]:
+        """Yields the texts of a form with the limits that the layer's forward has."""
+        for limit in limits:
+            if isinstance(form, RoutedForm):
+                yield from map(routed.text, form.limited(limit))
+            else:
+                yield from soft.limited(form, limit)
+
+    def _notes(self, watched: WatchedForward) -> Iterator[str]:
+        """Yields what the layer's forward has that no input reached."""
+        for each in watched.unreached():
+            yield f"no input that was tried reached {each}: look whether the adapter needs it"
+        left = optional_inputs(self.layer)
+        if left:
+            yield f"the layer also takes {', '.join(left)}: the adapter was tried without"
+
+    def _nearly(self, one: _Tried) -> FirstAdapter:
+        """The text that matches usual inputs, with what the layer does besides."""
+        text, words, off = one.nearly[0]
+        also = one.watched.all_places()
+        has = f"; its forward also has {'; '.join(also)}" if also else ""
+        missing = (
+            f"what was found matches usual inputs, and is off by {off:.2g} of max|y| for "
+            f"{words}{has}"
+        )
+        comments = [f"# Not all of the layer: off by {off:.2g} of max|y| for {words}."]
+        comments += [f"# Its forward also has {each}" for each in also]
+        return FirstAdapter(self._whole("\n".join([*comments, text])), (missing,))
+
+    def _whole(self, body: str, more: Sequence[str] = ()) -> str:
+        """The module of an adapter: imports and the function."""
+        name, where = type(self.layer).__name__, type(self.layer).__module__
+        begins = f"from {where} import "
+        own = [line.removeprefix(begins).split(", ") for line in more if line.startswith(begins)]
+        names = sorted({name, *itertools.chain(*own)})
+        imports = ["import moexport"]
+        imports += ["import torch"] if "torch." in body else []
+        imports += ["from torch.nn import functional as F"] if "F." in body else []
+        imports += [line for line in more if not line.startswith(begins)]
+        lines = [*dict.fromkeys(imports), f"{begins}{', '.join(names)}", "", ""]
+        lines += [f"@moexport.adapts({name})", f"def adapt(layer: {name}):"]
+        return "\n".join([*lines, joined(body.splitlines()), ""])
+
+
+MOST_SAID = 2
+"""Readings of the experts of which it is said what became of them."""
+
+MOST_LISTED = 6
+
+
+def _said(one: _Tried) -> str:
+    """What became of a reading, in words."""
+    guess = one.guess
+    read, count = f"moexport read {guess.reading.words}", guess.count
+    given = ", ".join(guess.further)
+    around = "what is around the experts" + (f", with {given}" if given else "")
+    if one.right_experts:
+        return (
+            f"{around}: {read}; their outputs are right, and what they are weighted with was not "
+            f"found ({count.forms} usual forms were tried)"
+        )
+    if count.nearest < inf:
+        return (
+            f"{around}: {read}; {count.forms} usual forms were tried, and the nearest is off by "
+            f"{count.nearest:.2g} of max|y|"
+        )
+    if not one.fits:
+        x, y = list(guess.call.x.shape), list(guess.call.y.shape)
+        return f"{around}: {read}, and no usual form gives {y} for {x}"
+    others = [f"{code} {list(p.shape)}" for code, p in guess.others]
+    listed = ", ".join([*others[:MOST_LISTED], *(["…"] if len(others) > MOST_LISTED else [])])
+    return f"the router: {read}, and none of the other parameters fits one ({listed or 'none'})"

@@ -1,0 +1,162 @@
+"""The MoE layers of a user's own network, found one of three ways.
+
+By an adapter for their class (`adapters`), as moexport's own classes, or by the names and shapes of
+their parameters, which are then those of a published layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+
+from ...errors import FamilyError, UsageError
+from ...exporter.families import all_names, layouts
+from ...exporter.families.base import find_layers
+from ...exporter.requests import Adapter
+from ...graphs.layers.base import MoELayer, a_layer, moe_layers, sharing_weights
+from ..token_routed.own_forward import Code
+from .adapters import EXAMPLE, adapter_name, adapter_of, describe
+from .descriptions import Description, ExpertsDescription
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """A MoE layer in a user's network: where it is, what it is called, and what takes its place.
+
+    `class_name` is that of the user's class, and `make` returns our layer under a name. `adapter`
+    said what it is and is to be believed only where its `description` computes what the layer does.
+    `aliases` are further names under which the network holds the same module.
+    """
+
+    path: str
+    title: str
+    class_name: str
+    make: Callable[[str], MoELayer]
+    aliases: tuple[str, ...] = ()
+    adapter: Adapter | None = None
+    description: Description | None = None
+
+    @property
+    def at(self) -> str:
+        """Its place in messages."""
+        return f"the layer {self.path or '(the network itself)'}"
+
+    @property
+    def own_code(self) -> Code | None:
+        """The user's own code around our layer."""
+        return None if self.description is None else self.description.code
+
+    @property
+    def bank(self) -> ExpertsDescription | None:
+        """What the adapter says of experts that the user's code chooses, or gives their slots."""
+        return self.description if isinstance(self.description, ExpertsDescription) else None
+
+
+def find_in_module(
+    module: nn.Module, adapters: Mapping[type, Adapter] | None = None
+) -> tuple[LayerPlace, ...]:
+    """Returns the MoE layers that a network holds.
+
+    Raises FamilyError when it holds none, and UsageError for an adapter of `adapters` whose class
+    does not occur, or that does not say what a layer is.
+    """
+    tensors = module.state_dict()
+    paths: dict[int, list[str]] = {}
+    for path, sub in module.named_modules(remove_duplicate=False):
+        paths.setdefault(id(sub), []).append(path)
+    places: dict[str, LayerPlace] = {}
+    for layout in layouts():
+        for prefix in find_layers(tensors, layout):
+            path = prefix.removesuffix(".")
+            places[path] = LayerPlace(
+                path=path,
+                title=f"a {layout.family} layer",
+                class_name=type(module.get_submodule(path)).__name__,
+                make=partial(layout.make, prefix, tensors),
+            )
+    for path, own in moe_layers(module).items():
+        places[path] = LayerPlace(
+            path=path,
+            title=a_layer(own.spec.kind),
+            class_name=type(own).__name__,
+            make=partial(_renamed, own),
+        )
+    adapted = _adapted(module, adapters or {})
+    inside = tuple(f"{path}." if path else "" for path in adapted)
+    places = {path: place for path, place in places.items() if not path.startswith(inside)}
+    places |= adapted
+    if not places:
+        names = ", ".join(list(tensors)[:6])
+        raise FamilyError(
+            f"{type(module).__name__} holds no Soft MoE layer and no muMoE layer that moexport "
+            f"knows (its parameters: {names}, …)",
+            hint=f"{_adapt(module)}; layers known by the names and "
+            f"shapes of their parameters: {', '.join(all_names())}; the layer must be a module of "
+            "its own",
+        )
+    return tuple(
+        replace(places[first], aliases=tuple(others))
+        for first, *others in paths.values()
+        if first in places
+    )
+
+
+def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, LayerPlace]:
+    """The layers that an adapter describes, the outermost where they lie in each other."""
+    places: dict[str, LayerPlace] = {}
+    unused = dict(adapters)
+    for path, sub in module.named_modules():
+        if any(path.startswith(f"{outer}." if outer else "") for outer in places):
+            continue
+        adapter = adapter_of(sub, adapters)
+        if adapter is None:
+            continue
+        unused = {cls: other for cls, other in unused.items() if other is not adapter}
+        description = describe(adapter, sub, f"the layer {path or '(the network itself)'}")
+        places[path] = LayerPlace(
+            path=path,
+            title=f"what the adapter {adapter_name(adapter)} says",
+            class_name=type(sub).__name__,
+            make=description.build,
+            adapter=adapter,
+            description=description,
+        )
+    if unused:
+        cls, adapter = next(iter(unused.items()))
+        own = ", ".join(cls.__name__ for cls in _own_classes(module))
+        raise UsageError(
+            f"the adapter {adapter_name(adapter)} is for {cls.__name__}, and "
+            f"{type(module).__name__} holds no such layer",
+            hint=f"classes in it: {own or 'those of torch.nn alone'}",
+        )
+    return places
+
+
+def _own_classes(module: nn.Module) -> list[type[nn.Module]]:
+    """The classes in a network that are not PyTorch's, each once."""
+    classes = (type(sub) for sub in module.modules())
+    return list(dict.fromkeys(c for c in classes if not c.__module__.startswith("torch.")))
+
+
+def _adapt(module: nn.Module) -> str:
+    """How to say what the user's layer is: one of a class that is called a MoE, or any."""
+    inner = list(dict.fromkeys(c for child in module.children() for c in _own_classes(child)))
+    likely = next((c for c in inner if "moe" in c.__name__.lower()), (*inner, None)[0])
+    if likely is None:
+        return EXAMPLE.format(name="MyLayer")
+    source = f"{likely.__module__}:{likely.__name__}"
+    return f"`moexport adapt {source}` writes a first adapter, or {EXAMPLE}".format(
+        name=likely.__name__
+    )
+
+
+def _renamed(layer: MoELayer, name: str) -> MoELayer:
+    """A layer of moexport's own classes with the weights it has, under the name of its place."""
+    twin = sharing_weights(layer)
+    assert isinstance(twin, MoELayer)
+    # Specs are dataclasses, which their protocol does not say.
+    twin.spec = replace(layer.spec, name=name)  # type: ignore[type-var]
+    return twin

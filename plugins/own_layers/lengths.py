@@ -1,0 +1,101 @@
+"""Inputs of another length, where a user's own network takes them: frames, or tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ...exporter.inputs import by_name
+from ...exporter.model import Model
+
+TOKENS = "tokens"
+
+SEQUENCES = (2, 3)
+"""Axes of an input that may have a length: ids (b, m), tokens (b, m, d), frames (b, c, m)."""
+
+
+def with_token_axis(model: Model, option: str) -> Model:
+    """Returns a network with the axis `tokens` in its inputs and outputs, for lengths that vary.
+
+    It is the first axis of which the network takes another size, in further inputs the axis of that
+    size. A network that takes only less than its example has, as with an embedding for each
+    position, has that as its limit. Raises UsageError where there is no such axis; `option` asked
+    for it.
+    """
+    assert model.example is not None, "a factory's network has an example"
+    arrays = by_name(model.example, model.inputs)
+    inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    first = inputs[model.input.name]
+    problem = "no input has an axis for them"
+    for axis in range(1, first.ndim) if first.ndim in SEQUENCES else ():
+        length = first.shape[axis]
+        axes = {name: _axis_of(x, length) for name, x in inputs.items()} | {model.input.name: axis}
+        before = _outputs(model, inputs)
+        assert not isinstance(before, str), "it ran when it was loaded"
+        for other in (2 * length, length // 2):
+            after = _outputs(model, {n: _of_length(x, axes[n], other) for n, x in inputs.items()})
+            if not isinstance(after, str):
+                limits = {TOKENS: length} if other < length else {}
+                return replace(
+                    model,
+                    inputs=tuple(
+                        replace(spec, shape=_named(spec.shape, {axes[spec.name]: TOKENS}))
+                        if spec is not model.input
+                        else replace(spec, shape=_named(spec.shape, {axis: TOKENS}), limits=limits)
+                        for spec in model.inputs
+                    ),
+                    outputs=tuple(
+                        replace(spec, shape=_named(spec.shape, _changed(y, z, length, spec.name)))
+                        for spec, y, z in zip(model.outputs, before, after, strict=True)
+                    ),
+                )
+            problem = after
+    raise UsageError(
+        f"{option}: the network takes no other length of its input '{model.input.name}' "
+        f"({', '.join(map(str, model.input.shape))}): {problem}",
+        hint="leave --tokens out: the graph takes the sizes of the example",
+    )
+
+
+def _axis_of(x: Tensor, length: int) -> int | None:
+    return next((axis for axis in range(1, x.ndim) if x.shape[axis] == length), None)
+
+
+def _of_length(x: Tensor, axis: int | None, length: int) -> Tensor:
+    """Inputs of another length: cut, or with their beginning behind their end."""
+    if axis is None:
+        return x
+    places = torch.arange(length) % x.shape[axis]
+    return x.index_select(axis, places)
+
+
+def _outputs(model: Model, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...] | str:
+    """What the network gives, or why it gives nothing."""
+    with torch.no_grad():
+        try:
+            returned = model.untouched(*(x.clone() for x in inputs.values()))
+        except Exception as error:  # noqa: BLE001  the user's code may fail in any way
+            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    for y in outputs:
+        if len(y) != len(next(iter(inputs.values()))):
+            return "its outputs have no batch then"
+    return outputs
+
+
+def _named(shape: tuple[int | str, ...], names: Mapping[int | None, str]) -> tuple[int | str, ...]:
+    return tuple(names.get(axis, size) for axis, size in enumerate(shape))
+
+
+def _changed(before: Tensor, after: Tensor, length: int, name: str) -> dict[int | None, str]:
+    """The axes of an output that vary with the length: as long as the input, or with own names."""
+    sizes = enumerate(zip(before.shape, after.shape, strict=True))
+    return {
+        axis: TOKENS if size == length else f"{name}_{axis}"
+        for axis, (size, other) in sizes
+        if size != other
+    }

@@ -1,0 +1,281 @@
+"""In which way a layer is not what its adapter says: options, parts and weights are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import inf, isnan
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import MoexportError, ParityError
+from ..token_routed.own_forward import Tried, result_of
+from .adapters import PAGE
+from .calls import LayerCall, copied_in_depth
+from .descriptions import Description, ExpertsDescription, LayerContents, SoftMoEDescription
+
+TOLERANCE = 1e-4
+"""Largest difference from the user's own forward, as a fraction of max|y|, in float32."""
+
+CLOSE = 1e-5
+"""A layer that is further off than this may be another one: the other options are tried, too."""
+
+TRIED_INPUTS = 8
+
+ROWS, MOST_WEIGHTS, NONE = 64, 4, 1e-3
+"""Tokens whose weights are looked at, those that are shown of one, and what counts as none."""
+
+MOST_SHOWN = 6
+"""Options of which it is said how far off each is."""
+
+DescribedRun = Callable[[Description, LayerCall], Tensor]
+"""What a description gives for a call."""
+
+
+def difference(expected: Tensor, actual: Tensor) -> float:
+    """Returns the largest difference as a fraction of max|expected|; NaN is infinite."""
+    largest = float(expected.abs().max())
+    error = float((expected - actual).abs().max())
+    if error == 0:
+        return 0.0
+    share = error / largest if largest else inf
+    return inf if isnan(share) else share
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Options that were changed, and how far off y then is: as it is, and with more taken from it.
+
+    `added` says what that is: of what the layer may add, the nearest.
+    """
+
+    changed: dict[str, str]
+    off: float
+    added: str = ""
+    off_without: float = inf
+
+
+def mismatch(
+    description: Description,
+    call: LayerCall,
+    run: DescribedRun,
+    held: LayerContents,
+    made: Mapping[str, Tensor],
+    at: str,
+) -> ParityError | None:
+    """Returns what to say of a layer that is not what its adapter says; None where it is after all.
+
+    `held` is what the user's layer holds, and `made` what its parts made in the call, in the shape
+    of y. `at` begins the message.
+    """
+    off = difference(call.y, run(description, call))
+    if description.code is None:
+        count = slice(TRIED_INPUTS)
+        call = replace(call, args=(call.x[count], *call.further), y=call.y[count])
+        made = {name: values[count] for name, values in made.items()}
+    trials = _tried(description, call, run, held, made)
+    closer = _closer(trials)
+    if off <= TOLERANCE and not closer:
+        return None
+    begins = f"{at} does not match its adapter: off by {_share(off)} of max|y|"
+    return (
+        (_other_options(begins, closer) if closer else None)
+        or _something_added(begins, trials, description)
+        or _another_input(begins, description, call, run, made)
+        or _other_weights(begins, description, call)
+        or _nothing_that_fits(begins, trials, description, made)
+    )
+
+
+def _tried(
+    description: Description,
+    call: LayerCall,
+    run: DescribedRun,
+    held: LayerContents,
+    made: Mapping[str, Tensor],
+) -> list[_Trial]:
+    """Trials of changed options, the fewest changes first, up to as many as one that matches."""
+    trials: list[_Trial] = []
+    addends = dict(_addends(call, made))
+    variants = sorted(description.variants(held), key=lambda variant: len(variant[0]))
+    for _, group in groupby(variants, key=lambda variant: len(variant[0])):
+        for changed, variant in group:
+            try:
+                ours = run(variant, call)
+            except (MoexportError, RuntimeError):
+                if not changed:
+                    raise
+                continue  # no reading of these weights
+            trials.append(_trial(changed, ours, call.y, addends))
+        if any(min(trial.off, trial.off_without) <= CLOSE for trial in trials):
+            break
+    return trials
+
+
+def _trial(
+    changed: dict[str, str], ours: Tensor, y: Tensor, addends: Mapping[str, Tensor]
+) -> _Trial:
+    if ours.shape != y.shape:
+        return _Trial(changed, inf)
+    without = {words: difference(y - addend, ours) for words, addend in addends.items()}
+    nearest = min(without, key=lambda words: without[words], default="")
+    return _Trial(changed, difference(y, ours), nearest, without.get(nearest, inf))
+
+
+X = "x"
+
+
+def _addends(call: LayerCall, made: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yields what a layer may add to its experts' sum, in words."""
+    own = [call.x] if call.x.shape == call.y.shape else []
+    yield from ((X, x) for x in own)
+    for name, part in made.items():
+        yield f"what layer.{name} returns", part
+        yield from ((f"{X} and what layer.{name} returns", x + part) for x in own)
+
+
+def _closer(trials: Sequence[_Trial]) -> list[_Trial]:
+    """Those that match, and far better than the description as it is."""
+    as_it_is = next(trial.off for trial in trials if not trial.changed)
+    return [trial for trial in trials if trial.off <= min(TOLERANCE, as_it_is / 10)]
+
+
+def _other_options(begins: str, closer: Sequence[_Trial]) -> ParityError:
+    limit = max(10 * min(trial.off for trial in closer), CLOSE)
+    fitting = [trial.changed for trial in closer if trial.off <= limit]
+    fewest = [_said(changes) for changes in fitting if len(changes) == len(fitting[0])]
+    return ParityError(
+        f"{begins}; it matches with {' or with '.join(fewest[:3])}",
+        hint="moexport.SoftMoE has no such option: moexport.Experts with a forward computes it "
+        f"({PAGE})"
+        if any("softmax" in key for key in fitting[0])
+        else "use these options in the adapter if they describe the layer",
+    )
+
+
+def _something_added(
+    begins: str, trials: Sequence[_Trial], description: Description
+) -> ParityError | None:
+    """What to say where the layer adds its input, or what a part of it makes."""
+    trial = next((candidate for candidate in trials if candidate.off_without <= TOLERANCE), None)
+    if trial is None:
+        return None
+    both = trial.added.startswith(f"{X} and")
+    named = trial.added.removeprefix(f"{X} and ").removeprefix("what ").removesuffix(" returns")
+    adds = "its input" if trial.added == X else "both" if both else "it"
+    summed = X if trial.added == X else f"{X} + {named}(…)" if both else f"{named}(…)"
+    if isinstance(description, SoftMoEDescription) and description.code is None:
+        hint = "residual=True in the adapter" + ("" if trial.added == X else ", and ") * both
+        if trial.added != X:
+            hint += f"a forward that adds it: forward=lambda moe, x: moe(x) + {named}(…)"
+    elif description.code is not None and description.code.router is not None:
+        hint = (
+            f"give a forward in place of the router: return {summed} + experts(x, *layer.route(x))"
+        )
+    else:
+        hint = f"add it in the adapter's forward: return {summed} + experts(…)"
+    return ParityError(
+        f"{begins}; it matches with {_said(trial.changed)} once {trial.added} "
+        f"{'are' if both else 'is'} taken from y: the layer adds {adds}",
+        hint=hint,
+    )
+
+
+def _another_input(
+    begins: str,
+    description: Description,
+    call: LayerCall,
+    run: DescribedRun,
+    made: Mapping[str, Tensor],
+) -> ParityError | None:
+    """What to say where the layer works on what a part of it makes of its input."""
+    own = isinstance(description, SoftMoEDescription) and description.code is None
+    plain = description
+    if isinstance(description, SoftMoEDescription):
+        plain = replace(description, norm="none", eps=None, gain=None, shift=None)
+    for name, h in made.items():
+        if h.shape != call.x.shape:
+            continue
+        ours = run(plain, replace(call, args=(h, *call.further)))
+        if ours.shape != call.y.shape:
+            continue
+        # The input that is added may be the one or the other.
+        added = (0 * h, call.x, call.x - h)
+        if min(difference(call.y - x, ours) for x in added) > TOLERANCE:
+            continue
+        return ParityError(
+            f"{begins}; it matches where it takes what layer.{name} returns, and not x",
+            hint=f"norm=layer.{name} in the adapter"
+            if own
+            else f"in the adapter's forward: experts(layer.{name}(x), …)",
+        )
+    return None
+
+
+def _other_weights(begins: str, description: Description, call: LayerCall) -> ParityError | None:
+    """What to say where the experts are right, and other weights of them give y."""
+    if not isinstance(description, ExpertsDescription) or description.weights_on != "output":
+        return None
+    bank = Tried(description)
+    ours = result_of(description.code.run(bank, *copied_in_depth((call.args, dict(call.named)))))
+    terms = bank.terms(ROWS)
+    if ours is None or terms is None or ours.shape != call.y.shape:
+        return None
+    outputs, weights = (term.double() for term in terms)  # [t, c, o] and [t, c]
+    width = outputs.shape[-1]
+    if outputs.shape[1] >= width:
+        return None  # some weights would always do
+    missing = (call.y - ours).reshape(-1, width)[: len(outputs)].double()
+    target = torch.einsum("tc,tco->to", weights, outputs) + missing
+    # As few as can be, where some of the experts' outputs are the same.
+    fitting = (torch.linalg.pinv(outputs.mT) @ target.unsqueeze(-1)).squeeze(-1)
+    if difference(target, torch.einsum("tc,tco->to", fitting, outputs)) > TOLERANCE:
+        return None
+    token = int((fitting - weights).abs().amax(1).argmax())
+    has, takes = (_weighted(values[token]) for values in (weights, fitting))
+    return ParityError(
+        f"{begins}; its experts are right and what they are weighted with is not: token {token} "
+        f"has {has}, and y takes {takes}",
+        hint="look at what makes the weights in the adapter: the axis of a softmax, a temperature, "
+        "a bias or a norm before the router, weights that are divided by their sum",
+    )
+
+
+def _weighted(weights: Tensor) -> str:
+    """The largest weights of a token, with the experts' numbers."""
+    largest = weights.abs().topk(min(MOST_WEIGHTS, len(weights))).indices.tolist()
+    listed = [f"{float(weights[i]):.3g} of {i}" for i in largest if abs(weights[i]) > NONE]
+    return ", ".join(listed).replace("of ", "of expert ", 1) or "none"
+
+
+def _nothing_that_fits(
+    begins: str, trials: Sequence[_Trial], description: Description, made: Mapping[str, Tensor]
+) -> ParityError:
+    single: dict[str, _Trial] = {}
+    for trial in sorted(trials, key=lambda trial: trial.off):
+        keys = trial.changed.keys() - {"eps"} or trial.changed.keys()
+        if len(keys) == 1:  # with the eps that goes with it best
+            single.setdefault(next(iter(keys)), trial)
+    shown = [*single.values()][:MOST_SHOWN]
+    listed = ", ".join(f"{_said(trial.changed)}: {_share(trial.off)}" for trial in shown)
+    code = description.code
+    parts = ", ".join(f"layer.{name}" for name in made if "." not in name)
+    around = code is None or code.router is not None  # what a forward would run besides
+    around &= not isinstance(getattr(description, "norm", None), nn.Module)
+    besides = f"the layer also runs {parts}, which takes a forward; " if parts and around else ""
+    return ParityError(
+        f"{begins}; none of {len(trials)} combinations of options matches ({listed})",
+        hint=f"{besides}{description.advice} ({PAGE})",
+    )
+
+
+def _said(changed: Mapping[str, str]) -> str:
+    if not changed:
+        return "the options as they are"
+    return ", ".join(f"{key}={value}" for key, value in changed.items())
+
+
+def _share(share: float) -> str:
+    return f"{share:.2g}" if share >= 0.01 else f"{share:.0e}"

@@ -1,0 +1,261 @@
+"""A network's own arguments and results as named tensors: its ports.
+
+A network may take several tensors, or dictionaries of them, and return as many. What traces, runs
+and compares it knows a tensor for each input and each output: `ported` makes such a network of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import FamilyError, UsageError
+from ...exporter.inputs import WHOLE
+from ...graphs.layers.base import sharing_weights
+from ...graphs.names import K_INPUT, STEER_INPUT
+
+INPUT = "input"
+"""What the only input of a network is called, whatever its parameter is."""
+
+OUTPUT = "output"
+
+SERVED = "float32 (other floats become that), bool, " + ", ".join(WHOLE)
+
+GIVE = (
+    "example_input is a tensor (b, …), a tuple of them as forward takes them, or a dictionary by "
+    "the names of its parameters"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A network's arguments, in which a name stands in the place of each tensor."""
+
+    args: tuple[Any, ...] = (INPUT,)
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is one tensor alone."""
+        return self.args == (INPUT,) and not self.named
+
+    def of(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments with tensors in the places of their names."""
+        args, named = _replaced((self.args, dict(self.named)), tensors)
+        return args, named
+
+
+def _replaced(place: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(place, str):
+        return tensors[place]
+    if isinstance(place, tuple | list):
+        return type(place)(_replaced(part, tensors) for part in place)
+    if isinstance(place, dict):
+        return {key: _replaced(part, tensors) for key, part in place.items()}
+    return place
+
+
+def arguments_of(
+    source: str, module: nn.Module, example: object
+) -> tuple[Arguments, dict[str, object]]:
+    """Returns how a network is called with its example, and what stands in it, by name.
+
+    Raises UsageError for a name that a port cannot have.
+    """
+    if isinstance(example, Mapping) and _takes(module, example):
+        named = dict(example)
+        found = {name: part for key, value in named.items() for name, part in _leaves(key, value)}
+        form = Arguments((), {key: _names(key, value) for key, value in named.items()})
+    else:
+        several = isinstance(example, tuple | list)
+        values = tuple(example) if isinstance(example, tuple | list) else (example,)
+        keys = _parameters(module, len(values)) if several and len(values) > 1 else [""]
+        pairs = [*zip(keys, values, strict=True)]
+        found = {name: part for key, value in pairs for name, part in _leaves(key, value)}
+        form = Arguments(tuple(_names(key, value) for key, value in pairs))
+    for name in (K_INPUT, STEER_INPUT):
+        if name in found:
+            raise UsageError(
+                f"{source}: the network has an input '{name}', which graphs of moexport call an "
+                "input of their own",
+                hint="give that parameter of its forward another name",
+            )
+    if not found:
+        raise UsageError(f"{source}: the example holds no tensor", hint=GIVE)
+    return form, found
+
+
+def required(module: nn.Module) -> list[str]:
+    """Returns the parameters of a network's forward that have no default."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return [
+        name
+        for name, parameter in signature(module.forward).parameters.items()
+        if parameter.default is Parameter.empty and parameter.kind in kinds
+    ]
+
+
+def _takes(module: nn.Module, named: Mapping[Any, Any]) -> bool:
+    """Whether a network's forward has a parameter for each key, and for no key is one missing."""
+    try:
+        signature(module.forward).bind(**named)
+    except TypeError:
+        return False
+    return True
+
+
+def _parameters(module: nn.Module, count: int) -> list[str]:
+    """The names of the first parameters of a network's forward; those of `*xs` are numbered."""
+    names: list[str] = []
+    for name, parameter in signature(module.forward).parameters.items():
+        if parameter.kind is Parameter.VAR_POSITIONAL:
+            names += [f"{name}_{i}" for i in range(count - len(names))]
+        elif parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD):
+            names.append(name)
+    # Of more than it takes its own error tells, when it is run.
+    return [*names, *(f"{INPUT}_{i}" for i in range(len(names), count))][:count]
+
+
+def _joined(name: str, key: object) -> str:
+    return f"{name}_{key}" if name else str(key)
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """What stands in an argument, by name: all but None, in whatever holds it."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves(_joined(name, key), part)
+    elif isinstance(value, tuple | list):
+        for index, part in enumerate(value):
+            yield from _leaves(_joined(name or INPUT, index), part)
+    elif value is not None:
+        yield name or INPUT, value
+
+
+def _names(name: str, value: object) -> Any:
+    """An argument with a name in the place of each tensor."""
+    if isinstance(value, Mapping):
+        return {key: _names(_joined(name, key), part) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        parts = (_names(_joined(name or INPUT, index), part) for index, part in enumerate(value))
+        return tuple(parts) if isinstance(value, tuple) else [*parts]
+    return None if value is None else name or INPUT
+
+
+def outputs_of(result: object, taken: Sequence[str], what: str) -> dict[str, Tensor]:
+    """Returns the tensors that a network's forward returned, by name; None is left out.
+
+    Those of a dictionary are called as there, others by number. `taken` are the names of the
+    inputs, which no output can have. Raises FamilyError for what is no tensor.
+    """
+    found: dict[str, Tensor] = {}
+    for path, value in _results("", result):
+        name = path or OUTPUT
+        name = f"{name}_out" if name in taken else name
+        if not isinstance(value, Tensor):
+            raise FamilyError(
+                f"{what}: its output '{name}' is a {type(value).__name__}, not a tensor",
+                hint="return tensors alone: one, a tuple, or a dictionary of them",
+            )
+        twin = next((other for other, tensor in found.items() if tensor is value), None)
+        if twin is not None:
+            raise FamilyError(
+                f"{what}: its outputs '{twin}' and '{name}' are one tensor",
+                hint="return it once: each output of a graph is a value of its own",
+            )
+        found[name] = value
+    if not found:
+        raise FamilyError(
+            f"{what}: its forward returned a {type(result).__name__} without a tensor",
+            hint="return tensors: one, a tuple, or a dictionary of them",
+        )
+    return found
+
+
+def _results(name: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        value = dict(zip(value._fields, value, strict=True))
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _results(_joined(name, key), part)
+    elif isinstance(value, tuple | list):
+        for index, part in enumerate(value):
+            yield from _results(_joined(name or OUTPUT, index), part)
+    elif value is not None or not name:
+        yield name, value
+
+
+def check_outputs(outputs: Mapping[str, Tensor], inputs: int, what: str) -> None:
+    """Raises FamilyError for an output that is not served: the batch is the first axis of each."""
+    for name, tensor in outputs.items():
+        port, shape = f"{what}: its output '{name}'", tuple(tensor.shape)
+        if tensor.dtype == torch.bfloat16:
+            raise FamilyError(f"{port} is bfloat16", hint="return y.float()")
+        if tensor.is_complex():
+            raise FamilyError(f"{port} is complex", hint="return torch.view_as_real(y)")
+        if not shape:
+            raise FamilyError(
+                f"{port} is one number, and the first axis of every output is the batch",
+                hint="return what each input gives, without a mean or a loss over the batch",
+            )
+        if shape[0] != inputs:
+            raise FamilyError(
+                f"{port} is of shape {shape} for {inputs} inputs, and the first axis of every "
+                "output is the batch",
+                hint="of the batch times the tokens, return y.unflatten(0, (x.shape[0], -1))"
+                if shape[0] % inputs == 0
+                else "return the batch first: y.movedim(1, 0)",
+            )
+
+
+class Ported(nn.Module):
+    """What a network becomes that takes a tensor for each of its ports, in their order.
+
+    It stays what it is, with the paths of all its modules: this class is put before its own.
+    `flat`: it returns a tensor for each output; else what its own forward returns.
+    """
+
+    arguments: Arguments
+    takes: tuple[str, ...]
+    flat: bool
+    own_forward: Callable[..., Any] | None
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Returns the outputs for a tensor of each input."""
+        args, named = self.arguments.of(dict(zip(self.takes, tensors, strict=True)))
+        forward = super().forward if self.own_forward is None else self.own_forward
+        result = forward(*args, **named)
+        return tuple(outputs_of(result, self.takes, "").values()) if self.flat else result
+
+
+def ported(network: nn.Module, arguments: Arguments, takes: Sequence[str]) -> nn.Module:
+    """Returns a network that takes a tensor for each of `takes`; itself where that is so already.
+
+    Its tensors are shared.
+    """
+    return network if arguments.plain else _ported(network, arguments, takes, flat=False)
+
+
+def with_flat_outputs(network: nn.Module, takes: Sequence[str]) -> nn.Module:
+    """Returns a network that returns a tuple with a tensor for each output."""
+    if isinstance(network, Ported):
+        network.flat = True
+        return network
+    return _ported(network, Arguments(), takes, flat=True)
+
+
+def _ported(
+    network: nn.Module, arguments: Arguments, takes: Sequence[str], *, flat: bool
+) -> nn.Module:
+    copy = sharing_weights(network)
+    own = type(copy)
+    copy.__class__ = type(own.__name__, (Ported, own), {"__module__": own.__module__})
+    assert isinstance(copy, Ported)
+    copy.own_forward = vars(copy).pop("forward", None)  # of the object, not of its class
+    copy.arguments, copy.takes, copy.flat = arguments, tuple(takes), flat
+    return copy

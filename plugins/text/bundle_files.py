@@ -1,0 +1,191 @@
+"""What a program needs beside the graph to generate text from a bundle, written into it.
+
+The tokenizer's files and the configuration are those of the model's folder, copied as data: no code
+of them is run here. `genai_config.json` is what ONNX Runtime GenAI opens a folder by.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import onnx_ir as ir
+
+from ...common.documents import LARGE_BITS, object_in, read_document
+from ...errors import CheckpointError
+from ...exporter.bundle.manifest import FileRecord, Manifest
+from ...exporter.bundle.steps import Export, Step
+from ...exporter.model import Model
+from ...exporter.session import NO_KLEIDIAI
+from ...graphs.fusion.fuse import appends_in_place
+from ...graphs.names import PAST, PRESENT
+from ...graphs.targets import TARGETS, Target
+from ..token_routed import CONFIG_FILE, GENERATION_FILE
+from ..token_routed.network import TransformersNetwork
+from ..token_routed.routers import FIELDS
+from .compare_tokens import different_tokens
+from .files import (
+    CONTENTS,
+    GENAI_FILE,
+    TOKENIZER_BYTES,
+    TOKENIZER_FILES,
+    tokenizer_problem,
+    write_object,
+)
+
+API = 1
+
+CODE = "auto_map"
+"""The key that names code of a checkpoint's author, which loaders would run."""
+
+NO_POSITIONS = 32_768
+"""The context where a configuration tells of no largest position."""
+
+MOST_TOKENS = 4096
+"""For a text whose caller does not say how long it gets: so large its cache is made at once."""
+
+GENAI_PROVIDERS: Mapping[str, str] = {"CUDAExecutionProvider": "cuda"}
+"""What ONNX Runtime GenAI calls the providers of ONNX Runtime; the CPU's has no name."""
+
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+"""The settings of a `generation_config.json` that ONNX Runtime GenAI has too."""
+
+
+def with_generation(job: Export, directory: Path, manifest: Manifest) -> Manifest:
+    """Writes the files that text is generated with, where a job's graphs can generate any.
+
+    The manifest that is returned lists them, with notes on what keeps these graphs from it.
+    """
+    if not job.writes_text:
+        return manifest
+    file, target = manifest.graphs[0].file, cast("Target", manifest.target)
+    notes = write_generation(job.model, target, file, ir.load(directory / file), directory)
+    written = [directory / name for name in CONTENTS if (directory / name).is_file()]
+    files = {**manifest.files, **{file.name: FileRecord.of(file) for file in written}}
+    return replace(manifest, files=dict(sorted(files.items())), notes=[*manifest.notes, *notes])
+
+
+def write_generation(
+    model: Model, target: Target, file: str, graph: ir.Model, directory: Path
+) -> tuple[str, ...]:
+    """Writes the files that text is generated with by a model's graph for a target.
+
+    Returns notes on what keeps it from that.
+    """
+    network, vocabulary = model.module, model.input.below
+    folder = model.source.files[0].parent
+    assert isinstance(network, TransformersNetwork) and vocabulary is not None
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            _copy(folder / name, directory / name)
+    config = _without_code(object_in(folder / CONFIG_FILE))
+    config.pop("quantization_config", None)  # the graph's weights are no more those of the folder
+    for field in FIELDS:
+        k = model.config.get(field)
+        if field in config and isinstance(k, int):  # as a router of this graph chooses
+            config[field] = k
+    write_object(config, directory / CONFIG_FILE)
+    generation = network.wrapped.generation_config.to_json_string()
+    write_object(json.loads(generation), directory / GENERATION_FILE)
+    keys, values = (_cache(model, part) for part in ("key", "value"))
+    if keys != values:
+        return (
+            "no text can be generated: ONNX Runtime GenAI takes no cache whose keys and values "
+            "are of different sizes",
+        )
+    content = genai_config(model, target, file, in_place=appends_in_place(graph))
+    write_object(content, directory / GENAI_FILE)
+    problem = tokenizer_problem(folder, vocabulary)
+    if problem is not None:
+        return (f"no text can be generated: {problem}",)
+    different = different_tokens(directory)
+    return () if different is None else (different,)
+
+
+def _cache(model: Model, part: str) -> list[tuple[int, int]]:
+    """The heads and the width of each layer's keys or values."""
+    ports = [port for port in model.inputs if port.name.startswith(f"{PAST}.")]
+    return [(port.shape[1], port.shape[3]) for port in ports if port.name.endswith(part)]  # type: ignore[misc]
+
+
+def genai_config(model: Model, target: Target, file: str, *, in_place: bool) -> dict[str, Any]:
+    """Returns the content of `genai_config.json` for a graph of a model of `transformers`.
+
+    `in_place`: the graph appends to the cache where it is.
+    """
+    network, vocabulary = model.module, model.input.below
+    assert isinstance(network, TransformersNetwork) and vocabulary is not None
+    text, generation = network.wrapped.config.get_text_config(), network.wrapped.generation_config
+    keys = _cache(model, "key")
+    heads, width = keys[0]
+    end = generation.eos_token_id
+    # Without one the loop takes the padding for the end: the last of a vocabulary is seldom used.
+    ends = end if isinstance(end, list) else [vocabulary - 1 if end is None else end]
+    pad = ends[0] if generation.pad_token_id is None else generation.pad_token_id
+    context = getattr(text, "max_position_embeddings", None) or NO_POSITIONS
+    provider = GENAI_PROVIDERS.get(TARGETS[target].provider or "")
+    tokens = {"bos_token_id": generation.bos_token_id, "eos_token_id": ends, "pad_token_id": pad}
+    search = {name: getattr(generation, name, None) for name in SAMPLING}
+    return {
+        "model": {
+            "type": "decoder",
+            **_known(tokens),
+            "vocab_size": vocabulary,
+            "context_length": context,
+            "decoder": {
+                "filename": file,
+                "session_options": {
+                    "provider_options": [] if provider is None else [{provider: {}}],
+                    **dict([NO_KLEIDIAI]),
+                },
+                "head_size": width,
+                "hidden_size": text.hidden_size,
+                "num_attention_heads": text.num_attention_heads,
+                "num_key_value_heads": heads,
+                "num_hidden_layers": len(keys),
+                "inputs": {
+                    **{name: name for name in ("input_ids", "attention_mask", "position_ids")},
+                    "past_key_names": f"{PAST}.%d.key",
+                    "past_value_names": f"{PAST}.%d.value",
+                },
+                "outputs": {
+                    "logits": model.output.name,
+                    "present_key_names": f"{PRESENT}.%d.key",
+                    "present_value_names": f"{PRESENT}.%d.value",
+                },
+            },
+        },
+        "search": {
+            "do_sample": False,
+            **_known(search),
+            "max_length": min(context, MOST_TOKENS),
+            "past_present_share_buffer": in_place,
+        },
+    }
+
+
+def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _copy(source: Path, place: Path) -> None:
+    """Copies a file as it is, but for a name of code in it; `CheckpointError` for broken JSON."""
+    content = None
+    if source.suffix == ".json":
+        content = read_document(source, "json", CheckpointError, TOKENIZER_BYTES, LARGE_BITS)
+    if isinstance(content, dict) and CODE in content:
+        write_object(_without_code(content), place)
+    else:
+        shutil.copyfile(source, place)
+
+
+def _without_code(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key != CODE}
+
+
+GENERATION = Step("generation", finish=with_generation, contents=CONTENTS)
+"""Names what loads language models."""

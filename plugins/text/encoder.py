@@ -1,0 +1,235 @@
+"""A process that reads requests and makes the tokens of their prompts; `prompts.py` starts it.
+
+The chat template of a bundle is a program, a pattern of its tokenizer may run for years, and a
+client may send anything. So each request is read in a copy of this process (a fork, where the
+system has that), which is ended after a time and leaves no memory behind; a template runs in
+Jinja's sandbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ...common.documents import object_in
+from ...common.text import printable
+from ...errors import UsageError
+from .files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, template_in
+from .server.protocol import NoSuchModelError, asked
+
+if TYPE_CHECKING:
+    import jinja2
+
+MEMORY_BYTES = 4 << 30
+"""Of this process at most, where the system has such a limit; a large tokenizer takes 1 GB."""
+
+MOST_WORDS = 300
+"""Characters of a library's message that are passed on."""
+
+Chat = Sequence[Mapping[str, str]]
+
+
+class Encoder:
+    """The tokenizer and the chat template of a folder, for a context of a number of tokens."""
+
+    def __init__(self, folder: Path, context: int) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        # Settings for batches, which may be left in the file.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        words = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._context, self._most = context, context * max(map(len, words), default=1)
+        self._template: jinja2.Template | None = None
+        self._reads: frozenset[str] = frozenset()
+        self._problem = "--chat: the model has no chat template: it was not trained to chat"
+        source = template_in(folder)
+        if source is not None:
+            try:
+                self._template, self._reads = _compiled(source, folder)
+            except Exception as error:  # noqa: BLE001 - a template may be any text
+                self._problem = f"the model's chat template cannot be compiled: {_told(error)}"
+
+    def completion(self, body: bytes, name: str, most: int, *, chat: bool) -> dict[str, Any]:
+        """Returns what a client's request asks for, without its prompt, and the tokens of that."""
+        completion = asked(body)
+        if completion.model not in ("", name):
+            named = printable(completion.model[:64])
+            raise NoSuchModelError(f"model: there is no {named} here, only {name}")
+        completion.request(most)
+        content = completion.content(chat=chat, most=self._context, reads=self._reads)
+        left = replace(completion, prompt=None, messages=None)
+        return {"asked": asdict(left), "ids": self.tokens(content)}
+
+    def tokens(self, prompt: str | Chat) -> list[int]:
+        """Returns the tokens of a text, or of a chat as the model's template writes it.
+
+        Raises `UsageError` for a prompt that the model or its template does not take.
+        """
+        parts = [prompt] if isinstance(prompt, str) else [t for m in prompt for t in m.values()]
+        if any("\0" in part for part in parts):
+            raise UsageError(
+                "the prompt has a NUL character, which is no text", hint="leave it out"
+            )
+        text = prompt if isinstance(prompt, str) else self._rendered(prompt)
+        if len(text) > self._most:
+            raise _too_long(f"{len(text):,} characters", self._context)
+        # A template writes the special tokens of a chat itself.
+        special = isinstance(prompt, str)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        if len(ids) >= self._context:
+            raise _too_long(f"{len(ids):,} tokens", self._context)
+        if not ids:
+            raise UsageError("the prompt is empty", hint="give some text to continue")
+        return ids
+
+    def _rendered(self, messages: Chat) -> str:
+        if self._template is None:
+            hint = "leave --chat out, and the model continues the prompt"
+            raise UsageError(self._problem, hint=hint)
+        text = ""
+        try:
+            for piece in self._template.generate(messages=messages):
+                text += piece
+                if len(text) > self._most:
+                    break
+        except Exception as cause:
+            raise UsageError(
+                f"the model's chat template does not take these messages: {_told(cause)}",
+                hint="leave --system out: some templates have no system messages",
+            ) from cause
+        return text
+
+
+def _too_long(size: str, context: int) -> UsageError:
+    return UsageError(
+        f"the prompt has {size}, and the model's context holds {context:,} tokens",
+        hint="shorten the prompt",
+    )
+
+
+def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str]]:
+    """A template as `transformers` compiles one, and the names that it reads."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """A block that only marks what a model is trained on."""
+
+        tags = {"generation"}  # noqa: RUF012 - the type that Jinja declares
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, loopcontrols],
+    )
+    # A constant of a template may take for ever: it is computed in a request, not when it is read.
+    environment.intercepted_binops = frozenset(environment.default_binop_table)
+    environment.filters["tojson"] = to_json
+    special = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in object_in(folder / TOKENIZER_CONFIG_FILE).items()
+        if name.endswith("_token")
+    }
+    template = environment.from_string(
+        source,
+        globals={
+            **{name: token for name, token in special.items() if isinstance(token, str)},
+            "add_generation_prompt": True,
+            "raise_exception": refuse,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+        },
+    )
+    tree = environment.parse(source)
+    reads = {node.attr for node in tree.find_all(nodes.Getattr)}
+    reads |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return template, frozenset(reads)
+
+
+def _told(error: BaseException) -> str:
+    """What an error tells, in one line."""
+    told = " ".join(str(error).split()) or type(error).__name__
+    return told[:MOST_WORDS]
+
+
+def _answer(encoder: Encoder, asked_for: Mapping[str, Any], body: bytes) -> bytes:
+    try:
+        if "name" in asked_for:
+            name, most = asked_for["name"], asked_for["most"]
+            found = encoder.completion(body, name, most, chat=asked_for["chat"])
+        else:
+            found = {"ids": encoder.tokens(json.loads(body))}
+    except UsageError as error:
+        unknown = isinstance(error, NoSuchModelError)
+        found = {"error": error.message, "hint": error.hint, "unknown": unknown}
+    except MemoryError:
+        found = {}
+    return json.dumps(found).encode() + b"\n"
+
+
+def _say(answer: bytes) -> None:
+    sys.stdout.buffer.write(answer)
+    sys.stdout.buffer.flush()
+
+
+def _copied(encoder: Encoder, asked_for: Mapping[str, Any], body: bytes) -> None:
+    """Answers in a copy of this process, which is ended after a time; says so where it was."""
+    if sys.platform == "win32":  # which cannot copy a process
+        _say(_answer(encoder, asked_for, body))
+        return
+    copy = os.fork()
+    if copy == 0:
+        signal.alarm(asked_for["seconds"])
+        answer = _answer(encoder, asked_for, body)
+        signal.alarm(0)
+        _say(answer)
+        os._exit(0)
+    _, status = os.waitpid(copy, 0)
+    if status != 0:
+        _say(b"{}\n")
+
+
+NICE = 5
+"""Texts that are being written come before prompts that are read."""
+
+
+def main() -> None:
+    """Answers what standard input asks, a line of JSON and as many bytes as it has, to its end."""
+    if sys.platform != "win32":
+        import resource
+
+        os.nice(NICE)
+
+        with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    encoder = Encoder(Path(sys.argv[1]), int(sys.argv[2]))
+    _say(b"{}\n")
+    for line in sys.stdin.buffer:
+        asked_for = json.loads(line)
+        body = sys.stdin.buffer.read(asked_for["bytes"])
+        _copied(encoder, asked_for, body)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The files of a bundle that text is generated with, and what may be wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...common.documents import object_in
+from ..token_routed import CONFIG_FILE, GENERATION_FILE
+
+GENAI_FILE = "genai_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+
+TOKENIZER_BYTES = 128 << 20
+"""Of a tokenizer at most: those of 200,000 words have 30 MB."""
+
+TEMPLATE_BYTES = 1 << 20
+"""Of a chat template at most: long ones have 20 kB."""
+
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    TEMPLATE_FILE,
+    "chat_template.json",
+)
+"""What libraries call the parts of a tokenizer, and the template of a chat."""
+
+CONTENTS = {
+    GENAI_FILE: "opens this folder in ONNX Runtime GenAI, which generates text from it",
+    GENERATION_FILE: "the model's own settings of generation",
+    CONFIG_FILE: "the model's configuration, as transformers has it",
+    **dict.fromkeys(TOKENIZER_FILES, "of the tokenizer, as it was trained"),
+}
+"""What these files are, for the page of a bundle."""
+
+CONFIGURED = (GENAI_FILE, GENERATION_FILE, CONFIG_FILE, *TOKENIZER_FILES)
+"""What a bundle has beside its graph for programs that generate text."""
+
+
+def write_object(content: Mapping[str, Any], place: Path) -> None:
+    """Writes a JSON file for people to read."""
+    place.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def tokenizer_problem(folder: Path, vocabulary: int) -> str | None:
+    """Returns what keeps a model of a vocabulary from being used with the tokenizer in a folder."""
+    file = folder / TOKENIZER_FILE
+    if not file.is_file():
+        return f"{folder}: holds no {TOKENIZER_FILE}"
+    content = object_in(file, TOKENIZER_BYTES)
+    model, added = content.get("model"), content.get("added_tokens")
+    words = model.get("vocab") if isinstance(model, dict) else None
+    ids = [entry.get("id") for entry in added or () if isinstance(entry, dict)]
+    # The words of some tokenizers are a list, of which a place is an id.
+    ids += [*words.values()] if isinstance(words, dict) else [len(words or ()) - 1]
+    largest = max((token_id for token_id in ids if isinstance(token_id, int)), default=-1)
+    if largest < 0:
+        return f"{file}: is no tokenizer"
+    if largest >= vocabulary:
+        return (
+            f"{file}: is of another model: it has the token {largest}, and this model's vocabulary "
+            f"ends at {vocabulary - 1}"
+        )
+    return None
+
+
+def template_in(folder: Path) -> str | None:
+    """Returns the chat template of the model in a folder, the one called `default` of several."""
+    file = folder / TEMPLATE_FILE
+    if file.is_file():
+        with file.open("rb") as opened:
+            return opened.read(TEMPLATE_BYTES).decode("utf-8", errors="replace")
+    for name in (TOKENIZER_CONFIG_FILE, "chat_template.json"):
+        written = object_in(folder / name).get("chat_template")
+        if isinstance(written, list):
+            named = {
+                each.get("name"): each.get("template") for each in written if isinstance(each, dict)
+            }
+            written = named.get("default")
+        if isinstance(written, str):
+            return written
+    return None

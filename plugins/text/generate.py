@@ -1,0 +1,319 @@
+"""Continues a text: the loop and the samplers are those of ONNX Runtime GenAI.
+
+Its tokenizer is not used: it recurses for each character, and ends the process for a long text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ...common.documents import object_in
+from ...common.environment import available_bytes
+from ...errors import (
+    BundleError,
+    CacheMemoryError,
+    EngineError,
+    MissingExtraError,
+    install,
+)
+from ...exporter.bundle.bundle import Bundle
+from ...graphs.names import PAST
+from .files import (
+    CONFIGURED,
+    GENAI_FILE,
+    TOKENIZER_BYTES,
+    TOKENIZER_FILE,
+    tokenizer_problem,
+)
+from .prompts import Prompts
+from .request import GenerateRequest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
+
+Message = Mapping[str, str]
+"""What somebody says in a chat: its `role` and its `content`."""
+
+Finish = Literal["stop", "length"]
+"""Why a text ends: at a token or text that ends it, or after as many tokens as were asked for."""
+
+
+PROMPT_TOKENS = 128
+"""Of a prompt that are computed in one step: nothing else runs meanwhile."""
+
+OUT_OF_MEMORY = re.compile(r"[Cc]ould not allocate|Failed to allocate memory|bad_alloc")
+"""How ONNX Runtime and GenAI report that there is no memory."""
+
+
+class TextModel:
+    """A bundle that is ready to generate text, in a context of as many tokens as it or a user says.
+
+    Raises `BundleError` for a bundle that cannot, or whose files have changed, and
+    `MissingExtraError` without ONNX Runtime GenAI.
+    """
+
+    def __init__(
+        self, bundle: Bundle, threads: int | None = None, context: int | None = None
+    ) -> None:
+        check_generates(bundle)
+        genai = genai_library()
+        try:
+            config = genai.Config(str(bundle.path))
+            if threads is not None:
+                options = {"session_options": {"intra_op_num_threads": threads}}
+                config.overlay(json.dumps({"model": {"decoder": options}}))
+            self._model = genai.Model(config)
+        except RuntimeError as error:
+            raise EngineError(
+                f"{bundle.path}: ONNX Runtime GenAI cannot open it: {error}",
+                hint="`moexport verify` checks the bundle, `moexport doctor` this machine",
+            ) from error
+        self._genai = genai
+        model = object_in(bundle.path / GENAI_FILE)["model"]
+        self._ends, self._vocabulary = frozenset(model["eos_token_id"]), model["vocab_size"]
+        self.context = min(model["context_length"], context or model["context_length"])
+        self.prompts = Prompts(bundle.path, self.context)
+        self._words = _words(bundle.path)
+        self._token_bytes = sum(
+            math.prod(size for size in port.shape if isinstance(size, int)) * _bytes(port.dtype)
+            for port in bundle.manifest.inputs
+            if port.name.startswith(f"{PAST}.")
+        )
+
+    def generate(self, prompt: str | Sequence[Message], request: GenerateRequest) -> GeneratedText:
+        """Returns the text that follows a prompt, or the answer to the messages of a chat.
+
+        Raises `UsageError` for a prompt that leaves no room, or a chat without a template.
+        """
+        return self.start(self.tokens(prompt, request), request)
+
+    def tokens(self, prompt: str | Sequence[Message], request: GenerateRequest) -> list[int]:
+        """Returns the tokens of a prompt, which leave room for one more in the context."""
+        if not request.chat and isinstance(prompt, str):
+            return self.prompts.tokens(prompt)
+        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        if request.system is not None:
+            said.insert(0, {"role": "system", "content": request.system})
+        return self.prompts.tokens(said)
+
+    def start(self, tokens: list[int], request: GenerateRequest) -> GeneratedText:
+        """Returns the text after some tokens, with a cache of its own.
+
+        Raises `CacheMemoryError` where the cache does not fit into the memory.
+        """
+        length = min(len(tokens) + request.max_tokens, self.context)
+        if self._token_bytes * length > available_bytes():
+            raise self.no_memory(length)
+        params = self._genai.GeneratorParams(self._model)
+        params.set_search_options(max_length=length, **self._drawing(request))
+        try:
+            generator = self._genai.Generator(self._model, params)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
+                raise self.no_memory(length) from error
+            raise
+        return GeneratedText(
+            generator,
+            Decoder(self._words),
+            np.array(tokens, np.int32),
+            tuple(request.stop),
+            self._ends,
+            partial(self.no_memory, length),
+        )
+
+    def _drawing(self, request: GenerateRequest) -> dict[str, Any]:
+        """The search options of GenAI for how a request draws tokens."""
+        settings: dict[str, Any] = {}
+        temperature = (
+            None if request.temperature is None else float(np.float32(request.temperature))
+        )
+        if temperature is not None:
+            settings["do_sample"] = temperature > 0
+        elif (request.top_p, request.top_k) != (None, None):
+            settings["do_sample"] = True
+        arguments = {
+            "temperature": temperature or None,
+            "top_p": request.top_p,
+            "top_k": request.top_k and min(request.top_k, self._vocabulary),
+            "random_seed": request.seed,
+        }
+        return settings | {name: value for name, value in arguments.items() if value is not None}
+
+    def no_memory(self, length: int) -> CacheMemoryError:
+        """Returns the error for a cache of some tokens that does not fit."""
+        return CacheMemoryError(
+            f"no memory for the cache of {length:,} tokens: it takes "
+            f"{self._token_bytes * length / 2**20:,.1f} MiB, and "
+            f"{available_bytes() / 2**20:,.0f} MiB are free"
+        )
+
+
+class Decoder:
+    """The text of tokens, one after another."""
+
+    def __init__(self, words: Tokenizer) -> None:
+        self._words = words
+        self._stream = self._begun()
+
+    def text(self, token: int) -> str:
+        """Returns what a token adds, which is nothing within a character."""
+        try:
+            return self._stream.step(self._words, token) or ""
+        except Exception:  # noqa: BLE001 - its own, for bytes that are no text: it takes no others
+            self._stream = self._begun()
+            return self._stream.step(self._words, token) or ""
+
+    def _begun(self) -> DecodeStream:
+        from tokenizers.decoders import DecodeStream
+
+        return DecodeStream(skip_special_tokens=True)
+
+
+class GeneratedText(Iterator[str]):
+    """A text, piece by piece as it is generated; what it took is known when it has ended.
+
+    A piece that may begin a text to stop at is held back until that is known.
+    """
+
+    def __init__(
+        self,
+        generator: Any,
+        decoder: Decoder,
+        prompt: Any,
+        stop: tuple[str, ...],
+        ends: frozenset[int],
+        no_memory: Callable[[], CacheMemoryError],
+    ) -> None:
+        self.prompt_tokens, self.tokens = len(prompt), 0
+        self.finish: Finish | None = None
+        self.first_token_s = self.decode_s = 0.0
+        self._generator, self._decoder, self._prompt = generator, decoder, prompt
+        self._stop, self._ends, self._held = stop, ends, ""
+        self._no_memory = no_memory
+
+    def __next__(self) -> str:
+        """Returns the next piece, which is not empty."""
+        while self.finish is None:
+            piece = self.step()
+            if piece:
+                return piece
+        raise StopIteration
+
+    def close(self) -> None:
+        """Frees the cache; nothing follows."""
+        self._generator = None
+        self.finish = self.finish or "length"
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The rate of the tokens after the first; None where there are none."""
+        return (self.tokens - 1) / self.decode_s if self.tokens > 1 and self.decode_s else None
+
+    def step(self) -> str:
+        """Computes one more token, or a part of the prompt.
+
+        Returns what is known not to be a text to stop at, which may be nothing.
+        """
+        started = perf_counter()
+        try:
+            token = self._token()
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
+                raise self._no_memory() from error
+            raise
+        took = perf_counter() - started
+        if self.tokens > 1:
+            self.decode_s += took
+        else:
+            self.first_token_s += took
+        return "" if token is None else self._piece(token)
+
+    def _token(self) -> int | None:
+        """The next token; None while there is more of the prompt to compute."""
+        if len(self._prompt):
+            now, self._prompt = np.split(self._prompt, [PROMPT_TOKENS])
+            self._generator.append_tokens(now)
+            if len(self._prompt):
+                return None
+        self._generator.generate_next_token()
+        self.tokens += 1
+        return int(self._generator.get_next_tokens()[0])
+
+    def _piece(self, token: int) -> str:
+        """The text of a token, as far as it is known not to be a text to stop at."""
+        if token in self._ends:
+            self.finish = "stop"
+            return self._held
+        text = self._held + self._decoder.text(token)
+        at = min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=None)
+        if at is not None:
+            self.finish = "stop"
+            return text[:at]
+        if self._generator.is_done():
+            self.finish = "length"
+            return text
+        kept = max((_begun(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters at the end of a text are the first of another one."""
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+def check_generates(bundle: Bundle) -> None:
+    """Raises `BundleError` for a bundle that no text is generated from, with the reason."""
+    files = bundle.manifest.files
+    vocabulary = bundle.manifest.inputs[0].below
+    if GENAI_FILE not in files or vocabulary is None:
+        reason = next((n for n in bundle.manifest.notes if n.startswith("no text")), None)
+        raise BundleError(
+            reason or f"{bundle.path}: no language model with a cache: it holds no {GENAI_FILE}",
+            hint="export a causal language model, from its folder of transformers",
+        )
+    bundle.graph_file()
+    bundle.check_whole(name for name in files if name in CONFIGURED)
+    problem = tokenizer_problem(bundle.path, vocabulary)
+    if problem is not None:
+        raise BundleError(
+            problem, hint="copy the tokenizer's files into the model's folder, and export again"
+        )
+
+
+def genai_library() -> Any:
+    """Returns ONNX Runtime GenAI, which reports to nobody, or raises `MissingExtraError`."""
+    try:
+        import onnxruntime_genai
+    except ImportError as error:
+        raise MissingExtraError(
+            f"ONNX Runtime GenAI, which generates text, is not installed ({error})",
+            hint=install("generate"),
+        ) from error
+    onnxruntime_genai.disable_telemetry_events()
+    return onnxruntime_genai
+
+
+def _words(folder: Path) -> Tokenizer:
+    """The words of a tokenizer and how they are joined, without what cuts a text into words."""
+    from tokenizers import Tokenizer
+
+    content = object_in(folder / TOKENIZER_FILE, TOKENIZER_BYTES)
+    cutting = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer"))
+    return Tokenizer.from_str(json.dumps({**content, **cutting, "post_processor": None}))
+
+
+def _bytes(dtype: str) -> int:
+    """How many bytes a number has of a type that a cache may have."""
+    return 4 if dtype == "float32" else 2

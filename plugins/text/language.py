@@ -1,0 +1,219 @@
+"""Language models in a benchmark: text as windows of tokens, and the calls that are timed.
+
+A prefill computes a whole prompt; a decode computes one more token after it, with the keys and
+values of the prompt in the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...bench.data import LabelledData, several_inputs
+from ...bench.measure.sequences import SequenceBenchmark
+from ...bench.plan import Phase
+from ...bench.runners.base import first_of
+from ...bench.runners.pytorch import PyTorch
+from ...calibration.feeds import IGNORED, Array, Labels, npy_array
+from ...common.locations import local
+from ...errors import FeedError, UsageError, in_one_line
+from ...exporter.inputs import Inputs, fitted
+from ...exporter.model import Model
+from ...graphs.names import PAST, PRESENT
+from ..token_routed.network import TransformersNetwork
+
+API = 1
+
+PROMPT = 128
+"""Tokens of a prompt where nobody says how many."""
+
+WINDOWS = 32
+"""Windows of Python's own text: some thousand tokens tell a perplexity to some percent."""
+
+RANDOM_WINDOWS = 8
+
+TEXT_BYTES = 64 << 20
+"""Of a text at most: its tokens take a hundred times as much while they are made."""
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+"""Files of which a folder with a tokenizer has one."""
+
+
+def prompt_of(model: Model, tokens: int | None) -> int:
+    """Returns how many tokens a prompt has; `UsageError` where the model has not as many positions.
+
+    One more follows it.
+    """
+    assert isinstance(model.module, TransformersNetwork)
+    config = model.module.wrapped.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    if tokens is None:
+        return PROMPT if most is None else max(1, min(PROMPT, most - 1))
+    if most is not None and tokens >= most:
+        raise UsageError(
+            f"--tokens {tokens}: the model has {most} positions, and one more token follows the "
+            "prompt",
+            hint=f"use --tokens {most - 1} at most",
+        )
+    return tokens
+
+
+def phases_of(model: Model, tokens: int | None, length: int) -> tuple[Phase, ...]:
+    """Returns the calls of a language model that are timed: no decode without a cache.
+
+    The prompt has so many `tokens`, and one follows it in texts of this `length`.
+    """
+    prompt = min(prompt_of(model, tokens), length - 1)
+    prefill = Phase("prefill", prompt)
+    assert isinstance(model.module, TransformersNetwork)
+    return (Phase("decode", 1, prompt), prefill) if model.module.cached else (prefill,)
+
+
+def _sequences(data: str | Path | Array | None, model: Model, tokens: int | None) -> LabelledData:
+    return token_windows(data, model, prompt_of(model, tokens))
+
+
+def token_windows(data: str | Path | Array | None, model: Model, prompt: int) -> LabelledData:
+    """Returns windows [s, prompt + 1] of token ids, by which perplexity is taken.
+
+    `data` is a file of text, an `.npz` with `input_ids` [s, m] or a `.npy` of ids [tokens] or
+    [s, m]; None takes the text that ships with Python, where the model's folder has a tokenizer, or
+    random ids, which tell no perplexity. Raises `FeedError` for what is none of these.
+    """
+    length, name = prompt + 1, model.input.name
+    if data is None:
+        tokenizer = _tokenizer(local(model.source.path))
+        if tokenizer is None:
+            random = np.random.default_rng(0)
+            ids = random.integers(0, model.input.below or 1, (RANDOM_WINDOWS, length))
+            return LabelledData(ids, np.full_like(ids, IGNORED), name)
+        text = "\n\n".join(python_topics())
+        return _windows(_ids(tokenizer, text)[: WINDOWS * length], model, length, "Python's text")
+    if isinstance(data, np.ndarray):
+        return _windows(data, model, length, "the ids")
+    path = local(data)
+    if not path.is_file():
+        raise FeedError(
+            f"{path}: no such file",
+            hint="a language model is measured on a file of text, an .npz with 'input_ids' or a "
+            ".npy of token ids",
+        )
+    if path.suffix == ".npz":
+        return _archived(path, model)
+    if path.suffix == ".npy":
+        return _windows(npy_array(path.read_bytes(), str(path)), model, length, str(path))
+    return _windows(_text_ids(path, model), model, length, str(path))
+
+
+def _text_ids(path: Path, model: Model) -> Array:
+    tokenizer = _tokenizer(local(model.source.path))
+    if tokenizer is None:
+        raise FeedError(
+            f"{path}: is text, and {model.source.path} has no tokenizer",
+            hint="copy tokenizer.json into the folder, or give token ids: an .npz with 'input_ids'",
+        )
+    if path.stat().st_size > TEXT_BYTES:
+        raise FeedError(
+            f"{path}: has more than {TEXT_BYTES} bytes, the limit of a text",
+            hint="cut it, or give token ids: an .npz with 'input_ids'",
+        )
+    try:
+        return _ids(tokenizer, path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise FeedError(f"{path}: is no text in UTF-8", hint="give text, .npz or .npy") from error
+
+
+def _tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model's folder, None where it has none; code in a folder is never run."""
+    folder = folder if folder.is_dir() else folder.parent
+    if not any((folder / file).is_file() for file in TOKENIZERS):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # a tokenizer's reader may fail in any way
+        raise FeedError(
+            f"{folder}: transformers cannot load its tokenizer: {in_one_line(error)}",
+            hint="give token ids: --data ids.npz with 'input_ids'",
+        ) from error
+
+
+def _ids(tokenizer: Any, text: str) -> Array:
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return np.asarray(ids, np.int64)
+
+
+def _windows(ids: Array, model: Model, length: int, where: str) -> LabelledData:
+    """Token ids [tokens] cut into windows, or windows [s, m] as they are."""
+    if ids.ndim == 1:
+        if len(ids) < length:
+            raise FeedError(
+                f"{where}: {len(ids)} tokens, and a prompt with the token after it takes {length}",
+                hint="give a longer text, or a smaller --tokens",
+            )
+        ids = ids[: len(ids) // length * length].reshape(-1, length)
+    ids = fitted(ids, model.input)
+    if ids.shape[1] < 2:
+        raise FeedError(f"{where}: one token each foretells nothing", hint="give longer sequences")
+    return LabelledData(ids, None, model.input.name)
+
+
+def _archived(path: Path, model: Model) -> LabelledData:
+    """The ids of an `.npz`, whose mask says which are foretold where no label does."""
+    data = several_inputs(path, model, 0)
+    mask = data.beside.get("attention_mask")
+    labels = data.labels
+    if labels is None and mask is not None:
+        labels = targets_of(data.inputs, mask)
+    if data.inputs.shape[1] < 2:
+        raise FeedError(f"{path}: one token each foretells nothing", hint="give longer sequences")
+    return replace(data, labels=labels)
+
+
+def targets_of(ids: Array, mask: Array) -> Labels:
+    """Returns the next id at each position [s, m], where the mask has both."""
+    targets = np.full_like(ids, IGNORED)
+    both = (mask[:, :-1] != 0) & (mask[:, 1:] != 0)
+    targets[:, :-1] = np.where(both, ids[:, 1:], IGNORED)
+    return targets
+
+
+def python_topics() -> list[str]:
+    """Returns the topics of this Python's `pydoc`, in ASCII, by their names.
+
+    Each version of Python has its own text, so figures from two of them differ a little.
+    """
+    from pydoc_data.topics import topics
+
+    return [topics[name].encode("ascii", "replace").decode() for name in sorted(topics)]
+
+
+def phase_inputs(phase: Phase, x: Inputs, base: PyTorch) -> dict[str, Array]:
+    """Returns what a call takes of windows [b, m]: the prompt, or what follows it with its cache.
+
+    The cache is that of the untouched model, the same for all that are measured.
+    """
+    ids, (name, *_) = first_of(x), (port.name for port in base.ports)
+    mask = None if isinstance(x, np.ndarray) else x.get("attention_mask")
+    prompt = _cut(name, ids, mask, 0, phase.past or phase.tokens)
+    if not phase.past:
+        return prompt
+    assert isinstance(base.module, TransformersNetwork)
+    outputs = zip(base.module.gives, base.outputs(prompt), strict=True)
+    cache = {n.replace(PRESENT, PAST): array for n, array in outputs if PRESENT in n}
+    return _cut(name, ids, mask, phase.past, phase.past + phase.tokens) | cache
+
+
+def _cut(name: str, ids: Array, mask: Array | None, start: int, end: int) -> dict[str, Array]:
+    part = {name: np.ascontiguousarray(ids[:, start:end])}
+    return part if mask is None else part | {"attention_mask": np.ascontiguousarray(mask[:, :end])}
+
+
+LANGUAGE = SequenceBenchmark("language", data=_sequences, phases=phases_of, inputs=phase_inputs)
+"""Names what loads language models."""

@@ -1,0 +1,176 @@
+"""A language model's files as another program looks for them: a folder of their own in the bundle.
+
+Its weights are a copy: `onnx` opens none that are a link.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ...common.documents import object_in
+from ...common.option import Mistake
+from ...exporter.bundle.manifest import FileRecord, Manifest
+from ...exporter.bundle.steps import Export, Step
+from ...graphs.names import PAST
+from ..token_routed import CONFIG_FILE, GENERATION_FILE
+from .files import (
+    TEMPLATE_FILE,
+    TOKENIZER_BYTES,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    write_object,
+)
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from ...exporter.requests import TextLayout
+    from ...graphs.targets import Precision
+
+API = 1
+
+GRAPHS = "onnx"
+"""The folder of the graphs, in that of the layout."""
+
+CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+"""What transformers 5 calls a tokenizer of any kind, and what that was called before."""
+
+BATCH = "batch_size"
+"""What these programs call the axis: transformers.js makes the empty cache by this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRecord:
+    """How a program reads a folder.
+
+    Of the types of models in `known` it finds the sizes of the cache in their own `config.json`;
+    for all others `alias` is one of which it reads exactly the sizes that the layout writes.
+    `suffixes` end the names of graphs by precision.
+    """
+
+    known: frozenset[str]
+    alias: str
+    suffixes: Mapping[Precision, str]
+
+
+SUFFIXES: Mapping[Precision, str] = {
+    "fp32": "",
+    "fp16": "_fp16",
+    "int8": "_quantized",
+    "int4": "_q4",
+}
+
+DTYPES: Mapping[Precision, str] = {"fp32": "fp32", "fp16": "fp16", "int8": "q8", "int4": "q4"}
+"""What transformers.js calls the precisions."""
+
+LAYOUTS: Mapping[TextLayout, LayoutRecord] = {
+    "transformers-js": LayoutRecord(
+        known=frozenset({"deepseek_v3", "gpt_oss", "qwen2_moe", "qwen3_moe"}),
+        alias="llama",
+        suffixes=SUFFIXES,
+    ),
+    "optimum": LayoutRecord(
+        known=frozenset({"deepseek_v3", "gpt_oss"}),
+        alias="gemma",
+        suffixes={**SUFFIXES, "bf16": "_bf16"},
+    ),
+}
+
+
+def _check(layout: TextLayout, job: Export) -> Iterator[Mistake]:
+    """What keeps a job's bundle from having a layout."""
+    if not job.writes_text:
+        yield (
+            f"--layout {layout}: it is of causal language models with a cache, and this is none",
+            "leave --layout out",
+        )
+    folder = job.model.source.files[0].parent
+    if not (folder / TOKENIZER_FILE).is_file():
+        yield (
+            f"--layout {layout}: {folder} holds no {TOKENIZER_FILE}",
+            "save the model's tokenizer there",
+        )
+
+
+def with_layout(layout: TextLayout, job: Export, directory: Path, manifest: Manifest) -> Manifest:
+    """Writes the folder of a layout into a bundle's and returns the manifest that lists it."""
+    del job
+    import onnx
+
+    record, precision = LAYOUTS[layout], cast("Precision", manifest.precision)
+    place = directory / layout
+    (place / GRAPHS).mkdir(parents=True)
+    file = f"{GRAPHS}/model{record.suffixes[precision]}.onnx"
+    weights = f"{file}_data"
+    model = onnx.load(directory / manifest.graph_for(1).file, load_external_data=False)
+    (own,) = _moved(model, Path(weights).name)
+    onnx.save(model, place / file)
+    shutil.copyfile(directory / own, place / weights)
+    for name in (GENERATION_FILE, *TOKENIZER_FILES):
+        if (directory / name).is_file():
+            shutil.copyfile(directory / name, place / name)
+    tokenizer = object_in(directory / TOKENIZER_CONFIG_FILE, TOKENIZER_BYTES)
+    class_ = str(tokenizer.get("tokenizer_class", ""))
+    if class_ in CLASSES:
+        tokenizer["tokenizer_class"] = CLASSES[class_]
+    if (directory / TEMPLATE_FILE).is_file():
+        tokenizer["chat_template"] = (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
+    write_object(tokenizer, place / TOKENIZER_CONFIG_FILE)
+    config = object_in(directory / CONFIG_FILE)
+    if config["model_type"] not in record.known:
+        keys = [port for port in manifest.inputs if re.fullmatch(rf"{PAST}\..*key", port.name)]
+        config |= {
+            "model_type": record.alias,
+            "num_hidden_layers": len(keys),
+            "num_key_value_heads": keys[0].shape[1],
+            "head_dim": keys[0].shape[3],
+        }
+    if layout == "transformers-js":
+        config["transformers.js_config"] = {
+            "dtype": DTYPES[precision],
+            "use_external_data_format": {Path(file).name: 1},
+        }
+    write_object(config, place / CONFIG_FILE)
+    files = {
+        path.relative_to(directory).as_posix(): FileRecord.of(path)
+        for path in sorted(place.rglob("*"))
+        if path.is_file() and path != place / weights
+    }
+    files[f"{layout}/{weights}"] = manifest.files[own]
+    return replace(manifest, files={**manifest.files, **files})
+
+
+def _moved(model: ModelProto, weights: str) -> set[str]:
+    """Gives a graph's weights another file, and the batch its name; returns the files before."""
+    before = set()
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                before.add(entry.value)
+                entry.value = weights
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        for axis in value.type.tensor_type.shape.dim:
+            if axis.dim_param:
+                axis.dim_param = re.sub(r"\bbatch\b", BATCH, axis.dim_param)
+    return before
+
+
+def _step(layout: TextLayout) -> Step:
+    return Step(
+        layout,
+        finish=partial(with_layout, layout),
+        check=partial(_check, layout),
+        precisions=tuple(LAYOUTS[layout].suffixes),
+        copies=1,
+    )
+
+
+OPTIMUM = _step("optimum")
+TRANSFORMERS_JS = _step("transformers-js")

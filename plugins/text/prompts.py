@@ -1,0 +1,138 @@
+"""The tokens of prompts, which a process of their own makes (`encoder.py`), within a time.
+
+Hugging Face's `tokenizers` take a time that grows with the length of a text, whatever the text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Lock, Timer
+from typing import Any
+
+from ...common.documents import from_data
+from ...errors import BundleError, EngineError, MissingExtraError, UsageError, install
+from .server.protocol import Asked, NoSuchModelError
+
+ENCODER = "moexport.plugins.text.encoder"
+
+LOADING_S = 60
+"""For a tokenizer to be loaded: one of 200,000 words takes two seconds."""
+
+LIMIT_S = 10
+"""For the tokens of a prompt, and a second more for each MiB of it."""
+
+CLOSING_S = 5
+"""After which the process is ended, where it does not end its copy by itself."""
+
+
+class Prompts:
+    """Makes the tokens of prompts for a bundle's folder and a context of a number of tokens.
+
+    Raises `MissingExtraError` without `tokenizers` and Jinja, and `BundleError` for a tokenizer
+    that cannot be loaded.
+    """
+
+    def __init__(self, folder: Path, context: int) -> None:
+        check_installed()
+        self._folder, self._context = folder, context
+        self._lock = Lock()
+        self._start()
+
+    def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """Returns the tokens of a text, or of a chat as the model's template writes it.
+
+        Raises `UsageError` for a prompt that the model does not take, and `EngineError` where the
+        tokens are not made in time.
+        """
+        ids: list[int] = self._asked({}, json.dumps(prompt).encode())["ids"]
+        return ids
+
+    def completion(
+        self, body: bytes, name: str, most: int, *, chat: bool
+    ) -> tuple[Asked, list[int]]:
+        """Returns what a client's request asks a model for, and the tokens of its prompt.
+
+        A text has `most` tokens at most. Raises as `tokens` does, and `NoSuchModelError`.
+        """
+        found = self._asked({"name": name, "most": most, "chat": chat}, body)
+        return from_data(Asked, found["asked"], "the request"), found["ids"]
+
+    def _asked(self, what: Mapping[str, Any], body: bytes) -> Any:
+        seconds = LIMIT_S + (len(body) >> 20)
+        with self._lock:
+            if self._process.poll() is not None:
+                self._start()
+            line = json.dumps({**what, "bytes": len(body), "seconds": seconds}).encode()
+            answer = self._answer(line + b"\n" + body, seconds + CLOSING_S)
+        if not answer:
+            raise EngineError(
+                f"{self._folder}: no tokens of a prompt within {seconds} s and 4 GB of memory",
+                hint="a pattern of tokenizer.json or the chat template does not end",
+            )
+        if "error" in answer:
+            kind = NoSuchModelError if answer["unknown"] else UsageError
+            raise kind(answer["error"], hint=answer["hint"])
+        return answer
+
+    def _start(self) -> None:
+        """Starts the process, and waits until it has loaded the tokenizer."""
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", ENCODER, str(self._folder.absolute()), str(self._context)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+            start_new_session=True,  # a Ctrl-C reaches this process alone
+        )
+        self._end = weakref.finalize(self, _end, self._process)
+        if self._answer(b"", LOADING_S) is None:
+            raise BundleError(
+                f"{self._folder}: its tokenizer.json cannot be loaded",
+                hint="save the tokenizer with a current transformers, and export again",
+            )
+
+    def _answer(self, asked: bytes, seconds: int) -> Any:
+        """What the process answers; None where it ends, or is ended after a time."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        timer = Timer(seconds, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            process.stdin.write(asked)
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        finally:
+            timer.cancel()
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        self._end()
+        return None
+
+
+def check_installed() -> None:
+    """Raises `MissingExtraError` where the libraries of prompts are not installed."""
+    try:
+        import jinja2  # noqa: F401
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(
+            f"what makes tokens of text is not installed ({error})", hint=install("generate")
+        ) from error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()

@@ -1,0 +1,1 @@
+"""Text by the protocol of OpenAI: requests, turns, connections."""

@@ -1,0 +1,265 @@
+"""OpenAI's protocol: what a client may ask for, and how it is answered."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+from uuid import uuid4
+
+import msgspec
+
+from ....common.documents import from_data
+from ....common.option import spelled
+from ....common.text import printable
+from ....errors import MoexportError, UsageError
+from ..request import GenerateRequest
+
+MOST_STOPS = 8
+STOP_CHARACTERS = 256
+"""Of each text to stop at: every token is compared with all of them."""
+
+PASSED_OVER = frozenset(
+    ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+)
+"""Fields that change no text."""
+
+NEUTRAL: Mapping[str, Any] = {
+    "best_of": 1,
+    "frequency_penalty": 0,
+    "min_p": 0,
+    "modalities": ["text"],
+    "n": 1,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "response_format": {"type": "text"},
+    "tool_choice": "none",
+}
+"""Values that ask for nothing, of fields that this server does not have."""
+
+
+FAILED = "the server failed; its log has a line about it"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Whether a stream ends with what it took."""
+
+    include_usage: bool = False
+
+
+class WrittenText(Protocol):
+    """What a reply tells of a text that is generated."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were generated."""
+        ...
+
+    @property
+    def finish(self) -> str | None:
+        """Why the text ended; None before."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a client asks for; the names are the protocol's, `top_k` apart."""
+
+    model: str = ""
+    prompt: str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def usage(self) -> bool:
+        """Whether a stream ends with what it took."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def request(self, most: int) -> GenerateRequest:
+        """Returns how to generate it, with `most` tokens; `UsageError` for what cannot be."""
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        longest: int | None = getattr(self, name)
+        if longest is not None and not 1 <= longest <= most:
+            raise UsageError(f"{name} {longest}: it must be from 1 to {most}")
+        stop = tuple([self.stop] if isinstance(self.stop, str) else self.stop or ())
+        if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > STOP_CHARACTERS:
+            raise UsageError(
+                f"stop: at most {MOST_STOPS} texts of {STOP_CHARACTERS} characters are compared"
+            )
+        return GenerateRequest(
+            max_tokens=most if longest is None else longest,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            stop=stop,
+        )
+
+    def content(
+        self, *, chat: bool, most: int, reads: frozenset[str]
+    ) -> str | list[dict[str, str]]:
+        """Returns the prompt or the messages, `most` of them, with what the template `reads`.
+
+        Raises `UsageError` for another number of prompts than one, and for what is no text.
+        """
+        wanted, other = ("messages", "prompt") if chat else ("prompt", "messages")
+        if getattr(self, wanted) is None:
+            raise UsageError(f"{wanted}: it is missing")
+        if getattr(self, other) is not None:
+            raise UsageError(f"{other}: it is a field of the other kind of completion")
+        if self.messages is not None:
+            if len(self.messages) > most:
+                raise UsageError(f"messages: {len(self.messages):,}, and {most:,} tokens fit here")
+            return [_message(said, f"messages[{i}]", reads) for i, said in enumerate(self.messages)]
+        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
+        if len(prompts) != 1:
+            raise UsageError(f"prompt: {len(prompts)} prompts, and one text is expected")
+        return prompts[0]
+
+
+class NoSuchModelError(UsageError):
+    """A request is for another model than the one that is served."""
+
+
+SERVED = PASSED_OVER | {field.name for field in fields(Asked)}
+
+
+def asked(body: bytes) -> Asked:
+    """Returns what a body asks for; `UsageError` for what is no request or is not served."""
+    try:
+        data = msgspec.json.decode(body)  # in one step, however many values there are
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as cause:
+        raise UsageError(f"the request is not valid JSON: {str(cause)[:200]}") from cause
+    if not isinstance(data, dict):
+        raise UsageError("the request is no object")
+    _check_served({name: data[name] for name in data if name not in SERVED}, "")
+    return from_data(Asked, data, "the request", error=UsageError)
+
+
+def in_protocol(error: MoexportError) -> str:
+    """Returns an error's message with the protocol's names where it has those of options."""
+    message = error.message
+    for field in fields(GenerateRequest):
+        message = message.replace(spelled(GenerateRequest, field.name), field.name)
+    return message
+
+
+def _check_served(data: Mapping[str, Any], at: str) -> None:
+    """Raises `UsageError` for a field that asks for what this server does not do."""
+    for name, value in data.items():
+        empty = value is None or value is False or value in ("", [], {})
+        neutral = not isinstance(value, bool) and name in NEUTRAL and value == NEUTRAL[name]
+        if not (empty or neutral):
+            raise UsageError(
+                f"{at}{printable(name[:64])}: this server does not have it, leave it out"
+            )
+
+
+def _message(said: Mapping[str, Any], at: str, reads: frozenset[str]) -> dict[str, str]:
+    """What a template gets of a message: its role, its content and other texts that it reads."""
+    role = said.get("role")
+    if not (isinstance(role, str) and role):
+        raise UsageError(f"{at}.role: it is no text")
+    texts = {
+        name: value
+        for name, value in said.items()
+        if name not in ("role", "content") and name in reads and isinstance(value, str)
+    }
+    others = {name for name in said if name not in texts} - {"role", "content"}
+    _check_served({name: said[name] for name in others}, f"{at}.")
+    return {"role": role, "content": _content(said.get("content"), at), **texts}
+
+
+def _content(content: Any, at: str) -> str:
+    """What a message says, which may be in parts; `UsageError` for what is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise UsageError(f"{at}.content: it is no text")
+    parts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in content
+    ]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) < len(parts):
+        raise UsageError(f"{at}.content: a part is no text, and the model takes text alone")
+    return "".join(texts)
+
+
+class ReplyForm:
+    """How the protocol writes one answer, or the parts of it."""
+
+    def __init__(self, *, chat: bool, stream: bool, model: str) -> None:
+        self.chat = chat
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
+            "object": f"{kind}.chunk" if chat and stream else kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, content: str, text: WrittenText) -> dict[str, Any]:
+        said = {"message": {"role": "assistant", "content": content}}
+        return self._with(said if self.chat else {"text": content}, text.finish, **_usage(text))
+
+    def part(self, piece: str, finish: str | None = None, **more: Any) -> dict[str, Any]:
+        delta = {"delta": {"role": "assistant", "content": piece}}
+        return self._with(delta if self.chat else {"text": piece}, finish, **more)
+
+    def usage(self, text: WrittenText) -> dict[str, Any]:
+        return {**self._head, "choices": [], **_usage(text)}
+
+    def _with(self, said: Mapping[str, Any], finish: str | None, **more: Any) -> dict[str, Any]:
+        choice = {"index": 0, **said, "finish_reason": finish, "logprobs": None}
+        return {**self._head, "choices": [choice], **more}
+
+
+async def events(
+    form: ReplyForm, text: WrittenText, pieces: AsyncIterator[str], *, usage: bool
+) -> AsyncIterator[str]:
+    """A stream's events: the pieces, the reason of its end, and what it took where that is asked.
+
+    It was answered with success by then: what fails later is an event of its own.
+    """
+    try:
+        async for piece in pieces:
+            yield event(form.part(piece))
+        yield event(form.part("", text.finish))
+    except MoexportError as cause:
+        yield event(error(in_protocol(cause), "server_error"))
+    except Exception:
+        yield event(error(FAILED, "server_error"))
+        raise
+    if usage:
+        yield event(form.usage(text))
+    yield "data: [DONE]\n\n"
+
+
+def event(content: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def error(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "code": None}}
+
+
+def _usage(text: WrittenText) -> dict[str, Any]:
+    counts = {"prompt_tokens": text.prompt_tokens, "completion_tokens": text.tokens}
+    return {"usage": {**counts, "total_tokens": sum(counts.values())}}

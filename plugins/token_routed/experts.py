@@ -1,0 +1,173 @@
+"""Converts the experts of `transformers` to our layer, and checks that it computes the same.
+
+Architectures whose experts class has the decorator `use_experts_implementation` store their weights
+in a few layouts, which the flags of the decorator identify. What the class computes between its two
+products is code: it is run on test values, and refused where the layer has no such form.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import FamilyError
+from ...graphs.layers.expert import Activation
+from .layers.experts import Experts, ExpertsSpec, ExpertsWeights, Gate
+
+FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+
+QUICK_GELU = 1.702
+"""z·sigmoid(1.702·z) is what is called quick GELU."""
+
+ROWS = 7
+
+SAME = 1e-5
+"""Of max|y|: rounding in another order."""
+
+
+def experts_modules(network: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules of a network whose forward is the experts interface's, by path."""
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if all(hasattr(module, flag) for flag in FLAGS)
+    }
+
+
+def canonical(name: str, module: nn.Module, k: int) -> Experts:
+    """Returns the layer of an experts module; its weights are views of the module's.
+
+    Raises `FamilyError` where what the module computes has no form in the layer.
+    """
+    of: Any = module
+    first = of.gate_up_proj if of.has_gate else of.up_proj
+    second = of.down_proj
+    if not of.is_transposed:
+        first, second = first.transpose(1, 2), second.transpose(1, 2)
+    bias = (of.gate_up_proj_bias if of.has_gate else of.up_proj_bias) if of.has_bias else None
+    n, d, _ = first.shape
+    spec = ExpertsSpec(
+        name=name, experts=n, k=k, dim=d, hidden=second.shape[1], out=second.shape[2]
+    )
+    scale = None
+    if of.has_post_expert_norm:
+        scale, epsilon = _post_norm(name, of.post_expert_norm, spec.out)
+        spec = replace(spec, post_norm=True, post_norm_eps=epsilon)
+    spec = _with_gate(spec, module)
+    down_bias = of.down_proj_bias if of.has_bias else None
+    weights = ExpertsWeights(w1=first, w2=second, b1=bias, b2=down_bias, scale=scale)
+    return Experts(spec, weights)
+
+
+def check_layer(layer: Experts, module: nn.Module) -> None:
+    """Raises `FamilyError` where a layer does not compute what the module does; reads weights."""
+    spec, generator = layer.spec, torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, spec.dim, generator=generator)
+    # All experts are computed alike: a few will do, and the others need not be read.
+    some = torch.randperm(spec.experts, generator=generator)[: spec.k + 2]
+    index = some[torch.rand(ROWS, len(some), generator=generator).topk(spec.k).indices]
+    weights = torch.rand(ROWS, spec.k, generator=generator)
+    with torch.no_grad():
+        ours, theirs = layer(x, index, weights), module(x, index, weights)
+    off, largest = (ours - theirs).abs().max(), theirs.abs().max()
+    if ours.shape != theirs.shape or not off <= SAME * largest:
+        raise FamilyError(
+            f"layer {spec.name}: its class {type(module).__name__} computes something else than "
+            f"experts with its options do (max |difference| {off:.2g} of {largest:.2g})",
+            hint="the architecture cannot be exported with this version",
+        )
+
+
+def _with_gate(spec: ExpertsSpec, module: nn.Module) -> ExpertsSpec:
+    """The spec with what is between the two products, found by trying."""
+    of: Any = module
+    if not of.has_gate:
+        return with_activation(spec, of.act_fn, module)
+    # Wide enough for every bound on gate and up to count.
+    limit = max(map(abs, _numbers(module, "limit")), default=1.0)
+    z = 4 * max(1.0, limit) * _some(2 * spec.hidden)
+    gate: Gate = "concatenated" if of.is_concatenated else "interleaved"
+    return _matching(replace(spec, gate=gate), module, z, of._apply_gate(z))
+
+
+def with_activation(spec: ExpertsSpec, act: Any, module: nn.Module) -> ExpertsSpec:
+    """Returns the spec, without a gate, of a module's experts whose activation is `act`.
+
+    Raises `FamilyError` for an activation that the layer does not have.
+    """
+    z = 4 * _some(spec.hidden)
+    return _matching(replace(spec, gate="none"), module, z, act(z))
+
+
+def _some(width: int) -> Tensor:
+    return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
+
+
+def _matching(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -> ExpertsSpec:
+    """The first candidate that computes `wanted` of z."""
+    for candidate in _candidates(spec, module):
+        y = _between(candidate, z)
+        if y.shape == wanted.shape and torch.allclose(y, wanted, rtol=1e-4, atol=1e-5):
+            return candidate
+    raise FamilyError(
+        f"layer {spec.name}: what {type(module).__name__} computes between its two products is no "
+        "form that is known",
+        hint=f"activations are {', '.join(get_args(Activation))} and quick GELU, with a gate "
+        "or without, and gates may be clamped",
+    )
+
+
+def _candidates(spec: ExpertsSpec, module: nn.Module) -> list[ExpertsSpec]:
+    """What the module may compute with the spec's gate, the usual first."""
+    alphas = [1.0, QUICK_GELU, *_numbers(module, "alpha")]
+    forms: list[tuple[Activation, float]] = [("silu", alpha) for alpha in alphas]
+    forms += [(name, 1.0) for name in get_args(Activation) if name != "silu"]
+    gated = spec.gate != "none"
+    limits = [None, *_numbers(module, "limit")] if gated else [None]
+    offsets = (0.0, 1.0) if gated else (0.0,)
+    return [
+        replace(spec, activation=form, alpha=alpha, limit=limit, up_offset=offset)
+        for limit, offset, (form, alpha) in itertools.product(limits, offsets, forms)
+    ]
+
+
+def _numbers(module: nn.Module, word: str) -> list[float]:
+    """The numbers that a module keeps under a name with this word: `limit`, `swiglu_limit`."""
+    return [
+        float(value)
+        for name, value in vars(module).items()
+        if word in name and isinstance(value, int | float) and not isinstance(value, bool)
+    ]
+
+
+def _between(spec: ExpertsSpec, z: Tensor) -> Tensor:
+    """What a layer of this spec computes between its two products."""
+    none = torch.empty(0)
+    return Experts(spec, ExpertsWeights(none, none)).activate(z)
+
+
+def _post_norm(name: str, norm: nn.Module, width: int) -> tuple[Tensor, float]:
+    """The scale before a norm that divides by the root mean square, and its epsilon."""
+    of: Any = norm
+    epsilon = next(
+        (float(getattr(of, name)) for name in ("eps", "variance_epsilon") if hasattr(of, name)), 0.0
+    )
+    if of.weight.is_meta:  # only looked at
+        return of.weight, epsilon
+    y = _some(width)
+    with torch.no_grad():
+        wanted = norm(y)
+        for scale in (1.0 + of.weight, of.weight):
+            scaled = y * scale
+            normalized = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + epsilon)
+            if torch.allclose(normalized, wanted, rtol=1e-4, atol=1e-5):
+                return scale, epsilon
+    raise FamilyError(
+        f"layer {name}: the norm after its experts, {type(norm).__name__}, is no scale followed by "
+        "a division by the root mean square",
+        hint="the architecture cannot be exported with this version",
+    )

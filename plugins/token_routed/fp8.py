@@ -1,0 +1,108 @@
+"""Weights of eight bits in a folder of `transformers`, multiplied by the scales beside them.
+
+Tools name the scales of a weight after it: `weight_scale` (ModelOpt, compressed-tensors, FBGEMM) or
+`weight_scale_inv` (DeepSeek). Each is what a weight is multiplied by, for the whole tensor, for
+each row, or for each block. How large blocks are is in the configuration, or is told by their
+number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...exporter.checkpoints.state_dict import FLOAT8
+
+SCALES = ("_scale", "_scale_inv")
+"""What follows the name of a weight in the name of its scales."""
+
+ACTIVATIONS = re.compile(r"(^|\.)(input|output|act|kv|k|v|q)_scale$")
+"""Scales of activations and of the cache, which are computed in floats here."""
+
+DEQUANTISED = "export the checkpoint in bfloat16 or float32 that it was made from"
+
+
+def scales_of(key: str, tensors: Mapping[str, Tensor], place: Path) -> str:
+    """Returns the key of the scales of a weight; `CheckpointError` where there are none, or two."""
+    found = [key + end for end in SCALES if key + end in tensors]
+    if len(found) == 1:
+        return found[0]
+    kind = str(tensors[key].dtype).removeprefix("torch.")
+    what = "two scales" if found else "no scales"
+    raise CheckpointError(
+        f"{place}: {key} is {kind} and has {what}: one is expected, "
+        f"{key}{SCALES[0]} or {key}{SCALES[1]}",
+        hint=DEQUANTISED,
+    )
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether a tensor is of a type of eight bits that only scales give a meaning."""
+    return tensor.dtype in FLOAT8
+
+
+def blocks_of(config: Any) -> tuple[int, int] | None:
+    """Returns the rows and columns of a block as a configuration of quantisation has them."""
+    given = config.get("weight_block_size") if isinstance(config, Mapping) else None
+    if not isinstance(given, list | tuple) or len(given) != 2:
+        return None
+    rows, columns = given
+    whole = isinstance(rows, int) and isinstance(columns, int)
+    return (rows, columns) if whole and rows > 0 and columns > 0 else None
+
+
+def dequantised(
+    key: str, tensors: Mapping[str, Tensor], place: Path, blocks: tuple[int, int] | None
+) -> Tensor:
+    """Returns a weight of eight bits times its scales, as float32."""
+    weight, name = tensors[key], scales_of(key, tensors, place)
+    scale = tensors[name]
+    spread = _spread(scale.float(), weight.shape, blocks) if scale.is_floating_point() else None
+    if spread is None:
+        of = "" if blocks is None else f" of {blocks[0]} × {blocks[1]}"
+        raise CheckpointError(
+            f"{place}: {name} is {scale.dtype} of shape {list(scale.shape)}, which does not tell "
+            f"what part of {key}, {list(weight.shape)}, each scale is of: the whole, rows, or "
+            f"blocks{of}",
+            hint='name their size in config.json, "quantization_config": {"weight_block_size": '
+            f"[rows, columns]}}, or {DEQUANTISED}",
+        )
+    return weight.float() * spread
+
+
+def _spread(scale: Tensor, shape: torch.Size, blocks: tuple[int, int] | None) -> Tensor | None:
+    """Scales in a shape that multiplies a weight; None where it cannot be told what each is of."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if scale.ndim == 1 and scale.shape[0] == shape[0]:
+        return scale.reshape(-1, *(1 for _ in shape[1:]))
+    if scale.ndim != len(shape):
+        return None
+    given = [None] * len(shape) if blocks is None else [*[1] * (len(shape) - 2), *blocks]
+    for axis, (size, count) in enumerate(zip(shape, scale.shape, strict=True)):
+        block = _block(size, count, given[axis])
+        if block is None:
+            return None
+        if block < size:
+            scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)
+    return scale
+
+
+def _block(size: int, count: int, given: int | None) -> int | None:
+    """How long each of so many blocks of an axis is; the last may be shorter.
+
+    Where it is not given, one for each number or for all, or a power of two, so that their number
+    tells their length. None where other equal blocks would have that number, too.
+    """
+    if count in (1, size):
+        return size // count
+    if given is not None:
+        return given if -(-size // given) == count else None
+    block = next((b for j in range(size.bit_length()) if -(-size // (b := 2**j)) == count), None)
+    return None if size % count == 0 and block != size // count else block

@@ -1,0 +1,89 @@
+"""What is known of a model of `transformers` beside its tensors (`exporter.model.Host`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import onnx_ir as ir
+from torch import Tensor, nn
+
+from ...exporter.model import Host, Model
+from ...graphs.layers.base import sharing_weights
+from ...graphs.names import PAST
+from .network import TransformersNetwork
+from .routers import with_k
+from .trace import traced_program
+
+
+class TransformersHost(Host):
+    """The answers for all models of `transformers`."""
+
+    of_tokens = True
+    steps = ("generation",)
+
+    def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
+        """Returns the model as if its configuration had said so many experts (`routers`)."""
+        return with_k(model, k)
+
+    def traced(
+        self,
+        network: nn.Module,
+        model: Model,
+        sizes: Mapping[str, int],
+        fixed: Mapping[str, int],
+        *,
+        opset: int,
+    ) -> ir.Model:
+        """Returns the graph that the exporter of `transformers` makes (`trace`)."""
+        assert isinstance(network, TransformersNetwork)
+        return traced_program(network, model.inputs, model.outputs, sizes, fixed, opset=opset)
+
+    def benchmark(self, model: Model) -> str | None:
+        """Returns how language models are measured (`plugins.text.language`)."""
+        assert isinstance(model.module, TransformersNetwork)
+        causal = type(model.module.wrapped).__name__.endswith("ForCausalLM")
+        return "language" if causal else None
+
+    def experts_form(self, model: Model) -> str | None:
+        """Returns how the library computes its experts, by its own name for that."""
+        network = model.original
+        if not isinstance(network, TransformersNetwork):
+            return None
+        if not network.wrapped._can_set_experts_implementation():
+            return None
+        form: str = network.wrapped.config._experts_implementation
+        return form
+
+    def in_form(self, model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
+        """Returns the model as the library runs it with k experts in each layer."""
+        network = sharing_weights(model.untouched)
+        network.routers = model.module.routers
+        chosen = with_k(replace(model, module=network), dict(k)).module
+        assert isinstance(chosen, TransformersNetwork)
+        if form is not None:
+            chosen.wrapped.set_experts_implementation(form)
+        return chosen
+
+    def repeated(
+        self, network: nn.Module, tensors: Sequence[Tensor]
+    ) -> Callable[[], Tensor] | None:
+        """Returns the call of a network with a cache, which grows in it as where text is generated.
+
+        Before the next call it is cut back.
+        """
+        if not (isinstance(network, TransformersNetwork) and network.cached):
+            return None
+        arguments = network.arguments(tensors)
+        cache, before = arguments[PAST], arguments[PAST].get_seq_length()
+
+        def call() -> Tensor:
+            if (more := cache.get_seq_length() - before) > 0:
+                cache.crop(-more)
+            logits: Tensor = network.wrapped(**arguments)["logits"]
+            return logits
+
+        return call
+
+
+HOST = TransformersHost()

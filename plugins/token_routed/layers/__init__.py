@@ -1,0 +1,1 @@
+"""Token-routed experts as a layer."""

@@ -1,0 +1,288 @@
+"""Token-routed experts in PyTorch: their arithmetic alone, for a choice that the graph around made.
+
+A router, whatever it is, gives each token k experts and a weight for each; this layer computes
+y_t = Σ_j weights[t, j] · expert_{index[t, j]}(x_t). It is the reference that exported graphs are
+compared with, so it loops over experts; what is exported is written independently, in
+`plugins.token_routed.lowerings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ....graphs.layers.base import (
+    Kind,
+    Matrices,
+    MoELayer,
+    RoutingDecision,
+    StoredPart,
+    frozen_if_any,
+    frozen_matrices,
+    to_bfloat16,
+)
+from ....graphs.layers.expert import (
+    NORM_WEIGHTS,
+    Activation,
+    ExpertNorm,
+    NormWeights,
+    activated,
+    normalised,
+)
+from ....graphs.names import SELECTED
+
+Gate = Literal["none", "concatenated", "interleaved"]
+"""`none`: act(x·w1 + b1); else act(gate)·up, with the columns of x·w1 + b1 as [gate, up], or in
+turn: gate, up, gate, up, …"""
+
+WeightsOn = Literal["output", "input"]
+"""Whether a weight multiplies what its expert returns, or what it is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """Sizes and behaviour of the experts of one layer, without their weights.
+
+    `experts` is n, and `k` how many of them a token got in training. Experts of one map have no
+    `hidden`, which is 0. See `AroundMaps` for what is around the maps. With a gate, `limit` bounds
+    the gate from above and the other half to −limit … limit before the activation, and `up_offset`
+    is added to that half. With `post_norm` what an expert returns is multiplied by a scale [o] and
+    then divided by its root mean square.
+
+    Where experts have a capacity, tokens come in groups of `group`, and of each an expert computes
+    `capacities[k - 1]` at most: a choice that was dropped is given as expert + n, and weighs 0.
+    With `rounded` tokens are rounded to BF16 for the experts, and what these return.
+    """
+
+    kind: ClassVar[Kind] = "experts"
+    op_type: ClassVar[str] = "Experts"
+    renormalizable: ClassVar[bool] = False
+    chooses_sets: ClassVar[bool] = False
+    routes_tokens: ClassVar[bool] = True
+    dynamic_int8: ClassVar[bool] = True
+    typical_tokens: ClassVar[tuple[int, ...]] = (1, 512)  # a step of decoding, a prompt
+    rewritable: ClassVar[bool] = False
+    flat: ClassVar[bool] = True
+    quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
+    slots: ClassVar[int] = 1
+
+    name: str
+    experts: int
+    k: int
+    dim: int
+    hidden: int
+    out: int
+    activation: Activation = "silu"
+    gate: Gate = "concatenated"
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+    post_norm: bool = False
+    post_norm_eps: float = 1e-6
+    weights_on: WeightsOn = "output"
+    hidden_norm: ExpertNorm | None = None
+    out_norm: ExpertNorm | None = None
+    out_activation: Activation = "identity"
+    group: int | None = None
+    capacities: tuple[int, ...] = ()
+    rounded: bool = False
+
+    @property
+    def linear(self) -> bool:
+        """Whether an expert is one map."""
+        return self.hidden == 0
+
+    @property
+    def drops(self) -> bool:
+        """Whether experts have a capacity."""
+        return bool(self.capacities)
+
+    @property
+    def trained_k(self) -> int:
+        """What the router chose in training."""
+        return self.k
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """One level of n experts."""
+        return (self.experts,)
+
+    @property
+    def inner(self) -> int:
+        """Columns of an expert's first matrix: h, 2h with a gate, o where there is no second."""
+        if self.linear:
+            return self.out
+        return self.hidden if self.gate == "none" else 2 * self.hidden
+
+    @property
+    def parameters_per_expert(self) -> int:
+        """Weights of one expert, biases not counted."""
+        return self.dim * self.inner + self.hidden * self.out
+
+    def macs(self, tokens: int, k: int) -> dict[str, int]:
+        """Multiply-adds for `tokens` tokens with k experts each, by part."""
+        return {
+            "experts": tokens * k * self.parameters_per_expert,
+            "combine": tokens * k * self.out,
+        }
+
+    def bytes_read(self, k: int) -> int:
+        """FP32 bytes of the weights of k experts: what one token reads."""
+        return 4 * k * self.parameters_per_expert
+
+    def quantized_bytes(self, k: int) -> int:
+        """FP32 bytes of the same weights: INT8 takes both matrices of an expert."""
+        return self.bytes_read(k)
+
+    def choices(self) -> dict[str, str]:
+        """The chosen experts, int64 [t, k]: here a value of the graph around the layer."""
+        return {"": SELECTED}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeights:
+    """The weights of one layer, in canonical orientation.
+
+    `w1` holds n matrices [d, inner] and `w2` n matrices [h, o], or None; transposed views of a
+    checkpoint's tensors will do, of any float type. `b1` [n, inner] and `b2` [n, o] may be None.
+    With a gate the columns of `w1` and `b1` lie as the spec's `gate` says. `scale` [o] belongs to
+    `post_norm`.
+    """
+
+    w1: Matrices
+    w2: Matrices | None
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    scale: Tensor | None = None
+    norms: NormWeights = NormWeights()
+
+
+class Experts(MoELayer):
+    """The experts of one layer: x [t, d], index [t, k] and weights [t, k] to [t, o].
+
+    A smaller k is a narrower index, which the router around the layer makes: `keep` says nothing
+    here.
+    """
+
+    spec: ExpertsSpec
+    g1: nn.Parameter | None
+    s1: nn.Parameter | None
+    g2: nn.Parameter | None
+    s2: nn.Parameter | None
+
+    def __init__(self, spec: ExpertsSpec, weights: ExpertsWeights) -> None:
+        super().__init__()
+        self.spec = spec
+        self.w1 = frozen_matrices(weights.w1)
+        self.w2 = None if weights.w2 is None else frozen_matrices(weights.w2)
+        self.b1 = frozen_if_any(weights.b1)
+        self.b2 = frozen_if_any(weights.b2)
+        self.scale = frozen_if_any(weights.scale)
+        for name in NORM_WEIGHTS:
+            setattr(self, name, frozen_if_any(getattr(weights.norms, name)))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Maps tokens x [t, d] to [t, o]."""
+        y = x.new_zeros(x.shape[0], self.spec.out)
+        if self.spec.rounded:
+            x = to_bfloat16(x)
+        for expert in torch.unique(index).tolist():
+            dropped = expert >= self.spec.experts
+            if dropped or expert in self.edits.ablated_in(0):
+                continue
+            token, place = torch.where(index == expert)
+            weight = weights[token, place, None].to(x.dtype)
+            if self.spec.weights_on == "input":
+                outputs = self.expert(expert, x[token] * weight)
+            else:
+                outputs = self.expert(expert, x[token])
+                outputs = (to_bfloat16(outputs) if self.spec.rounded else outputs) * weight
+            y.index_add_(0, token, outputs)
+        return y
+
+    def expert(self, index: int, rows: Tensor) -> Tensor:
+        """Expert `index` on rows [r, d]; returns [r, o]."""
+
+        def of(stacked: nn.Parameter | nn.ParameterList | None) -> Tensor | None:
+            return None if stacked is None else stacked[index].to(rows.dtype)
+
+        w1, w2 = of(self.w1), of(self.w2)
+        assert w1 is not None
+        spec = self.spec
+        outputs = F.linear(rows, w1.T, of(self.b1))
+        if w2 is not None:
+            if spec.hidden_norm is not None:
+                outputs = normalised(outputs, spec.hidden_norm, of(self.g1), of(self.s1))
+            outputs = F.linear(self.activate(outputs), w2.T, of(self.b2))
+        if spec.out_norm is not None:
+            outputs = normalised(outputs, spec.out_norm, of(self.g2), of(self.s2))
+        outputs = activated(outputs, spec.out_activation)
+        if not spec.post_norm:
+            return outputs
+        if self.scale is not None:
+            outputs = outputs * self.scale.to(rows.dtype)
+        square = outputs.square().mean(dim=-1, keepdim=True)
+        return outputs * torch.rsqrt(square + spec.post_norm_eps)
+
+    def activate(self, hidden: Tensor) -> Tensor:
+        """What is between an expert's matrices: [r, inner] to [r, h]."""
+        spec = self.spec
+        if spec.gate == "none":
+            return activated(hidden, spec.activation, spec.alpha)
+        if spec.gate == "concatenated":
+            gate, up = hidden.chunk(2, dim=-1)
+        else:
+            gate, up = hidden[..., ::2], hidden[..., 1::2]
+        if spec.limit is not None:
+            gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+        return activated(gate, spec.activation, spec.alpha) * (up + spec.up_offset)
+
+    def choices(self, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, RoutingDecision]:
+        """Returns what the layer was given, ascending.
+
+        How clearly it was chosen only the router knows, so the margin is infinite.
+        """
+        del x, weights
+        margin = torch.full(index.shape[:1], torch.inf)
+        return {"": RoutingDecision(index.sort(dim=-1).values, margin)}
+
+    def stored(self) -> Iterator[StoredPart]:
+        """Yields the experts' weights, one expert at a time; gate and up are concatenated.
+
+        The scale before a post-norm is part of the second matrix and its bias.
+        """
+        n, spec = self.spec.experts, self.spec
+        inner, outer = ("w1", "b1", "g1", "s1"), ("w2", "b2", "g2", "s2")
+        for key in ("w1", "b1", "w2", "b2", *NORM_WEIGHTS):
+            weight: nn.Parameter | nn.ParameterList | None = getattr(self, key)
+            if weight is not None:
+                sizes = {"w1": (spec.dim, spec.inner), "w2": (spec.hidden, spec.out)}
+                size = sizes.get(key, (spec.inner if key in inner else spec.out,))
+                # With a first map of zeros, too, no number overflows before the last one.
+                unnormed = spec.linear or spec.hidden_norm is None
+                last = key in outer or (unnormed and key in ("w1", "b1"))
+                yield StoredPart(
+                    f"experts.{key}",
+                    (n, *size),
+                    self._arrays(weight, first=key in inner, last=last, scaled=key in ("w2", "b2")),
+                )
+
+    def _arrays(
+        self, weight: nn.Parameter | nn.ParameterList, *, first: bool, last: bool, scaled: bool
+    ) -> Iterator[np.ndarray]:
+        for expert in range(self.spec.experts):
+            matrix = weight[expert].float()  # numpy has no bfloat16
+            if first and self.spec.gate == "interleaved":
+                matrix = torch.cat([matrix[..., ::2], matrix[..., 1::2]], dim=-1)
+            if scaled and self.scale is not None:
+                matrix = matrix * self.scale.float()
+            # An expert whose last map is zero contributes nothing, and costs what it did.
+            if last and expert in self.edits.ablated_in(0):
+                matrix = torch.zeros_like(matrix)
+            yield matrix.numpy()

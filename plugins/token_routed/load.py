@@ -1,0 +1,553 @@
+"""Loads a folder with `config.json` and safetensors as a `Model`, through `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...common.documents import object_in, read_document
+from ...common.files import Reading, Watched
+from ...errors import (
+    CheckpointError,
+    FamilyError,
+    MissingExtraError,
+    UsageError,
+    in_one_line,
+    install,
+)
+from ...exporter.checkpoints.files import INDEX
+from ...exporter.families.cache import cache_specs
+from ...exporter.model import Model, Source, TensorSpec
+from ...graphs.layers.base import sharing_weights
+from ...graphs.names import PAST
+from . import CONFIG_FILE
+from .budget import SAME, WeightSizes
+from .experts import canonical, check_layer, experts_modules
+from .host import HOST
+from .network import (
+    DECODED,
+    TOKENS,
+    TransformersNetwork,
+    cache_shapes,
+    decoder_specs,
+    encoded,
+    token_specs,
+)
+from .own_modules import canonical_block, check_block, sparse_blocks
+from .routers import Routers, find_routers, k_of
+from .weights import attention_of, folder_files, load_weights
+
+HEADS: Mapping[str, tuple[str, ...]] = {
+    "ForCausalLM": (*TOKENS, "vocabulary"),
+    "ForTokenClassification": (*TOKENS, "labels"),
+    "ForSequenceClassification": ("batch", "labels"),
+    "Model": (*TOKENS, "hidden"),
+}
+"""What classes of `transformers` return, by how their names end: `logits`, or hidden states."""
+
+TRANSLATING: Mapping[str, str] = {"ForConditionalGeneration": "vocabulary", "Model": "hidden"}
+"""Classes with an encoder and a decoder: how their names end, and the last axis of the output."""
+
+FURTHER_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
+"""What a configuration may ask to be returned besides the result, for training or to look at."""
+
+OWN_MODULES = (
+    "dbrx, jetmoe, llama4, longcat_flash and step3p7 have experts of their own that are not known"
+)
+
+ModelPart = Literal["encoder", "decoder"]
+
+
+SETTINGS = ("use_cache", "part")
+"""What may be said of a model: the rest its `config.json` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """An architecture as its class says: what it returns, and whether it may have a cache.
+
+    `translates`: it has an encoder and a decoder, of which one `part` may have been asked for.
+    """
+
+    name: str
+    output: str
+    axes: tuple[str, ...]
+    translates: bool = False
+    part: ModelPart | None = None
+
+    @property
+    def cached(self) -> bool:
+        return self.name.endswith("ForCausalLM") or self.part == "decoder"
+
+
+def architecture_of(place: Path) -> str | None:
+    """Returns the `model_type` that a folder's `config.json` names; None where there is none.
+
+    `place` is the folder, or the weights in it: a file of safetensors, or an index of such. Raises
+    CheckpointError for a file that is no JSON, or too long.
+    """
+    weights = place.name.endswith((".safetensors", f".safetensors{INDEX}")) and place.is_file()
+    file = (place.parent if weights else place) / CONFIG_FILE
+    content = read_document(file, "json", CheckpointError) if file.is_file() else None
+    name = content.get("model_type") if isinstance(content, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool = True) -> Model:
+    """Returns the model of a folder, or of a file in it, with layers of ours in the experts' place.
+
+    `settings` may say `use_cache`, and the `part` of a model with an encoder and a decoder. Without
+    `values` nothing of the weights is read. Raises `CheckpointError` for weights that are missing
+    or damaged, and `FamilyError` for architectures that cannot be served.
+    """
+    _check_settings(settings)
+    version = transformers_library().__version__
+    found = folder_files(place)
+    folder, files = found.folder, found.files
+    sizes = WeightSizes.of(folder, found.weights.files)
+    sizes.check_config()
+    config = _config(folder)
+    _check_served(folder, config)
+    with sizes.building(version):
+        left_out = _leave_out_further_outputs(config)
+        class_ = _class(folder, config)
+        kind = _kind(folder, class_.__name__, config, settings.get("part"))
+        build = _builder(class_, kind)
+        skeleton = build(config)
+        packed = getattr(config, "quantization_config", None) is not None
+        sizes.check_built(skeleton, packed=packed)
+        paths = _experts(folder, skeleton, config)
+        experts = [int(skeleton.get_submodule(path).num_experts) for path in paths]
+    with sizes.building(version):
+        routers = find_routers(build, config, max(experts)) if paths else None
+        cached = bool(kind.cached and settings.get("use_cache", True))
+        inputs, outputs, notes = _ports(skeleton, config, kind, cached=cached)
+    if any(name.startswith(PAST) for name in (port.name for port in inputs)):
+        notes = (*_cache_note(folder, settings), *notes)
+    takes, gives = [port.name for port in inputs], [port.name for port in outputs]
+    watched = Watched.now(files)
+    model, mapped = skeleton, files
+    if values:
+        loaded = load_weights(found, class_, config, watched)
+        model, mapped, notes = _part(loaded.module, kind), loaded.mapped, (*notes, *loaded.notes)
+    # What scans its tokens has no cache of keys and values alone.
+    scans = values and not kind.translates and not any(name.startswith(PAST) for name in takes)
+    loops = scans and _loops(skeleton)
+    original = TransformersNetwork(model.eval().requires_grad_(False), takes, gives, loops=loops)
+    network = sharing_weights(original)
+    k, reading = k_of(config.get_text_config()), Reading(mapped, watched)
+    if k and experts and k[1] > min(experts):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: {k[0]} is {k[1]}, and a layer has {min(experts)} experts",
+            hint=SAME,
+        )
+    with sizes.building(version):
+        for path in paths:
+            module = original.get_submodule(path)
+            layer = canonical(path, module, k[1] if k else max(experts))
+            if values:
+                check_layer(layer, module)
+                reading.advance(sum(weight.nbytes for weight in layer.parameters()))
+            network.set_submodule(path, layer)
+    reading.end()
+    wrong = _replace_blocks(network, original, check=values)
+    if wrong is not None:
+        notes = (*notes, wrong)
+    network.routers = routers  # type: ignore[assignment]
+    return Model(
+        module=network,
+        family=str(config.model_type),
+        config=_configuration(config, routers, kind, cached=original.cached),
+        source=Source(
+            str(place),
+            files,
+            mapped=mapped,
+            watched=watched.hashed() if values else None,
+            host=HOST,
+        ),
+        inputs=inputs,
+        outputs=outputs,
+        notes=(f"{class_.__name__} of transformers", *left_out, *notes),
+        original=original if wrong is None else None,
+    )
+
+
+def _replace_blocks(network: nn.Module, original: nn.Module, *, check: bool) -> str | None:
+    """Puts our layers into sparse blocks of a network, in place.
+
+    Returns a note where the library's own blocks give something else than their router and their
+    experts say.
+    """
+    differs = ""
+    for path, block in sparse_blocks(network).items():
+        stand_in = canonical_block(path, block)
+        network.set_submodule(path, stand_in)
+        if check and not check_block(path, stand_in, original.get_submodule(path)):
+            differs = type(block).__name__
+    if not differs:
+        return None
+    version = transformers_library().__version__
+    return (
+        f"{differs} of transformers {version} does not send tokens to the experts "
+        "that its router chooses; this model does, and is compared with PyTorch's experts so"
+    )
+
+
+def _configuration(
+    config: Any, routers: Routers | None, kind: _Kind, *, cached: bool
+) -> dict[str, Any]:
+    """What a manifest says of the configuration: sizes that a reader looks for, and the cache."""
+    text = config.get_text_config()
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    record = {name: getattr(text, name) for name in names if hasattr(text, name)}
+    if routers is not None:
+        record[routers.field] = routers.trained
+    if kind.part is not None:
+        record["part"] = kind.part
+    return {**record, "use_cache": cached}
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    unknown = sorted(settings.keys() - {*SETTINGS})
+    if unknown:
+        raise UsageError(
+            f"--set {unknown[0]}: what a model of transformers is its config.json says",
+            hint="use_cache=false exports a language model without its cache, part=encoder or "
+            "part=decoder a part of a model that has both; nothing else can be given",
+        )
+    if settings.get("part", "encoder") not in get_args(ModelPart):
+        raise UsageError(
+            f"--set part={settings['part']}: {' or '.join(get_args(ModelPart))} is expected"
+        )
+    if not isinstance(settings.get("use_cache", True), bool):
+        raise UsageError(f"--set use_cache={settings['use_cache']}: true or false is expected")
+
+
+def transformers_library() -> Any:
+    """Returns the library, told to print no progress and no warnings, or `MissingExtraError`."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError(
+            f"transformers, which models of this kind need, is not installed ({error})",
+            hint=install("transformers"),
+        ) from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _config(folder: Path) -> Any:
+    library = transformers_library()
+    try:
+        return library.AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # every class of configurations has errors of its own
+        own = "auto_map" in object_in(folder / "config.json")
+        raise FamilyError(
+            f"{folder}: transformers {library.__version__} cannot read its config.json: "
+            f"{in_one_line(error)}",
+            hint="the architecture is code that comes with the checkpoint, which is never run: "
+            "give the network as package.module:factory, with --adapter"
+            if own
+            else "a newer transformers may know the architecture",
+        ) from error
+
+
+def _check_served(folder: Path, config: Any) -> None:
+    """Raises `FamilyError` or `CheckpointError` for settings that no export serves."""
+    _check_padding(folder, config)
+    _check_positions(folder / CONFIG_FILE, config.get_text_config())
+
+
+def _check_padding(folder: Path, config: Any) -> None:
+    """Raises CheckpointError for a token of padding that a class takes where none is named."""
+    text = config.get_text_config()
+    token, words = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(token, int) and isinstance(words, int) and not -words <= token < words:
+        named = "pad_token_id" in object_in(folder / CONFIG_FILE)
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: pad_token_id is {token}{'' if named else ' by default'}, and "
+            f"the vocabulary ends at {words - 1}",
+            hint='set "pad_token_id" to a token of the vocabulary, or to null for none',
+        )
+
+
+def _cache_note(folder: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """A note on a line of `config.json` that training left, which no more is followed."""
+    if "use_cache" in settings or object_in(folder / CONFIG_FILE).get("use_cache", True):
+        return ()
+    return (
+        f'"use_cache": false of {CONFIG_FILE} is of training: exported with a cache '
+        "(--set use_cache=false exports without)",
+    )
+
+
+def _leave_out_further_outputs(config: Any) -> tuple[str, ...]:
+    """Makes a configuration ask for a model's result alone, in place; returns a note if it did not.
+
+    What else a model returns changes nothing of its result. Some of it, the loss that balances
+    experts among it, cannot be traced.
+    """
+    further = set()
+    for part in (config, config.get_text_config()):
+        part.return_dict = True
+        for name in FURTHER_OUTPUTS:
+            if getattr(part, name, False):
+                further.add(name)
+                setattr(part, name, False)
+    if not further:
+        return ()
+    return (f"{', '.join(sorted(further))} of config.json left out: the graph has no such outputs",)
+
+
+def _class(folder: Path, config: Any) -> Any:
+    library = transformers_library()
+    names = list(getattr(config, "architectures", None) or ())
+    for name in names:
+        class_ = getattr(library, name, None)
+        if class_ is not None:
+            return class_
+    if names:
+        raise FamilyError(
+            f"{folder}: transformers {library.__version__} has no {names[0]}",
+            hint="code that comes with a checkpoint is never run: give the network as "
+            "package.module:factory",
+        )
+    try:
+        return library.AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        raise FamilyError(
+            f"{folder}: its config.json names no architectures",
+            hint='add "architectures": ["…ForCausalLM"], the class that was saved',
+        ) from None
+
+
+def _check_positions(file: Path, text: Any) -> None:
+    """Raises `FamilyError` for rotary embeddings that branch on how long a text has become.
+
+    `dynamic` computes its frequencies anew beyond the trained length; PhiMoE multiplies by one of
+    two scales wherever its type is not the default. A traced graph takes one branch for all.
+    """
+    parameters = getattr(text, "rope_parameters", None) or {}
+    tables = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
+    for kind in (table.get("rope_type", "default") for table in tables):
+        model_type = getattr(text, "model_type", None)  # an odd configuration has none
+        scaled = model_type == "phimoe" and kind != "default"
+        if kind == "dynamic" or scaled:
+            what = f"{model_type} with rope_type" if scaled else "rope_type"
+            same = "the model's values up to its trained length" if kind == "dynamic" else "others"
+            raise FamilyError(
+                f"{file}: {what} {kind!r} is not exported: its rotary embedding branches on the "
+                "length of the text, and a graph has one form for all lengths",
+                hint=f'"rope_type": "default" in config.json exports; its values are {same}',
+            )
+
+
+def _kind(folder: Path, name: str, config: Any, part: ModelPart | None) -> _Kind:
+    if config.is_encoder_decoder and not name.endswith("EncoderModel"):
+        return _translating(folder, name, part)
+    if part is not None:
+        raise UsageError(
+            f"--set part={part}: a {name} is not of an encoder and a decoder", hint="leave it out"
+        )
+    for end, axes in HEADS.items():
+        if name.endswith(end):
+            return _Kind(name=name, output=_output(end), axes=axes)
+    raise _unserved(folder, name)
+
+
+def _translating(folder: Path, name: str, part: ModelPart | None) -> _Kind:
+    """The kind of a model with an encoder and a decoder, or of one part of it."""
+    for end, last in TRANSLATING.items():
+        if name.endswith(end):
+            kind = _Kind(
+                name=name, output=_output(end), axes=(*TOKENS, last), translates=True, part=part
+            )
+            match part:
+                case "encoder":
+                    return replace(kind, output=_output("Model"), axes=HEADS["Model"])
+                case "decoder":
+                    return kind
+                case None:
+                    return replace(kind, axes=("batch", "decoder_tokens", last))
+    raise _unserved(folder, name)
+
+
+def _output(ending: str) -> str:
+    """What a class whose name ends so calls its output."""
+    return "last_hidden_state" if ending == "Model" else "logits"
+
+
+def _unserved(folder: Path, name: str) -> FamilyError:
+    if name.endswith("ForConditionalGeneration"):
+        return FamilyError(
+            f"{folder}: a {name} is not served: it takes more than text",
+            hint="its text part is: save that alone (model.language_model.save_pretrained), or "
+            f'name the class that was saved in {CONFIG_FILE}: "architectures"',
+        )
+    return FamilyError(
+        f"{folder}: a {name} is not served",
+        hint="served are causal language models, encoders, classifiers of tokens, and models with "
+        f"an encoder and a decoder: classes that end in {', '.join({**HEADS, **TRANSLATING})}",
+    )
+
+
+def _builder(class_: Any, kind: _Kind) -> Any:
+    def build(config: Any) -> nn.Module:
+        with torch.device("meta"):
+            model = class_._from_config(config, attn_implementation=attention_of(class_))
+        assert isinstance(model, nn.Module)
+        return _part(model.eval(), kind)
+
+    return build
+
+
+def _part(model: nn.Module, kind: _Kind) -> nn.Module:
+    """The part of a model that was asked for: its encoder, or the model without it."""
+    if kind.part is None:
+        return model
+    encoder: nn.Module = model.get_encoder()  # type: ignore[operator]
+    if kind.part == "encoder":
+        return encoder
+    path = next(name for name, module in model.named_modules() if module is encoder)
+    model.set_submodule(path, nn.Identity())
+    return model
+
+
+def _experts(folder: Path, skeleton: nn.Module, config: Any) -> list[str]:
+    paths = list(experts_modules(skeleton))
+    if paths or sparse_blocks(skeleton):
+        return paths
+    raise FamilyError(
+        f"{folder}: {config.model_type} has no experts that go through the experts interface of "
+        "transformers",
+        hint=f"{OWN_MODULES}; other architectures have none: optimum exports those",
+    )
+
+
+def _ports(
+    skeleton: nn.Module, config: Any, kind: _Kind, *, cached: bool
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], tuple[str, ...]]:
+    """The inputs and outputs, and a note where there is no cache that one might expect."""
+    text = config.get_text_config()
+    sizes = {
+        "vocabulary": text.vocab_size,
+        "labels": getattr(config, "num_labels", 0),
+        "hidden": text.hidden_size,
+    }
+    shape = tuple(sizes.get(axis, axis) for axis in kind.axes)
+    output = TensorSpec(kind.output, "float32", shape)
+    positions = getattr(text, "max_position_embeddings", None)
+    shapes = _shapes(skeleton, kind, text.hidden_size) if cached else None
+    if kind.part == "decoder":
+        inputs = decoder_specs(text.vocab_size, text.hidden_size)
+    else:
+        inputs = token_specs(text.vocab_size, positions, cached=shapes is not None)
+    if kind.translates and kind.part is None:
+        limits = {} if positions is None else {"decoder_tokens": positions}
+        axes = ("batch", "decoder_tokens")
+        more = TensorSpec(DECODED, "int64", axes, limits, below=text.vocab_size)
+        note = "exported without a cache; to generate, export --set part=encoder and part=decoder"
+        return (*inputs, more), (output,), (note,)
+    if shapes is None:
+        missing = ("its cache holds more than keys and values: exported without",) if cached else ()
+        return inputs, (output,), missing
+    pasts, presents = cache_specs(shapes)
+    return (*inputs, *pasts), (output, *presents), ()
+
+
+def _shapes(skeleton: nn.Module, kind: _Kind, hidden: int) -> dict[str, tuple[int, int]] | None:
+    """The heads and width of each part of the cache, from a run without weights."""
+    with _without_weights(skeleton):
+        ids = torch.zeros((2, 3), dtype=torch.int64)
+        arguments: dict[str, Any] = {"input_ids": ids}
+        if kind.part == "decoder":
+            arguments = {DECODED: ids, "encoder_outputs": encoded(torch.zeros(2, 3, hidden))}
+        try:
+            outputs = skeleton(**arguments, use_cache=True)
+        except _FAILURES:  # it asks for what no cache of keys and values has
+            return None
+    return cache_shapes(getattr(outputs, "past_key_values", None))
+
+
+_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What a model of the library may raise in a run without weights."""
+
+_LENGTHS = (2, 257, 513)
+"""In tokens: each is of more blocks than the one before, for blocks of up to 256."""
+
+_LOOPED = 4
+"""Where a longer input takes so many times the operators of the shortest, a loop is certain."""
+
+
+def _loops(skeleton: nn.Module) -> bool:
+    """Whether a model calls the more operators, the more tokens there are.
+
+    Such a loop over tokens, or over blocks of them, is unrolled when it is traced: the graph is of
+    one length alone. A branch changes the number once at most, a loop each time.
+    """
+    counts: list[int] = []
+    with _without_weights(skeleton):
+        for length in _LENGTHS:
+            calls = _Calls(_LOOPED * counts[0] if counts else None)
+            try:
+                # The library looks at no values of fake tensors.
+                with FakeTensorMode(allow_non_fake_inputs=True), calls:
+                    skeleton(input_ids=torch.zeros((2, length), dtype=torch.int64), use_cache=False)
+            except _TooManyError:
+                return True
+            except _FAILURES:  # what is wrong shows when it is traced
+                return False
+            if counts and calls.count <= counts[-1]:
+                return False
+            counts.append(calls.count)
+    return True
+
+
+class _TooManyError(Exception):
+    """There are more operators than were to be counted."""
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that are called within the context, `most` of them."""
+
+    def __init__(self, most: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count, self.most = 0, most
+
+    def __torch_dispatch__(
+        self, function: Any, _: Any, arguments: tuple[Any, ...] = (), named: Any = None
+    ) -> Any:
+        self.count += 1
+        if self.most is not None and self.count > self.most:
+            raise _TooManyError
+        return function(*arguments, **(named or {}))
+
+
+@contextmanager
+def _without_weights(skeleton: nn.Module) -> Iterator[None]:
+    """Within the context a skeleton runs on tensors without values, its experts left out."""
+
+    class Nothing(nn.Module):
+        def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return x
+
+    held = experts_modules(skeleton) | sparse_blocks(skeleton)
+    try:
+        for path in held:
+            skeleton.set_submodule(path, Nothing())
+        with torch.no_grad(), torch.device("meta"):
+            yield
+    finally:
+        for path, module in held.items():
+            skeleton.set_submodule(path, module)

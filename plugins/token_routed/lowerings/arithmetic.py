@@ -1,0 +1,313 @@
+"""The arithmetic of token-routed experts, shared by their lowerings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import onnx_ir as ir
+
+from ....graphs.builder import Builder
+from ....graphs.layers.stored import LayerOf
+from ....graphs.lowerings.experts import (
+    activation,
+    constants_of,
+    followed,
+    stacked_linear,
+    stacked_rows,
+)
+from ....graphs.names import (
+    EXPERT_HIDDEN,
+    EXPERT_INPUT,
+    EXPERT_OUTPUTS,
+    EXPERT_PRODUCTS,
+    OUTPUT,
+)
+from ....graphs.precision.products import Linear, operand, product, scaled_rows
+from ....graphs.routing import one_hot_experts
+from ..layers.experts import ExpertsSpec
+
+ExpertsLayer = LayerOf[ExpertsSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledRows:
+    """Rows as a product takes them; a unit of a row is worth `scale` [r, 1], 1 where it is None."""
+
+    values: ir.Value
+    scale: ir.Value | None = None
+
+
+def routed(b: Builder, layer: ExpertsLayer) -> tuple[ir.Value, ir.Value]:
+    """The chosen experts [t, k], int64, and their weights [t, k] as FP32.
+
+    A choice that was dropped is one of its expert with a weight of 0.
+    """
+    index = layer.routed[0]
+    if layer.spec.capacities:
+        n = b.integer(layer.spec.experts)
+        kept = b.op("Less", index, n, name="router/kept")
+        index = b.op(
+            "Where",
+            kept,
+            index,
+            b.op("Sub", index, n, name="router/dropped"),
+            name="router/experts",
+        )
+    return index, pair_weights(b, layer)
+
+
+def pair_weights(b: Builder, layer: ExpertsLayer) -> ir.Value:
+    """The weights [t, k] of the choices as FP32."""
+    weights, single = layer.routed[1], ir.DataType.FLOAT
+    return b.cast(weights, weights.dtype or single, single, "combine/weights_wide")
+
+
+def chosen(b: Builder, layer: ExpertsLayer) -> ir.Value:
+    """Adds 1 where a choice is of an expert, [t, k, n]; one that was dropped is of none."""
+    return one_hot_experts(b, layer.routed[0], layer.spec.experts)
+
+
+def token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
+    """The tokens in the float type that the experts compute in."""
+    tokens = b.cast(x, layer.x_type, layer.compute.inner, "dispatch/tokens")
+    if layer.spec.rounded:
+        tokens = b.rounded(tokens, layer.compute.inner, "dispatch/tokens")
+    return tokens
+
+
+def first_rows(b: Builder, layer: ExpertsLayer, rows: ir.Value) -> ScaledRows:
+    """Rows [..., d] as the first product takes them."""
+    b.tap(EXPERT_INPUT, rows)
+    return _prepared(b, layer, "experts.w1", rows, "experts/rows")
+
+
+def second_rows(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ScaledRows:
+    """Rows [..., h] as the second product takes them."""
+    b.tap(EXPERT_HIDDEN, hidden)
+    return _prepared(b, layer, "experts.w2", hidden, f"{name}/hidden")
+
+
+def _prepared(b: Builder, layer: ExpertsLayer, key: str, rows: ir.Value, name: str) -> ScaledRows:
+    quantized = layer.compute.quantized
+    if quantized is None or not quantized.dynamic:
+        return ScaledRows(values=operand(b, layer.compute, key, rows, name))
+    scaled, scale = scaled_rows(b, rows, name)
+    return ScaledRows(values=operand(b, layer.compute, key, scaled, name), scale=scale)
+
+
+def products(
+    b: Builder, layer: ExpertsLayer, expert: int, which: str, rows: ir.Value, name: str
+) -> ir.Value:
+    """Adds one expert's product with `w1` or `w2`, its bias with it where `finished` adds none."""
+    constant, w = constants_of(b, layer, expert), f"w{which}"
+    bias = None if _apart(layer) else constant(f"b{which}")
+    linear = Linear(
+        f"experts.{w}", layer.expert(b, f"experts.{w}", expert), constant(f"{w}.scale"), bias
+    )
+    return product(b, layer.compute, rows, linear, name)
+
+
+def stacked_products(
+    b: Builder, layer: ExpertsLayer, which: str, rows: ir.Value, name: str
+) -> ir.Value:
+    """Adds all experts' products with `w1` or `w2`: rows [t, d] or [n, t, ·] to [n, t, ·]."""
+    linear = stacked_linear(b, layer, which, biased=not _apart(layer))
+    return product(b, layer.compute, rows, linear, name)
+
+
+def finished(
+    b: Builder,
+    layer: ExpertsLayer,
+    which: str,
+    raw: ir.Value,
+    scale: ir.Value | None,
+    experts: int | ir.Value | None,
+    name: str,
+) -> ir.Value:
+    """Adds what a product still needs: the scales of its rows, the bias, and what follows a map.
+
+    The bias is that of one expert, of each row's own [r], or of all, [n, 1, ·], for None.
+    """
+    y = raw if scale is None else b.op("Mul", raw, scale, name=f"{name}_unscaled")
+    key = f"experts.b{which}"
+    if _apart(layer) and layer.tensors.has(key):
+        if isinstance(experts, int):
+            bias = layer.expert(b, key, experts)
+        elif experts is None:
+            bias = b.op("Unsqueeze", layer.stacked(b, key), b.ints(1), name=f"{name}_bias")
+        else:
+            bias = b.op("Gather", layer.stacked(b, key), experts, axis=0, name=f"{name}_bias")
+        y = b.op("Add", y, bias, name=f"{name}_biased")
+    b.tap(EXPERT_PRODUCTS if which == "1" else EXPERT_OUTPUTS, y)
+
+    def affine(weight: str) -> ir.Value | None:
+        key = f"experts.{weight}"
+        if not layer.tensors.has(key):
+            return None
+        if isinstance(experts, int):
+            return layer.expert(b, key, experts)
+        if experts is None:
+            return stacked_rows(b, layer, weight)
+        return b.op("Gather", layer.stacked(b, key), experts, axis=0, name=f"{name}_{weight}")
+
+    return followed(b, layer, y, affine, name, last=which == "2" or layer.spec.linear)
+
+
+def _apart(layer: ExpertsLayer) -> bool:
+    """Whether a bias can be added only after the scales of the rows."""
+    quantized = layer.compute.quantized
+    return quantized is not None and quantized.dynamic
+
+
+Multiply = Callable[[str, ir.Value, str], ir.Value]
+"""Adds the first or second product ("1", "2") of rows, under a name."""
+
+
+def both_products(
+    b: Builder,
+    layer: ExpertsLayer,
+    rows: ScaledRows,
+    multiply: Multiply,
+    experts: int | ir.Value | None,
+) -> ir.Value:
+    """Adds the outputs [..., o] for rows of `first_rows`; `experts` is as in `finished`."""
+    raw = multiply("1", rows.values, "experts/products")
+    first = finished(b, layer, "1", raw, rows.scale, experts, "experts/products")
+    if layer.spec.linear:
+        return first
+    between = second_rows(b, layer, activate(b, layer, first, "experts"), "experts")
+    raw = multiply("2", between.values, "experts/outputs")
+    return finished(b, layer, "2", raw, between.scale, experts, "experts/outputs")
+
+
+def activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ir.Value:
+    """Adds what is between an expert's matrices: [..., inner] to [..., h]."""
+    spec, inner = layer.spec, layer.compute.inner
+    if spec.gate == "none":
+        return activation(b, layer, hidden, spec.activation, f"{name}/hidden", spec.alpha)
+    gate, up = b.ops("Split", hidden, names=(f"{name}/gate", f"{name}/up"), axis=-1, num_outputs=2)
+    if spec.limit is not None:
+        limit, least = b.number(spec.limit, inner), b.number(-spec.limit, inner)
+        gate = b.op("Min", gate, limit, name=f"{name}/gate_limited")
+        up = b.op("Clip", up, least, limit, name=f"{name}/up_limited")
+    if spec.up_offset:
+        up = b.op("Add", up, b.number(spec.up_offset, inner), name=f"{name}/up_offset")
+    activated = activation(b, layer, gate, spec.activation, f"{name}/gate_activated", spec.alpha)
+    return b.op("Mul", activated, up, name=f"{name}/hidden")
+
+
+def all_experts(b: Builder, layer: ExpertsLayer, tokens: ir.Value) -> ir.Value:
+    """Adds every expert on all tokens [t, d], or on rows of its own [n, t, d]: [n, t, o], FP32."""
+    rows, multiply = first_rows(b, layer, tokens), partial(stacked_products, b, layer)
+    return normalised(b, layer, both_products(b, layer, rows, multiply, None))
+
+
+def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
+    """Adds the post-norm, where the layer has one, and returns the outputs [..., o] as FP32."""
+    wide = b.cast(outputs, layer.compute.inner, ir.DataType.FLOAT, "experts/outputs_wide")
+    if layer.spec.rounded:
+        wide = b.rounded(wide, ir.DataType.FLOAT, "experts/outputs")
+    if not layer.spec.post_norm:
+        return wide
+    square = b.op("Mul", wide, wide, name="experts/squares")
+    mean = b.op("ReduceMean", square, b.ints(-1), keepdims=1, name="experts/mean_square")
+    shifted = b.op("Add", mean, b.number(layer.spec.post_norm_eps), name="experts/mean_square_eps")
+    root = b.op("Sqrt", shifted, name="experts/root_mean_square")
+    return b.op("Div", wide, root, name="experts/normalised")
+
+
+def pair_rows(
+    b: Builder, layer: ExpertsLayer, x: ir.Value, index: ir.Value, weights: ir.Value
+) -> ir.Value:
+    """Adds each token once for each expert that it chose, [t·k, d], weighted where the input is."""
+    spec = layer.spec
+    tokens = b.op("Unsqueeze", token_rows(b, layer, x), b.ints(1), name="dispatch/token")
+    if spec.weights_on == "input":
+        narrow = b.cast(weights, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weights_narrow")
+        columns = b.op("Unsqueeze", narrow, b.ints(2), name="dispatch/weights")
+        pairs = b.op("Mul", tokens, columns, name="dispatch/weighted")
+    else:
+        shape = b.op("Concat", _sizes(b, index), b.ints(spec.dim), axis=0, name="dispatch/shape")
+        pairs = b.op("Expand", tokens, shape, name="dispatch/pairs")  # [t, k, d]
+    return b.op("Reshape", pairs, b.ints(-1, spec.dim), name="dispatch/rows")
+
+
+def _sizes(b: Builder, index: ir.Value) -> ir.Value:
+    """The shape [t, k] of an index."""
+    return b.op("Shape", index, name="combine/sizes")
+
+
+def by_token(
+    b: Builder,
+    layer: ExpertsLayer,
+    outputs: ir.Value,
+    index: ir.Value,
+    weights: ir.Value,
+    *,
+    zeroed: bool = False,
+) -> ir.Value:
+    """Adds y [t, o] for the experts' outputs [t·k, o], in the order of the pairs.
+
+    `zeroed`: those of choices that were dropped are zeros.
+    """
+    outputs = normalised(b, layer, outputs)
+    shape = b.op("Concat", _sizes(b, index), b.ints(layer.spec.out), axis=0, name="combine/shape")
+    shaped = b.op("Reshape", outputs, shape, name="combine/outputs")
+    if not zeroed:
+        shaped = kept_alone(b, layer, shaped)
+    if layer.spec.weights_on == "output":
+        return weighted_sum(b, layer, shaped, weights)
+    summed = b.op("ReduceSum", shaped, b.ints(1), keepdims=0, name="combine/sums")
+    return output(b, layer, summed)
+
+
+def weighted_sum(b: Builder, layer: ExpertsLayer, outputs: ir.Value, weights: ir.Value) -> ir.Value:
+    """Adds y [t, o] for outputs [t, j, o] and weights [t, j]."""
+    rows = b.op("Unsqueeze", weights, b.ints(1), name="combine/weights")
+    summed = b.op("MatMul", rows, outputs, name="combine/sums")
+    return output(b, layer, b.op("Squeeze", summed, b.ints(1), name="combine/tokens"))
+
+
+def output(b: Builder, layer: ExpertsLayer, y: ir.Value) -> ir.Value:
+    """Adds the layer's result in the type that the graph around it takes."""
+    return b.cast(y, ir.DataType.FLOAT, layer.y_type, OUTPUT)
+
+
+def by_expert(b: Builder, one_hot: ir.Value, values: ir.Value | None) -> ir.Value:
+    """Adds [t, n] for `chosen`: each token's weight of each expert; for `values` None its count."""
+    spread = one_hot
+    if values is not None:
+        weights = b.op("Unsqueeze", values, b.ints(2), name="router/weights")
+        spread = b.op("Mul", spread, weights, name="router/one_hot_weights")
+    return b.op("ReduceSum", spread, b.ints(1), keepdims=0, name="router/by_expert")
+
+
+def chosen_alone(b: Builder, outputs: ir.Value, one_hot: ir.Value) -> ir.Value:
+    """Adds the outputs [t, n, o] of all experts, zeros where a token did not choose the expert.
+
+    By a choice and not by a product with zero: what is left out may be infinite.
+    """
+    counts = b.op("ReduceSum", one_hot, b.ints(1), keepdims=0, name="router/choices_by_expert")
+    kept = b.op("Cast", counts, to=ir.DataType.BOOL.value, name="router/chosen")
+    return _where(b, outputs, kept)
+
+
+def kept_alone(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
+    """Adds the outputs [t, k, o] of the choices, zeros for those that were dropped."""
+    if not layer.spec.capacities:
+        return outputs
+    kept = b.op("Less", layer.routed[0], b.integer(layer.spec.experts), name="router/kept_choices")
+    return _where(b, outputs, kept)
+
+
+def _where(b: Builder, outputs: ir.Value, kept: ir.Value) -> ir.Value:
+    """Adds FP32 outputs [t, j, o] where `kept` [t, j] is true, and zeros elsewhere."""
+    column = b.op("Unsqueeze", kept, b.ints(2), name="combine/kept")
+    return b.op("Where", column, outputs, b.number(0.0), name="combine/kept_outputs")
+
+
+def joined(b: Builder, parts: Sequence[ir.Value], name: str, axis: int = 0) -> ir.Value:
+    """Adds the parts, one after the other."""
+    return b.op("Concat", *parts, axis=axis, name=name)

@@ -1,0 +1,118 @@
+"""`block-grouped`: pairs of a token and an expert in padded tiles, one matrix gathered for each.
+
+Every shape follows from the inputs' alone, as engines need it (`graphs.lowerings.block_grouped`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import onnx_ir as ir
+
+from ....graphs.builder import Builder
+from ....graphs.lowerings.base import LoweringOf
+from ....graphs.lowerings.block_grouped import (
+    SORTING_NODES,
+    TILES,
+    costed_precision,
+    from_tiles,
+    into_tiles,
+    tiles_at_most,
+    tiles_us,
+)
+from ....graphs.lowerings.cost import SERVER, Machine, expert_bytes, machine_for
+from ....graphs.lowerings.experts import stacked_linear
+from ....graphs.precision.products import product
+from ..layers.experts import ExpertsSpec
+from .arithmetic import ExpertsLayer, both_products, by_token, first_rows, pair_rows, routed
+from .cost import ExpertsWork, between_us, combine_us
+
+
+def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with weights gathered to [tiles, d, inner] and [tiles, h, o]."""
+    index, weights = routed(b, layer)
+    tiles = into_tiles(
+        b,
+        pair_rows(b, layer, x, index, weights),
+        b.op("Reshape", index, b.ints(-1), name="tiles/expert_of_pair"),
+        experts=layer.spec.experts,
+        tile=_tile_for(layer),
+        width=layer.spec.dim,
+    )
+    rows = first_rows(b, layer, tiles.rows)
+    outputs = both_products(b, layer, rows, partial(_products, b, layer, tiles.expert), None)
+    return by_token(b, layer, from_tiles(b, tiles, outputs, layer.spec.out), index, weights)
+
+
+def _products(
+    b: Builder, layer: ExpertsLayer, expert: ir.Value, which: str, rows: ir.Value, name: str
+) -> ir.Value:
+    """Adds each tile's product [tiles, T, ·] with the matrix of its expert [tiles]."""
+    linear = stacked_linear(b, layer, which)
+
+    def gathered(value: ir.Value | None, what: str) -> ir.Value | None:
+        if value is None:
+            return None
+        return b.op("Gather", value, expert, axis=0, name=f"experts/{what}{which}_of_tile")
+
+    weight = gathered(linear.weight, "w")
+    assert weight is not None
+    scale, bias = gathered(linear.scale, "scale"), gathered(linear.bias, "b")
+    return product(
+        b, layer.compute, rows, replace(linear, weight=weight, scale=scale, bias=bias), name
+    )
+
+
+def _tile_for(layer: ExpertsLayer) -> int:
+    """The tile that is predicted to be fastest for a prompt: one token fills none anyway."""
+    spec, precision = layer.spec, costed_precision(layer.compute)
+    work = ExpertsWork(spec, spec.k, 1, spec.typical_tokens[-1], precision)
+    return best_tile(work, machine_for(layer.target, precision))
+
+
+def best_tile(work: ExpertsWork, machine: Machine) -> int:
+    """Returns the tile with the lowest predicted time, the smaller of equals."""
+    return min(TILES, key=lambda tile: (_experts_us(work, machine, tile), tile))
+
+
+def _experts_us(work: ExpertsWork, machine: Machine, tile: int) -> float:
+    tiles = tiles_at_most(work.selections, 1, work.spec.experts, tile)
+    return tiles_us(work, machine, tile, tiles) + between_us(work, tiles * tile, machine)
+
+
+def _prompt(work: ExpertsWork) -> ExpertsWork:
+    """The work that the tile is chosen for."""
+    return replace(work, batch=1, tokens=work.spec.typical_tokens[-1])
+
+
+def _unable(spec: ExpertsSpec) -> str | None:
+    normed = spec.hidden_norm is not None or spec.out_norm is not None
+    return "its tiles know no normalisation within an expert" if normed else None
+
+
+def copied_bytes(work: ExpertsWork) -> float:
+    """Every tile copies the expert that it is for."""
+    tile = best_tile(_prompt(work), SERVER)
+    return expert_bytes(work, tiles_at_most(work.selections, 1, work.spec.experts, tile))
+
+
+def predict_us(work: ExpertsWork, machine: Machine) -> float:
+    """The copies of the tiles' weights, the tiles' rows, and the counting of places."""
+    return (
+        _experts_us(work, machine, best_tile(_prompt(work), machine))
+        + work.selections * work.spec.experts * machine.sort_us
+        + combine_us(work, work.selections, machine)
+        + SORTING_NODES * machine.node_us
+    )
+
+
+LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
+    name="block-grouped",
+    summary="pairs sorted by expert into padded tiles; one weight gathered per tile, batched",
+    needs=lambda target: target.compiled,
+    build=build,
+    predict_us=predict_us,
+    copied_bytes=copied_bytes,
+    unable=_unable,
+)

@@ -1,0 +1,107 @@
+"""`conditional`: each expert computes all tokens, but only if any of them chose it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ....graphs.builder import Builder
+from ....graphs.lowerings.base import LoweringOf
+from ....graphs.lowerings.conditional import chosen_at_all, split, zero_rows
+from ....graphs.lowerings.cost import Machine, packing_us
+from ..layers.experts import ExpertsSpec
+from .arithmetic import (
+    ExpertsLayer,
+    ScaledRows,
+    activate,
+    by_expert,
+    chosen,
+    chosen_alone,
+    finished,
+    first_rows,
+    joined,
+    normalised,
+    pair_weights,
+    products,
+    second_rows,
+    token_rows,
+    weighted_sum,
+)
+from .cost import ExpertsWork, combine_us, one_by_one_us
+
+
+def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with an `If` per expert."""
+    n = layer.spec.experts
+    one_hot, weights = chosen(b, layer), pair_weights(b, layer)
+    mask = by_expert(b, one_hot, None)  # [t, n]
+    shares = mask
+    tokens = token_rows(b, layer, x)
+    own: list[ir.Value] | None = None
+    if layer.spec.weights_on == "input":
+        columns = b.cast(
+            by_expert(b, one_hot, weights),
+            ir.DataType.FLOAT,
+            layer.compute.inner,
+            "dispatch/weights",
+        )
+        own = split(b, columns, n, 1, "dispatch/weight")
+        rows = ScaledRows(values=tokens)
+    else:
+        shares = by_expert(b, one_hot, weights)
+        rows = first_rows(b, layer, tokens)
+    outputs = []
+    for e, wanted in enumerate(chosen_at_all(b, mask, n)):
+        run, skip = b.nested(f"experts/{e}/run"), b.nested(f"experts/{e}/skip")
+        nothing = zero_rows(skip, tokens, layer.spec.out, ir.DataType.FLOAT)
+        expert_rows = rows
+        if own is not None:
+            expert_rows = first_rows(run, layer, run.op("Mul", tokens, own[e], name="weighted"))
+        outputs.append(
+            b.op(
+                "If",
+                wanted,
+                then_branch=b.branch(run, _expert(run, layer, e, expert_rows), f"experts/{e}/run"),
+                else_branch=b.branch(skip, nothing, f"experts/{e}/skip"),
+                name=f"experts/{e}/outputs",
+            )
+        )
+    by_token = [
+        b.op("Unsqueeze", y, b.ints(1), name=f"combine/expert_{e}") for e, y in enumerate(outputs)
+    ]
+    outputs_by_token = joined(b, by_token, "combine/outputs", axis=1)
+    return weighted_sum(b, layer, chosen_alone(b, outputs_by_token, one_hot), shares)
+
+
+def _expert(b: Builder, layer: ExpertsLayer, e: int, rows: ScaledRows) -> ir.Value:
+    """All tokens through one expert: [t, o], FP32."""
+    raw = products(b, layer, e, "1", rows.values, "products")
+    first = finished(b, layer, "1", raw, rows.scale, e, "products")
+    if layer.spec.linear:
+        return normalised(b, layer, first)
+    between = second_rows(b, layer, activate(b, layer, first, "hidden"), "hidden")
+    raw = products(b, layer, e, "2", between.values, "outputs")
+    return normalised(b, layer, finished(b, layer, "2", raw, between.scale, e, "outputs"))
+
+
+NODES = 8
+"""Those of an expert, beside its `If`."""
+
+
+def predict_us(work: ExpertsWork, machine: Machine) -> float:
+    """The chosen experts are read once and compute every token; a branch per expert."""
+    n, active = work.spec.experts, work.expected_active
+    return (
+        one_by_one_us(work, active, work.choosers * active, machine)
+        + packing_us(work, active, work.choosers, machine)  # in every run, within a branch
+        + combine_us(work, work.choosers * n, machine)
+        + n * (machine.branch_us + NODES * machine.node_us)
+    )
+
+
+LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
+    name="conditional",
+    summary="an If per expert: all tokens through it if any chose it, else skipped",
+    needs=lambda target: target.branches,
+    build=build,
+    predict_us=predict_us,
+)

@@ -1,0 +1,162 @@
+"""`grouped`: the pairs of a token and an expert are sorted by expert; each computes its own.
+
+An expert's weights are constants of 2-D products, which runtimes pack once. An expert that no token
+chose gets zero rows, which costs next to nothing. What is between the two products is done once for
+all rows, so that an expert costs two nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import onnx_ir as ir
+
+from ....graphs.builder import Builder
+from ....graphs.lowerings.base import LoweringOf
+from ....graphs.lowerings.cost import Machine
+from ....graphs.lowerings.grouped import inverse, sorted_by_expert
+from ..layers.experts import ExpertsSpec
+from .arithmetic import (
+    ExpertsLayer,
+    ScaledRows,
+    both_products,
+    by_token,
+    first_rows,
+    joined,
+    products,
+    routed,
+    token_rows,
+)
+from .cost import ExpertsWork, combine_us, one_by_one_us
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """The pairs of a token and an expert, sorted by expert; those that were dropped are left out.
+
+    `order` [r] says which pair of the t·k a row is of, `token` [r] and `expert` [r] which token and
+    expert; `counts` [n] how many rows each expert has.
+    """
+
+    order: ir.Value
+    token: ir.Value
+    expert: ir.Value
+    counts: ir.Value
+
+
+def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with one small product chain per expert."""
+    index, weights = routed(b, layer)
+    pairs = _sorted_pairs(b, layer, layer.routed[0])
+    if layer.spec.weights_on == "input":
+        rows = _weighted_rows(b, layer, x, pairs, weights)
+    else:
+        rows = _token_rows(b, layer, x, pairs)
+    outputs = _through_experts(b, layer, rows, pairs)
+    if layer.spec.capacities:
+        outputs = _with_dropped(b, layer, outputs, pairs.order, index)
+    else:
+        outputs = b.op("Gather", outputs, inverse(b, pairs.order), axis=0, name="group/unsorted")
+    return by_token(b, layer, outputs, index, weights, zeroed=True)
+
+
+def _sorted_pairs(b: Builder, layer: ExpertsLayer, index: ir.Value) -> _Pairs:
+    """The pairs of an index [t, k]."""
+    flat = b.op("Reshape", index, b.ints(-1), name="group/expert_of_pair")
+    pairs = sorted_by_expert(b, flat, layer.spec.experts, "group/rows_per_expert")
+    return _Pairs(
+        order=pairs.order,
+        token=b.op("Div", pairs.order, _chosen(b, index), name="group/token_of_row"),
+        expert=b.op("Gather", pairs.coordinates, b.integer(0), axis=0, name="group/expert_of_row"),
+        counts=pairs.counts,
+    )
+
+
+def _with_dropped(
+    b: Builder, layer: ExpertsLayer, outputs: ir.Value, order: ir.Value, index: ir.Value
+) -> ir.Value:
+    """The outputs [r, o] at the places of their pairs [t·k, o], and zeros for what was dropped."""
+    pairs = b.op("Size", index, name="group/all_pairs")
+    count = b.op("Unsqueeze", pairs, b.ints(0), name="group/all_pair_count")
+    shape = b.op("Concat", count, b.ints(layer.spec.out), axis=0, name="group/all_pairs_shape")
+    zero = b.number(0.0, layer.compute.inner)
+    nothing = b.op("Expand", zero, shape, name="group/nothing")
+    places = b.op("Unsqueeze", order, b.ints(1), name="group/places")
+    return b.op("ScatterND", nothing, places, outputs, name="group/unsorted")
+
+
+def _token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value, pairs: _Pairs) -> ScaledRows:
+    """The tokens of the pairs; they become integers, where they do, before they are copied."""
+    rows = first_rows(b, layer, token_rows(b, layer, x))
+    values = b.op("Gather", rows.values, pairs.token, axis=0, name="dispatch/rows")
+    if rows.scale is None:
+        return ScaledRows(values=values)
+    scale = b.op("Gather", rows.scale, pairs.token, axis=0, name="dispatch/scales")
+    return ScaledRows(values=values, scale=scale)
+
+
+def _weighted_rows(
+    b: Builder, layer: ExpertsLayer, x: ir.Value, pairs: _Pairs, weights: ir.Value
+) -> ScaledRows:
+    """The tokens of the pairs, multiplied by their weights."""
+    tokens = b.op("Gather", token_rows(b, layer, x), pairs.token, axis=0, name="dispatch/pairs")
+    flat = b.op("Reshape", weights, b.ints(-1, 1), name="dispatch/weights")
+    own = b.op("Gather", flat, pairs.order, axis=0, name="dispatch/weight_of_row")
+    own = b.cast(own, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weight_narrow")
+    return first_rows(b, layer, b.op("Mul", tokens, own, name="dispatch/weighted"))
+
+
+def _through_experts(b: Builder, layer: ExpertsLayer, rows: ScaledRows, pairs: _Pairs) -> ir.Value:
+    """Each expert on its rows: [r, d] to [r, o], both sorted by expert."""
+    multiply = partial(_by_expert, b, layer, pairs.counts)
+    return both_products(b, layer, rows, multiply, pairs.expert)
+
+
+def _by_expert(
+    b: Builder, layer: ExpertsLayer, counts: ir.Value, which: str, rows: ir.Value, name: str
+) -> ir.Value:
+    n, (first, last) = layer.spec.experts, name.split("/")
+    names = [f"group/{last}_{e}" for e in range(n)]
+    parts = b.ops("Split", rows, counts, axis=0, names=names)
+    outputs = [
+        products(b, layer, e, which, part, f"{first}/{e}/{last}") for e, part in enumerate(parts)
+    ]
+    return joined(b, outputs, name)
+
+
+def _chosen(b: Builder, index: ir.Value) -> ir.Value:
+    """K, as the graph around the layer chose it: a constant where its index has a fixed width."""
+    k = None if index.shape is None else index.shape[1]
+    if isinstance(k, int):
+        return b.integer(k)
+    width = b.op("Shape", index, start=1, end=2, name="group/k")
+    return b.op("Squeeze", width, name="group/k_scalar")
+
+
+NODES = 20
+"""Those that sort, gather and combine."""
+
+
+def predict_us(work: ExpertsWork, machine: Machine) -> float:
+    """The chosen experts are read once and compute the rows that chose them; n chains of nodes."""
+    spec, pairs = work.spec, work.selections
+    # Rows are gathered, joined twice and put back.
+    moved = pairs * (spec.dim + spec.inner + 2 * spec.out)
+    return (
+        one_by_one_us(work, work.expected_active, pairs, machine)
+        + combine_us(work, pairs, machine)
+        + pairs * spec.experts * machine.sort_us
+        + moved * machine.number_us
+        + (2 * spec.experts + NODES) * machine.node_us
+    )
+
+
+LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
+    name="grouped",
+    summary="sorts the tokens' choices by expert; each expert computes its rows, none in no time",
+    needs=lambda target: target.data_sizes,
+    build=build,
+    predict_us=predict_us,
+    observable=True,
+)

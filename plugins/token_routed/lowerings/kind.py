@@ -1,0 +1,20 @@
+"""Token-routed experts as a kind of layer: the record by which the core finds it."""
+
+from __future__ import annotations
+
+from ....graphs.lowerings.base import KindRecord
+from . import block_grouped, conditional, dense, fused, grouped, slots
+
+API = 1
+
+EXPERTS = KindRecord(
+    "experts",
+    (
+        dense.LOWERING,
+        grouped.LOWERING,
+        conditional.LOWERING,
+        block_grouped.LOWERING,
+        fused.LOWERING,
+        slots.LOWERING,
+    ),
+)

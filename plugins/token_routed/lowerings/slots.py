@@ -1,0 +1,126 @@
+"""`slots`: experts with a capacity compute their slots alone, in batched products of fixed sizes.
+
+Each group of tokens has C slots for each expert, whatever is chosen: the experts compute n·C rows a
+group, k times the capacity factor for a token and not n. Only the number of groups may vary, as
+engines need it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from ....graphs.builder import Builder
+from ....graphs.lowerings.base import LoweringOf, no_int4
+from ....graphs.lowerings.cost import Machine
+from ..layers.experts import ExpertsSpec
+from .arithmetic import (
+    ExpertsLayer,
+    all_experts,
+    kept_alone,
+    pair_weights,
+    token_rows,
+    weighted_sum,
+)
+from .cost import ExpertsWork, all_experts_us, combine_us
+
+
+def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with a batched MatMul over the slots of each expert."""
+    spec, k, group, capacity = layer.spec, *_sizes(layer.spec, layer.k)
+    n, slots = spec.experts, spec.experts * capacity
+    weights = pair_weights(b, layer)
+    chosen = b.op(
+        "Reshape", layer.routed[0], b.ints(-1, group * k), name="slots/experts"
+    )  # [G, S·k]
+    slot = _slot_of_pair(b, chosen, n, capacity)
+    token = _token_of_slot(b, slot, group, k, slots)
+    by_group = b.op(
+        "Reshape", token_rows(b, layer, x), b.ints(-1, group, spec.dim), name="slots/groups"
+    )
+    taken = b.op("GatherND", by_group, token, batch_dims=1, name="slots/tokens")  # [G, n·C, d]
+    outputs = all_experts(b, layer, _by_expert(b, taken, n, capacity, spec.dim, "dispatch"))
+    back = b.op("Reshape", outputs, b.ints(n, -1, capacity, spec.out), name="slots/outputs")
+    back = b.op("Transpose", back, perm=[1, 0, 2, 3], name="slots/outputs_by_group")
+    back = b.op("Reshape", back, b.ints(-1, slots, spec.out), name="slots/outputs_of_group")
+    # What was dropped reads some slot, which is left out.
+    some = b.op("Min", slot, b.integer(slots - 1), name="slots/some_slot")
+    place = b.op("Unsqueeze", some, b.ints(2), name="slots/place")
+    picked = b.op("GatherND", back, place, batch_dims=1, name="slots/outputs_of_pair")
+    shaped = b.op("Reshape", picked, b.ints(-1, k, spec.out), name="combine/outputs")
+    return weighted_sum(b, layer, kept_alone(b, layer, shaped), weights)
+
+
+def _sizes(spec: ExpertsSpec, k: object) -> tuple[int, int, int]:
+    """K, S and C."""
+    assert isinstance(k, int) and spec.group is not None, "a router chooses as many as it was asked"
+    return k, spec.group, spec.capacities[k - 1]
+
+
+def _slot_of_pair(b: Builder, chosen: ir.Value, n: int, capacity: int) -> ir.Value:
+    """The slot of each pair of a token and an expert, [G, S·k]; n·C for one that was dropped.
+
+    Which of an expert's slots it is makes no difference: they are taken in the pairs' order.
+    """
+    column = b.op("Unsqueeze", chosen, b.ints(2), name="slots/expert_column")
+    experts = b.constant(np.arange(n, dtype=np.int64))
+    own = b.op("Equal", column, experts, name="slots/one_hot")  # [G, S·k, n]
+    own = b.op("Cast", own, to=ir.DataType.INT64.value, name="slots/one_hot_int")
+    counted = b.op("CumSum", own, b.integer(1), exclusive=1, name="slots/counted")
+    before = b.op("Mul", counted, own, name="slots/own_counted")
+    place = b.op("ReduceSum", before, b.ints(2), keepdims=0, name="slots/place_of_pair")
+    first = b.op("Mul", chosen, b.integer(capacity), name="slots/first_slot")
+    slot = b.op("Add", first, place, name="slots/slot_of_kept")
+    kept = b.op("Less", chosen, b.integer(n), name="slots/kept")
+    return b.op("Where", kept, slot, b.integer(n * capacity), name="slots/slot_of_pair")
+
+
+def _token_of_slot(b: Builder, slot: ir.Value, group: int, k: int, slots: int) -> ir.Value:
+    """The token of its group that each slot holds, [G, n·C, 1]; the first where it holds none."""
+    groups = b.op("Shape", slot, start=0, end=1, name="slots/group_count")
+    shape = b.op("Concat", groups, b.ints(slots + 1), axis=0, name="slots/table_shape")
+    table = b.op("Expand", b.integer(0), shape, name="slots/empty")
+    tokens = b.constant(np.arange(group * k, dtype=np.int64)[None] // k)
+    of_pair = b.op(
+        "Expand", tokens, b.op("Shape", slot, name="slots/shape"), name="slots/token_of_pair"
+    )
+    filled = b.op("ScatterElements", table, slot, of_pair, axis=1, name="slots/filled")
+    real = b.op("Slice", filled, b.ints(0), b.ints(slots), b.ints(1), name="slots/token_of_slot")
+    return b.op("Unsqueeze", real, b.ints(2), name="slots/token_column")
+
+
+def _by_expert(
+    b: Builder, rows: ir.Value, n: int, capacity: int, width: int, name: str
+) -> ir.Value:
+    """Rows [G, n·C, ·] as [n, G·C, ·]."""
+    apart = b.op("Reshape", rows, b.ints(-1, n, capacity, width), name=f"{name}/slots")
+    turned = b.op("Transpose", apart, perm=[1, 0, 2, 3], name=f"{name}/slots_by_expert")
+    return b.op("Reshape", turned, b.ints(n, -1, width), name=f"{name}/rows")
+
+
+def predict_us(work: ExpertsWork, machine: Machine) -> float:
+    """Every expert is read and computes all of its slots."""
+    spec, n = work.spec, work.spec.experts
+    _, group, capacity = _sizes(spec, work.k)
+    rows = max(1, work.choosers // group) * capacity
+    return (
+        all_experts_us(work, rows, machine)
+        + combine_us(work, work.selections, machine)
+        + work.selections * n * machine.sort_us
+        + n * rows * (spec.dim + spec.out) * machine.number_us
+        + 32 * machine.node_us
+    )
+
+
+def _unable(spec: ExpertsSpec) -> str | None:
+    return None if spec.capacities else "its experts have no capacity: each computes what chose it"
+
+
+LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
+    name="slots",
+    summary="experts with a capacity compute their slots in batched MatMuls, full or not",
+    build=build,
+    predict_us=predict_us,
+    unable=_unable,
+    no_kernel=no_int4,
+)

@@ -1,0 +1,240 @@
+"""Keys of a folder's files that do not fit the network, and what they look like."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from . import CONFIG_FILE, lora
+from .budget import SAME
+from .fp8 import DEQUANTISED
+
+LOOKS: Mapping[str, tuple[str, str]] = {
+    r"lora_|\.ia3_|adapter|prompt_(embeddings|encoder)|modules_to_save|base_layer": (
+        "a part of an adapter",
+        lora.MERGE,
+    ),
+    r"(scales?|scale_inv|scale_\d|scale_weight|zero_?points?|q?zeros|g_idx|qweight|amax|absmax"
+    r"|quant_map|quant_state.*|SCB|weight_format|packed|weight_shape|bitmask|blocks|codes|codebooks)$"
+    r"|quantizer|(^|\.)scale": ("a scale or another part of quantised weights", DEQUANTISED),
+    r"(^|[._])(ema|averaged?|swa|shadow)([._]|\d|$)|n_averaged": (
+        "a moving average of weights",
+        "save the weights that are meant alone: the average or the others",
+    ),
+    r"optimizer|exp_avg|global_step|scheduler": (
+        "a part of the state of a training",
+        "save the network alone: its save_pretrained",
+    ),
+    r"bias$": ("a bias that this network does not have", ""),
+    r"(^|\.)(lm_head|score|classifier|qa_outputs|v_head|value_head|summary)\.": (
+        "a head of another class",
+        f'name the class that was saved in {CONFIG_FILE}: "architectures"',
+    ),
+}
+"""What keys look like that have no place, and what to do about them."""
+
+LAYER = re.compile(r"^(.*?(?:^|\.)(?:layers|h|blocks?))\.(\d+)\.")
+"""The beginning of a key of a layer, up to the number of the layer."""
+
+PREDICTION = re.compile(r"(^|\.)(mtp\w*|nextn\w*|eh_proj|enorm|hnorm|shared_head)(\.|$)")
+"""In keys of layers that predict several tokens, which are for training and guessing ahead."""
+
+NUMBERED = re.compile(r"^(.*experts?[._])(\d+)(\..*)$")
+
+COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""What older versions of the library saved, though it is computed."""
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Fields of a configuration that say how many experts a layer has."""
+
+ALL_EXPERTS = (
+    "save all experts of the layer; a network with pruned experts is given as "
+    "package.module:factory"
+)
+
+_MOVED = "the weights and config.json should be saved together: model.save_pretrained(folder)"
+
+
+def check_surplus(
+    place: Path, model: Any, left: Iterable[str], report: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Returns a note on keys that the network has no place for, and needs none.
+
+    They are on the list of the class, or of layers that predict further tokens. Any other key is a
+    `CheckpointError`.
+    """
+    left = sorted(left)
+    beyond = _prediction_layers(model, left)
+    patterns = (*(model._keys_to_ignore_on_load_unexpected or ()), *COMPUTED)
+    wrong = [
+        key
+        for key in left
+        if not (PREDICTION.search(key) and not _is_there(model, key))
+        and not any(key.startswith(layer) for layer in beyond)
+        and not any(re.search(p, key) for p in patterns if not _of_another(p, model, key))
+    ]
+    if wrong:
+        raise _without_place(place, model, wrong, report)
+    left = [key for key in left if not any(re.search(p, key) for p in COMPUTED)]
+    if not left:
+        return ()
+    named = ", ".join(dict.fromkeys(_beginning(key) for key in left))
+    return (f"left out {len(left)} weights that the network does not use: {named}",)
+
+
+def _prediction_layers(model: Any, keys: Iterable[str]) -> set[str]:
+    """The beginnings of keys of layers beyond the network's that predict further tokens."""
+    text = model.config.get_text_config()
+    count = getattr(text, "num_hidden_layers", 0)
+    further = getattr(text, "num_nextn_predict_layers", None) or 0
+    found = set()
+    for key in keys:
+        match = LAYER.match(key)
+        number = int(match[2]) if match else -1
+        if match and number >= count and (number < count + further or PREDICTION.search(key)):
+            found.add(match[0])
+    return found
+
+
+def _is_there(model: Any, key: str) -> bool:
+    """Whether the layer that a key belongs to is one of the network's."""
+    match = LAYER.match(key)
+    modules = dict(model.named_modules())
+    base = f"{model.base_model_prefix}."
+    name = match[0].rstrip(".") if match else ""
+    return bool(name) and (name in modules or base + name in modules)
+
+
+def _of_another(pattern: str, model: Any, key: str) -> bool:
+    """Whether a pattern of ignored keys means a layer by its number, which this network has."""
+    return re.search(r"layers\\\.\d", pattern) is not None and _is_there(model, key)
+
+
+def _beginning(key: str) -> str:
+    match = LAYER.match(key)
+    return match[0] + "…" if match else ".".join(key.split(".")[:2]) + ("." in key) * "…"
+
+
+def _without_place(
+    place: Path, model: Any, wrong: list[str], report: Mapping[str, Any]
+) -> CheckpointError:
+    # What tells most comes first: the factors of a layer, not its bias.
+    first, what, hint = wrong[0], "", ""
+    for pattern, (looks, advice) in LOOKS.items():
+        match = next((key for key in wrong if re.search(pattern, key)), None)
+        if match is not None:
+            first, what, hint = match, f", which looks like {looks}", advice
+            break
+    if what.endswith("not have"):
+        hint = _bias_hint(model)
+    layer = LAYER.match(first)
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    if not what and layer and count is not None and int(layer[2]) >= count:
+        what = f", and {CONFIG_FILE} has {count} layers"
+    missing = sorted(report["missing_keys"])
+    behind = next((key for key in wrong if missing and key.endswith(f".{missing[0]}")), None)
+    if behind is not None:  # the network is there, within another
+        first, what = behind, ""
+        begin = first.removesuffix(missing[0])
+        hint = f"save the network alone, without {begin} before its keys: its save_pretrained"
+    if missing:
+        what += f"; {missing[0]} is missing"
+    more = f" (and {len(wrong) - 1} more keys)" if len(wrong) > 1 else ""
+    return CheckpointError(
+        f"{place}: {type(model).__name__} has no place for {first}{more}{what}", hint=hint or SAME
+    )
+
+
+def _bias_hint(model: Any) -> str:
+    fields = ("attention_bias", "add_qkv_bias", "qkv_bias", "use_bias", "mlp_bias", "bias")
+    text = model.config.get_text_config()
+    field = next((name for name in fields if getattr(text, name, None) is False), None)
+    if field is None:
+        return f"{type(model).__name__} is another architecture than the one that was saved"
+    return f'if the model was trained with biases, set "{field}": true in {CONFIG_FILE}'
+
+
+def check_names(place: Path, base: str, keys: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` for a weight by two names, of which the library would take one."""
+    for key in keys:
+        if key.startswith(f"{base}.") and key.removeprefix(f"{base}.") in keys:
+            raise CheckpointError(
+                f"{place}: holds {key} and {key.removeprefix(f'{base}.')}, which are of one weight",
+                hint="save the weights that are meant alone",
+            )
+
+
+def _unnumbered(key: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", key)
+
+
+def check_experts(place: Path, keys: Iterable[str]) -> None:
+    """Raises `CheckpointError` for an expert of which a weight is missing."""
+    numbers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for key in keys:
+        match = NUMBERED.match(key)
+        if match is not None:
+            numbers[match[1]][match[3]].add(int(match[2]))
+    for layer, kinds in numbers.items():
+        count = max(max(held) for held in kinds.values()) + 1
+        for kind, held in kinds.items():
+            gone = sorted(set(range(count)) - held)
+            if gone:
+                raise CheckpointError(
+                    f"{place}: {layer}{gone[0]}{kind} is missing, and {len(held)} other experts "
+                    "have theirs",
+                    hint=ALL_EXPERTS,
+                )
+
+
+def check_missing(found: Any, model: Any, report: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` for weights of the network that no file has."""
+    missing = sorted(report["missing_keys"])
+    if not missing:
+        return
+    layer = LAYER.match(missing[0])
+    if any(re.search(r"(^|\.)(lm_head|score|classifier)\.", key) for key in missing):
+        hint = (
+            f'name the class that was saved in {CONFIG_FILE}: "architectures"; or, where the head '
+            'is the embedding, "tie_word_embeddings": true'
+        )
+    elif layer is not None and _whole_layers(model, missing):
+        hint = f"{CONFIG_FILE} has more layers, or other ones, than the weights"
+    else:
+        hint = _MOVED
+    raise CheckpointError(
+        f"{found.place}: {len(missing)} weights are missing, the first is {missing[0]}", hint=hint
+    )
+
+
+def _whole_layers(model: Any, missing: Sequence[str]) -> bool:
+    """Whether what is missing is all weights of some layers, and nothing else."""
+    layers = {match[0] for key in missing if (match := LAYER.match(key)) is not None}
+    within = [key for key in model.state_dict() if key.startswith(tuple(layers))]
+    return set(within) == set(missing)
+
+
+def check_mismatched(place: Path, model: Any, report: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` for weights of other shapes than the configuration asks for."""
+    wrong = sorted(report.get("mismatched_keys") or (), key=str)
+    if not wrong:
+        return
+    key, held, asked = wrong[0]
+    text, hint = model.config.get_text_config(), SAME
+    if len(held) == len(asked) and held[1:] == asked[1:]:
+        field = next(
+            (name for name in ("vocab_size", *EXPERTS) if getattr(text, name, None) == asked[0]),
+            None,
+        )
+        if field is not None:
+            hint = f'set "{field}": {held[0]} in {CONFIG_FILE}, if the model was saved so'
+        alike = {name for name in model.state_dict() if _unnumbered(name) == _unnumbered(key)}
+        if field in EXPERTS and alike - {name for name, *_ in wrong}:
+            hint = ALL_EXPERTS  # other layers have theirs
+    raise CheckpointError(
+        f"{place}: {key} is {list(held)}, and {CONFIG_FILE} makes it {list(asked)}", hint=hint
+    )

@@ -1,0 +1,627 @@
+"""A user's own code around a layer of ours: it is run and traced as it is.
+
+`OwnForward` stands where the user's layer stood. Where a router chooses experts for tokens, k is
+the router's: a smaller one is asked of it, and it says by a parameter `k` that it can be asked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...common.user_code import user_code
+from ...errors import UsageError
+from ...exporter.inputs import by_name
+from ...exporter.model import Host, Model
+from ...graphs.layers.base import MoELayer, sharing_weights
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec
+from .layers.experts import Experts, ExpertsSpec
+
+Router = Callable[..., tuple[Tensor, Tensor]]
+"""Takes what the layer is called with, and returns index [..., k] and weights [..., k]."""
+
+Forward = Callable[..., Any]
+"""A user's own code around our layer: takes that, then what the user's layer is called with."""
+
+CHANNELS = "where channels come first, a forward moves them: experts(x.movedim(1, -1), …)"
+
+ROUTER_HINT = (
+    "a router takes what the layer takes and returns index [..., k], of whole numbers from 0 \
+to n - 1, and weights [..., k], for the tokens x [..., d]; "
+    + CHANNELS
+)
+
+CALLS = (
+    "experts(x, index, weights) for tokens x [..., d], experts(x, weights=w) for w [..., n], or "
+    "experts(slots, combine=C) for slots [b, n, p, d] and C [b, m, n, p]; " + CHANNELS
+)
+
+ROUTER_K = "use a k that the router knows"
+
+K = "k"
+"""What a router calls the number of experts that it can be asked for."""
+
+
+EVEN = 1e-5
+"""How far apart sums of C are that differ by rounding alone, as a share."""
+
+
+class Bank(Protocol):
+    """A description of experts alone (`descriptions.ExpertsDescription`)."""
+
+    def build(self, name: str, k: int = 1) -> Experts: ...
+
+    def build_for_slots(self, name: str, slots: int) -> SoftMoE: ...
+
+
+class OwnForward(nn.Module):
+    """A user's own code around our layer: takes and returns what the user's layer does.
+
+    `host` is the module whose parameters the code reads. `k` is what it is asked for, where it
+    chooses experts for tokens; None where it is not asked. With `all_weights` the code gives those
+    of every expert, and k is how many of them are used. `even`: the columns of C that it gives have
+    one sum, so that Algorithm 1 cannot choose by them. `returned` is what the user's layer returned
+    where that is more than a tensor.
+    """
+
+    def __init__(
+        self,
+        experts: MoELayer,
+        code: Code,
+        host: nn.Module | None,
+        *,
+        all_weights: bool = False,
+        even: bool = False,
+        returned: object = None,
+        k: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.experts: nn.Module = experts
+        self.spec = experts.spec
+        self.returned = returned
+        self.code = code
+        self.host = host
+        self.all_weights = all_weights
+        self.even = even
+        self.k = k
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnForward:
+        # The code may be a closure, which stays that of these modules: they are shared.
+        experts = sharing_weights(self.experts)
+        assert isinstance(experts, MoELayer)
+        copy = OwnForward(
+            experts,
+            self.code,
+            self.host,
+            all_weights=self.all_weights,
+            even=self.even,
+            returned=self.returned,
+            k=self.k,
+        )
+        memo[id(self)] = copy.train(self.training)
+        return copy
+
+    def __getattr__(self, name: str) -> Any:
+        """What the network around may read of the user's layer."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            host = self.__dict__.get("_modules", {}).get("host")
+            if host is None:
+                raise
+        return getattr(host, name)
+
+    @property
+    def takes_k(self) -> bool:
+        """Whether the code can be asked for another number of experts."""
+        return self.all_weights or self.code.takes_k
+
+    @property
+    def current_k(self) -> int:
+        """How many experts each token gets."""
+        return self.spec.trained_k if self.k is None else self.k
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Returns what the code returns, as the user's layer does where that is a tensor alone."""
+        k = self.k if self.code.takes_k else None
+        y = self.code.run(self._called, args, named, k)
+        return y if self.returned is None or not isinstance(y, Tensor) else like(self.returned, y)
+
+    def _called(self, *args: Any, **named: Any) -> Tensor:
+        """What the code calls at the place of the experts."""
+        spec = self.spec
+        bank = isinstance(spec, ExpertsSpec) or (
+            isinstance(spec, SoftMoESpec) and spec.external_routing
+        )
+        if not bank:
+            y: Tensor = self.experts(*args, **named)
+            return y
+        call = ExpertsCall.of(args, named, self.spec.experts)
+        if call.combine is not None:
+            self._check_slots(call.combine.shape[3])
+            return _through_slots(self.experts, call)
+        if call.index is None:
+            call = call.with_largest(self.current_k)
+        return _through_rows(self.experts, call)
+
+    def _check_slots(self, slots: int) -> None:
+        """Raises UsageError for another number of slots than the layer has."""
+        assert isinstance(self.spec, SoftMoESpec)
+        wanted, follows = self.spec.slots, isinstance(slots, torch.SymInt)
+        if not follows and slots == wanted:
+            return
+        given = "a number of slots that follows the input's size" if follows else f"{slots} slots"
+        raise UsageError(
+            f"layer {self.spec.name}: its forward gives experts(slots, combine=C) {given}, and "
+            f"{wanted} for the inputs that the layer was read with",
+            hint="in a graph an expert has one number of slots: make it independent of the batch "
+            "and the tokens, or fix both (--batch N and an example of N inputs)",
+        )
+
+
+class Code:
+    """A user's function around a bank of experts, or a router, which is one in short.
+
+    It is no module, though what it holds may be: that is part of its host already.
+    """
+
+    def __init__(self, forward: Forward | None, router: Router | None = None) -> None:
+        self.router = router
+        self._forward = forward
+
+    @property
+    def alone(self) -> bool:
+        """Whether the layer is called with what a router chose: there is no code of its own."""
+        return self.router is None and self._forward is None
+
+    @property
+    def takes_k(self) -> bool:
+        """Whether the function has a parameter `k`."""
+        function = self.router if self._forward is None else self._forward
+        return function is not None and takes_k(function)
+
+    def run(
+        self,
+        experts: Callable[..., Tensor],
+        args: tuple[Any, ...],
+        named: Mapping[str, Any],
+        k: int | None = None,
+    ) -> Any:
+        """Returns what the function returns, with `experts` for what it calls."""
+        if self._forward is not None:
+            return self._forward(experts, *args, **named, **({} if k is None else {K: k}))
+        index, weights = routing(self.router, args, named, k)
+        return experts(args[0], index, weights)
+
+
+class Tried:
+    """A bank of experts while a user's code is tried: builds the layer that the code calls for."""
+
+    def __init__(self, bank: Bank, name: str = "") -> None:
+        self._bank, self._name = bank, name
+        self.layer: MoELayer | None = None
+        self.calls = 0
+        self.call: ExpertsCall | None = None
+
+    @property
+    def all_weights(self) -> bool:
+        """Whether the code gave the weights of all experts."""
+        return self.call is not None and self.call.index is None and self.call.combine is None
+
+    @property
+    def even(self) -> bool:
+        """Whether all experts have the same sum of C, in each input."""
+        if self.call is None or self.call.combine is None:
+            return False
+        sums = self.call.combine.sum(dim=(1, 3))
+        return bool((sums.amax(1) - sums.amin(1) <= EVEN * sums.amax(1)).all())
+
+    def terms(self, most: int) -> tuple[Tensor, Tensor] | None:
+        """Returns what each expert gives, [t, c, o], and is weighted with, [t, c], for t tokens.
+
+        Of an expert with slots each slot counts; None where the bank was not called.
+        """
+        if self.call is None or self.layer is None:
+            return None
+        call, layer = self.call, self.layer
+        if call.combine is not None:
+            b, m = call.combine.shape[:2]
+            slots = torch.eye(call.combine[0, 0].numel()).expand(b, -1, -1)
+            outputs: Tensor = layer(slots, call.x.flatten(1, 2))  # [b, n·p, o]
+            by_token = outputs.unsqueeze(1).expand(b, m, *outputs.shape[1:]).flatten(0, 1)
+            return by_token[:most], call.combine.flatten(0, 1).flatten(1)[:most]
+        assert call.weights is not None and isinstance(layer, Experts)
+        x = call.x.flatten(0, -2)[:most]
+        outputs = torch.stack([layer.expert(i, x) for i in range(layer.spec.experts)], dim=1)
+        weights = call.weights.flatten(0, -2)[:most]
+        if call.index is not None:
+            index = call.index.flatten(0, -2)[:most]
+            weights = weights.new_zeros(outputs.shape[:2]).scatter_add(1, index, weights)
+        return outputs, weights
+
+    def __call__(self, *args: Any, **named: Any) -> Tensor:
+        self.calls += 1
+        experts = self._bank.build(self._name)
+        call = ExpertsCall.of(args, named, experts.spec.experts)
+        self.call = call
+        if call.combine is not None:
+            self.layer = self._bank.build_for_slots(self._name, call.combine.shape[3])
+            call.check(self.layer.spec.dim)
+            return _through_slots(self.layer, call)
+        call.check(experts.spec.dim)
+        if call.index is None:
+            call = call.with_largest(experts.spec.experts)
+        assert call.index is not None
+        check_experts(call.index, experts.spec.experts)
+        self.layer = self._bank.build(self._name, call.index.shape[-1])
+        return _through_rows(self.layer, call)
+
+
+class InPlace(nn.Module):
+    """What stands where a user's layer stood, around ours: layout, residual, what is returned.
+
+    Tokens of `pixels` are those of (b, d, …), row by row; `vectors` (b, d) are tokens each. With
+    `returned` what is returned has its structure, with our result at the place of its first tensor.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        layout: Literal["tokens", "pixels", "vectors"] = "tokens",
+        *,
+        residual: bool = False,
+        returned: object = None,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.layout, self.residual, self.returned = layout, residual, returned
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Returns what the layer does, as the user's returns it."""
+        if self.layout == "tokens":
+            y = self.layer(*args, **named)
+        elif self.layout == "vectors":
+            y = self.layer(args[0].unsqueeze(1)).squeeze(1)
+        else:
+            y = self.layer(args[0].flatten(2).transpose(1, 2)).transpose(1, 2)
+            y = y.reshape(*y.shape[:2], *args[0].shape[2:])
+        if self.residual:
+            y = y + args[0]
+        return y if self.returned is None or not isinstance(y, Tensor) else like(self.returned, y)
+
+
+RESULTS = ("y", "output", "hidden_states", "last_hidden_state")
+"""What the result of a layer is called among several that it returns by name."""
+
+
+def result_of(returned: object) -> Tensor | None:
+    """Returns the tensor that a layer's result is: of several the first, or what is called so."""
+    if isinstance(returned, Tensor):
+        return returned
+    named = _by_name(returned)
+    return next((value for _, value in named if isinstance(value, Tensor)), None)
+
+
+def like(returned: object, y: Tensor) -> Any:
+    """Returns y within the structure of what a layer returned.
+
+    Of the rest, numbers become NaN, which no result can be computed from, and other tensors None.
+    """
+    named = _by_name(returned)
+    place = next((key for key, value in named if isinstance(value, Tensor)), None)
+    others = {key: _unknown(value) for key, value in named}
+    items = {key: y if key == place else others[key] for key in _order(returned)}
+    if isinstance(returned, Mapping):
+        return type(returned)(items)  # type: ignore[call-arg]
+    if is_dataclass(returned) and not isinstance(returned, type):
+        return replace(returned, **items)
+    kind: Any = type(returned)
+    return kind(*items.values()) if hasattr(returned, "_fields") else kind(items.values())
+
+
+def _order(returned: object) -> list[Any]:
+    if isinstance(returned, Mapping):
+        return list(returned)
+    if is_dataclass(returned):
+        return [field.name for field in fields(returned)]
+    return list(range(len(returned))) if isinstance(returned, tuple | list) else []
+
+
+def _by_name(returned: object) -> list[tuple[Any, Any]]:
+    """What a layer returns by name or number, the likeliest result first."""
+    keys = _order(returned)
+    first = [key for key in RESULTS if key in keys]
+    get = getattr if is_dataclass(returned) and not isinstance(returned, Mapping) else _item
+    return [(key, get(returned, key)) for key in [*first, *(k for k in keys if k not in first)]]
+
+
+def _item(of: Any, key: Any) -> Any:
+    return of[key]
+
+
+def _unknown(value: object) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.full((), torch.nan) if value.ndim == 0 and value.is_floating_point() else None
+
+
+class ExpertsCall:
+    """What a bank of experts is called with: `x` [..., d] or slots [b, n, p, d], and how.
+
+    `index` and `weights` are [..., k], or `weights` alone [..., n]; `combine` is C, [b, m, n, p].
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        weights: Tensor | None = None,
+        combine: Tensor | None = None,
+    ) -> None:
+        self.x, self.index, self.weights, self.combine = x, index, weights, combine
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], named: Mapping[str, Any], n: int) -> ExpertsCall:
+        """Returns a call, read; UsageError for tensors that do not fit each other."""
+        try:
+            call = cls(*args, **named)
+        except TypeError as error:
+            raise UsageError(
+                f"its forward calls experts({', '.join([*map(_kind, args), *named])})", hint=CALLS
+            ) from error
+        tensors = {
+            key: getattr(call, key)
+            for key in ("x", "index", "weights", "combine")
+            if getattr(call, key) is not None
+        }
+        for key, value in tensors.items():
+            if not isinstance(value, Tensor):
+                raise UsageError(
+                    f"its forward gives experts(…) a {_kind(value)} as {key}", hint=CALLS
+                )
+        if tensors.keys() == {"x", "combine"}:
+            call._check_slots(n)
+        elif tensors.keys() == {"x", "weights"}:
+            if call.weights.shape != (*call.x.shape[:-1], n):  # type: ignore[union-attr]
+                raise UsageError(
+                    f"its forward gives experts(x, weights=w) {_sizes(tensors)}, and w is "
+                    f"[..., {n}] for the tokens x [..., d]",
+                    hint=CALLS,
+                )
+        elif tensors.keys() == {"x", "index", "weights"}:
+            whose = "its forward gives experts(x, index, weights)"
+            x, index, weights = (tensors[key] for key in ("x", "index", "weights"))
+            call.index, call.weights = _fitting(whose, x, index, weights, CALLS)
+        else:
+            raise UsageError(f"its forward calls experts({', '.join(tensors)})", hint=CALLS)
+        return call
+
+    def _check_slots(self, n: int) -> None:
+        assert self.combine is not None
+        if self.x.ndim == self.combine.ndim == 3 and self.x.shape[1] == n:  # a slot for each expert
+            self.x, self.combine = self.x.unsqueeze(2), self.combine.unsqueeze(3)
+        x, combine = self.x, self.combine
+        fits = x.ndim == combine.ndim == 4 and x.shape[1] == n and x.shape[0] == combine.shape[0]
+        if not fits or combine.shape[2:] != x.shape[1:3]:
+            raise UsageError(
+                f"its forward gives experts(slots, combine=C) slots {list(x.shape)} and C "
+                f"{list(combine.shape)}, and there are {n} experts",
+                hint="slots are [b, n, p, d] and C is [b, m, n, p]: an expert's slots are an axis "
+                "of their own (unflatten)",
+            )
+
+    def check(self, d: int) -> None:
+        """Raises UsageError for tokens of another width than d."""
+        if self.x.shape[-1] != d:
+            raise UsageError(
+                f"its forward gives experts(…) {list(self.x.shape)}, and they take tokens (…, {d})",
+                hint=CHANNELS
+                if d in self.x.shape[1:-1]
+                else "a first map is an nn.Linear or [h, d], w1 is [n, d, h]: d is a token's width",
+            )
+
+    def with_largest(self, k: int) -> ExpertsCall:
+        """Returns the call with the k largest weights of each token."""
+        assert self.weights is not None
+        n = self.weights.shape[-1]
+        if k == n:
+            index = torch.arange(n, device=self.x.device).expand(self.weights.shape)
+            return ExpertsCall(self.x, index, self.weights)
+        weights, index = self.weights.topk(k, dim=-1)
+        return ExpertsCall(self.x, index, weights)
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> str:
+    return " and ".join(f"{key} {list(tensor.shape)}" for key, tensor in tensors.items())
+
+
+def _through_slots(layer: nn.Module, call: ExpertsCall) -> Tensor:
+    """Each expert on its slots: [b, m, o]."""
+    assert call.combine is not None
+    y: Tensor = layer(call.combine.flatten(2), call.x.flatten(1, 2))
+    return y
+
+
+def _through_rows(layer: nn.Module, call: ExpertsCall) -> Tensor:
+    """Each token through its experts: [..., o]."""
+    x, index, weights = call.x, call.index, call.weights
+    assert index is not None and weights is not None
+    rows: Tensor = layer(
+        x.reshape(-1, x.shape[-1]),
+        index.reshape(-1, index.shape[-1]),
+        weights.reshape(-1, weights.shape[-1]),
+    )
+    return rows.reshape(*x.shape[:-1], rows.shape[-1])
+
+
+def takes_k(router: Router) -> bool:
+    """Whether a router has a parameter `k`."""
+    called = router.forward if isinstance(router, nn.Module) else router
+    try:
+        return K in inspect.signature(called).parameters
+    except (TypeError, ValueError):  # code that is not Python's
+        return False
+
+
+def routing(
+    router: Router | None, inputs: tuple[Any, ...], named: Mapping[str, Any], k: int | None
+) -> tuple[Tensor, Tensor]:
+    """Returns index, int64, and weights, float32, each [..., k]: what a router gives for inputs.
+
+    Without a router they are the second and third input. Raises `UsageError` for what are not
+    tensors of one shape with the tokens' axes before the last.
+    """
+    if router is None:
+        result: Any = (*inputs[1:], *named.values())
+        whose = "the layer is called with"
+    else:
+        result = router(*inputs, **named, **({} if k is None else {K: k}))
+        whose = "its router returned"
+    listed = result if isinstance(result, tuple | list) else [result]
+    if len(listed) != 2 or not all(isinstance(value, Tensor) for value in listed):
+        kinds = ", ".join(map(_kind, listed))
+        raise UsageError(f"{whose} {kinds or 'nothing'}, not index and weights", hint=ROUTER_HINT)
+    index, weights = listed
+    return _fitting(whose, inputs[0], index, weights, ROUTER_HINT)
+
+
+def _fitting(
+    whose: str, x: Tensor, index: Tensor, weights: Tensor, hint: str
+) -> tuple[Tensor, Tensor]:
+    """Returns index, int64, and weights, which must be for the tokens x."""
+    tokens = x.shape[:-1]
+    fits = index.ndim > len(tokens) and index.shape[:-1] == tokens and weights.shape == index.shape
+    if not fits or index.is_floating_point():
+        shapes = f"index {index.dtype} {list(index.shape)} and weights {list(weights.shape)}"
+        raise UsageError(
+            f"{whose} {shapes}, for tokens {list(x.shape)}".replace("torch.", ""), hint=hint
+        )
+    return index.to(torch.int64), weights.to(torch.promote_types(weights.dtype, torch.float32))
+
+
+def check_experts(index: Tensor, experts: int) -> None:
+    """Raises `UsageError` for an index of experts that are not there."""
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= experts:
+        raise UsageError(
+            f"its router chose expert {low if low < 0 else high}, and there are {experts}, counted "
+            "from 0",
+            hint="experts holds n of them, in the order of the router's numbers",
+        )
+
+
+def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
+    """Returns a model whose own routers are asked for each layer's k, weights shared.
+
+    The model itself where all are asked for what they give. Raises `UsageError` for a k that is
+    none of a router's: it has no parameter `k`, or gives another number.
+    """
+    for layer in model.module.modules():
+        if (
+            isinstance(layer, OwnForward)
+            and layer.even
+            and k[layer.spec.name] != layer.spec.experts
+        ):
+            raise UsageError(
+                f"--k: every expert of layer {layer.spec.name} has the same sum of the combine "
+                "weights C, by which Algorithm 1 chooses",
+                hint="leave --k out: a C that is a softmax over the tokens gives every expert the "
+                "same",
+            )
+    routed = _routed(model)
+    changes = {name: k[name] for name, layer in routed.items() if k[name] != layer.current_k}
+    for name, wanted in changes.items():
+        _check_change(name, routed[name], wanted)
+    if not changes:
+        return model
+    module = sharing_weights(model.module)
+    for name, layer in _by_layer(module).items():
+        if name in changes:
+            layer.k = changes[name]
+    changed = model.changed(module)
+    if model.example is not None:  # a factory's network; a family's router knows every k
+        _try(changed, changes)
+    return changed
+
+
+class RouterHost(Host):
+    """The answers for networks with routers around our layers."""
+
+    def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
+        """Returns the model whose routers are asked for so many experts."""
+        return with_router_k(model, k)
+
+
+def _routed(model: Model) -> dict[str, OwnForward]:
+    return {name: layer for name, layer in _by_layer(model.module).items() if name in model.layers}
+
+
+def _by_layer(module: nn.Module) -> dict[str, OwnForward]:
+    """A user's own code around experts that it chooses for tokens, by the name of their layer."""
+    layers = [layer for layer in module.modules() if isinstance(layer, OwnForward)]
+    return {layer.spec.name: layer for layer in layers if isinstance(layer.spec, ExpertsSpec)}
+
+
+def _check_change(name: str, routed: OwnForward, wanted: int | None) -> None:
+    n, trained = routed.spec.experts, routed.spec.trained_k
+    if wanted is None:
+        raise UsageError(
+            f"--k input: the router of layer {name} is part of the graph, with the k that it is "
+            "exported with",
+            hint="export a bundle for each k"
+            if routed.takes_k
+            else "leave --k out: this router knows no other",
+        )
+    if routed.code.alone:
+        raise UsageError(
+            f"--k {wanted}: the network around layer {name} chooses its experts, {trained} for "
+            "each row, and takes no k",
+            hint="leave --k out, or give the factory an argument for it (--set)",
+        )
+    if not routed.takes_k:
+        every = f"all {n} experts" if trained == n else f"{trained} of {n} experts"
+        raise UsageError(
+            f"--k {wanted}: the router of layer {name} gives each token {every} and takes no k",
+            hint="leave --k out; a router that can choose fewer has a parameter k: "
+            f"def route(x, k={trained})",
+        )
+
+
+def _try(model: Model, changes: Mapping[str, int | None]) -> None:
+    """Runs the network once on its example: a router may refuse a k, or give another number."""
+    assert model.example is not None, "a factory's network has an example"
+    widths: dict[str, int] = {}
+
+    def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, Experts)
+        widths[layer.spec.name] = inputs[1].shape[-1]
+
+    hooks = [
+        layer.register_forward_pre_hook(record)
+        for layer in model.layers.values()
+        if isinstance(layer, Experts)
+    ]
+    said = ", ".join(f"{name} {wanted}" for name, wanted in changes.items())
+    try:
+        with torch.no_grad(), user_code(f"--k ({said}): the router failed", ROUTER_K):
+            arrays = by_name(model.example, model.inputs).values()
+            model.module(*map(torch.from_numpy, arrays))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, wanted in changes.items():
+        if widths[name] != wanted:
+            raise UsageError(
+                f"--k {wanted}: the router of layer {name} was asked for {wanted} experts and "
+                f"gives {widths[name]}",
+                hint="its parameter k is to be the number of experts that each token gets",
+            )

@@ -1,0 +1,199 @@
+"""Sparse blocks whose experts are modules of their own: Switch Transformers and NLLB-MoE.
+
+They do not go through the experts interface of `transformers`. Each block is a router and a dict of
+experts. The router stays as the library has it, with its capacity; its masks become index and
+weights here, and the experts become our layer. A token that is beyond its expert's capacity, or
+that is padding where the router leaves padding out, has a weight of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import FamilyError
+from .experts import ROWS, SAME, with_activation
+from .layers.experts import Experts, ExpertsSpec, ExpertsWeights
+
+
+class SparseBlock(nn.Module):
+    """Stands where a sparse block of the library stood: its router, and our experts.
+
+    `experts` is at the path that the library's experts had.
+    """
+
+    def __init__(self, block: Any, experts: Experts) -> None:
+        super().__init__()
+        self.router = block.router
+        self.experts = experts
+        self.spec = experts.spec  # while the model is traced another module stands for them
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Maps tokens [b, m, d] to the same shape."""
+        index, weights = self.choice(x, padding)
+        y: Tensor = self.experts(x.reshape(-1, x.shape[-1]), index, weights)
+        return y.reshape(x.shape)
+
+    def choice(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns index and weights, both [b·m, k]."""
+        raise NotImplementedError
+
+
+class _Switch(SparseBlock):
+    """One expert for each token while it has room: an expert's capacity is for each input."""
+
+    def __init__(self, block: Any, experts: Experts) -> None:
+        super().__init__(block, experts)
+        self.router.classifier = _Converted(block.router)
+
+    def choice(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+        del padding
+        mask, probability, _ = self.router(x)  # [b, m, n] with at most a one in each row, [b, m, 1]
+        # Not argmax: a row without a one is no ranking, let alone a tie.
+        index = (mask * torch.arange(self.spec.experts)).sum(dim=-1)
+        weights = probability * mask.sum(dim=-1, keepdim=True)
+        return index.reshape(-1, 1), weights.reshape(-1, 1)
+
+
+class _Converted(nn.Module):
+    """The classifier of a router, which the router converts in each forward: here it was before.
+
+    A graph cannot be traced while its weights are converted, even to the type that they have.
+    """
+
+    def __init__(self, router: Any) -> None:
+        super().__init__()
+        self.linear = router.classifier.to(router.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(x)
+        return logits
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        return self
+
+
+class _Nllb(SparseBlock):
+    """Two experts for each token, whose sum is scaled by the share that training did not drop."""
+
+    def __init__(self, block: Any, experts: Experts) -> None:
+        super().__init__(block, experts)
+        self.scale = 1.0 - block.experts.moe_token_dropout
+        router = block.router
+        if router.second_expert_policy != "all":
+            raise FamilyError(
+                f"layer {experts.spec.name}: its router takes the second expert at random "
+                f"(second_expert_policy '{router.second_expert_policy}'), at inference as well",
+                hint='set "second_expert_policy": "all" in config.json',
+            )
+        fraction = router.moe_eval_capacity_token_fraction
+        if not fraction >= 1:
+            room = f"{fraction:g} of the tokens of a whole batch"
+            if fraction <= 0:
+                room = "expert_capacity tokens of a whole batch"
+            raise FamilyError(
+                f"layer {experts.spec.name}: an expert has room for {room} "
+                f"(moe_eval_capacity_token_fraction {fraction:g}), so that what one input gives "
+                "depends on the others",
+                hint='set "moe_eval_capacity_token_fraction": 1.0 in config.json, which leaves '
+                "nothing out",
+            )
+
+    def choice(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+        _, gates, _ = self.router(x.reshape(-1, x.shape[-1]), padding)  # [t, n], two are not zero
+        # Stable, as TopK of ONNX is: of several zeros the first is taken.
+        values, index = gates.sort(dim=-1, descending=True, stable=True)
+        k = self.spec.k
+        return index[:, :k], values[:, :k] * self.scale
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockNames:
+    """What a class of sparse blocks calls an expert's two maps, how many experts a token gets."""
+
+    first: str
+    second: str
+    k: int
+    stand_in: type[SparseBlock]
+
+
+_BLOCKS: Mapping[str, _BlockNames] = MappingProxyType(
+    {
+        "SwitchTransformersSparseMLP": _BlockNames(first="wi", second="wo", k=1, stand_in=_Switch),
+        "NllbMoeSparseMLP": _BlockNames(first="fc1", second="fc2", k=2, stand_in=_Nllb),
+    }
+)
+
+
+def sparse_blocks(network: nn.Module) -> dict[str, nn.Module]:
+    """Returns the sparse blocks of a network whose experts are modules of their own, by path."""
+    return {
+        name: module for name, module in network.named_modules() if type(module).__name__ in _BLOCKS
+    }
+
+
+def canonical_block(path: str, block: nn.Module) -> SparseBlock:
+    """Returns what stands for a sparse block; its weights are views of the block's.
+
+    Raises `FamilyError` for an activation that the layer does not have, and for a router that gives
+    an input another result in another batch, or at another time.
+    """
+    of: Any = block
+    names = _BLOCKS[type(block).__name__]
+    experts = _experts(of)
+    first = [getattr(expert, names.first) for expert in experts]
+    second = [getattr(expert, names.second) for expert in experts]
+    hidden, d = first[0].weight.shape
+    out = second[0].weight.shape[0]
+    spec = ExpertsSpec(
+        name=f"{path}.experts", experts=len(experts), k=names.k, dim=d, hidden=hidden, out=out
+    )
+    weights = ExpertsWeights(
+        w1=tuple(linear.weight.T for linear in first),
+        w2=tuple(linear.weight.T for linear in second),
+        b1=_biases(first),
+        b2=_biases(second),
+    )
+    return names.stand_in(of, Experts(with_activation(spec, experts[0].act, block), weights))
+
+
+def check_block(path: str, ours: SparseBlock, block: nn.Module) -> bool:
+    """Returns whether the library's block gives what ours does, on some numbers; reads weights.
+
+    Raises `FamilyError` where our experts do not compute what its experts do, one by one.
+    """
+    spec, generator = ours.experts.spec, torch.Generator().manual_seed(0)
+    x = torch.randn(1, ROWS, spec.dim, generator=generator)
+    experts = _experts(block)
+    with torch.no_grad():
+        index, weights = ours.choice(x, None)
+        y = ours(x)
+        wanted = torch.stack(
+            [
+                sum(weight * experts[e](row) for e, weight in zip(chosen, row_weights, strict=True))
+                for row, chosen, row_weights in zip(x[0], index.tolist(), weights, strict=True)
+            ]
+        )
+        theirs = block(x)
+    bound = SAME * wanted.abs().max()
+    off = (y[0] - wanted).abs().max()
+    if not off <= bound:
+        raise FamilyError(
+            f"layer {path}: the experts of {type(block).__name__} compute something else than "
+            f"experts with their options do (max |difference| {off:.2g})",
+            hint="the architecture cannot be exported with this version",
+        )
+    return bool((y - theirs).abs().max() <= bound)
+
+
+def _experts(block: Any) -> list[Any]:
+    return [block.experts[f"expert_{index}"] for index in range(block.experts.num_experts)]
+
+
+def _biases(maps: list[Any]) -> Tensor | None:
+    return None if maps[0].bias is None else torch.stack([linear.bias for linear in maps])

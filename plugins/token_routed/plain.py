@@ -1,0 +1,152 @@
+"""The tensors of a folder of `transformers` as its class takes them: plain floats, by its names.
+
+Names that training put around a module are removed, weights of eight bits are multiplied by their
+scales, and LoRA factors are merged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...exporter.checkpoints.files import WeightFiles, read_file, read_files
+from ...exporter.checkpoints.floats import unset
+from ...exporter.checkpoints.state_dict import PREFIXES
+from . import fp8, lora
+
+BEFORE_ALL = (*(prefix for prefix in PREFIXES if prefix != "model."), lora.WRAPPED)
+"""What training puts before every key; `model.` the library adds and removes itself."""
+
+WITHIN = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What `torch.compile`, FSDP and gradient checkpointing put before the keys of a module."""
+
+BASE = "base_layer."
+"""What peft puts before the weights of a module that has factors."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTensors:
+    """Tensors by the keys that a class of the library knows, and what was done to them.
+
+    `read` are the tensors that were made into others, by their own keys. `place` is the temporary
+    file that computed tensors are mapped from, if any. `dequantised`: some were of eight bits.
+    """
+
+    tensors: dict[str, Tensor]
+    read: dict[str, Tensor]
+    notes: tuple[str, ...]
+    place: Path | None
+    dequantised: bool
+
+
+Compute = Callable[[], Tensor]
+
+
+def plain_tensors(
+    weights: WeightFiles, adapter: Path | None, place: Path, quantisation: Any = None
+) -> PlainTensors:
+    """Returns the tensors in a folder's files, and the adapter's beside them merged into them.
+
+    `quantisation` is what the configuration says of weights in few bits. Raises `CheckpointError`
+    for such weights, and adapters, whose meaning the files leave open.
+    """
+    tensors, notes = _named(dict(read_files(weights)))
+    factors = {k: t for k, t in tensors.items() if lora.FACTOR.fullmatch(k)}
+    rest = {k: t for k, t in tensors.items() if k not in factors}
+    pairs = lora.factors_in(factors, place)
+    if adapter is not None:
+        beside = dict(read_file(adapter))
+        other = next((key for key in beside if not lora.FACTOR.fullmatch(key)), None)
+        if other is not None or pairs:
+            what = f"{other} is more than plain LoRA" if other else "and the weights hold LoRA, too"
+            raise CheckpointError(f"{adapter}: {what}", hint=lora.MERGE)
+        factors, pairs = beside, lora.factors_in(beside, adapter)
+    config = weights.files[0].parent / lora.CONFIG
+    if place.is_dir() and config.is_file() and not pairs:
+        raise CheckpointError(
+            f"{config}: names an adapter, and {place} holds no factors of one",
+            hint="remove the file if the adapter is merged already",
+        )
+    rest = {_without_base(key, pairs): tensor for key, tensor in rest.items()}
+    computed, read = _dequantised(rest, place, fp8.blocks_of(quantisation))
+    dequantised = bool(computed)
+    if dequantised:
+        notes.append(f"multiplied {len(computed)} weights of eight bits by their scales")
+    if pairs:
+        source = adapter or place
+        settings = lora.check_config(config)
+        _merge(rest, (factors, pairs), settings, computed, source)
+        read |= factors
+        notes.append(
+            f"merged the LoRA adapter of {source.name} into {len(pairs)} weights "
+            f"(r {settings['r']}, alpha {settings['lora_alpha']})"
+        )
+    shapes = {key: tuple(rest[key].shape) for key in computed}
+    floats, file = unset(shapes)
+    for key, compute in computed.items():
+        floats[key].copy_(compute())
+    kept = {key: tensor for key, tensor in rest.items() if key not in read}
+    return PlainTensors({**kept, **floats}, read, tuple(notes), file, dequantised)
+
+
+def _named(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors without the names that training put around modules, and a note on these."""
+    removed: dict[str, None] = {}
+    while shared := next((p for p in BEFORE_ALL if all(k.startswith(p) for k in tensors)), None):
+        tensors = {key.removeprefix(shared): tensor for key, tensor in tensors.items()}
+        removed[shared] = None
+    named: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        removed |= dict.fromkeys(f"{name}." for name in WITHIN.findall(key))
+        named[WITHIN.sub("", key)] = tensor
+    notes = [f"removed {', '.join(removed)} from keys"] if removed else []
+    return (named if len(named) == len(tensors) else tensors), notes
+
+
+def _without_base(key: str, pairs: Mapping[str, lora.LoraPair]) -> str:
+    module, found, last = key.rpartition(f".{BASE}")
+    return f"{module}.{last}" if found and module in pairs else key
+
+
+def _dequantised(
+    tensors: Mapping[str, Tensor], place: Path, blocks: tuple[int, int] | None
+) -> tuple[dict[str, Compute], dict[str, Tensor]]:
+    """How to compute each weight of eight bits, and the scales that are used up by that."""
+    packed = [key for key, tensor in tensors.items() if fp8.is_packed(tensor)]
+    scales = {key: fp8.scales_of(key, tensors, place) for key in packed}
+    read = {scale: tensors[scale] for scale in scales.values()}
+    if packed:
+        read |= {k: t for k, t in tensors.items() if fp8.ACTIVATIONS.search(k)}
+    still = [key for key in packed if key not in read]  # scales may be of eight bits themselves
+    return {key: partial(fp8.dequantised, key, tensors, place, blocks) for key in still}, read
+
+
+def _merge(
+    tensors: Mapping[str, Tensor],
+    factors: tuple[Mapping[str, Tensor], Mapping[str, lora.LoraPair]],
+    config: Mapping[str, Any],
+    computed: dict[str, Compute],
+    source: Path,
+) -> None:
+    """Puts how to compute each weight that has factors into `computed`."""
+    values, pairs = factors
+
+    def compute(key: str, before: Compute | None, pair: lora.LoraPair) -> Tensor:
+        weight = tensors[key] if before is None else before()
+        return lora.merged(weight, values[pair.a], values[pair.b], config, f"{source}: {key}")
+
+    for module, pair in pairs.items():
+        key = f"{module}.weight"
+        if key not in tensors:
+            raise CheckpointError(
+                f"{source}: {pair.a} is a factor of {key}, which the folder does not hold",
+                hint=lora.MERGE,
+            )
+        computed[key] = partial(compute, key, computed.get(key), pair)

@@ -1,0 +1,125 @@
+"""k of a model of `transformers`: the model whose configuration says so, made from the one loaded.
+
+What depends on k is found, not known: the model is built twice without weights, for two k, and the
+attributes of its modules are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ...errors import UsageError
+from ...exporter.model import Model
+from ...graphs.layers.base import sharing_weights
+from .network import TransformersNetwork
+
+FIELDS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "num_selected_experts")
+"""What configurations call k, after their own other names for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routers:
+    """Where a model keeps k: the configuration's field, and attributes of modules by their path.
+
+    `trained` is the k of the configuration as it was loaded.
+    """
+
+    field: str
+    trained: int
+    attributes: tuple[tuple[str, str], ...]
+
+
+def k_of(config: Any) -> tuple[str, int] | None:
+    """Returns the field of a configuration that holds k, and k; None where it has none."""
+    for field in FIELDS:
+        value = getattr(config, field, None)
+        if isinstance(value, int) and value >= 1:
+            return field, value
+    return None
+
+
+def find_routers(build: Callable[[Any], nn.Module], config: Any, experts: int) -> Routers | None:
+    """Returns where k is in the models that `build` makes of a configuration, without weights.
+
+    None where there is no k that could be another.
+    """
+    text = config.get_text_config()
+    field_and_k = k_of(text)
+    if field_and_k is None:
+        return None
+    field, k = field_and_k
+    other = k - 1 if k > 1 else k + 1
+    if not 1 <= other <= experts:
+        return Routers(field=field, trained=k, attributes=())
+    changed = copy.deepcopy(config)
+    setattr(changed.get_text_config(), field, other)
+    try:
+        one, two = build(config), build(changed)
+    except (ValueError, NotImplementedError, AssertionError):
+        return Routers(field=field, trained=k, attributes=())  # an architecture of one k alone
+    attributes = []
+    for (path, module), (_, twin) in zip(one.named_modules(), two.named_modules(), strict=True):
+        for name, value in vars(module).items():
+            if isinstance(value, int) and value == k and vars(twin).get(name) == other:
+                attributes.append((path, name))
+    return Routers(field=field, trained=k, attributes=tuple(attributes))
+
+
+def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
+    """Returns a model with each layer's k: as if its configuration had said so, weights shared.
+
+    The model itself where it is trained so, or has no routers. Raises `UsageError` for a k that
+    its architecture does not know.
+    """
+    network = model.module
+    routers = getattr(network, "routers", None)
+    if not isinstance(network, TransformersNetwork) or routers is None:
+        if isinstance(network, TransformersNetwork):
+            _check_trained(model, k)
+        return model
+    assert isinstance(routers, Routers)
+    if None in k.values():
+        raise UsageError(
+            "--k input: the router of this model chooses a k that is part of its graph",
+            hint="export a bundle for each k: --k 4",
+        )
+    if set(k.values()) == {routers.trained}:
+        return model
+    if not routers.attributes:
+        raise UsageError(
+            f"--k: {model.family} models are trained and run with k = {routers.trained} alone",
+            hint="leave --k out",
+        )
+    changed = sharing_weights(network)
+    assert isinstance(changed, TransformersNetwork)
+    layers = {path.rpartition(".")[0]: value for path, value in k.items()}
+    ks = set(k.values())
+    for path, name in routers.attributes:
+        own = _within(path, layers)
+        if own is not None:
+            setattr(changed.wrapped.get_submodule(path), name, layers[own])
+        elif len(ks) == 1:
+            setattr(changed.wrapped.get_submodule(path), name, next(iter(ks)))
+    if len(ks) == 1:  # modules share one configuration
+        setattr(changed.wrapped.config.get_text_config(), routers.field, next(iter(ks)))
+    setting: Any = next(iter(ks)) if len(ks) == 1 else list(k.values())
+    return replace(model.changed(changed), config={**model.config, routers.field: setting})
+
+
+def _within(path: str, layers: Mapping[str, Any]) -> str | None:
+    """The place of an experts layer, among `layers`, that a module is at or below."""
+    return next((p for p in layers if path == p or path.startswith(f"{p}.")), None)
+
+
+def _check_trained(model: Model, k: Mapping[str, int | None]) -> None:
+    for name, layer in model.layers.items():
+        if k.get(name) != layer.spec.trained_k:
+            raise UsageError(
+                f"--k: nothing in the configuration of this {model.family} model is its k",
+                hint="leave --k out: the model is exported as it was trained",
+            )

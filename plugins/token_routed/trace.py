@@ -1,0 +1,221 @@
+"""Traces a model of `transformers` with the exporter of that library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib import metadata
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from ...common.versions import CACHES, graph_of
+from ...errors import MissingExtraError, TraceError, install
+from ...exporter.model import TensorSpec
+from ...graphs.names import PAST, PRESENT
+from .network import ENCODED, ENCODED_MASK, TransformersNetwork
+
+_SYMBOL = re.compile(r"[a-z]\d+")
+
+
+def traced_program(
+    network: TransformersNetwork,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    sizes: Mapping[str, int],
+    fixed: Mapping[str, int],
+    *,
+    opset: int,
+) -> ir.Model:
+    """Returns a network's graph, with the names and axes of its inputs and outputs.
+
+    It is traced at `sizes`; axes in `fixed` are constants of the graph. Raises `TraceError` where
+    an axis that should vary became a constant, or would.
+    """
+    try:
+        from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+    except ImportError as error:
+        raise _no_exporter(error) from error
+    if network.loops and "tokens" not in fixed:
+        raise TraceError(
+            f"a {type(network.wrapped).__name__} runs over its tokens in a loop, which a graph "
+            "repeats for the number of tokens that was traced",
+            hint="--tokens N exports it for inputs of N tokens alone",
+        )
+    tensors = [_example(spec, sizes) for spec in inputs]
+    arguments = network.arguments(tensors)
+    axes = [
+        {
+            at: torch.export.Dim.AUTO
+            for at, size in enumerate(spec.shape)
+            if isinstance(size, str) and size not in fixed
+        }
+        for spec in inputs
+    ]
+    shapes = _shapes(network, arguments, axes)
+    config = OnnxConfig(dynamic=True, opset_version=opset, dynamic_shapes=shapes)
+    try:
+        # What stands where padding is does not count, but is compared where no cache follows.
+        with _windows_of_tokens() if network.cached else nullcontext():
+            graph = graph_of(OnnxExporter().export(network.wrapped, arguments, config=config))
+    except ImportError as error:  # it asks for versions of its own
+        raise _no_exporter(error) from error
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        cause = error.__cause__ or error
+        raise TraceError(
+            f"transformers cannot trace this {type(network.wrapped).__name__}: "
+            f"{(str(cause).strip().splitlines() or [type(cause).__name__])[0]}",
+            hint="its exporter to ONNX is experimental and does not know every architecture; "
+            "--verbose shows its own report",
+        ) from error
+    assert isinstance(graph, ir.Model)
+    _name(graph, inputs, outputs, fixed)
+    return graph
+
+
+def _no_exporter(error: ImportError) -> MissingExtraError:
+    return MissingExtraError(
+        f"the exporter to ONNX of transformers {metadata.version('transformers')}, which traces "
+        f"this model, cannot be used: {error}",
+        hint=f"{install('transformers')}; its exporter asks for PyTorch 2.11 or newer",
+    )
+
+
+@contextmanager
+def _windows_of_tokens() -> Iterator[None]:
+    """Within the block, a sliding window is of so many tokens, whatever a mask leaves out of them.
+
+    The library counts places in the cache, which is the same where padding comes before all tokens.
+    Padding on the right of a prompt stays between it and what is generated.
+    """
+    from transformers import masking_utils
+
+    counts: list[torch.Tensor | None] = [None]
+
+    def prepared(*arguments: Any, **named: Any) -> Any:
+        inputs = prepare(*arguments, **named)
+        seen = inputs[1]
+        counts[0] = (
+            seen.cumsum(dim=-1) if isinstance(seen, torch.Tensor) and seen.ndim == 2 else None
+        )
+        return inputs
+
+    def overlay(window: int) -> Any:
+        count = counts[0]
+        if count is None:
+            return places(window)
+        return lambda row, _, query, key: count[row, key] > count[row, query] - window
+
+    prepare, places = masking_utils._preprocess_mask_arguments, masking_utils.sliding_window_overlay
+    masking_utils._preprocess_mask_arguments = prepared
+    masking_utils.sliding_window_overlay = overlay
+    try:
+        yield
+    finally:
+        masking_utils._preprocess_mask_arguments = prepare
+        masking_utils.sliding_window_overlay = places
+
+
+def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
+    shape = spec.concrete(sizes)
+    if spec.default == "ones":
+        return torch.ones(shape, dtype=torch.int64)
+    if spec.default == "positions":
+        return torch.arange(shape[-1]).expand(shape) + sizes.get("past", 0)
+    return torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+
+
+def _shapes(
+    network: TransformersNetwork, arguments: Mapping[str, Any], axes: Sequence[dict[int, Any]]
+) -> dict[str, Any]:
+    """The dynamic axes of each argument, in the form of its pytree."""
+    shapes: dict[str, Any] = dict(zip(network.takes, axes, strict=True))
+    if ENCODED in shapes:
+        shapes["encoder_outputs"] = [shapes.pop(ENCODED)]
+        shapes["attention_mask"] = shapes.pop(ENCODED_MASK)
+    past = [shapes.pop(name) for name in network.takes if name.startswith(PAST)]
+    if PAST in arguments:
+        shapes[PAST] = _like(arguments[PAST], past, network)
+    return {name: shapes[name] for name in arguments if name in shapes}
+
+
+def _like(cache: Any, axes: list[dict[int, Any]], network: TransformersNetwork) -> Any:
+    """The dynamic axes of a cache."""
+    from transformers.exporters.exporter_dynamo import (
+        get_auto_dynamic_shapes,
+        register_cache_pytrees_for_model,
+    )
+
+    register_cache_pytrees_for_model(network.wrapped)
+    shapes = get_auto_dynamic_shapes(cache)
+    return shapes if len(shapes) != len(axes) else axes
+
+
+def _name(
+    graph: ir.Model,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    fixed: Mapping[str, int],
+) -> None:
+    """Gives a graph's inputs, outputs and axes the names that they have for us, in place."""
+    names: dict[str, str] = {}
+    for value, spec in zip(graph.graph.inputs, inputs, strict=True):
+        assert value.shape is not None
+        for size, axis in zip(value.shape, spec.shape, strict=True):
+            if not isinstance(axis, str) or axis in fixed:
+                continue
+            if isinstance(size, int):
+                raise TraceError(
+                    f"the axis {axis} of {spec.name} is a constant of this network: {size}",
+                    hint=f"fix it: --{axis} {size}"
+                    if axis in ("batch", "tokens")
+                    else "export it without a cache: --set use_cache=false",
+                )
+            names[str(size)] = axis
+        value.name = spec.name
+    _name_axes(graph, names)
+    for value, spec in zip(graph.graph.inputs, inputs, strict=True):
+        value.shape = ir.Shape(spec.within(fixed))
+    traced = {_plain(value.name): value for value in graph.graph.outputs}
+    graph.graph.outputs.clear()
+    for spec in outputs:
+        value = traced[_of_cache(spec.name, traced)]
+        value.name = spec.name
+        value.shape = ir.Shape(spec.within(fixed))
+        graph.graph.outputs.append(value)
+
+
+def _plain(name: str | None) -> str:
+    """An output's name, without the prefix that it has where an input is called so, too."""
+    assert name is not None
+    return name.removeprefix("output.")
+
+
+def _of_cache(name: str, outputs: Mapping[str, Any]) -> str:
+    """What the library's exporter calls an output: a part of a cache by its path."""
+    if not name.startswith(f"{PRESENT}."):
+        return name
+    _, layer, part = name.split(".")
+    paths = [
+        f"{cache}{of}.layers.{layer}.{part}s"
+        for cache in CACHES
+        for of in ("", ".self_attention_cache")
+    ]
+    return next(path for path in paths if path in outputs)
+
+
+def _name_axes(graph: ir.Model, names: Mapping[str, str]) -> None:
+    """Writes the names of axes for the tracer's symbols, in the shape of every value."""
+    for subgraph in graph.graphs():
+        outputs = (value for node in subgraph for value in node.outputs)
+        for value in (*subgraph.inputs, *outputs):
+            if value.shape is not None:
+                value.shape = ir.Shape([_named(size, names) for size in value.shape])
+
+
+def _named(size: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | str | None:
+    if isinstance(size, int) or size.value is None:
+        return size if isinstance(size, int) else None
+    return _SYMBOL.sub(lambda match: names.get(match[0], match[0]), str(size.value))
