@@ -682,7 +682,7 @@ def repeated(graph: Graph, axis: str, beyond: int, op: str) -> None:
     graph.model.graph.initializer.extend(
         constant(np.array(number), f"damage/{number}") for number in {0, 1, limit}
     )
-    made: tuple[tuple[str, list[str], str, dict[str, int]], ...] = (
+    made: tuple[tuple[str, list[str], str, dict[str, Any]], ...] = (
         ("Shape", [first], "size", {"start": _axis(graph, axis), "end": _axis(graph, axis) + 1}),
         ("Squeeze", ["damage/size"], "count", {}),
         ("Range", ["damage/0", "damage/count", "damage/1"], "numbers", {}),
