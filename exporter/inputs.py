@@ -119,6 +119,23 @@ def parse_range(text: str, option: str) -> AxisRange:
     return AxisRange(low, opt, high)
 
 
+def again(count: int, size: int, together: int = 1) -> np.ndarray:
+    """Returns which of `count` inputs `size` of them are: all in order, and then again.
+
+    Each time they begin with another one (the Thue–Morse sequence): where all came back at one
+    distance, a graph that computes an earlier block in place of a later one would be right. Inputs
+    that are computed `together` stay so.
+    """
+    groups = max(1, count // together)
+    rows = left = np.arange(-(-size // together))
+    while groups > 1 and left.any():
+        left = left // groups
+        rows = rows + left
+    first = rows % groups * together
+    inputs: np.ndarray = (first[:, None] + np.arange(together)).ravel()[:size]
+    return inputs
+
+
 SAMPLES = 8
 MAX_BYTES = 64 << 20
 SEED = 0
@@ -321,8 +338,8 @@ def of_tokens(
 ) -> dict[str, np.ndarray]:
     """Returns so many inputs with so many tokens: `random` ones, or those of `inputs`.
 
-    The tokens of inputs are taken again from the start, floats a little larger or smaller, so that
-    none is there twice. What the mask and the positions are follows from the tokens.
+    The tokens of inputs are taken `again`, floats a little larger or smaller, so that none is there
+    twice. What the mask and the positions are follows from the tokens.
     """
     limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
     sizes = {**SIZES, "tokens": tokens}
@@ -339,7 +356,7 @@ def of_tokens(
         array = array[np.arange(rows) % len(array)]
         for at, axis in enumerate(spec.shape):
             if axis == "tokens":
-                array = np.take(array, np.arange(tokens) % array.shape[at], axis=at)
+                array = np.take(array, again(array.shape[at], tokens), axis=at)
                 if array.dtype.kind == "f":
                     array = array * generator.uniform(0.9, 1.1, array.shape).astype(array.dtype)
             elif axis == PAST_AXIS:

@@ -26,6 +26,7 @@ from .bundle.parity_record import (
     holds_coefficients,
     places,
 )
+from .inputs import again
 
 if TYPE_CHECKING:
     from ..graphs.targets import Precision
@@ -37,6 +38,10 @@ ChosenBy = Literal["inputs", "tokens"]
 MOST_TIES = 0.75
 """Of the inputs, or of what their tokens choose, so many may differ by ties, and no more: what ties
 is not compared."""
+
+FAR = 4.0
+"""So many ties are between scores of which no rounding in a batch of another size changes the
+order."""
 
 TIE = 1e-5
 """FP32 scores this close, relative to the k-th, are a tie: rounding may order them either way."""
@@ -241,7 +246,8 @@ class Comparison:
     `selected_values` names the graph's value that holds a layer's chosen experts, for the layers
     that choose. `batch` should differ from the size that was traced. The first of the inputs are
     compared in batches of each size of `probed`, too: a size that was frozen in the trace, or
-    anything else that depends on the batch, is right in one of them at most.
+    anything else that depends on the batch, is right in one of them at most. Inputs of which so
+    many are computed `together` stay so there.
     """
 
     def __init__(
@@ -253,9 +259,11 @@ class Comparison:
         tolerance: Tolerance,
         k: int | None = None,
         probed: Sequence[int] = (),
+        together: int = 1,
     ) -> None:
         self._session, self._values = session, selected_values
         self._batch, self._tolerance, self._k = batch, tolerance, k
+        self._together = together
         self._results: list[_PartResult] = []
         self._probed = tuple(size for size in probed if size != batch)
         self._probes: dict[int, _PartResult] = {}
@@ -313,6 +321,7 @@ class Comparison:
             tolerance=self._tolerance,
             k=k,
             probed=probed,
+            together=self._together,
         )
 
     @property
@@ -326,13 +335,13 @@ class Comparison:
         return self._worst if parity.batch is None else self._probe(parity.batch)
 
     def _probe(self, size: int) -> Reference:
-        """The first inputs, again from the start where there are fewer than `size`."""
+        """The first inputs, and `again` where there are fewer than `size`."""
         assert self._first is not None, "something was added"
         return self._first.rows(self._probed_rows(size))
 
     def _probed_rows(self, size: int) -> np.ndarray:
         assert self._first is not None, "something was added"
-        return np.arange(size) % len(self._first.x)
+        return again(len(self._first.x), size, self._together)
 
     def _compared(self, expected: Reference, batch: int) -> _PartResult:
         values, sets = self._outputs(expected, batch)
@@ -446,7 +455,16 @@ class Comparison:
             one.like(other, rows, self._tolerance)
             for one, other in zip(probe.same, _outputs(self._results), strict=True)
         )
-        return not all(near) or self._missed_routing(probe)
+        return not all(near) or self._missed_routing(probe) or self._chooses_far(probe)
+
+    def _chooses_far(self, probe: _PartResult) -> bool:
+        """Whether inputs in another batch choose what no rounding makes them choose.
+
+        Of few inputs one that chooses otherwise may be chance, but not where its scores are far
+        apart, and where no input chooses so in the usual batch.
+        """
+        usual = max(part.margin for part in self._results)
+        return probe.margin > max(usual, FAR * self._tolerance.tie)
 
     def _at_size(
         self, whole: Parity, probe: _PartResult, batch: int | None = None, tokens: int | None = None

@@ -214,6 +214,7 @@ def opened_comparison(
         expected,
         batch=job.checked_batch,
         probed=job.probed_batches() if batches is None else batches,
+        together=job.model.batch_of,
         k_input=job.options.k == "input",
         tolerance=job.options.tolerance,
         runtime=runtime_of(job.options.target),

@@ -147,6 +147,7 @@ def graph_comparison(
     *,
     batch: int,
     probed: Sequence[int] = (),
+    together: int = 1,
     k_input: bool,
     tolerance: Tolerance,
     runtime: Runtime = "onnxruntime",
@@ -155,7 +156,8 @@ def graph_comparison(
 ) -> Comparison:
     """Opens a graph of a bundle, or of one being written, for references like this one.
 
-    Inputs are compared in batches of `batch`, and the first of them in those of `probed`, too.
+    Inputs are compared in batches of `batch`, and the first of them in those of `probed`, too; so
+    many are computed `together`.
     """
     observe = expected.observed(graph.selected)
     return Comparison(
@@ -167,6 +169,7 @@ def graph_comparison(
         tolerance=tolerance,
         k=_main_k(expected) if k_input else None,
         probed=probed,
+        together=together,
     )
 
 
@@ -457,6 +460,7 @@ def _compared(
         expected,
         batch=batch,
         probed=probed,
+        together=manifest.inputs[0].groups_of or 1,
         k_input=manifest.k == "input",
         tolerance=bounds,
         runtime=runtime_of(manifest.target),

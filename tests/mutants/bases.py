@@ -15,6 +15,7 @@ from moexport.errors import LoweringError, MoexportError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference
 from moexport.exporter.export import export
+from moexport.exporter.inputs import BATCH, DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from moexport.exporter.job import ExportJob, export_job
 from moexport.exporter.model import Model
 from moexport.exporter.options import ExportOptions, PrecisionOptions
@@ -55,12 +56,22 @@ VMOE: dict[str, dict[str, Any]] = {
 
 ROUTED = ("mixtral", "olmoe", "qwen2_moe")
 
+SIZES: dict[str, tuple[AxisRange, AxisRange]] = {
+    "soft_moe_lucidrains": (AxisRange(1, 8, 32), AxisRange(3, 12, 40)),
+    "soft_moe_vit": (AxisRange(3, 8, 33), DEFAULT_TOKENS),
+    "mumoe_cp_block_ln": (AxisRange(1, 8, 32), AxisRange(2, 12, 40)),
+    "adapter own forward": (AxisRange(2, 8, 20), AxisRange(3, 6, 24)),
+    "mixtral": (AxisRange(2, 4, 9), AxisRange(4, 24, 40)),
+}
+"""The batches and tokens for which models are exported whose sizes are damaged, too."""
+
 
 @dataclass(frozen=True)
 class Subject:
     """A model, its name, the k that it is exported with and inputs for it, None for random ones.
 
     `tiny`: those are random in FP32, too, where they hold tiny tokens (`exporter.inputs.TINY`).
+    `batch` and `tokens` are the sizes that it is exported for.
     """
 
     name: str
@@ -70,6 +81,8 @@ class Subject:
     renormalize: bool = False
     tiny: bool = False
     forms: tuple[tuple[Precision, Target], ...] = FORMS
+    batch: AxisRange = DEFAULT_BATCH
+    tokens: AxisRange = DEFAULT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -92,6 +105,13 @@ class Base:
     @property
     def form(self) -> tuple[Precision, Target]:
         return self.precision, self.target
+
+    @property
+    def sizes(self) -> dict[str, AxisRange]:
+        """The sizes of axes that were asked for: those of others are not damaged."""
+        options = self.job.options
+        usual = {BATCH: options.batch == DEFAULT_BATCH, "tokens": options.tokens == DEFAULT_TOKENS}
+        return {axis: sizes for axis, sizes in self.job.ranges.items() if not usual[axis]}
 
 
 @contextmanager
@@ -133,6 +153,11 @@ def subjects(folder: Path) -> dict[str, Any]:
         made = found[name]
         found[f"openvino {name}"] = lambda name=name, made=made: replace(
             made(), name=f"openvino {name}", forms=OPENVINO
+        )
+    for name, (batch, tokens) in SIZES.items():
+        made = found[name]
+        found[f"sizes {name}"] = lambda name=name, made=made, batch=batch, tokens=tokens: replace(
+            made(), name=f"sizes {name}", batch=batch, tokens=tokens
         )
     return found
 
@@ -204,7 +229,7 @@ def bases(
     """
     model = subject.model
     kind = next(iter(model.layers.values())).spec.kind
-    traced = trace(model, opset=BLOCKED_OPSET)
+    traced = None
     done: set[tuple[str, Precision]] = set()
     for precision, target in subject.forms if forms is None else forms:
         for lowering in lowerings or lowerings_of(kind):
@@ -216,6 +241,8 @@ def bases(
             options = ExportOptions(
                 k=subject.k,  # type: ignore[arg-type]
                 target=target,
+                batch=subject.batch,
+                tokens=subject.tokens,
                 lowerings=(lowering,),
                 opset=BLOCKED_OPSET,
                 renormalize=subject.renormalize,
@@ -225,6 +252,9 @@ def bases(
             )
             try:
                 job = export_job(model, options)
+                if traced is None:
+                    sizes = job.traced_sizes
+                    traced = trace(job.model, opset=BLOCKED_OPSET, fixed=job.fixed, sizes=sizes)
                 bundle = export(job, traced=traced)
             except LoweringError:
                 continue

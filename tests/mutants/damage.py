@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 from moexport.exporter.bundle.manifest import METADATA
+from moexport.exporter.inputs import BATCH, AxisRange
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
@@ -27,10 +28,13 @@ Places = Iterator[tuple[str, Change]]
 
 
 class Graph:
-    """An ONNX graph whose weights are inside, by name."""
+    """An ONNX graph whose weights are inside, by name.
 
-    def __init__(self, model: ModelProto) -> None:
-        self.model = model
+    `sizes` are those of the axes of its inputs for which it was asked for.
+    """
+
+    def __init__(self, model: ModelProto, sizes: Mapping[str, AxisRange] | None = None) -> None:
+        self.model, self.sizes = model, sizes or {}
         self.nodes = list(_nodes(model.graph))
         self.weights = {tensor.name: tensor for tensor in model.graph.initializer}
 
@@ -38,7 +42,7 @@ class Graph:
         """Returns a copy that can be damaged."""
         model = ModelProto()
         model.CopyFrom(self.model)
-        return Graph(model)
+        return Graph(model, self.sizes)
 
     def array(self, name: str) -> np.ndarray:
         """Returns a weight's values."""
@@ -105,11 +109,16 @@ def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One kind of damage: its name, what it does, and the places of a graph where it applies."""
+    """One kind of damage: its name, what it does, and the places of a graph where it applies.
+
+    It is done in `every` place where each is of another k or another axis of the inputs: there are
+    few, and what one shows none of the others does.
+    """
 
     name: str
     what: str
     places: Callable[[Graph], Places]
+    every: bool = False
 
 
 # --- weights of experts --------------------------------------------------------------------------
@@ -612,18 +621,39 @@ def _matrix(graph: Graph) -> Places:
             yield name, change
 
 
+# --- one k, one size ------------------------------------------------------------------------------
+
+
 def at_k(graph: Graph, k: int) -> None:
     """Makes the outputs half as large again with one k, where that is an input of the graph."""
+    _louder_where(graph, "k", k)
+
+
+def at_size(graph: Graph, axis: str, size: int) -> None:
+    """Makes the outputs half as large again where an axis of the first input has one size."""
+    at, first = _axis(graph, axis), graph.model.graph.input[0].name
+    shape = helper.make_node("Shape", [first], ["damage/size"], start=at, end=at + 1)
+    _louder_where(graph, "damage/size", size)
+    graph.model.graph.node.insert(0, shape)
+
+
+def _louder_where(graph: Graph, value: str, equals: int) -> None:
     output = graph.model.graph.output[0]
     (maker,) = (index for index, node in enumerate(graph.nodes) if output.name in node.output)
-    wanted = numpy_helper.from_array(np.array([k]), "damage/k")
+    wanted = numpy_helper.from_array(np.array([equals]), "damage/wanted")
     factors = [numpy_helper.from_array(np.array(f, np.float32), f"damage/{f}") for f in (1.0, 1.5)]
     graph.model.graph.initializer.extend([wanted, *factors])
     nodes = graph.model.graph.node
     names = [factor.name for factor in factors]
     nodes.insert(0, helper.make_node("Where", ["damage/same", *names[::-1]], ["damage/factor"]))
-    nodes.insert(0, helper.make_node("Equal", ["k", wanted.name], ["damage/same"]))
+    nodes.insert(0, helper.make_node("Equal", [value, wanted.name], ["damage/same"]))
     graph.after(maker, "Mul", "damage/factor")
+
+
+def _axis(graph: Graph, axis: str) -> int:
+    """The place of an axis in the shape of the first input."""
+    shape = graph.model.graph.input[0].type.tensor_type.shape
+    return [size.dim_param for size in shape.dim].index(axis)
 
 
 def _at_one_k(graph: Graph) -> Places:
@@ -635,6 +665,70 @@ def _at_one_k(graph: Graph) -> Places:
         yield f"k = {k}", partial(at_k, k=k)
 
 
+def _at_edge(graph: Graph, largest: bool) -> Places:
+    for axis, sizes in graph.sizes.items():
+        size = sizes.max if largest else sizes.min
+        yield f"{axis} = {size}", partial(at_size, axis=axis, size=size)
+
+
+def repeated(graph: Graph, axis: str, beyond: int, op: str) -> None:
+    """Lets the graph read others in place of the inputs, or tokens, from number `beyond` on.
+
+    With `Min` that is the one before, again and again, and with `Mod` all from the start.
+    """
+    first, constant = graph.model.graph.input[0].name, numpy_helper.from_array
+    limit = beyond - (op == "Min")
+    graph.redirect(first, "damage/read")
+    graph.model.graph.initializer.extend(
+        constant(np.array(number), f"damage/{number}") for number in {0, 1, limit}
+    )
+    made: tuple[tuple[str, list[str], str, dict[str, Any]], ...] = (
+        ("Shape", [first], "size", {"start": _axis(graph, axis), "end": _axis(graph, axis) + 1}),
+        ("Squeeze", ["damage/size"], "count", {}),
+        ("Range", ["damage/0", "damage/count", "damage/1"], "numbers", {}),
+        (op, ["damage/numbers", f"damage/{limit}"], "taken", {}),
+        ("Gather", [first, "damage/taken"], "read", {"axis": _axis(graph, axis)}),
+    )
+    for place, (kind, inputs, output, attributes) in enumerate(made):
+        node = helper.make_node(kind, inputs, [f"damage/{output}"], **attributes)
+        graph.model.graph.node.insert(place, node)
+
+
+def _repeated(graph: Graph, op: str, beyond: Callable[[AxisRange], int]) -> Places:
+    for axis, sizes in graph.sizes.items():
+        number = beyond(sizes)
+        yield f"{axis} from {number} on", partial(repeated, axis=axis, beyond=number, op=op)
+
+
+def _last_of_all(graph: Graph) -> Places:
+    """The last input, and the last eighth of tokens: below FP32 a few of them may differ."""
+    for axis, sizes in graph.sizes.items():
+        number = sizes.max - (1 if axis == BATCH else max(1, sizes.max // 8))
+        yield f"{axis} from {number} on", partial(repeated, axis=axis, beyond=number, op="Min")
+
+
+NEVER = np.iinfo(np.int64).max
+
+
+def _frozen(graph: Graph) -> Places:
+    """A size that a graph reads of a value, as of a Reshape or Slice, grows no further."""
+    values = (*graph.model.graph.value_info, *graph.model.graph.input)
+    shapes = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in values}
+    for number, node in enumerate(graph.nodes):
+        read = shapes.get(node.input[0], []) if node.op_type == "Shape" else []
+        start, end = (_attribute(node, name) for name in ("start", "end"))
+        read = read[start.i if start else 0 : end.i if end else len(read)]
+        for axis in dict.fromkeys(axis for axis in read if axis in graph.sizes):
+            most = [graph.sizes[axis].opt if each == axis else NEVER for each in read]
+
+            def change(g: Graph, number: int = number, most: Sequence[int] = most) -> None:
+                made = numpy_helper.from_array(np.array(most), "damage/most")
+                g.model.graph.initializer.append(made)
+                g.after(number, "Min", made.name)
+
+            yield f"{node.name} of {axis}", change
+
+
 DAMAGES: tuple[Damage, ...] = (
     Damage("other expert", "another expert's weights in one expert's place", _other_expert),
     Damage("zeroed expert", "one expert's weights are zeros", _zero),
@@ -643,8 +737,42 @@ DAMAGES: tuple[Damage, ...] = (
     Damage("dropped bias", "a bias of zeros", _bias),
     Damage("k + 1", "one expert more", partial(_k, by=1)),
     Damage(
-        "at one k", "outputs half as large again with one k of a graph that takes any", _at_one_k
+        "at one k",
+        "outputs half as large again with one k of a graph that takes any",
+        _at_one_k,
+        every=True,
     ),
+    Damage(
+        "at the smallest",
+        "outputs half as large again at the smallest size of a range",
+        partial(_at_edge, largest=False),
+        every=True,
+    ),
+    Damage(
+        "at the largest",
+        "outputs half as large again at the largest size of a range",
+        partial(_at_edge, largest=True),
+        every=True,
+    ),
+    Damage(
+        "beyond the smallest",
+        "the last of the smallest size again in place of all further ones",
+        partial(_repeated, op="Min", beyond=lambda sizes: sizes.min),
+        every=True,
+    ),
+    Damage(
+        "beyond the usual",
+        "the first of all again beyond the usual size",
+        partial(_repeated, op="Mod", beyond=lambda sizes: sizes.opt),
+        every=True,
+    ),
+    Damage(
+        "last of the largest",
+        "one before again in place of the last of the largest size",
+        _last_of_all,
+        every=True,
+    ),
+    Damage("frozen size", "a size that grows no further than the usual one", _frozen),
     Damage("k - 1", "one expert fewer", partial(_k, by=-1)),
     Damage("repeated choice", "the first chosen expert instead of the last", _dropped_choice),
     Damage("capacity - 1", "a capacity of one token fewer", _capacity),

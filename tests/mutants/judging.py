@@ -9,18 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.evaluate import evaluate, wrong
 from moexport.bench.request import BenchRequest
 from moexport.bench.runners.candidates import from_bundle
 from moexport.common.files import sha256
-from moexport.errors import BundleError, EngineError, ParityError
+from moexport.errors import BundleError, EngineError, MoexportError, ParityError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import MANIFEST_FILE, FileRecord
 from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference, sized_files
-from moexport.exporter.parity import TOLERANCES, Comparison, describe
+from moexport.exporter.bundle.verify import checking_session
+from moexport.exporter.inputs import again
+from moexport.exporter.parity import TOLERANCES, Comparison, describe, recorded_sizes
 from moexport.exporter.write import opened_comparison
-from moexport.graphs.targets import Precision
+from moexport.graphs.targets import Precision, for_cpus, runtime_of
 
 from .bases import Base
 from .damage import DAMAGES, Graph
@@ -33,8 +36,9 @@ class Verdict:
     `effect` is the largest change of an output over max|y|, and `length` that of all outputs
     together, as a share of theirs; `rounding` and `rounding_length` tell the same of the undamaged
     graph beside PyTorch, and `apart` how far it is from another lowering (`Parity.apart`); `times`
-    is the same of the damaged graph and the undamaged one, where one took it. `export` and `verify`
-    say why each refused it, None where it did not, and so does `bench`, where it was asked.
+    is the same of the damaged graph and the undamaged one, where one took it, and `elsewhere` the
+    largest change at the other sizes that are compared. `export` and `verify` say why each refused
+    it, None where it did not, and so does `bench`, where it was asked.
     """
 
     base: str
@@ -47,6 +51,7 @@ class Verdict:
     rounding_length: float
     apart: float | None
     times: float | None
+    elsewhere: float | None
     export: str | None
     verify: str | None
     in_bench: bool = False
@@ -63,8 +68,10 @@ class Verdict:
 
         The damaged graph is compared with the undamaged one as that is with what its numbers should
         give (`Tolerance.roundings`). In FP32 an inexact lowering has its bound alone, 1e-4 of
-        max|y|.
+        max|y|. At other sizes it changes no more than twice of what it does at this one.
         """
+        if self.elsewhere is not None and self.elsewhere > 2 * max(self.effect, self.rounding):
+            return False
         if self.apart is None and self.precision == "fp32":
             return self.effect <= TOLERANCES["fp32"].rtol
         return self.times is not None and (
@@ -82,7 +89,7 @@ class Verdict:
         return (
             f"SURVIVES {' and '.join(took)}: {self.base}: {self.damage}: {self.where}: effect "
             f"{self.effect:.1e}, {self.length:.1e}; rounding {self.rounding:.1e}, "
-            f"{self.rounding_length:.1e}"
+            f"{self.rounding_length:.1e}; at other sizes {self.elsewhere or 0.0:.1e}"
         )
 
 
@@ -91,8 +98,8 @@ def mutants(
 ) -> tuple[list[Verdict], list[str]]:
     """Returns what became of the damaged graphs of a bundle, and the damage that ends a run.
 
-    Each damage is done in `most` places at the most, spread over the graph. With `bench` the row of
-    a benchmark is judged, too.
+    Each damage is done in `most` places at the most, spread over the graph, or in `every` one. With
+    `bench` the row of a benchmark is judged, too.
     """
     if bench:
         wrong_row = by_bench(base, base.bundle)
@@ -105,14 +112,14 @@ def mutants(
     if base.precision == "fp32":  # as close to what is exact as rounding allows
         others = {k: _as_exact(one) for k, one in right.at_other_k.items()}
         known = replace(_as_exact(right), at_other_k=others)
-    beside = replace(base, expected=known)
+    beside, right_elsewhere = replace(base, expected=known), elsewhere(base, base.bundle)
     apart = (base.bundle.manifest.parity or {}).get("apart")
     verdicts: list[Verdict] = []
     broken: list[str] = []
     for damage in DAMAGES:
         places = list(damage.places(graph))
-        step = max(1.0, len(places) / most)
-        for where, change in [places[int(step * i)] for i in range(min(most, len(places)))]:
+        count = len(places) if damage.every else min(most, len(places))
+        for where, change in [places[i * len(places) // count] for i in range(count)]:
             changed = graph.copy()
             change(changed)
             bundle = damaged_bundle(base, changed, folder)
@@ -122,9 +129,10 @@ def mutants(
                 broken.append(damage.name)
                 continue
             at_verify = by_verify(bundle)
-            times = None
+            times = at_others = None
             if refused is None or at_verify is None:
                 times = compared(beside, bundle).parity().apart
+                at_others = change_of(elsewhere(base, bundle), right_elsewhere)
             verdicts.append(
                 Verdict(
                     base.name,
@@ -135,6 +143,7 @@ def mutants(
                     *rounding,
                     apart,
                     times,
+                    at_others,
                     refused,
                     at_verify,
                     bench,
@@ -146,7 +155,8 @@ def mutants(
 
 def whole_graph(base: Base) -> Graph:
     """Returns a bundle's graph with its weights inside."""
-    return Graph(onnx.load(base.bundle.path / base.bundle.manifest.graphs[0].file))
+    model = onnx.load(base.bundle.path / base.bundle.manifest.graphs[0].file)
+    return Graph(model, base.sizes)
 
 
 def damaged_bundle(base: Base, graph: Graph, folder: Path) -> Bundle:
@@ -163,29 +173,94 @@ def damaged_bundle(base: Base, graph: Graph, folder: Path) -> Bundle:
     return Bundle(folder, manifest)
 
 
-def compared(base: Base, bundle: Bundle) -> Comparison:
-    """Returns the comparison that an export makes of a graph."""
+def opened(base: Base, bundle: Bundle) -> Comparison:
+    """Returns the comparison that an export makes of a graph, at its sizes of batches."""
     graph = bundle.manifest.graphs[0]
-    comparison = opened_comparison(base.job, bundle.path, graph, base.expected)
+    return opened_comparison(base.job, bundle.path, graph, base.expected, batches(base))
+
+
+def compared(base: Base, bundle: Bundle) -> Comparison:
+    """Returns that comparison with the inputs of the bundle's record."""
+    comparison = opened(base, bundle)
     comparison.add(base.expected)
     return comparison
+
+
+def batches(base: Base) -> list[int]:
+    """Returns the sizes of batches that the export compared."""
+    return recorded_sizes(base.bundle.manifest.graphs[0].parity, "batches")
+
+
+def by_tokens(base: Base) -> dict[int, Reference]:
+    """Returns what the export compared at other numbers of tokens than its inputs have."""
+    files = sized_files(base.bundle.manifest.files)
+    return {tokens: Reference.load(base.bundle.path / file) for tokens, file in files.items()}
 
 
 def by_export(base: Base, bundle: Bundle) -> tuple[Reference | None, str | None]:
     """Returns what a graph gives (`given`), and why the comparison of an export refuses it.
 
     There is nothing given where it chose in another shape, and no reason where it is not refused.
-    Raises `EngineError` or `BundleError` for a graph that does not run.
+    Raises `EngineError` or `BundleError` for a graph that does not run; at other sizes than those
+    of its inputs that is a reason.
     """
-    graph, y = bundle.manifest.graphs[0], None
-    comparison = opened_comparison(base.job, bundle.path, graph, base.expected)
+    y, comparison = None, opened(base, bundle)
     try:
         y = comparison.with_rounded(base.expected)
         comparison.add(base.expected)
     except ParityError as error:
         return y, error.message
+    except EngineError as error:
+        if y is None:
+            raise
+        return y, error.message
+    return y, _missed(base, comparison)
+
+
+def _missed(base: Base, comparison: Comparison) -> str | None:
+    """Why an export refuses what was compared, or the graph at another number of tokens."""
     parity = comparison.parity()
-    return y, None if parity.passed else describe(parity)
+    if not parity.passed:
+        return describe(parity)
+    for tokens, expected in by_tokens(base).items():
+        try:
+            if not comparison.add_sized(expected, tokens):
+                return describe(comparison.parity())
+        except MoexportError as error:
+            return f"with {tokens} tokens it does not run: {error.message}"
+    return None
+
+
+def elsewhere(base: Base, bundle: Bundle) -> list[np.ndarray]:
+    """Returns what a graph gives at the other sizes that its export compared.
+
+    There is nothing given where it does not run.
+    """
+    expected, manifest = base.expected, bundle.manifest
+    session = checking_session(
+        bundle.path,
+        manifest.graphs[0],
+        runtime=runtime_of(manifest.target),
+        threads=torch.get_num_threads(),
+        rounded=not for_cpus(manifest.target),
+    )
+    count, together = len(expected.x), base.model.batch_of
+    inputs = [expected.rows(again(count, size, together)) for size in batches(base)]
+    k = next(iter(expected.kept.values())) if manifest.k == "input" else None
+    found = []
+    for one in (*inputs, *by_tokens(base).values()):
+        try:
+            given = session.run(one.feeds(session.input_name), k)
+        except EngineError:
+            found.append(np.empty(0))
+        else:
+            found.append(given[session.output_names[0]])
+    return found
+
+
+def change_of(outputs: list[np.ndarray], wanted: list[np.ndarray]) -> float:
+    """Returns the largest change of an output over max|y|, 0 without any."""
+    return furthest(outputs, wanted)[0] if wanted else 0.0
 
 
 def by_verify(bundle: Bundle) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from moexport.exporter.parity import TOLERANCES
 from moexport.graphs.targets import Precision, Target
 
 from .bases import Base, bases, subjects
-from .damage import at_k
+from .damage import Graph, at_k, at_size, repeated
 from .judging import by_export, by_verify, damaged_bundle, mutants, whole_graph
 
 SAMPLE: list[tuple[str, Precision, Target, str]] = [
@@ -69,6 +71,43 @@ def test_damage_at_any_k_that_is_compared_is_refused_by_the_export_and_verify(
         wanted = f"with k = {k}, the furthest off of {', '.join(map(str, ks))}: "
         assert at_export is not None and at_export.startswith(wanted)
         assert at_verify is not None and wanted in at_verify
+
+
+RANGES: list[tuple[str, Precision, Target, str]] = [
+    ("sizes soft_moe_lucidrains", "fp32", "onnx", "gather"),
+    ("sizes mumoe_cp_block_ln", "int8", "ort-cpu", "factorised"),
+    ("sizes adapter own forward", "fp16", "onnx", "gather"),
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "target", "lowering"), RANGES)
+def test_damage_at_one_edge_of_a_range_is_refused_by_the_export_and_verify(
+    name: str, precision: Precision, target: Target, lowering: str, tmp_path: Path
+) -> None:
+    subject = subjects(tmp_path / "models")[name]()
+    (base,) = bases(subject, tmp_path / "bundles", [(precision, target)], (lowering,))
+    assert isinstance(base, Base), base
+    assert set(base.sizes) == {"batch", "tokens"}
+
+    def refused(change: Callable[[Graph], None], where: str) -> None:
+        graph = whole_graph(base).copy()
+        change(graph)
+        bundle = damaged_bundle(base, graph, tmp_path / "damaged")
+        _, at_export = by_export(base, bundle)
+        at_verify = by_verify(bundle)
+        assert at_export is not None and at_export.startswith(where)
+        assert at_verify is not None and where in at_verify
+
+    batch, tokens = base.sizes["batch"], base.sizes["tokens"]
+    for size in (batch.min, batch.max):
+        refused(partial(at_size, axis="batch", size=size), f"in a batch of {size}: ")
+    for size in (tokens.min, tokens.max):
+        refused(partial(at_size, axis="tokens", size=size), f"with {size} tokens: ")
+    # A block in place of a later one, as long as the inputs are many.
+    again = partial(repeated, op="Mod")
+    refused(partial(again, axis="batch", beyond=len(base.expected.x)), "in a batch of ")
+    assert base.expected.x.shape[1] < tokens.max
+    refused(partial(again, axis="tokens", beyond=base.expected.x.shape[1]), "with ")
 
 
 def test_damage_far_below_the_bound_of_fp32_is_refused(tmp_path: Path) -> None:
