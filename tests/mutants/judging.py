@@ -68,9 +68,10 @@ class Verdict:
 
         The damaged graph is compared with the undamaged one as that is with what its numbers should
         give (`Tolerance.roundings`). In FP32 an inexact lowering has its bound alone, 1e-4 of
-        max|y|. At other sizes it changes no more than twice of what it does at this one.
+        max|y|. At other sizes it changes that much at the most, or twice what it does at this one.
         """
-        if self.elsewhere is not None and self.elsewhere > 2 * max(self.effect, self.rounding):
+        least = max(TOLERANCES["fp32"].rtol, 2 * max(self.effect, self.rounding))
+        if self.elsewhere is not None and self.elsewhere > least:
             return False
         if self.apart is None and self.precision == "fp32":
             return self.effect <= TOLERANCES["fp32"].rtol
