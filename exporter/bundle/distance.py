@@ -129,13 +129,9 @@ class Distance:
     def like(self, other: Distance, rows: np.ndarray, bounds: Bounds) -> bool:
         """Whether inputs in another batch are as near as the bounds allow, or as they are anyway.
 
-        They are those `rows` of an other, which tells their scales: a few of them say little. An
-        input is rounded alike in any batch: it is not much further off than the furthest of others.
+        They are those `rows` of an other, which tells their scales: a few of them say little.
         """
-        rtol, furthest = bounds.rtol, other.max_rel
-        if furthest > 0:
-            rtol = min(rtol, max(ANOTHER_ORDER, FURTHER * furthest))
-        allowed, off = bounds.atol + rtol * other.scale()[rows], other.off[rows]
+        allowed, off = bounds.atol + bounds.rtol * other.scale()[rows], other.off[rows]
         return bool((self.off <= np.where(off > allowed, OUTLIER_IN_A_BATCH * off, allowed)).all())
 
     @staticmethod
@@ -151,12 +147,6 @@ class Distance:
 OUTLIERS = 0.05
 """Of the inputs so many, rounded down, may be outliers where a precision allows any."""
 
-
-FURTHER = 4.0
-"""How far any input may be off in a batch of another size, over the furthest in the usual one."""
-
-ANOTHER_ORDER = 1e-4
-"""What sums in another order may change, as kernels have for other sizes."""
 
 OUTLIER_IN_A_BATCH = 1.5
 """How far an outlier may be off in a batch of another size, over what it is off anyway."""

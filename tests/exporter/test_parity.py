@@ -74,34 +74,6 @@ def test_an_input_may_choose_otherwise_in_a_larger_batch_where_scores_are_close(
     assert comparison.parity().passed == passed
 
 
-class Further(Answering):
-    """Is a thousandth off, and more for the last input of a batch of 32."""
-
-    def __init__(self, y: np.ndarray, share: float) -> None:
-        super().__init__(y)
-        self.share = share
-
-    def run(
-        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
-    ) -> dict[str, np.ndarray]:
-        assert isinstance(x, np.ndarray)
-        y = self.y[x[:, 0].astype(int)] * np.float32(1.001)
-        if len(x) == 32:
-            y[-1] *= 1 + self.share
-        return {"output": y}
-
-
-@pytest.mark.parametrize(("share", "passed"), [(0.002, True), (0.05, False)])
-def test_an_input_is_not_much_further_off_in_a_larger_batch(share: float, passed: bool) -> None:
-    """The bounds of INT8 allow twice as much as 5%, which others are far from here."""
-    y = np.random.default_rng(0).standard_normal((24, 16)).astype(np.float32)
-    x, bounds = np.arange(24, dtype=np.float32)[:, None], TOLERANCES["int8"]
-    expected = Reference(x, y, y, {}, {}, {"layer": 2})
-    comparison = Comparison(Further(y, share), {}, batch=3, tolerance=bounds, probed=(32,))
-    comparison.add(expected)
-    assert comparison.parity().passed == passed
-
-
 def parity(y: np.ndarray) -> Parity:
     expected = Reference(np.zeros((2, 1), np.float32), Y, Y, {}, {}, {"layer": 2})
     return compare(Answering(y), expected, {}, batch=2, tolerance=TOLERANCES["fp32"])
