@@ -299,12 +299,21 @@ class Comparison:
         near = all(output.within_outliers(self._tolerance) for output in probe.same)
         return not near or self._missed_routing(probe)
 
-    def _missed_routing(self, probe: _PartResult) -> bool:
-        # Of a few inputs one may choose otherwise by chance: the share is of all of them.
-        pooled = self._parity([*self._results, *self._probes.values(), *self._sized.values()])
-        least = self._tolerance.routing
-        wrong = probe.whole[0] > 0 and (pooled.whole_differing or 0.0) > 1 - least
-        return wrong or not (pooled.routing_agreement >= least or probe.first is None)
+    def _missed_routing(self, probe: _PartResult, rows: np.ndarray | None = None) -> bool:
+        """Whether too many choices are wrong; `rows` tells which inputs of the first part they are.
+
+        Of a few inputs one may choose otherwise by chance: the share is of all of them. What is
+        wrong for an input in the usual batch, too, is counted there, however often it comes again.
+        """
+        parts = [*self._results, *self._probes.values(), *self._sized.values()]
+        pooled, least = self._parity(parts), self._tolerance.routing
+        differing = probe.whole[0] > 0 and (pooled.whole_differing or 0.0) > 1 - least
+        agreement = pooled.routing_agreement
+        if rows is not None:
+            more = int(probe.wrong.sum()) - int(self._results[0].wrong[rows].sum())
+            agreement = self._parity(self._results).routing_agreement
+            agreement -= max(0, more) / sum(part.choices for part in parts)
+        return differing or (agreement < least and probe.first is not None)
 
     def alone(self, expected: Reference) -> Parity:
         """Returns how far the graph is off on these inputs without all others."""
@@ -455,7 +464,7 @@ class Comparison:
             one.like(other, rows, self._tolerance)
             for one, other in zip(probe.same, _outputs(self._results), strict=True)
         )
-        return not all(near) or self._missed_routing(probe) or self._chooses_far(probe)
+        return not all(near) or self._missed_routing(probe, rows) or self._chooses_far(probe)
 
     def _chooses_far(self, probe: _PartResult) -> bool:
         """Whether inputs in another batch choose what no rounding makes them choose.
@@ -739,10 +748,10 @@ class _PartResult:
     """What one part of the inputs gave.
 
     `ties` samples differ by a tie alone, `differing` anywhere. Of `choices`, made by each input or
-    `by_token`, so many are `agreeing`, of which `tied` differ by a tie; `first` is the first layer
-    that truly differs, `jaccard` the mean overlap of the sets, `margin` the largest of a choice
-    that differs. `same` is of each output where the experts are the same, and `everything` of the
-    first, whatever was chosen.
+    `by_token`, so many are `agreeing`, of which `tied` differ by a tie, and so many of each input
+    are `wrong`; `first` is the first layer that truly differs, `jaccard` the mean overlap of the
+    sets, `margin` the largest of a choice that differs. `same` is of each output where the experts
+    are the same, and `everything` of the first, whatever was chosen.
     """
 
     samples: int
@@ -750,6 +759,7 @@ class _PartResult:
     differing: int
     choices: int
     agreeing: int
+    wrong: np.ndarray
     tied: int
     by_token: bool
     first: str | None
@@ -792,13 +802,13 @@ def _compared(
         ties |= fresh.any(axis=1) & ~missed
         misses |= missed
         apart |= differs[name].any(axis=1)
-    choices, agreeing = misses.size, int((~misses).sum())
+    choices, of_input = misses.size, misses.astype(int)
     same, tied = ~(ties | misses), int(ties.sum())
     by_token = tolerance.routing < 1.0 and any(chosen.ndim > 2 for chosen in sets.values())
     if by_token:
         counted = {name: places(expected.selected[name], sets[name]) for name in sets}
         choices = sum(int(mask.sum()) for mask in counted.values())
-        agreeing = sum(int((counted[name] & ~wrong[name]).sum()) for name in sets)
+        of_input = sum((counted[name] & wrong[name]).sum(axis=1) for name in sets)
         same = _same_tokens([*differs.values()], expected.y.shape)
         tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
     outputs = [(expected.y, y), *zip(expected.outputs.values(), further, strict=True)]
@@ -811,7 +821,8 @@ def _compared(
         ties=int(ties.sum()),
         differing=int(apart.sum()),
         choices=choices,
-        agreeing=agreeing,
+        agreeing=choices - int(of_input.sum()),
+        wrong=of_input,
         tied=tied,
         by_token=by_token,
         first=first,

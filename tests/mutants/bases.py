@@ -58,7 +58,7 @@ ROUTED = ("mixtral", "olmoe", "qwen2_moe")
 
 SIZES: dict[str, tuple[AxisRange, AxisRange]] = {
     "soft_moe_lucidrains": (AxisRange(1, 8, 32), AxisRange(3, 12, 40)),
-    "soft_moe_vit": (AxisRange(3, 8, 32), DEFAULT_TOKENS),
+    "soft_moe_vit": (AxisRange(3, 8, 33), DEFAULT_TOKENS),
     "mumoe_cp_block_ln": (AxisRange(1, 8, 32), AxisRange(2, 12, 40)),
     "adapter own forward": (AxisRange(2, 8, 20), AxisRange(3, 6, 24)),
     "mixtral": (AxisRange(2, 4, 9), AxisRange(4, 24, 40)),
