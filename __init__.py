@@ -37,8 +37,8 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .bench.calls import bench, report
     from .calls import (
-        bench,
         build,
         calibrate,
         doctor,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         inspect,
         load,
         plan,
-        report,
         run,
         sensitivity,
         verify,
@@ -131,8 +130,10 @@ _ELSEWHERE = {
     "Session": ".exporter.session",
     "SoftMoE": ".plugins.own_layers.descriptions:SoftMoEDescription",
     "adapt": ".plugins.own_layers.first_adapter.calls",
+    "bench": ".bench.calls",
     "demo": ".plugins.demo.calls",
     "generate": ".plugins.text.calls",
+    "report": ".bench.calls",
     "serve": ".plugins.text.calls",
     "specialise": ".plugins.studies.calls",
     "triton": ".plugins.triton.calls",

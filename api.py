@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bench.request import BenchRequest, ReportRequest
 from .common.libraries import check_pytorch
 from .errors import UsageError
 from .exporter.requests import (
@@ -27,8 +26,6 @@ from .exporter.requests import (
 )
 
 if TYPE_CHECKING:
-    from .bench.report.compare import ResultsComparison
-    from .bench.results import Results
     from .calibration.feeds import Feed
     from .calibration.table import CalibrationTable
     from .common.console import Progress
@@ -297,81 +294,6 @@ def run(
     from .exporter.bundle.run import run_file
 
     return run_file(_folder(bundle), local(inputs), Path(outputs), request)
-
-
-def bench(
-    models: Model | Bundle | AnyPath | Sequence[Model | Bundle | AnyPath], request: BenchRequest
-) -> Results:
-    """Measures models and bundles against the untouched PyTorch model; returns every row.
-
-    `models` are loaded models, bundles, or what names them; one or a list. A bundle that follows
-    the model it was made from is compared with that; alone it loads the checkpoint that its
-    manifest names. A model is exported for every `k`, `lowering` and `precision`. A call that was
-    interrupted goes on where it stopped, if `out` is the same.
-
-    Raises:
-        UsageError: before anything is measured, if an argument is invalid.
-        FeedError: before anything is measured, if the data do not fit the model.
-    """
-    check_pytorch("a benchmark")
-    from .bench.prepare import opened
-    from .bench.run import sweep
-    from .common.writing import check_folder
-    from .exporter.bundle.bundle import Bundle
-    from .exporter.model import Model
-
-    # Refused before anything is loaded.
-    request = replace(request, batch=None if request.batch is None else request.batches)
-    if request.folder is not None:
-        check_folder(request.folder)
-    listed = [models] if isinstance(models, Model | Bundle | str | Path) else models
-    return sweep(opened(listed, request), request)
-
-
-def bench_on_ray(models: AnyPath | Sequence[AnyPath], request: BenchRequest) -> dict[str, Results]:
-    """Measures models and bundles on the nodes of a Ray cluster; returns results by kind of node.
-
-    Every node must have moexport, and read models and data by the same paths or URLs. With several
-    kinds of node `out` gets a folder for each, and a table of all.
-
-    Raises:
-        UsageError: before anything is measured, if an argument is invalid.
-        ClusterError: the cluster cannot be reached, lacks a resource, or loses its nodes.
-    """
-    check_pytorch("a benchmark")
-    from .bench.executors import EXECUTORS, RAY
-    from .common.writing import check_folder
-
-    listed = [models] if isinstance(models, str | Path) else models
-    request = replace(request, batch=request.batches)  # refused before anything is loaded
-    if request.folder is not None:
-        check_folder(request.folder)
-    return EXECUTORS[RAY].bench(listed, request)
-
-
-def report(
-    results: Results | AnyPath, output: AnyPath, request: ReportRequest
-) -> tuple[tuple[Path, ...], ResultsComparison | None]:
-    """Writes the report of results again; returns the files and what changed since `compare`.
-
-    `results` is what `bench` returned, or its results.json; `output` the page, .html: Markdown, CSV
-    and figures go beside it. The page draws further results `beside` it.
-    """
-    from .bench.report.compare import compare as compared
-    from .bench.report.page import write_views
-    from .bench.report.runs import named_runs
-    from .bench.results import Results, read
-
-    def known(run: Results | AnyPath) -> Results:
-        return run if isinstance(run, Results) else read(Path(run))
-
-    now = known(results)
-    before = None if request.compare is None else known(request.compare)
-    comparison = None if before is None else compared(before, now)
-    _say(request.progress, f"writing {output}")
-    places = [None if isinstance(run, Results) else Path(run) for run in request.beside]
-    runs = named_runs(places, [known(run) for run in request.beside])
-    return write_views(now, Path(output), comparison, runs), comparison
 
 
 def doctor(*, progress: Progress | None = None) -> Diagnosis:

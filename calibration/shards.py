@@ -19,8 +19,6 @@ from ..common.documents import read_document
 from ..common.files import allowed_bytes
 from ..common.locations import AnyPlace, holds, local, path_of, url_of
 from ..errors import FeedError, MissingExtraError, install
-from .footer import row_groups
-from .tar import TarDamageError, tar_members
 
 Array = NDArray[Any]
 
@@ -178,6 +176,8 @@ def _tar(path: Path, name: str, array_of: Callable[[bytes, str], Array]) -> Iter
 def _samples(
     path: Path, name: str, array_of: Callable[[bytes, str], Array]
 ) -> Iterator[dict[str, Any]]:
+    from .tar import TarDamageError, tar_members  # for tar files alone
+
     key, sample = "", dict[str, Any]()
     try:
         with path.open("rb") as file:
@@ -275,6 +275,8 @@ def _parquet_batch(path: Path, name: str) -> int:
     A constant column takes no room in a file, and a text that is in its dictionary once is copied
     to each row.
     """
+    from .footer import row_groups  # for Parquet alone
+
     size = path.stat().st_size
     most, copied = allowed_bytes(size), 1
     for index, group in enumerate(row_groups(path)):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import api
+from ..bench.calls import bench_as, bench_on_ray_as, report_as
 from ..bench.request import BenchRequest, ReportRequest
 from ..common.console import Console, show
 from ..common.option import Request, declared, option, refuse_changed
@@ -85,7 +85,7 @@ def bench(
     if request.on is not None:
         raise UsageError(f"--on {request.on}: there is no cluster", hint="name one with --ray")
     before = earlier(output, flags.compare, wanted=share is not None)
-    results = api.bench(models, replace(request, before=before))
+    results = bench_as(models, replace(request, before=before))
     console.finish()
     _print_results(results, rows_table(results), output, as_json=as_json)
     if before is not None:
@@ -113,7 +113,7 @@ def _bench_on_ray(
         raise UsageError(f"--on {request.on}: names no resource", hint="`ray status` lists them")
     ray = EXECUTORS[RAY]
     before = ray.earlier(output, flags.compare, on, wanted=share is not None)
-    reports = api.bench_on_ray(models, replace(request, before=before))
+    reports = bench_on_ray_as(models, replace(request, before=before))
     console.finish()
     if as_json:
         show(json_text({kind: plain(results) for kind, results in reports.items()}))
@@ -159,7 +159,7 @@ def report(
 
     console = verbosity.console()
     first, *others = results
-    paths, comparison = api.report(first, output, replace(request, beside=others))
+    paths, comparison = report_as(first, output, replace(request, beside=others))
     result = {"files": [str(path) for path in paths]}
     if not any(path.suffix == ".png" for path in paths) and not can_draw():
         console.note("no figures beside the page: Matplotlib is not installed")

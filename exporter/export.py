@@ -41,6 +41,7 @@ from .bundle.manifest import MANIFEST_FILE
 from .bundle.parity_record import MOST_KEPT, PARITY_FILE, Reference, sized_file, unreached
 from .bundle.readme import with_readme
 from .bundle.recipe import RECIPE_FILE
+from .bundle.runtimes import with_engines
 from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
 from .bundle.verify import LARGE_WEIGHTS_BYTES, is_large
 from .inputs import DEFAULT_TOKENS, AxisRange, of_tokens, parity_batches
@@ -49,7 +50,6 @@ from .model import Model
 from .options import ExportOptions
 from .parity import MOST_TIES, Comparison, Parity, Tolerance, describe
 from .plan import GraphPlan, Plan, copied_bytes, plan, plan_graph
-from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
 from .reference import (
     Budget,
@@ -58,7 +58,6 @@ from .reference import (
     run_untouched,
     with_exact,
 )
-from .tensorrt.engines import build_for_export
 from .trace import HELD, Held, trace
 from .write import graph_record, manifest_of, opened_comparison, write_graphs
 
@@ -190,7 +189,7 @@ def _written(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bun
         manifest = manifest_of(planned, lowered, parities, directory, unreached=missing)
         manifest = replace(manifest, notes=[*manifest.notes, *notes])
         manifest = with_peak_memory(directory, manifest)
-        manifest = build_for_export(directory, manifest, options.engine, progress)
+        manifest = with_engines(directory, manifest, options.engine, progress)
         for step in job.steps:
             manifest = step.finish(job, directory, manifest)
         manifest = with_readme(directory, manifest, job.steps)
@@ -209,7 +208,11 @@ def export_plan(
     progress = progress or Silent()
     job, traced = prepared(job, progress, traced)
     table = found_ranges(job, traced, progress)
-    retention = floats_for_retention(job, traced, table, progress)
+    retention = None
+    if job.options.precision.min_retention is not None:
+        from .quantization.accuracy_search import floats_for_retention  # for `--min-retention`
+
+        retention = floats_for_retention(job, traced, table, progress)
     return plan(job, traced, table, retention=retention, progress=progress)
 
 

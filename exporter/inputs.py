@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -509,6 +511,22 @@ def with_axes(x: np.ndarray, spec: TensorSpec) -> np.ndarray:
 
 PAST_AXIS = "past"
 """The axis of a cache: how many tokens came before."""
+
+
+def check_given(k: object, *, takes_k: bool, what: str) -> None:
+    """Raises `UsageError` for a k that `what` (a graph, an engine) has no input for, or lacks.
+
+    Also for one that is no number: an array, a text, NaN.
+    """
+    if k is not None and (isinstance(k, bool) or not isinstance(k, Real) or not math.isfinite(k)):
+        raise UsageError(f"k = {k!r}: one whole number is expected", hint="for example k=2")
+    if takes_k and k is None:
+        raise UsageError(f"this {what} takes k as an input, and none was given", hint="pass --k K")
+    if k is not None and not takes_k:
+        raise UsageError(
+            f"k = {k} was given, but the {what}'s k is baked in",
+            hint="export with --k input to choose k per run",
+        )
 
 
 def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool = False) -> None:

@@ -17,16 +17,16 @@ import onnx_ir as ir
 from ..calibration.feeds import Feed
 from ..calibration.methods import DEFAULT_METHOD
 from ..calibration.table import CalibrationTable
-from ..common.option import Mistake, refuse, spelled
+from ..common.option import Mistake, refuse
 from ..errors import CalibrationError, LoweringError, UsageError
 from ..graphs.layers.base import MoESpec
 from ..graphs.lowerings.choice import check
 from ..graphs.lowerings.cost import AnyWork, WorkOf
 from ..graphs.names import DOMAIN, PAST, operand_of
 from ..graphs.precision.weights import not_in_blocks
-from ..graphs.targets import Target
+from ..graphs.targets import ENGINES
 from .bundle.destination import check_destination
-from .bundle.runtimes import check_computes
+from .bundle.runtimes import check_computes, check_engine
 from .bundle.steps import STEPS, Step
 from .inputs import (
     BATCH,
@@ -42,9 +42,6 @@ from .options import CHOOSERS, ExportOptions, check_renormalize, parse_k, resolv
 from .parity import ROUNDED_RTOL
 from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
 from .requests import CalibrateRequest
-from .tensorrt.backends import BACKENDS
-from .tensorrt.engines import check_for_export
-from .tensorrt.options import EngineOptions
 
 PEAK_SAMPLES = 64
 """Inputs whose largest values tell whether FP16 overflows, with `fp16.HEADROOM` to spare."""
@@ -208,7 +205,7 @@ def export_job(
     options = replace(options or ExportOptions(), **more)
     options.precision.check(options.target)
     options.check_inputs()
-    _check_engine(options.target, options.engine)
+    check_engine(options.target, options.engine)
     if options.verify:  # what compares, computes
         check_computes(options.precision.name, options.target)
     if options.destination is not None:
@@ -341,7 +338,7 @@ def _mistakes(model: Model, options: ExportOptions) -> Iterator[Mistake]:
             "--quantize all: the model has no linear layers outside its MoE layers",
             "leave --quantize out",
         )
-    engines = options.target in BACKENDS
+    engines = options.target in ENGINES
     if engines and len(model.inputs) > 1:
         yield (
             f"--target {options.target}: engines are built of graphs with one input, and this "
@@ -377,17 +374,6 @@ def _mistakes_of_job(job: ExportJob) -> Iterator[Mistake]:
         )
     for step in job.steps:
         yield from step.check(job)
-
-
-def _check_engine(target: Target, engine: EngineOptions | bool | None) -> None:
-    """Raises where the engine that is asked for cannot be built, or not with these options."""
-    names = engine.changed() if isinstance(engine, EngineOptions) else []
-    if target not in BACKENDS and names:
-        raise UsageError(
-            f"{spelled(EngineOptions, names[0])}: --target {target} has no engines",
-            hint=f"engines are built for --target {' and '.join(BACKENDS)}",
-        )
-    check_for_export(target, engine)
 
 
 def _check_layers(job: ExportJob) -> None:

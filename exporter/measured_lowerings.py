@@ -37,7 +37,6 @@ from .bundle.weights import WeightsWriter, layer_bytes, write_layer
 from .job import ExportJob
 from .quantization.precision import PrecisionPlan
 from .session import OPENVINO, Session, SessionOptions
-from .tensorrt.backends import first_gpu
 
 PROTOCOL = Protocol(rounds=5, warmup=2, round_s=0.1, inputs=4)
 
@@ -102,6 +101,16 @@ class _Group:
     k: int | None
 
 
+def _machine(target: Target) -> str:
+    """What runs a target's graphs here, by its name."""
+    if TARGETS[target].on_cpu:
+        return cpu_model()
+    from .tensorrt.backends import first_gpu  # no CPU needs it
+
+    gpu = first_gpu()
+    return cpu_model() if gpu is None else gpu.name
+
+
 def measure_lowerings(
     job: ExportJob,
     traced: ir.Model,
@@ -120,10 +129,9 @@ def measure_lowerings(
     target, threads = job.options.target, torch.get_num_threads()
     check_runs(target)
     session = options_for(target, threads, measuring.spin_ms)
-    gpu = None if TARGETS[target].on_cpu else first_gpu()
     name = session.runtime
     return Tuning(
-        machine=cpu_model() if gpu is None else gpu.name,
+        machine=_machine(target),
         provider=session.provider if name != OPENVINO else session.device,
         runtime=f"{name} {versions((name,)).get(name, ort.__version__)}",
         threads=threads,

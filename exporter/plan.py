@@ -18,7 +18,6 @@ from ..graphs.targets import ENGINES, TARGETS
 from .bundle.manifest import MAIN_GRAPH, Tuning
 from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 from .job import ExportJob
-from .measured_lowerings import measure_lowerings, tuned_choice
 from .options import AUTO, TUNE
 from .quantization.precision import PrecisionPlan, Retention, apply_precision
 
@@ -175,6 +174,8 @@ def plan(
             Plan(job=job, traced=traced, table=table, precision=precision, graphs=(graph,))
         )
     if TUNE in job.options.lowerings:
+        from .measured_lowerings import measure_lowerings  # for `tune` alone
+
         tuning = measure_lowerings(job, traced, precision, progress)
     if job.options.lowerings == (AUTO,):
         graphs = plan_auto(job, traced)
@@ -300,6 +301,8 @@ def plan_graph(
         if name == AUTO:
             return choose(work, job.options.target, batches, decodes=job.decodes)
         if name == TUNE:
+            from .measured_lowerings import tuned_choice  # for `tune` alone
+
             assert tuning is not None, "`tune` measures before anything is planned"
             return tuned_choice(tuning.of(work.spec.name), work, job.options.target)
         return check(name, work, job.options.target)

@@ -20,10 +20,7 @@ from ..errors import BundleError, EngineError, FeedError, UsageError, install
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime
 from .bundle.manifest import METADATA, GraphFacts, TensorSpec
-from .inputs import WHOLE, Inputs, check_array, completed
-from .tensorrt.backends import first_gpu
-from .tensorrt.cuda import DRIVERS
-from .tensorrt.profiles import check_given
+from .inputs import WHOLE, Inputs, check_array, check_given, completed
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -442,7 +439,11 @@ def check_provider(provider: str) -> None:
             hint=f"available: {', '.join(available)}; for CUDA, {install('gpu')}; "
             "`moexport doctor` shows what is installed",
         )
-    if provider != CPU and first_gpu() is None:
+    if provider == CPU:
+        return
+    from .tensorrt.backends import first_gpu  # no CPU needs it
+
+    if first_gpu() is None:
         raise EngineError(
             f"{provider}: there is no NVIDIA GPU here, or no driver for it",
             hint="run it on the CPU, or on the machine with the GPU",
@@ -515,6 +516,8 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
         ) from error
     started = session.get_providers()[0]
     if started != options.provider:  # one that does not start is left out silently
+        from .tensorrt.cuda import DRIVERS  # no CPU needs it
+
         raise EngineError(
             f"ONNX Runtime cannot start {options.provider} here and would run on {started} instead",
             hint=f"it needs CUDA {CUDA_MAJOR} with a driver of {DRIVERS[CUDA_MAJOR]} or newer, and "

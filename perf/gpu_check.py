@@ -38,7 +38,6 @@ from moexport.common.environment import environment
 from moexport.common.writing import write_text
 from moexport.errors import MissingExtraError, MoexportError
 from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference, settled
-from moexport.exporter.bundle.verify import engine_parity
 from moexport.exporter.parity import TOLERANCES, Parity, compare, on_gpu, recorded
 from moexport.exporter.session import PROVIDERS, Session, SessionOptions
 from moexport.exporter.tensorrt import cache, cuda
@@ -48,6 +47,7 @@ from moexport.exporter.tensorrt.ort_provider import load_libraries
 from moexport.exporter.tensorrt.profiles import parse_profile
 from moexport.exporter.tensorrt.records import engines_of
 from moexport.exporter.tensorrt.session import EngineSession
+from moexport.exporter.tensorrt.verify import engine_parity
 from moexport.graphs.targets import Precision, Target
 
 from .scale import vit_checkpoint

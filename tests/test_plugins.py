@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import os
@@ -83,19 +84,22 @@ import moexport.exporter.export
 imported = ours()
 model = moexport.load(sys.argv[1])
 moexport.export(model, sys.argv[2], k=2)
-plugins = sorted(name for name in sys.modules if name.startswith("moexport.plugins."))
-print(json.dumps([imported, ours(), plugins]))
+rooms = ("moexport.plugins.", "moexport.exporter.tensorrt", "moexport.bench")
+beside = sorted(name for name in sys.modules if name.startswith(rooms))
+print(json.dumps([imported, ours(), beside]))
 """
 
-IMPORTED = (136, 30_700)
+IMPORTED = (99, 23_300)
 """Modules of moexport, and their lines, that `import moexport.exporter.export` loads: they fall."""
 
-EXPORTED = (183, 43_400)
+EXPORTED = (121, 28_500)
 """The same after a plain FP32 Soft MoE was loaded and exported."""
 
 
 @pytest.mark.slow
-def test_an_export_loads_no_plugin_and_no_more_of_the_core_than_before(tmp_path: Path) -> None:
+def test_an_export_loads_no_plugin_no_tensorrt_and_no_more_of_the_core_than_before(
+    tmp_path: Path,
+) -> None:
     weights = DATA / "soft_moe_lucidrains" / "weights.pt"
     done = subprocess.run(
         [sys.executable, "-c", LOADED, weights, tmp_path / "out"],
@@ -104,10 +108,34 @@ def test_an_export_loads_no_plugin_and_no_more_of_the_core_than_before(tmp_path:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    imported, exported, plugins = json.loads(done.stdout)
-    assert plugins == []
+    imported, exported, beside = json.loads(done.stdout)
+    assert beside == []
     assert all(now <= most for now, most in zip(imported, IMPORTED, strict=True)), imported
     assert all(now <= most for now, most in zip(exported, EXPORTED, strict=True)), exported
+
+
+def imported_at_once(source: str) -> list[str]:
+    """The modules that a module imports when it is imported itself, as it spells them."""
+    statements = ast.parse(source).body
+    return [each.module or "" for each in statements if isinstance(each, ast.ImportFrom)]
+
+
+def test_the_exporter_imports_tensorrt_where_an_engine_is_asked_for() -> None:
+    files = [file for file in module_files() if file.parts[0] == "exporter"]
+    found = [
+        f"{file} imports {module}"
+        for file in files
+        if "tensorrt" not in file.parts
+        for module in imported_at_once((ROOT / file).read_text(encoding="utf-8"))
+        if "tensorrt" in module.split(".")
+    ]
+    assert len(files) > 60
+    assert found == []
+
+
+def test_an_import_of_tensorrt_beside_a_module_s_functions_is_found() -> None:
+    source = "from .tensorrt.engines import add\ndef later():\n    from .tensorrt import cuda"
+    assert imported_at_once(source) == ["tensorrt.engines"]
 
 
 def declared() -> dict[str, dict[str, str]]:

@@ -11,7 +11,6 @@ from ...common.files import known_sha256
 from ...errors import BundleError, EngineError, UsageError
 from ...graphs.targets import for_cpus, runtime_of
 from ..session import PROVIDERS, Session, SessionByBatch, SessionOptions
-from ..tensorrt.records import EngineRecord, engines_of
 from .manifest import Check, GraphRecord, Manifest, external_files, local_bundle
 from .runtimes import RUNTIMES, opened
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from ...graphs.targets import Runtime
     from ..requests import OpenVinoDevice as Device
     from ..requests import Provider
+    from ..tensorrt.records import EngineRecord
     from ..tensorrt.session import EngineSession
 
 
@@ -178,6 +178,8 @@ class Bundle:
 
         Raises `EngineError` where the bundle has none of that backend for the graph.
         """
+        from ..tensorrt.records import engines_of  # loaded where an engine is asked for
+
         wanted = self.graph(graph).file
         for record in engines_of(self.manifest):
             if record.flavour == backend and record.graph == wanted:

@@ -116,6 +116,11 @@ class Reference:
     rounded: Rounded | None = None
     at_other_k: Mapping[int, Reference] = field(default_factory=dict)
 
+    @property
+    def main_k(self) -> int:
+        """Its k, where that is an input of the graphs."""
+        return next(iter(self.kept.values()))
+
     def feeds(self, first: str, count: int | None = None) -> dict[str, np.ndarray]:
         """Returns the inputs by name, up to `count` of each; `first` is that of `x`."""
         return {name: array[:count] for name, array in {first: self.x, **self.inputs}.items()}

@@ -1,15 +1,25 @@
-"""The door for what runs graphs: ONNX Runtime is the core's own, others are plugins."""
+"""The door for what runs graphs: ONNX Runtime is the core's own, others are plugins.
+
+TensorRT runs engines, which are compiled of graphs: it is imported where one is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...common.registry import Registry
-from ...graphs.targets import TARGETS, Precision, Target, TargetRecord, runtime_of
+from ...graphs.targets import ENGINES, TARGETS, Precision, Target, TargetRecord, runtime_of
 from ..session import Session, SessionOptions, check_provider
-from .manifest import Manifest
+from .manifest import Check, Manifest
+
+if TYPE_CHECKING:
+    from ...common.console import Progress
+    from ..parity import Tolerance
+    from ..tensorrt.options import EngineOptions
+    from .parity_record import Reference
 
 
 def _onnxruntime_options(
@@ -79,3 +89,46 @@ def check_runs(target: Target) -> None:
 def check_computes(precision: Precision, target: Target) -> None:
     """Raises a `MoexportError` where a target's runtime here does not compute in a precision."""
     RUNTIMES[runtime_of(target)].check_computes(precision, target)
+
+
+def check_engine(target: Target, engine: EngineOptions | bool | None) -> None:
+    """Raises, before an export begins, what keeps an engine that is asked for from being built.
+
+    Where none was asked for, nothing is raised: `with_engines` says what is missing.
+    """
+    if engine is None or engine is False:
+        return
+    from ..tensorrt.engines import check_for_export
+
+    check_for_export(target, engine)
+
+
+def with_engines(
+    directory: Path, manifest: Manifest, engine: EngineOptions | bool | None, progress: Progress
+) -> Manifest:
+    """Returns a new bundle's manifest with the engines of its target, built into its folder."""
+    if manifest.target not in ENGINES or engine is False:
+        return manifest
+    from ..tensorrt.engines import build_for_export
+
+    return build_for_export(directory, manifest, engine, progress)
+
+
+def engine_checks(
+    directory: Path,
+    manifest: Manifest,
+    expected: Reference | None,
+    bounds: Callable[[bool], Tolerance],
+    *,
+    trust: bool,
+) -> Iterator[Check]:
+    """Yields the checks of a bundle's engines, which run with the inputs of a reference.
+
+    `bounds` are those for an engine that computes in TF32, or not. Engines that were built
+    elsewhere are run with `trust` alone.
+    """
+    if not manifest.engines:
+        return
+    from ..tensorrt.verify import checks
+
+    yield from checks(directory, manifest, expected, bounds, trust=trust)

@@ -14,12 +14,7 @@ from google.protobuf.message import DecodeError
 from ...common.environment import cpu_features
 from ...common.files import sha256
 from ...errors import (
-    FeedError,
-    ForeignEngineError,
-    MissingExtraError,
     MoexportError,
-    UntrustedEngineError,
-    UsageError,
 )
 from ...graphs.targets import Runtime, for_cpus, runtime_of
 from ..inputs import DEFAULT_BATCH, PARITY_BATCHES, parse_range
@@ -29,19 +24,13 @@ from ..parity import (
     Comparison,
     Parity,
     Tolerance,
-    compare,
     describe,
-    differences,
-    furthest_off,
     on_gpu,
     recorded,
     recorded_sizes,
     tolerance_of,
 )
 from ..session import CPU, Session, SessionOptions
-from ..tensorrt.backends import backend_named, first_gpu
-from ..tensorrt.records import EngineRecord, engines_of
-from ..tensorrt.trust import TRUST
 from .manifest import (
     MANIFEST_FILE,
     Check,
@@ -56,15 +45,13 @@ from .parity_record import (
     PARITY_FILE,
     Reference,
     not_compared,
-    settled,
     sized_files,
     unreached,
 )
-from .runtimes import RUNTIMES, opened
+from .runtimes import RUNTIMES, engine_checks, opened
 
 if TYPE_CHECKING:
     from ...graphs.lower import LayerValues
-    from ..tensorrt.session import EngineSession
 
 AS_RECORDED = "SHA-256 as recorded"
 
@@ -113,12 +100,13 @@ def verify(
         for graph in valid:
             bounds = _bounds(directory, manifest, graph, atol, rtol)
             yield _parity_check(directory, manifest, graph, expected, bounds)
-    for engine in engines_of(manifest):
-        tf32 = bool(engine.options.get("tf32"))
+
+    def on_gpus(tf32: bool) -> Tolerance:
         bounds = _bounds(directory, manifest, None, atol, rtol)
-        if atol is None and rtol is None:
-            bounds = on_gpu(bounds, manifest.precision, tf32=tf32)
-        yield from _engine_check(directory, manifest, engine, expected, bounds, trust=trust_engine)
+        usual = atol is None and rtol is None
+        return on_gpu(bounds, manifest.precision, tf32=tf32) if usual else bounds
+
+    yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
         yield Check("parity", False, _why_no_reference(manifest))
 
@@ -167,7 +155,7 @@ def graph_comparison(
         graph.selected,
         batch=batch,
         tolerance=tolerance,
-        k=_main_k(expected) if k_input else None,
+        k=expected.main_k if k_input else None,
         probed=probed,
         together=together,
     )
@@ -210,73 +198,21 @@ def selected_values(values: Mapping[str, LayerValues]) -> dict[str, str]:
     return {key: name for layer in values.values() for key, name in layer.choices.items()}
 
 
-def engine_parity(
-    session: EngineSession,
-    manifest: Manifest,
-    record: EngineRecord,
-    expected: Reference,
-    tolerance: Tolerance | None = None,
-) -> Parity:
-    """Runs an engine on the reference's inputs and returns how far it is off.
-
-    What its layers chose is compared where it was built with `--expose-routing`; where not, inputs
-    with a tie are left out. Raises `FeedError` or `UsageError` where the profiles do not contain
-    the inputs.
-    """
-    bounds = tolerance or recorded(manifest.parity, manifest.precision)
-    shown = _exposed(session, manifest, record)
-
-    def at(one: Reference) -> Parity:
-        clear, batch, k = _runs(manifest, record, one, bounds.tie)
-        compared = one if shown else clear
-        return compare(session, compared, shown, batch=batch, tolerance=bounds, k=k)
-
-    if manifest.k != "input":
-        return at(expected)
-    parities = {}
-    for k, one in {_main_k(expected): expected, **expected.at_other_k}.items():
-        try:
-            parities[k] = at(one)
-        except (FeedError, UsageError):  # its profiles do not contain this k, or all is tied
-            if one is expected:
-                raise
-    return furthest_off(parities)
-
-
-def _main_k(expected: Reference) -> int:
-    """The k of a reference, where that is an input of the graphs."""
-    return next(iter(expected.kept.values()))
-
-
-def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -> dict[str, str]:
-    """The engine's outputs that hold what its layers chose, by choice."""
-    graph = next((entry for entry in manifest.graphs if entry.file == record.graph), None)
-    named = {} if graph is None else graph.selected
-    return {choice: value for choice, value in named.items() if value in session.output_names}
-
-
-def _runs(
-    manifest: Manifest, record: EngineRecord, expected: Reference, tie: float
-) -> tuple[Reference, int, int | None]:
-    """What an engine is run with: the reference without ties, the batch size and k."""
-    clear = settled(expected, tie)
-    count, *rest = clear.x.shape
-    batch = min(record.ranges[0].max[0], count)
-    k = _main_k(clear) if manifest.k == "input" else None
-    for size in (batch, count % batch or batch):
-        record.check_fits((size, *rest), k)
-    return clear, batch, k
-
-
 def _hash_check(directory: Path, file: str, expected: str, size: int) -> Check:
     name, path = f"hash of {file}", directory / file
     if not path.is_file():
         return Check(name, False, "the file is missing")
-    trust = f"; `moexport run` with {TRUST}" if path.suffix == ".plan" else ""
+    trust = _trust_words() if path.suffix == ".plan" else ""
     if path.stat().st_size != size:
         return Check(name, False, f"{path.stat().st_size} bytes, not {size}{trust}")
     same = sha256(path) == expected
     return Check(name, same, AS_RECORDED if same else f"{CHANGED}{trust}")
+
+
+def _trust_words() -> str:
+    from ..tensorrt.trust import TRUST  # loaded where a bundle has an engine
+
+    return f"; `moexport run` with {TRUST}"
 
 
 def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Check:
@@ -477,43 +413,3 @@ def _computed_by(manifest: Manifest) -> str:
     runtime = runtime_of(manifest.target)
     provider = CPU if runtime == "onnxruntime" else RUNTIMES[runtime].title
     return f"{provider} on {cpu_features()}"
-
-
-def _engine_check(
-    directory: Path,
-    manifest: Manifest,
-    record: EngineRecord,
-    expected: Reference | None,
-    bounds: Tolerance,
-    *,
-    trust: bool,
-) -> Iterator[Check]:
-    """An engine's parity where it can run here, else why it was not run."""
-    why_not = None if first_gpu() is not None else "there is no NVIDIA GPU here"
-    try:
-        if expected is not None:
-            _runs(manifest, record, expected, bounds.tie)
-    except (FeedError, UsageError) as error:
-        why_not = error.message
-    if why_not is not None:
-        built = f"the file that {backend_named(record.flavour).title} {record.version} built"
-        yield Check(f"engine {record.file}", True, f"{built}; not run: {why_not}")
-        return
-    if expected is None:
-        return
-    from ..tensorrt.session import EngineSession  # loaded where it runs
-
-    name = f"parity of {record.file}"
-    try:
-        with EngineSession(directory / record.file, trust=trust) as session:
-            parity = engine_parity(session, manifest, record, expected, bounds)
-            exposed = _exposed(session, manifest, record)
-    except (ForeignEngineError, MissingExtraError, UntrustedEngineError) as error:
-        yield Check(name, True, f"not run: {error.message}")
-    except MoexportError as error:
-        yield Check(name, False, error.message)
-    else:
-        left = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
-        where = f"in {parity.samples}{left} inputs; built without --expose-routing"
-        detail = differences(parity.max_abs, parity.max_rel, parity.cosine)
-        yield Check(name, parity.passed, describe(parity) if exposed else f"{detail} {where}")

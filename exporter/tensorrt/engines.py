@@ -11,6 +11,7 @@ from typing import Any
 
 from ...common.console import Progress, Silent
 from ...common.files import sha256
+from ...common.option import spelled
 from ...common.writing import scratch_folder
 from ...errors import EngineError, MissingExtraError, UsageError
 from ...graphs.names import K_INPUT, part_of
@@ -186,13 +187,14 @@ def add_engines(
     return made
 
 
-def check_for_export(target: str, engine: EngineOptions | bool | None) -> None:
-    """Raises, before an export begins, what would keep its engine from being compiled.
-
-    Where none was asked for, nothing is raised: `build_for_export` says what is missing.
-    """
-    if engine is None or engine is False:
-        return
+def check_for_export(target: str, engine: EngineOptions | bool) -> None:
+    """Raises, before an export begins, what would keep its engine from being compiled."""
+    names = engine.changed() if isinstance(engine, EngineOptions) else []
+    if target not in BACKENDS and names:
+        raise UsageError(
+            f"{spelled(EngineOptions, names[0])}: --target {target} has no engines",
+            hint=f"engines are built for --target {' and '.join(BACKENDS)}",
+        )
     chosen = backend_named(target)
     if isinstance(engine, EngineOptions):
         engine.check(chosen)
@@ -209,8 +211,6 @@ def build_for_export(
 
     Without a wish (`engine` None) a backend that cannot be built here leaves a note.
     """
-    if manifest.target not in BACKENDS or e is False:
-        return manifest
     options = e if isinstance(e, EngineOptions) else EngineOptions(cache=default_cache())
     if e is None:
         try:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any
 
 from ...errors import FeedError, UsageError
 from ...graphs.names import K_INPUT
 from ..bundle.manifest import TensorSpec
-from ..inputs import AxisRange, parse_range
+from ..inputs import AxisRange, check_given, parse_range
 
 AXES = ("batch", "tokens", "height", "width", K_INPUT)
 
@@ -194,22 +193,6 @@ def check_k(profiles: Sequence[Profile], k: int | None) -> None:
     check_given(k, takes_k=profiles[0].k is not None, what="engine")
     if k is not None and not any(p.k and p.k.min <= k <= p.k.max for p in profiles):
         raise _k_outside(profiles, k)
-
-
-def check_given(k: object, *, takes_k: bool, what: str) -> None:
-    """Raises `UsageError` for a k that `what` (a graph, an engine) has no input for, or lacks.
-
-    Also for one that is no number: an array, a text, NaN.
-    """
-    if k is not None and (isinstance(k, bool) or not isinstance(k, Real) or not math.isfinite(k)):
-        raise UsageError(f"k = {k!r}: one whole number is expected", hint="for example k=2")
-    if takes_k and k is None:
-        raise UsageError(f"this {what} takes k as an input, and none was given", hint="pass --k K")
-    if k is not None and not takes_k:
-        raise UsageError(
-            f"k = {k} was given, but the {what}'s k is baked in",
-            hint="export with --k input to choose k per run",
-        )
 
 
 def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> int:

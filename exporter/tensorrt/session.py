@@ -20,13 +20,13 @@ import numpy as np
 from ...common.files import known_sha256
 from ...errors import EngineError, FeedError
 from ...graphs.names import K_INPUT
-from ..inputs import AxisRange
+from ..inputs import AxisRange, check_given
 from . import cuda
 from .backends import first_gpu
 from .bindings import BoundWeight, PlacedWeight, checked, experts_of, placed
 from .cache import engine_key, keep_kernels, read_kernels
 from .plan_file import load_engine
-from .profiles import Profile, check_given, choose
+from .profiles import Profile, choose
 from .trust import PlanFile, find_plan
 
 ALIGNMENT = 256

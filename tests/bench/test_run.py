@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import moexport
 import numpy as np
 import pytest
 import torch
+from moexport.bench.calls import bench_as
 from moexport.bench.data import LabelledData
 from moexport.bench.plan import Candidate, GraphSource, describe, plan
 from moexport.bench.report.text import method_lines
@@ -341,7 +341,7 @@ def test_a_bundle_with_fixed_tokens_is_measured_on_so_many(tmp_path: Path) -> No
     done = run("export", weights, "-o", out, "--k", "2", "--tokens", "16", "--set", "seq_len=16")
     assert done.code == 0, done.err
     request = BenchRequest(engine="onnxruntime", round_s=0.0, memory=False, parts=False, threads=1)
-    rows = moexport.api.bench(out, request).rows
+    rows = bench_as(out, request).rows
     assert "onnxruntime" in {row.engine for row in rows}
     assert [row.error for row in rows] == [None] * len(rows)
 
@@ -354,7 +354,7 @@ def test_a_bundle_with_a_k_for_each_layer_is_compared_with_so_many_of_each(
     done = run("export", DATA / "soft_moe_vit" / "weights.pt", *VIT_SETS, "-o", out, "--k", k)
     assert done.code == 0, done.err
     request = BenchRequest(engine="onnxruntime", round_s=0.0, memory=False, parts=False, threads=1)
-    rows = moexport.api.bench(out, request).rows
+    rows = bench_as(out, request).rows
     (graph,) = (row for row in rows if row.engine == "onnxruntime")
     assert graph.error is None
     assert graph.parity is not None and graph.parity.cosine > 1 - 1e-6
@@ -404,5 +404,5 @@ def test_bundles_of_several_batch_sizes_are_measured_at_their_own(tmp_path: Path
         done = run("export", *FKODOM, "-o", tmp_path / size, "--batch", size)
         assert done.code == 0, done.err
     request = BenchRequest(engine="onnxruntime", round_s=0.0, memory=False, parts=False, threads=1)
-    rows = moexport.api.bench([tmp_path / "3", tmp_path / "4"], request).rows
+    rows = bench_as([tmp_path / "3", tmp_path / "4"], request).rows
     assert {(row.model, row.batch, row.error) for row in rows} == {("3", 3, None), ("4", 4, None)}

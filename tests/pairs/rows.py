@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import moexport
 import numpy as np
 import onnxruntime
 import torch
+from moexport.bench.calls import bench_as
 from moexport.bench.request import BenchRequest
 from moexport.common.files import sha256
 from moexport.common.interrupts import INTERRUPTED
@@ -368,7 +368,7 @@ class Attempt:
                 *([] if alone else [self.source.model]),
                 Bundle.open(self.bundle),
             ]
-            results = moexport.api.bench(models, request)
+            results = bench_as(models, request)
         except MoexportError as error:
             if not error.hint or RAW.search(error.message):
                 raise WrongError(f"bench: {error.message}") from error

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from moexport import api
+from moexport.bench.calls import bench_as
 from moexport.bench.data import LabelledData
 from moexport.bench.journal import Journal
 from moexport.bench.plan import Candidate, GraphSource
@@ -56,7 +56,7 @@ SERVED = replace(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("service")
-    api.bench(WEIGHTS, replace(SERVED, out=out))
+    bench_as(WEIGHTS, replace(SERVED, out=out))
     return out
 
 
@@ -120,7 +120,7 @@ def test_a_single_request_is_not_filled_up_to_a_batch_by_what_is_compiled(
 
     monkeypatch.setattr(PyTorch, "infer", seen)
     request = replace(QUICK, engine="pytorch-compile", batch="4", duration="0.5s")
-    found = api.bench(WEIGHTS, replace(request, k="n", scenario="single-stream"))
+    found = bench_as(WEIGHTS, replace(request, k="n", scenario="single-stream"))
     services = services_in(found.analyses)
     assert services is not None
     assert [each.reason for each in services.of("single-stream")] == ["", ""]
@@ -238,7 +238,7 @@ def test_a_library_that_is_larger_than_the_data_is_refused(model: Model) -> None
 @pytest.mark.slow
 def test_a_bound_that_nothing_keeps_names_the_nearest() -> None:
     request = replace(QUICK, scenario="server", latency_bound="1us", duration="0.2s")
-    (sentence,) = answers(api.bench(WEIGHTS, request))
+    (sentence,) = answers(bench_as(WEIGHTS, request))
     assert re.search(r"no rate keeps p99 ≤ 0.001 ms\. The nearest is .*: [\d.]+ ms\.", sentence)
 
 
@@ -247,7 +247,7 @@ def test_a_rate_that_is_offered_is_not_searched_for(tmp_path: Path) -> None:
     request = replace(
         SERVED, batch="4", scenario="server", offered_rate=50.0, duration="0.5s", out=tmp_path
     )
-    found = services_in(api.bench(WEIGHTS, request).analyses)
+    found = services_in(bench_as(WEIGHTS, request).analyses)
     assert found is not None
     for each in found.services:
         assert each.fixed_rate == 50

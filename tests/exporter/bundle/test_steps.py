@@ -56,10 +56,13 @@ def naming(model: Model, *names: str) -> Model:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     """A model, beside a plugin with two steps."""
-    points = tuple(
-        EntryPoint(name, f"{__name__}:{name.upper()}", STEPS.group) for name in ("mine", "never")
+    entries = tuple(
+        registry.Entry(
+            EntryPoint(name, f"{__name__}:{name.upper()}", STEPS.group), "theirs 1.5", "", False
+        )
+        for name in ("mine", "never")
     )
-    monkeypatch.setattr(registry, "_found", lambda: {STEPS.group: points})
+    monkeypatch.setattr(registry, "_found", lambda: entries)
     return moexport.load(WEIGHTS)
 
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from moexport.errors import EngineError, FeedError, MissingExtraError, UsageError
 from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference
-from moexport.exporter.bundle.verify import engine_parity
 from moexport.exporter.parity import GPU_RTOL, TOLERANCES, on_gpu
 from moexport.exporter.session import PROVIDERS, SessionOptions
 from moexport.exporter.tensorrt import cache, cuda
@@ -34,6 +33,7 @@ from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import parse_profile
 from moexport.exporter.tensorrt.records import engines_of
 from moexport.exporter.tensorrt.session import EngineSession
+from moexport.exporter.tensorrt.verify import engine_parity
 from moexport.tests.recorded import RecordedCase, read_case
 
 pytestmark = [

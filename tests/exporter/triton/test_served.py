@@ -24,7 +24,7 @@ from typing import Any
 import moexport
 import numpy as np
 import pytest
-from moexport import api
+from moexport.bench.calls import bench_as
 from moexport.bench.request import BenchRequest
 from moexport.errors import EngineError, UsageError
 from moexport.plugins.service.findings import services_in
@@ -248,7 +248,7 @@ def test_the_server_stands_beside_the_same_bundle_in_this_process(
         round_s=0.01,
         out=tmp_path,
     )
-    results = api.bench(bundles["2"].path, request)
+    results = bench_as(bundles["2"].path, request)
     found = services_in(results.analyses)
     assert found is not None
     for scenario in ("server", "offline"):
@@ -285,7 +285,7 @@ def test_a_server_that_cannot_be_asked_is_refused_before_anything_is_measured(
         out=tmp_path / "out",
     )
     with pytest.raises((EngineError, UsageError), match=said):
-        api.bench(bundles["2"].path, request)
+        bench_as(bundles["2"].path, request)
     assert not (tmp_path / "out" / "results.json").exists()
 
 

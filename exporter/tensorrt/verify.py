@@ -1,0 +1,126 @@
+"""Whether the engines of a bundle compute what PyTorch computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ...errors import (
+    FeedError,
+    ForeignEngineError,
+    MissingExtraError,
+    MoexportError,
+    UntrustedEngineError,
+    UsageError,
+)
+from ..bundle.manifest import Check, Manifest
+from ..bundle.parity_record import Reference, settled
+from ..parity import Parity, Tolerance, compare, describe, differences, furthest_off, recorded
+from .backends import backend_named, first_gpu
+from .records import EngineRecord, engines_of
+from .session import EngineSession
+
+
+def checks(
+    directory: Path,
+    manifest: Manifest,
+    expected: Reference | None,
+    bounds: Callable[[bool], Tolerance],
+    *,
+    trust: bool,
+) -> Iterator[Check]:
+    """Yields the checks of a bundle's engines, as `bundle.runtimes.engine_checks` has them."""
+    for engine in engines_of(manifest):
+        held = bounds(bool(engine.options.get("tf32")))
+        yield from _engine_check(directory, manifest, engine, expected, held, trust=trust)
+
+
+def engine_parity(
+    session: EngineSession,
+    manifest: Manifest,
+    record: EngineRecord,
+    expected: Reference,
+    tolerance: Tolerance | None = None,
+) -> Parity:
+    """Runs an engine on the reference's inputs and returns how far it is off.
+
+    What its layers chose is compared where it was built with `--expose-routing`; where not, inputs
+    with a tie are left out. Raises `FeedError` or `UsageError` where the profiles do not contain
+    the inputs.
+    """
+    bounds = tolerance or recorded(manifest.parity, manifest.precision)
+    shown = _exposed(session, manifest, record)
+
+    def at(one: Reference) -> Parity:
+        clear, batch, k = _runs(manifest, record, one, bounds.tie)
+        compared = one if shown else clear
+        return compare(session, compared, shown, batch=batch, tolerance=bounds, k=k)
+
+    if manifest.k != "input":
+        return at(expected)
+    parities = {}
+    for k, one in {expected.main_k: expected, **expected.at_other_k}.items():
+        try:
+            parities[k] = at(one)
+        except (FeedError, UsageError):  # its profiles do not contain this k, or all is tied
+            if one is expected:
+                raise
+    return furthest_off(parities)
+
+
+def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -> dict[str, str]:
+    """The engine's outputs that hold what its layers chose, by choice."""
+    graph = next((entry for entry in manifest.graphs if entry.file == record.graph), None)
+    named = {} if graph is None else graph.selected
+    return {choice: value for choice, value in named.items() if value in session.output_names}
+
+
+def _runs(
+    manifest: Manifest, record: EngineRecord, expected: Reference, tie: float
+) -> tuple[Reference, int, int | None]:
+    """What an engine is run with: the reference without ties, the batch size and k."""
+    clear = settled(expected, tie)
+    count, *rest = clear.x.shape
+    batch = min(record.ranges[0].max[0], count)
+    k = clear.main_k if manifest.k == "input" else None
+    for size in (batch, count % batch or batch):
+        record.check_fits((size, *rest), k)
+    return clear, batch, k
+
+
+def _engine_check(
+    directory: Path,
+    manifest: Manifest,
+    record: EngineRecord,
+    expected: Reference | None,
+    bounds: Tolerance,
+    *,
+    trust: bool,
+) -> Iterator[Check]:
+    """An engine's parity where it can run here, else why it was not run."""
+    why_not = None if first_gpu() is not None else "there is no NVIDIA GPU here"
+    try:
+        if expected is not None:
+            _runs(manifest, record, expected, bounds.tie)
+    except (FeedError, UsageError) as error:
+        why_not = error.message
+    if why_not is not None:
+        built = f"the file that {backend_named(record.flavour).title} {record.version} built"
+        yield Check(f"engine {record.file}", True, f"{built}; not run: {why_not}")
+        return
+    if expected is None:
+        return
+    name = f"parity of {record.file}"
+    try:
+        with EngineSession(directory / record.file, trust=trust) as session:
+            parity = engine_parity(session, manifest, record, expected, bounds)
+            exposed = _exposed(session, manifest, record)
+    except (ForeignEngineError, MissingExtraError, UntrustedEngineError) as error:
+        yield Check(name, True, f"not run: {error.message}")
+    except MoexportError as error:
+        yield Check(name, False, error.message)
+    else:
+        left = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
+        where = f"in {parity.samples}{left} inputs; built without --expose-routing"
+        detail = differences(parity.max_abs, parity.max_rel, parity.cosine)
+        yield Check(name, parity.passed, describe(parity) if exposed else f"{detail} {where}")
