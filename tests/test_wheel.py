@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -206,7 +207,8 @@ def test_the_core_alone_works_for_soft_moe_and_mumoe(
     printed("export", *model, "-o", out, "--k", str(k))
     assert "model.onnx" in printed("inspect", out)
     assert "parity of model.onnx" in printed("verify", out)
-    np.savez(x, **{Bundle.open(out).manifest.inputs[0].name: case.x})
+    arrays: dict[str, Any] = {Bundle.open(out).manifest.inputs[0].name: case.x}
+    np.savez(x, **arrays)
     printed("run", out, "-i", x, "-o", y)
     with np.load(y) as written:
         (output,) = written.files
