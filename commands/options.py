@@ -186,6 +186,7 @@ def options_of(record: Any) -> list[inspect.Parameter]:
         shell = dict(said.shell)
         default = None if field.default == () else field.default
         shell.pop("kind", None)
+        shell.pop("further", None)
         kind = kind_of(record, name)
         flag = shell.pop("flag", f"--{name.replace('_', '-')}" if default is False else None)
         text = said.help if said.unset is None else _with_default(said.help, said.unset)

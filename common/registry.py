@@ -126,6 +126,11 @@ def left_out() -> str:
     return f"; {PLUGINS}=off leaves out plugins, and what they bring" if _off() else ""
 
 
+def names_in(group: str) -> tuple[str, ...]:
+    """Returns the names of the plugins' records of a door; imports none."""
+    return tuple(dict.fromkeys(entry.name for entry in _found() if entry.group == group))
+
+
 class Registry(Generic[R]):
     """The records of one kind: `own` are the core's, `group` is that of the plugins' entry points.
 
@@ -145,7 +150,7 @@ class Registry(Generic[R]):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all records; imports no plugin."""
-        return tuple(dict.fromkeys((*self._own, *(entry.name for entry in self._entries()))))
+        return tuple(dict.fromkeys((*self._own, *names_in(self.group))))
 
     def __contains__(self, name: object) -> bool:
         return name in self.names

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from ..common.option import Request, at_least, option, refuse_changed
 from ..common.text import near_miss
 from ..errors import UsageError
-from ..graphs.targets import FloatName, Method, Precision, Scope, Target
+from ..graphs.targets import FloatName, Method, Precision, Scope, Target, runtime_names
 
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed
@@ -413,7 +413,11 @@ class RunRequest(Request):
         min=1,
     )
     engine: Engine | None = option(
-        None, "The runtime.", unset="that of the graph", flag="--engine/--runtime"
+        None,
+        "The runtime.",
+        unset="that of the graph",
+        flag="--engine/--runtime",
+        further=runtime_names,
     )
     device: OpenVinoDevice = option("cpu", "OpenVINO's device.")
     cache: AnyPath | None = option(
@@ -437,13 +441,15 @@ class RunRequest(Request):
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for options that the chosen runner does not have."""
-        if self.engine in (None, "onnxruntime", "openvino"):
+        if self.engine in (None, *runtime_names()):
             with_ = "" if self.engine is None else f" with --engine {self.engine}"
             refuse_changed(self, ("trust_engine", "host_weights"), f": no engine is loaded{with_}")
         else:
             why = f": it is ONNX Runtime's, and {self.engine} runs the engine"
             refuse_changed(self, ("threads", "provider", "device", "cache"), why)
-        if self.engine == "openvino":
-            refuse_changed(self, ("provider",), ": it is ONNX Runtime's, and OpenVINO runs it")
-        if self.engine == "onnxruntime":
+            return
+        if self.engine not in (None, "onnxruntime"):
+            other = "OpenVINO" if self.engine == "openvino" else self.engine
+            refuse_changed(self, ("provider",), f": it is ONNX Runtime's, and {other} runs it")
+        if self.engine not in (None, "openvino"):
             refuse_changed(self, ("device", "cache"), ": it is OpenVINO's")

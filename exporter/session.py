@@ -12,13 +12,13 @@ from math import inf
 from numbers import Integral
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..errors import BundleError, EngineError, FeedError, UsageError, install
 from ..graphs.names import K_INPUT
-from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime
+from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime, runtime_names
 from .bundle.manifest import METADATA, GraphFacts, TensorSpec
 from .inputs import WHOLE, Inputs, check_array, check_given, completed
 
@@ -73,9 +73,10 @@ class SessionOptions:
     whatever else runs in between waits for a core. `rounded` runs 16-bit graphs in FP32 with their
     own rounding (`fp16_emulation`): to check them, not to be fast.
 
-    `runtime` says who runs it. OpenVINO runs it on `device`, computes in the types of the graph,
-    and takes `threads`, `observe`, `streams` (how many calls at a time share the threads) and
-    `cache`, a folder for what it compiled, from which it starts again.
+    `runtime` says who runs it, by the name of its record (`bundle.runtimes`). OpenVINO runs it on
+    `device`, computes in the types of the graph, and takes `threads`, `observe`, `streams` (how
+    many calls at a time share the threads) and `cache`, a folder for what it compiled, from which
+    it starts again.
     """
 
     provider: str = CPU
@@ -100,8 +101,8 @@ class SessionOptions:
         streams: Any = self.streams
         if streams is not None and (not isinstance(streams, Integral) or streams < 1):
             raise UsageError(f"streams={streams!r}: not a number of calls", hint="streams=2")
-        if self.runtime not in get_args(Runtime):
-            known = " or ".join(get_args(Runtime))
+        if self.runtime not in runtime_names():
+            known = " or ".join(runtime_names())
             raise UsageError(f"runtime={self.runtime!r}: unknown runtime", hint=f"use {known}")
         theirs = {"device": self.device != "cpu", "streams": streams, "cache": self.cache}
         if self.runtime != OPENVINO:

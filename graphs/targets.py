@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
+
+from ..common.registry import names_in
 
 Target = Literal["onnx", "ort-cpu", "ort-cuda", "ort-web", "openvino", "tensorrt", "tensorrt-rtx"]
 """Who runs the graph. `onnx` means standard ONNX ops alone, so that any runtime can."""
@@ -26,6 +28,12 @@ Method = Literal["minmax", "percentile", "entropy", "mse"]
 
 Runtime = Literal["onnxruntime", "openvino"]
 """What runs the file of a graph. An engine is another file, which a TensorRT has compiled of it."""
+
+
+def runtime_names() -> tuple[str, ...]:
+    """Returns the names of all runtimes: those of targets, and what other packages bring."""
+    return tuple(dict.fromkeys((*get_args(Runtime), *names_in("moexport.runtimes"))))
+
 
 RUNTIME_TITLES: Mapping[Runtime, str] = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 """What readers know them by."""

@@ -16,11 +16,13 @@ from dataclasses import replace
 import torch
 from moexport.exporter.families import FAMILIES
 from moexport.graphs.lowerings import KINDS
-from moexport.graphs.lowerings.base import KindRecord
+from moexport.graphs.lowerings.base import FurtherLowering, KindRecord
 
 API = 1
 (dense, *_) = KINDS["soft-moe"].lowerings
 KIND = KindRecord("mine", (dense, replace(dense, name="my-way")))
+WAY = FurtherLowering("soft-moe", replace(dense, name="in-turn"))
+SAME, BESIDE = FurtherLowering("soft-moe", dense), FurtherLowering("mumoe", dense)
 
 def family(name, after=""):
     fits = lambda tensors: "of.mine" in tensors
@@ -34,7 +36,9 @@ import json, sys
 import moexport, torch
 from moexport.common.registry import unloadable
 from moexport.exporter.families import FAMILIES, all_names, detect, family_named
-from moexport.graphs.lowerings import KINDS, check_name, kinds_with, lowerings_of
+from moexport.graphs.lowerings import (
+    KINDS, all_names as all_lowerings, check_name, kinds_with, lowering_of, lowerings_of
+)
 from moexport.tests.exporter.families.states import lucidrains_state
 
 def of(call):
@@ -102,6 +106,41 @@ def test_a_layer_and_a_lowering_of_the_core_load_no_plugin(tmp_path: Path) -> No
         FAMILIES.names, family_named("mumoe").name, loaded(),
     ]"""
     assert found(tmp_path, expression, KIND + FIRST)[-1] == []
+
+
+def lowering(name: str, record: str) -> str:
+    """The entry point of a lowering for a kind that is there."""
+    return f"[moexport.lowerings]\n{name} = theirs:{record}\n"
+
+
+def test_a_lowering_of_a_plugin_is_used_where_it_is_named(tmp_path: Path) -> None:
+    expression = """[
+        "in-turn" in lowerings_of("soft-moe"), lowering_of("soft-moe", "dense").name,
+        "in-turn" in all_lowerings(), "theirs" in sys.modules,
+        check_name("in-turn"), lowering_of("soft-moe", "in-turn").name,
+        lowering_of("mumoe", "in-turn"), [*kinds_with("in-turn")],
+    ]"""
+    listed, own, named, loaded, *rest = found(tmp_path, expression, lowering("in-turn", "WAY"))
+    assert (listed, own, named, loaded) == (False, "dense", True, False)
+    assert rest == [None, "in-turn", None, ["soft-moe"]]
+
+
+def test_two_lowerings_of_a_kind_with_one_name_are_an_error_that_names_both(
+    tmp_path: Path,
+) -> None:
+    expression = """[
+        of(lambda: lowering_of("soft-moe", "dense")), [*lowerings_of("soft-moe")][0],
+        lowering_of("soft-moe", "gather").name,
+    ]"""
+    (kind, message, hint), *others = found(tmp_path, expression, lowering("dense", "SAME"))
+    assert (kind, others) == ("PluginError", ["dense", "gather"])
+    said = "the lowering 'dense' of soft-moe layers comes from moexport itself and from theirs 1.5"
+    assert (message, hint) == (said, "remove one of them, or name another lowering")
+
+
+def test_a_lowering_of_a_plugin_may_have_the_name_of_one_of_another_kind(tmp_path: Path) -> None:
+    expression = '[lowering_of(kind, "dense").name for kind in ("soft-moe", "mumoe")]'
+    assert found(tmp_path, expression, lowering("dense", "BESIDE")) == ["dense", "dense"]
 
 
 def test_without_plugins_what_they_brought_is_refused_and_the_hint_tells_why(

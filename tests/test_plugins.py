@@ -325,12 +325,29 @@ def test_a_command_of_somebody_else_is_listed_by_the_package_s_own_words_and_run
     assert "Example: moexport twice 3" in helped
 
 
-@pytest.mark.parametrize("module", ["import nothing_of_this_name", "raise SystemExit(7)"])
-def test_the_list_of_commands_imports_nothing_of_somebody_else(module: str, tmp_path: Path) -> None:
-    done = outcome_of(("--help",), tmp_path, "twice", module)
+IMPORTED_FLAG = """
+from pathlib import Path
+Path(__file__).with_name("imported").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["import nothing_of_this_name", "raise SystemExit(7)", "import torch", "API = 2"],
+    ids=["broken", "ends the process", "slow", "of another version"],
+)
+@pytest.mark.parametrize("name", ["twice", "export"], ids=["of its own", "that clashes"])
+def test_the_list_of_commands_imports_nothing_of_somebody_else(
+    name: str, module: str, tmp_path: Path
+) -> None:
+    done = outcome_of(("--help",), tmp_path, name, IMPORTED_FLAG + module)
     assert done.returncode == 0
-    assert "twice" in done.stdout
-    assert "export" in done.stdout
+    assert name in done.stdout
+    assert "verify" in done.stdout
+    assert not (tmp_path / "imported").exists()
+    if name == "twice":  # the flag is hoisted by what imports the module
+        outcome_of(("twice", "3"), tmp_path, name, IMPORTED_FLAG + module)
+        assert (tmp_path / "imported").exists()
 
 
 def test_a_command_that_does_not_load_says_which_package_brings_it(tmp_path: Path) -> None:

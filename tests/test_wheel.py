@@ -8,12 +8,18 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from moexport.tests.recorded import DATA
+from moexport.cli import COMMANDS
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.tests.recorded import DATA, ENTMAX, read_case
 
 pytestmark = pytest.mark.slow
 
@@ -141,6 +147,93 @@ def test_the_wheel_works_where_there_is_no_checkout(wheel: Path, tmp_path: Path)
         done = run([sys.executable, "-c", program, *command], cwd=tmp_path)
         assert done.stdout.splitlines()[0] == str(tmp_path / "site" / "moexport" / "cli.py")
     assert "parity of model.onnx" in done.stdout
+
+
+BARE = """
+import sys
+for name in {extras}:
+    sys.modules[name] = None
+sys.path.insert(0, {site!r})
+# An editable installation would find what is missing here.
+sys.meta_path = [each for each in sys.meta_path if "__editable__" not in each.__module__]
+from moexport.__main__ import main
+main()
+"""
+EXTRAS = {
+    *("jinja2", "mlperf_loadgen", "onnxruntime_genai", "openvino", "optuna", "polygraphy"),
+    *("pyarrow", "ray", "sklearn", "tensorrt", "tensorrt_rtx", "tensorstore", "tokenizers"),
+    *("transformers", "tritonclient", "uvicorn"),
+}
+
+
+@pytest.fixture(scope="module")
+def bare(
+    wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the installed wheel without plugins, and without what extras install."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([*PIP, "install", "--no-deps", "--target", folder / "site", wheel], check=True)
+    shutil.rmtree(folder / "site" / "moexport" / "plugins")
+    program = BARE.format(extras=EXTRAS, site=str(folder / "site"))
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", program, *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=folder,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "settings"), [("soft_moe_mnist", ()), ("mumoe_cp", ENTMAX)])
+def test_the_core_alone_works_for_soft_moe_and_mumoe(
+    name: str,
+    settings: tuple[str, ...],
+    bare: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+) -> None:
+    def printed(*words: str) -> str:
+        done = bare(*words)
+        assert done.returncode == 0, (words, done.stderr)
+        return done.stdout
+
+    case = read_case(name)
+    out, x, y = (str(tmp_path / file) for file in ("out", "x.npz", "y.npz"))
+    model, k = (str(case.weights), *settings), case.ks[0]
+    assert case.family in printed("inspect", *model)
+    printed("export", *model, "-o", out, "--k", str(k))
+    assert "model.onnx" in printed("inspect", out)
+    assert "parity of model.onnx" in printed("verify", out)
+    arrays: dict[str, Any] = {Bundle.open(out).manifest.inputs[0].name: case.x}
+    np.savez(x, **arrays)
+    printed("run", out, "-i", x, "-o", y)
+    with np.load(y) as written:
+        (output,) = written.files
+        np.testing.assert_allclose(written[output], case.y(k), rtol=1e-4, atol=1e-5)
+
+
+def test_the_core_alone_lists_its_commands_and_says_what_does_not_load(
+    bare: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    listed, helped, doctor = bare("--help"), bare("bench", "--help"), bare("doctor")
+    for done in (listed, helped, doctor):
+        assert (done.returncode, done.stderr) == (0, "")
+    commands = listed.stdout.partition("Commands:")[2]
+    for name in COMMANDS.names:
+        assert f"\n  {name} " in commands
+    assert "Example: moexport bench" in helped.stdout
+    for group, names in points.items():
+        for name in names:
+            said = f"{group}: {name} cannot be loaded: ModuleNotFoundError"
+            assert said in doctor.stdout
+    refused = bare("tune", "model.pt")
+    assert refused.returncode == 1
+    assert "tune: the plugin of moexport" in refused.stderr
+    assert "cannot be loaded: ModuleNotFoundError" in refused.stderr
 
 
 def test_what_the_wheel_needs_can_be_installed_together(wheel: Path) -> None:

@@ -32,7 +32,7 @@ from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
 from ...exporter.trace import trace
 from ...exporter.write import manifest_of, write_graphs
-from ...graphs.lowerings import lowerings_of
+from ...graphs.lowerings import lowering_of
 from ...graphs.targets import Precision
 from ..engines import KINDS, GraphEngine
 from ..measure.roofline import integer_linears
@@ -326,11 +326,9 @@ def _bounds(
         return None
     numbers, usual = known
     used, target = lowering.split("+"), runtime.target or "onnx"
-    inexact = any(
-        record.name in used and record.inexact(layer.spec, numbers, target)
-        for layer in model.layers.values()
-        for record in lowerings_of(layer.spec.kind).values()
-    )
+    specs = [layer.spec for layer in model.layers.values()]
+    ways = ((spec, lowering_of(spec.kind, name)) for spec in specs for name in used)
+    inexact = any(record and record.inexact(spec, numbers, target) for spec, record in ways)
     on_cpu = runtime.provider == "cpu"
     bounds = usual
     if inexact or not on_cpu:

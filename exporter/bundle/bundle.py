@@ -75,7 +75,8 @@ class Bundle:
         Args:
             graph: A graph's file or lowering. Default: the one for the batch.
             options: Options for all that the keywords leave out.
-            runtime: `onnxruntime` or `openvino`. Default: that of the bundle's target.
+            runtime: `onnxruntime`, `openvino` or that of a plugin. Default: that of the bundle's
+                target.
             provider: ONNX Runtime's execution provider, `cpu`, `cuda` or `tensorrt`. Default: cpu.
             device: OpenVINO's device, `cpu`, `gpu` or `npu`. Default: cpu.
             threads: The number of threads. Default: the runtime's choice.

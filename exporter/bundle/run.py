@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import cast, get_args
+from typing import cast
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ...common.console import Silent
 from ...common.writing import check_file, whole_file
 from ...errors import FeedError, OutputError, UsageError
 from ...graphs.names import PRESENT
-from ...graphs.targets import Runtime
+from ...graphs.targets import Runtime, runtime_names
 from ..inputs import DEFAULT_BATCH, AxisRange, check_array, parse_range, with_axes
 from ..requests import RunRequest
 from ..session import GraphSession
@@ -108,7 +108,7 @@ def _check_output(output: Path, source: Path, *, force: bool) -> None:
 
 
 def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -> GraphSession:
-    if options.engine in (None, *get_args(Runtime)):
+    if options.engine in (None, *runtime_names()):
         runtime = options.engine
         if runtime is None and options.provider != "cpu":
             runtime = "onnxruntime"
@@ -153,7 +153,7 @@ def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRang
     fixed = AxisRange(axis, axis, axis) if isinstance(axis, int) else None
     known = fixed or (parse_range(record.batch, "--batch") if record.batch else DEFAULT_BATCH)
     size = options.batch_size
-    if options.engine not in (None, *get_args(Runtime)):  # its profiles are what it takes
+    if options.engine not in (None, *runtime_names()):  # its profiles are what it takes
         usual = size or total or known.max
         return AxisRange(1, usual, usual)
     if size is not None and not known.min <= size <= known.max:

@@ -38,10 +38,11 @@ def _has_provider(record: TargetRecord) -> None:
 class RuntimeRecord:
     """One runtime: `title` is what readers know it by.
 
-    `open` opens a graph, and `options` says how a target's graphs run, with so many threads that
-    spin for so many ms. `check_runs` raises a `MoexportError` where this machine does not run a
-    target's graphs, `check_computes` where it does not compute a precision for a target, so that
-    nothing can be compared, and `check_graphs` where a bundle holds no graphs of this runtime.
+    `open` opens a graph: that is all of a runtime that no target names, and that users name.
+    `options` says how a target's graphs run, with so many threads that spin for so many ms.
+    `check_runs` raises a `MoexportError` where this machine does not run a target's graphs,
+    `check_computes` where it does not compute a precision for a target, so that nothing can be
+    compared, and `check_graphs` where a bundle holds no graphs of this runtime.
     `state` says what is installed, or raises `MissingExtraError`. `advice` returns a line where
     this runtime is predicted to be faster than that of a target, for a precision and so many bytes
     of weights.
@@ -50,8 +51,10 @@ class RuntimeRecord:
     name: str
     title: str
     open: Callable[[Path | str, SessionOptions | None], Session]
-    options: Callable[[TargetRecord, int | None, float | None], SessionOptions]
-    check_runs: Callable[[TargetRecord], None]
+    options: Callable[[TargetRecord, int | None, float | None], SessionOptions] = lambda *_: (
+        SessionOptions()
+    )
+    check_runs: Callable[[TargetRecord], None] = lambda *_: None
     state: Callable[[], str] = lambda: ""
     check_computes: Callable[[Precision, Target], None] = lambda *_: None
     check_graphs: Callable[[Manifest, Path], None] = lambda *_: None

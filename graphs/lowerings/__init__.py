@@ -1,16 +1,18 @@
 """How the experts of a MoE layer are computed in a target's ops: one module per way.
 
 To add a lowering, write a module with a `LOWERING` record and list it here, with its kind's; the
-kinds of plugins list their own.
+kinds of plugins list their own. A plugin may bring one more of a kind that is there: it is used
+where it is named, and `auto` and `tune` choose among those that the kind lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ...common.registry import Registry, left_out
 from ...common.text import near_miss
-from ...errors import LoweringError
+from ...errors import LoweringError, PluginError
 from ..layers.base import Kind
 from . import (
     block_grouped,
@@ -23,7 +25,7 @@ from . import (
     grouped,
     unfactorised,
 )
-from .base import AnyLowering, KindRecord
+from .base import AnyLowering, FurtherLowering, KindRecord
 
 _SOFT_MOE = KindRecord(
     "soft-moe",
@@ -42,15 +44,41 @@ _MUMOE = KindRecord("mumoe", (factorised.LOWERING, unfactorised.LOWERING, gather
 KINDS = Registry("moexport.kinds", KindRecord, (_SOFT_MOE, _MUMOE))
 """What works alike for two kinds has one name."""
 
+FURTHER = Registry("moexport.lowerings", FurtherLowering)
+"""Those that a kind does not list itself."""
+
 
 def lowerings_of(kind: Kind) -> Mapping[str, AnyLowering]:
-    """Returns the lowerings that serve layers of a kind, by name."""
+    """Returns the lowerings that a kind lists, by name: what is chosen from."""
     return {record.name: record for record in KINDS[kind].lowerings}
+
+
+def lowering_of(kind: Kind, name: str) -> AnyLowering | None:
+    """Returns the lowering of a kind that is called so, a further one too, or None.
+
+    Raises `PluginError` where a further one has the name of one that the kind lists.
+    """
+    listed = lowerings_of(kind).get(name)
+    if name not in FURTHER or FURTHER[name].kind != kind:
+        return listed
+    if listed is not None:
+        raise PluginError(
+            f"the lowering '{name}' of {kind} layers comes from {_source(KINDS, kind)} and from "
+            f"{_source(FURTHER, name)}",
+            hint="remove one of them, or name another lowering",
+        )
+    return FURTHER[name].lowering
+
+
+def _source(registry: Registry[Any], name: str) -> str:
+    entry = registry.foreign(name)
+    return "moexport itself" if entry is None else entry.distribution
 
 
 def all_names() -> tuple[str, ...]:
     """Returns the names of all lowerings, each once."""
-    return tuple(dict.fromkeys(record.name for kind in KINDS for record in kind.lowerings))
+    listed = (record.name for kind in KINDS for record in kind.lowerings)
+    return tuple(dict.fromkeys((*listed, *FURTHER.names)))
 
 
 def kinds_with(name: str) -> Iterator[Kind]:
@@ -58,6 +86,8 @@ def kinds_with(name: str) -> Iterator[Kind]:
     for kind in KINDS:
         if any(record.name == name for record in kind.lowerings):
             yield kind.name
+    if name in FURTHER:
+        yield FURTHER[name].kind
 
 
 def check_name(name: str) -> None:

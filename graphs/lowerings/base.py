@@ -95,3 +95,16 @@ class KindRecord:
 
     name: Kind
     lowerings: tuple[AnyLowering, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherLowering:
+    """One more way to compute layers of a kind that is there already."""
+
+    kind: Kind
+    lowering: AnyLowering
+
+    @property
+    def name(self) -> str:
+        """The name of the lowering."""
+        return self.lowering.name

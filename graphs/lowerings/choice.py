@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ...errors import LoweringError
 from ..layers.base import a_layer
 from ..targets import Target
-from . import check_name, kinds_with, lowerings_of
+from . import check_name, kinds_with, lowering_of, lowerings_of
 from .base import AnyLowering
 from .cost import AnyWork, assumed, machine_for
 
@@ -236,7 +236,7 @@ def check(name: str, work: AnyWork, target: Target) -> LoweringChoice:
     """Returns an asked-for lowering as a choice; `LoweringError` says why it cannot serve."""
     check_name(name)
     spec = work.spec
-    lowering = lowerings_of(spec.kind).get(name)
+    lowering = lowering_of(spec.kind, name)
     problem: str | None
     if lowering is None:
         kinds = " and ".join(kinds_with(name))

@@ -1,0 +1,89 @@
+"""A family, a lowering and a runtime of somebody else's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from moexport.errors import UsageError
+from moexport.exporter.bundle.manifest import GraphFacts
+from moexport.exporter.bundle.runtimes import RuntimeRecord
+from moexport.exporter.families import FAMILIES
+from moexport.exporter.families.base import renamed
+from moexport.exporter.inputs import Inputs
+from moexport.exporter.session import Session, SessionOptions, described
+from moexport.graphs.builder import Builder
+from moexport.graphs.layers.stored import Layer
+from moexport.graphs.lowerings.base import FurtherLowering, Lowering
+from moexport.graphs.lowerings.cost import Machine, Work
+from moexport.graphs.lowerings.experts import expert_rows, one_expert
+from moexport.graphs.routing import combine_outputs, masked_slots, route
+from onnx.reference import ReferenceEvaluator
+
+API = 1
+"""The version of moexport's records that this module was written for."""
+
+FAMILY = renamed(  # the checkpoints of a known network, under other key names
+    FAMILIES["soft-moe-pytorch"],
+    name="tiny-mixture",
+    summary="one Soft MoE layer whose experts are called mlp0, mlp1, ...",
+    keys={r"^slots$": "slot_embeds", r"^mlp(\d+)\.(\d)": r"experts.experts.\1.\2"},
+)
+
+
+def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
+    """Adds every expert after the other, each with products of its own."""
+    n, p, d, o = layer.spec.experts, layer.spec.slots, layer.spec.dim, layer.spec.out
+    slots, _ = masked_slots(b, layer, route(b, layer, x))
+    rows = expert_rows(b, layer, slots.rows)  # [b, n·p, d]
+    outputs = []
+    for e in range(n):
+        first, end, axis = b.ints(e * p), b.ints(e * p + p), b.ints(1)
+        own = b.op("Slice", rows, first, end, axis, name=f"dispatch/expert_{e}")
+        own = b.op("Reshape", own, b.ints(-1, d), name=f"experts/{e}/rows")  # [b·p, d]
+        y = one_expert(b, layer, e, own)
+        outputs.append(b.op("Reshape", y, b.ints(-1, p, o), name=f"combine/expert_{e}"))
+    return combine_outputs(
+        b, layer, slots, b.op("Concat", *outputs, axis=1, name="combine/outputs")
+    )
+
+
+def predict_us(work: Work, machine: Machine) -> float:
+    """A rough time: all experts compute all inputs."""
+    macs = 2 * work.batch * work.spec.experts * work.spec.slots * work.spec.dim * work.spec.hidden
+    return macs / machine.macs_per_us
+
+
+LOWERING = FurtherLowering(
+    "soft-moe",
+    Lowering("in-turn", "every expert after the other", build=build, predict_us=predict_us),
+)
+
+
+class ReferenceSession(Session):
+    """A graph in ONNX's reference implementation: slow, and written to be read."""
+
+    def __init__(self, path: Path | str, options: SessionOptions | None = None) -> None:
+        self.path, self.options = Path(path), options or SessionOptions()
+        if self.options.threads is not None:
+            raise UsageError("--threads: the reference runs in one", hint="leave it out")
+        graph = onnx.load(path)
+        names = [value.name for value in graph.graph.output]
+        self._describe(described(graph), names, GraphFacts.of(graph, self.path.name))
+        self._evaluator = ReferenceEvaluator(graph)
+
+    @property
+    def provider(self) -> str:
+        """Who runs the graph."""
+        return "onnx.reference"
+
+    def run(
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Returns outputs by name."""
+        wanted = list(outputs) if outputs is not None else self.output_names
+        return dict(zip(wanted, self._evaluator.run(wanted, self._feeds(x, k)), strict=True))
+
+
+RUNTIME = RuntimeRecord("onnx-reference", "ONNX's reference", ReferenceSession)
