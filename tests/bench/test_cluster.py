@@ -107,7 +107,8 @@ ANALYSED = ASKED | {"analysis": "retention", "group_by": "side"}
 
 @pytest.fixture(scope="module")
 def local(data: str) -> Results:
-    return calls.bench(WEIGHTS, **ANALYSED, data=data)
+    results: Results = calls.bench(WEIGHTS, **ANALYSED, data=data)
+    return results
 
 
 def test_values_are_those_of_one_machine_although_a_node_is_killed_and_the_run_interrupted(
