@@ -270,6 +270,8 @@ class Manifest:
     """What `--lowering tune` measured; an empty object in the file where nothing was."""
     peak_memory_bytes: Count | None = None
     """The most that a process took which ran one input here; None where it was not measured."""
+    plugins: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What steps of plugins add, each under its own name: read by them alone, and kept by all."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -283,6 +285,8 @@ class Manifest:
                     del record[key]
         if self.peak_memory_bytes is None:
             del content["peak_memory_bytes"]
+        if not self.plugins:
+            del content["plugins"]
         _without_empty_counts(content)
         ordered = {"schema": content.pop("schema"), **content}
         ordered[DIGEST] = digest(ordered)

@@ -28,7 +28,8 @@ def finish(job: Export, directory: Path, manifest: Manifest) -> Manifest:
     file = directory / "mine.txt"
     file.write_text(job.model.family)
     files = {**manifest.files, file.name: FileRecord.of(file)}
-    return replace(manifest, files=files, notes=[*manifest.notes, "mine was here"])
+    notes = [*manifest.notes, "mine was here"]
+    return replace(manifest, files=files, notes=notes, plugins={"mine": {"words": 3}})
 
 
 def check(job: Export) -> Iterator[Mistake]:
@@ -79,6 +80,20 @@ def test_a_step_that_a_model_names_adds_files_that_the_bundle_lists_and_watches(
     (bundle.path / "mine.txt").write_text("damaged")
     failed = [check.name for check in bundle.verify() if not check.passed]
     assert [name for name in failed if "hash" in name] == ["hash of mine.txt"]
+
+
+@pytest.mark.slow
+def test_what_a_step_adds_to_a_manifest_is_kept_where_engines_are_added(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    named = naming(model, "mine")
+    moexport.export(named, tmp_path / "out", target="tensorrt-rtx", engine=False, verify=False)
+    monkeypatch.setattr(registry, "_found", tuple)  # as where the plugin is not installed
+    bundle = moexport.build(tmp_path / "out")
+    assert len(bundle.manifest.engines) == 1
+    assert bundle.manifest.plugins == {"mine": {"words": 3}}
+    assert Manifest.read(tmp_path / "out").plugins == {"mine": {"words": 3}}
 
 
 def test_what_a_step_refuses_is_refused_before_any_work(model: Model, tmp_path: Path) -> None:
