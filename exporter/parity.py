@@ -43,6 +43,13 @@ FAR = 4.0
 """So many ties are between scores of which no rounding in a batch of another size changes the
 order."""
 
+FAR_AT_TOKENS = 12.0
+"""The same at another number of tokens, where other tokens are compared. Sound graphs reach 6."""
+
+FLIPS_AT_TOKENS = 3.0
+"""Of the choices at another number of tokens so many times the share may differ that may of all,
+and one by chance. Sound graphs reach 1.3."""
+
 TIE = 1e-5
 """FP32 scores this close, relative to the k-th, are a tie: rounding may order them either way."""
 
@@ -295,9 +302,22 @@ class Comparison:
         return not self._missed(result)
 
     def _missed(self, probe: _PartResult) -> bool:
-        """Whether inputs of another size miss the bounds where all others together meet them."""
-        near = all(output.within_outliers(self._tolerance) for output in probe.same)
-        return not near or self._missed_routing(probe)
+        """Whether inputs with another number of tokens miss the bounds where all others meet them.
+
+        What chooses otherwise is not compared, so that little of it may, at each number by itself.
+        """
+        near = (
+            one.near(usual, self._tolerance)
+            for one, usual in zip(probe.same, _outputs(self._results), strict=True)
+        )
+        wrong = probe.choices - probe.agreeing
+        share = FLIPS_AT_TOKENS * (1 - self._tolerance.routing)
+        return (
+            not all(near)
+            or self._missed_routing(probe)
+            or self._chooses_far(probe, FAR_AT_TOKENS)
+            or wrong > max(1.0, share * probe.choices)
+        )
 
     def _missed_routing(self, probe: _PartResult, rows: np.ndarray | None = None) -> bool:
         """Whether too many choices are wrong; `rows` tells which inputs of the first part they are.
@@ -316,8 +336,9 @@ class Comparison:
         return differing or (agreement < least and probe.first is not None)
 
     def alone(self, expected: Reference) -> Parity:
-        """Returns how far the graph is off on these inputs without all others."""
+        """Returns how far the graph is off on these inputs without all others of their size."""
         other = self._again(self._k, self._probed)
+        other._sized = self._sized
         other.add(expected)
         return other.parity()
 
@@ -464,16 +485,16 @@ class Comparison:
             one.like(other, rows, self._tolerance)
             for one, other in zip(probe.same, _outputs(self._results), strict=True)
         )
-        return not all(near) or self._missed_routing(probe, rows) or self._chooses_far(probe)
+        return not all(near) or self._missed_routing(probe, rows) or self._chooses_far(probe, FAR)
 
-    def _chooses_far(self, probe: _PartResult) -> bool:
-        """Whether inputs in another batch choose what no rounding makes them choose.
+    def _chooses_far(self, probe: _PartResult, ties: float) -> bool:
+        """Whether inputs of another size choose what no rounding makes them choose.
 
         Of few inputs one that chooses otherwise may be chance, but not where its scores are far
-        apart, and where no input chooses so in the usual batch.
+        apart, by more than so many ties, and where no input chooses so at the usual size.
         """
         usual = max(part.margin for part in self._results)
-        return probe.margin > max(usual, FAR * self._tolerance.tie)
+        return probe.margin > max(usual, ties * self._tolerance.tie)
 
     def _at_size(
         self, whole: Parity, probe: _PartResult, batch: int | None = None, tokens: int | None = None

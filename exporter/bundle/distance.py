@@ -114,6 +114,15 @@ class Distance:
         largest = float(self._beyond(bounds.atol).max(initial=0.0))
         return largest <= bounds.outlier * bounds.rtol and not self.turned(bounds.least_cosine)
 
+    def near(self, usual: Distance, bounds: Bounds) -> bool:
+        """Whether a few inputs with another number of tokens are no far outliers.
+
+        They may be further off where the furthest at the usual number are so, too.
+        """
+        largest = float(self._beyond(bounds.atol).max(initial=0.0))
+        most = max(OUTLIER_AT_TOKENS * bounds.rtol, FURTHER_AT_TOKENS * usual.max_rel)
+        return largest <= most and self.within_outliers(bounds)
+
     def _beyond(self, atol: float) -> np.ndarray:
         """By how much more than `atol` each input that is counted is off, in its scale."""
         excess: np.ndarray = (np.maximum(0.0, self.off - atol) / self.scale())[self.counted]
@@ -147,6 +156,12 @@ class Distance:
 OUTLIERS = 0.05
 """Of the inputs so many, rounded down, may be outliers where a precision allows any."""
 
+
+OUTLIER_AT_TOKENS = 1.5
+"""How far a few inputs may be off at another number of tokens, over what most may be off."""
+
+FURTHER_AT_TOKENS = 2.0
+"""The same, over what the furthest are off at the usual number."""
 
 OUTLIER_IN_A_BATCH = 1.5
 """How far an outlier may be off in a batch of another size, over what it is off anyway."""

@@ -74,6 +74,75 @@ def test_an_input_may_choose_otherwise_in_a_larger_batch_where_scores_are_close(
     assert comparison.parity().passed == passed
 
 
+class Further(Answering):
+    """Is a thousandth off, and more for the last input of a batch of 32."""
+
+    def __init__(self, y: np.ndarray, share: float) -> None:
+        super().__init__(y)
+        self.share = share
+
+    def run(
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        assert isinstance(x, np.ndarray)
+        y = self.y[x[:, 0].astype(int)] * np.float32(1.001)
+        if len(x) == 32:
+            y[-1] *= 1 + self.share
+        return {"output": y}
+
+
+@pytest.mark.parametrize(("share", "passed"), [(0.1, True), (0.2, False)])
+def test_an_input_is_no_outlier_with_other_tokens_alone(share: float, passed: bool) -> None:
+    """An outlier of INT8 may be 30% off where others are as well."""
+    y = np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32)
+    x, bounds = np.arange(32, dtype=np.float32)[:, None], TOLERANCES["int8"]
+    expected = Reference(x, y, y, {}, {}, {"layer": 2})
+    comparison = Comparison(Further(y, share), {}, batch=3, tolerance=bounds)
+    comparison.add(expected.rows(np.arange(24)))
+    assert comparison.add_sized(expected, tokens=40) == passed
+    assert comparison.parity().tokens == (None if passed else 40)
+
+
+class ChoosingForTokens(Answering):
+    """Chooses other experts, and gives something else, for the last of 40 tokens."""
+
+    def __init__(self, y: np.ndarray, last: int) -> None:
+        super().__init__(y)
+        self.output_names, self.last = ["output", "chosen"], last
+
+    def run(
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        assert isinstance(x, np.ndarray)
+        y, chosen = self.y[: len(x), : x.shape[1]].copy(), np.tile([0, 1], (*x.shape, 1))
+        if x.shape[1] == 40:
+            y[:, 40 - self.last :] *= -1
+            chosen[:, 40 - self.last :, 1] = 2
+        return {"output": y, "chosen": chosen}
+
+
+@pytest.mark.parametrize(
+    ("last", "margin", "passed"),
+    [(2, 2e-3, True), (5, 2e-3, False), (1, 0.02, False), (1, 0.01, True), (5, 1e-4, True)],
+)
+def test_few_tokens_choose_otherwise_at_another_number_of_them(
+    last: int, margin: float, passed: bool
+) -> None:
+    """Of many inputs with 20 tokens all are right, which says nothing of those with 40."""
+    y = np.random.default_rng(0).standard_normal((24, 40, 8)).astype(np.float32)
+
+    def expected(rows: int, tokens: int) -> Reference:
+        x, sets = np.zeros((rows, tokens), np.float32), np.tile([0, 1], (rows, tokens, 1))
+        margins = {"layer": np.full((rows, tokens), margin, np.float32)}
+        wanted = y[:rows, :tokens]
+        return Reference(x, wanted, wanted, {"layer": sets}, margins, {"layer": 2})
+
+    graph, bounds = ChoosingForTokens(y, last), TOLERANCES["fp16"]
+    comparison = Comparison(graph, {"layer": "chosen"}, batch=3, tolerance=bounds)
+    comparison.add(expected(24, 20))
+    assert comparison.add_sized(expected(1, 40), tokens=40) == passed
+
+
 def parity(y: np.ndarray) -> Parity:
     expected = Reference(np.zeros((2, 1), np.float32), Y, Y, {}, {}, {"layer": 2})
     return compare(Answering(y), expected, {}, batch=2, tolerance=TOLERANCES["fp32"])
