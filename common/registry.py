@@ -203,14 +203,14 @@ class Registry(Generic[R]):
         return None if entry is None or entry.own else entry
 
     def _entries(self) -> list[Entry]:
-        return [entry for entry in _found() if entry.group == self.group]
+        return [entry for entry in _found() if entry.point.group == self.group]
 
     def _entry(self, name: str) -> Entry | None:
-        return next((entry for entry in self._entries() if entry.name == name), None)
+        return next((entry for entry in self._entries() if entry.point.name == name), None)
 
     def _refuse_two_of(self, name: str) -> None:
         sources = ["moexport itself"] if name in self._own else []
-        sources += [entry.distribution for entry in self._entries() if entry.name == name]
+        sources += [entry.distribution for entry in self._entries() if entry.point.name == name]
         if len(sources) > 1:
             raise PluginError(
                 f"{self.group}: '{name}' comes from {' and from '.join(sources)}",

@@ -55,8 +55,9 @@ class Naming(Host):
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     """A model that names the benchmark of a plugin."""
-    points = (EntryPoint("mine", f"{__name__}:MINE", BENCHMARKS.group),)
-    monkeypatch.setattr(registry, "_found", lambda: {BENCHMARKS.group: points})
+    point = EntryPoint("mine", f"{__name__}:MINE", BENCHMARKS.group)
+    entries = (registry.Entry(point, "theirs 1.5", "", own=False),)
+    monkeypatch.setattr(registry, "_found", lambda: entries)
     loaded = moexport.load(WEIGHTS)
     return replace(loaded, source=replace(loaded.source, host=Naming()))
 
@@ -83,6 +84,6 @@ def test_other_models_have_no_phases_and_take_no_tokens(model: Model) -> None:
 def test_a_benchmark_whose_plugin_is_not_there_is_refused(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_found", dict)
+    monkeypatch.setattr(registry, "_found", tuple)
     with pytest.raises(PluginError, match="nothing that is installed is called 'mine'"):
         data_of(model, BenchRequest(), {})

@@ -107,7 +107,7 @@ def test_a_bundle_is_opened_without_the_plugin_of_its_files(
 ) -> None:
     named = naming(model, "mine")
     bundle = moexport.export(named, tmp_path / "out")
-    monkeypatch.setattr(registry, "_found", dict)
+    monkeypatch.setattr(registry, "_found", tuple)
     assert all(check.passed for check in moexport.Bundle.open(bundle.path).verify())
     with pytest.raises(PluginError, match="nothing that is installed is called 'mine'"):
         moexport.export(named, tmp_path / "other")
