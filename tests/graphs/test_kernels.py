@@ -13,13 +13,13 @@ from moexport.graphs.names import MICROSOFT
 from moexport.tests.graphs.kernel_cases import CASES
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-GRAPHS = Path(__file__).parents[2] / "graphs"
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_op_of_onnx_runtimes_own_that_graphs_hold_has_its_forms() -> None:
     texts = {
         node.value
-        for file in GRAPHS.rglob("*.py")
+        for file in (*(ROOT / "graphs").rglob("*.py"), *(ROOT / "plugins").rglob("lowerings/*.py"))
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
