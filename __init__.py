@@ -37,10 +37,13 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .bench.calls import bench, report
+    from dataclasses import dataclass
+
+    from . import api
+    from .bench.calls import bench_as, report
+    from .bench.request import BenchRequest
     from .calls import (
         build,
-        calibrate,
         doctor,
         export,
         inspect,
@@ -50,20 +53,45 @@ if TYPE_CHECKING:
         sensitivity,
         verify,
     )
+    from .common.option import takes
     from .exporter.bundle.bundle import Bundle
     from .exporter.model import Model
+    from .exporter.requests import CalibrateRequest
     from .exporter.session import Session
     from .exporter.tensorrt.options import EngineOptions
+    from .plugins.cluster.calls import bench_on_ray_as
+    from .plugins.cluster.request import ClusterOptions
     from .plugins.demo.calls import demo
     from .plugins.own_layers.adapters import adapts
     from .plugins.own_layers.descriptions import ExpertsDescription as Experts
     from .plugins.own_layers.descriptions import MuMoEDescription as MuMoE
     from .plugins.own_layers.descriptions import SoftMoEDescription as SoftMoE
     from .plugins.own_layers.first_adapter.calls import adapt
+    from .plugins.service.request import ServiceOptions
     from .plugins.studies.calls import specialise
+    from .plugins.studies.request import StudyOptions
     from .plugins.text.calls import generate, serve
     from .plugins.triton.calls import triton
-    from .plugins.tune.calls import tune
+    from .plugins.tune.calls import tune_as
+    from .plugins.tune.request import TuneRequest
+
+    # What plugins of our own add to calls: type checkers know these keywords, too.
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class _Bench(BenchRequest, StudyOptions, ServiceOptions, ClusterOptions):
+        """Everything that `bench` takes."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class _Calibrate(CalibrateRequest, ClusterOptions):
+        """Everything that `calibrate` takes."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class _Tune(TuneRequest, ClusterOptions):
+        """Everything that `tune` takes."""
+
+    bench = takes(_Bench)(bench_as)
+    bench_on_ray = takes(_Bench)(bench_on_ray_as)
+    calibrate = takes(_Calibrate)(api.calibrate)
+    tune = takes(_Tune)(tune_as)
 
 __all__ = [
     "Bundle",
@@ -99,6 +127,7 @@ __all__ = [
     "adapt",
     "adapts",
     "bench",
+    "bench_on_ray",
     "build",
     "calibrate",
     "demo",
@@ -131,6 +160,7 @@ _ELSEWHERE = {
     "SoftMoE": ".plugins.own_layers.descriptions:SoftMoEDescription",
     "adapt": ".plugins.own_layers.first_adapter.calls",
     "bench": ".bench.calls",
+    "bench_on_ray": ".plugins.cluster.calls",
     "demo": ".plugins.demo.calls",
     "generate": ".plugins.text.calls",
     "report": ".bench.calls",

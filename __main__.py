@@ -196,7 +196,10 @@ def _say_usage(console: Console, error: TyperException) -> None:
     message = message.partition(" (Possible options:")[0].partition(" Did you mean")[0]
     command = context.command_path if context is not None else "moexport"
     near = "" if context is None else _near_miss(error, context)
-    console.error(message, f"{near}{command} --help shows the options and an example")
+    from .common.registry import left_out
+
+    shows = f"{command} --help shows the options and an example{left_out()}"
+    console.error(message, f"{near}{shows}")
 
 
 def _near_miss(error: TyperException, context: Any) -> str:

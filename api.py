@@ -112,18 +112,17 @@ def calibrate(model: AnyModel | AnyPath, data: Feed, request: CalibrateRequest) 
         ClusterError: the cluster cannot be reached, lacks the resource, or loses its nodes.
     """
     check_pytorch("calibration")
+    from .bench.executors import executor_of
     from .exporter.checkpoints.load import load_as
     from .exporter.job import calibration_job
     from .exporter.quantization.calibrate import calibrate as run
     from .exporter.quantization.calibrate import calibrate_to
 
-    request.check_cluster()
     progress, force = request.progress, request.force
     out = None if request.out is None else Path(request.out)
-    if request.ray is not None:
-        from .bench.executors import EXECUTORS, RAY
-
-        return EXECUTORS[RAY].calibrate(model, data, request)
+    executor = executor_of(request)
+    if executor is not None:
+        return executor.calibrate(model, data, request)
     if isinstance(model, str | Path):
         model = load_as(model, request.loading)
     job = calibration_job(model() if callable(model) else model, data, request)

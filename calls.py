@@ -31,7 +31,7 @@ doctor = api.doctor
 
 def __getattr__(name: str) -> Any:
     """Finds the calls of benchmarks, whose options name every engine, when one is asked for."""
-    if name not in ("bench", "bench_on_ray", "report"):
+    if name not in ("bench", "report"):
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     from .bench import calls
 

@@ -15,6 +15,7 @@ from .request import BenchRequest, ReportRequest
 if TYPE_CHECKING:
     from ..exporter.bundle.bundle import Bundle
     from ..exporter.model import Model
+    from .executors import Executor
     from .report.compare import ResultsComparison
     from .results import Results
 
@@ -48,27 +49,21 @@ def bench_as(
     return sweep(opened(listed, request), request)
 
 
-def bench_on_ray_as(
-    models: AnyPath | Sequence[AnyPath], request: BenchRequest
+def bench_on_nodes(
+    executor: Executor, models: AnyPath | Sequence[AnyPath], request: BenchRequest
 ) -> dict[str, Results]:
-    """Measures models and bundles on the nodes of a Ray cluster; returns results by kind of node.
+    """Measures models and bundles on other machines; returns results by kind of node.
 
-    Every node must have moexport, and read models and data by the same paths or URLs. With several
-    kinds of node `out` gets a folder for each, and a table of all.
-
-    Raises:
-        UsageError: before anything is measured, if an argument is invalid.
-        ClusterError: the cluster cannot be reached, lacks a resource, or loses its nodes.
+    Raises what the executor raises, and `UsageError` before anything is measured.
     """
     check_pytorch("a benchmark")
     from ..common.writing import check_folder
-    from .executors import EXECUTORS, RAY
 
     listed = [models] if isinstance(models, str | Path) else models
     request = replace(request, batch=request.batches)  # refused before anything is loaded
     if request.folder is not None:
         check_folder(request.folder)
-    return EXECUTORS[RAY].bench(listed, request)
+    return executor.bench(listed, request)
 
 
 def report_as(
@@ -98,5 +93,4 @@ def report_as(
 
 
 bench = takes(BenchRequest)(bench_as)
-bench_on_ray = takes(BenchRequest)(bench_on_ray_as)
 report = takes(ReportRequest)(report_as)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from ..common.option import Request, option
+from ..common.option import Request, declared, option
 from ..common.text import listed, near_miss
 from ..errors import UsageError
 from ..exporter.requests import AnyPath, LoadRequest
@@ -27,7 +27,7 @@ CpuTarget = Literal["onnx", "ort-cpu"]
 ALL = "all"
 """Every engine, in a list of them."""
 
-PLACES = ("command", "out", "ray", "on", "price_per_hour")
+PLACES = ("command", "out")
 """Options of a benchmark on which no number depends."""
 
 
@@ -59,6 +59,8 @@ def _engines() -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest(LoadRequest):
     """What is measured of models and bundles, over which settings, and how."""
+
+    offered: ClassVar[frozenset[str]] = frozenset({"load", "bench"})
 
     k: str | Sequence[int | float | str] = option(
         "n,0.5,0.25,0.125",
@@ -125,75 +127,6 @@ class BenchRequest(LoadRequest):
         "Tokens of a language model's prompt.",
         unset="128, fewer if it has fewer positions",
         min=1,
-    )
-    analysis: str = option(
-        "",
-        "Analyse the experts, a list: retention, random, subsets, shares, or all; needs labels.",
-        unset="none",
-        heading="Experts",
-    )
-    max_subsets: int | None = option(
-        None, "Try at most this many sets of experts in an analysis.", unset="all", min=1
-    )
-    group_by: str | None = option(
-        None,
-        "Compare subgroups: an array of the .npz with the labels.",
-        unset="none",
-        metavar="ARRAY",
-    )
-    scenario: str | Sequence[str] = option(
-        "",
-        "MLPerf scenarios, a list: single-stream,multi-stream,server,offline.",
-        unset="none",
-        heading="In service",
-    )
-    latency_bound: str | float | None = option(
-        None,
-        "The longest that 99% of the requests of server may take: 50ms.",
-        unset="none; server needs one",
-        metavar="TIME",
-    )
-    offered_rate: float | None = option(
-        None,
-        "Offer server so many requests a second.",
-        unset="the most that keeps the bound is searched for",
-        metavar="RATE",
-    )
-    max_delay: str | float | None = option(
-        None,
-        "The longest that the queue waits to fill a batch: 2ms.",
-        unset="it does not wait",
-        metavar="TIME",
-    )
-    duration: str | float = option("10s", "The least time of each run of LoadGen.", metavar="TIME")
-    library: int | None = option(
-        None, "Inputs that LoadGen draws from.", unset="all, 1024 at most", min=1
-    )
-    triton: str | None = option(
-        None,
-        "The same bundle on a running Triton server, served beside: 127.0.0.1:8001/vit.",
-        unset="no server",
-        kind=str,
-        metavar="ADDRESS/MODEL",
-    )
-    price_per_hour: float | None = option(
-        None,
-        "What an hour of this machine costs, for the cost of a million requests.",
-        unset="not known",
-        metavar="PRICE",
-    )
-    ray: str | None = option(
-        None,
-        "Measure on the nodes of a Ray cluster: its address, auto (that of this machine) or local.",
-        unset="no cluster",
-        heading="Cluster",
-        metavar="ADDRESS",
-    )
-    on: str | Sequence[str] | None = option(
-        None,
-        "A list of resources, a report for each: accelerator_type:L4.",
-        unset="CPU",
-        metavar="RESOURCE",
     )
     out: AnyPath | None = option(
         None,
@@ -279,14 +212,12 @@ class BenchRequest(LoadRequest):
     @property
     def measured(self) -> dict[str, Any]:
         """What numbers depend on, beside the data: the options but those of the results' place."""
-        named = (field.name for field in fields(self) if field.compare)
-        return {name: getattr(self, name) for name in named if name not in PLACES}
-
-    @property
-    def kinds(self) -> list[str]:
-        """The resources that tell the kinds of node to measure on."""
-        named = "CPU" if self.on is None else self.on
-        return list(dict.fromkeys(listed(named) if isinstance(named, str) else named))
+        return {
+            name: getattr(record, name)
+            for record in (self, *self.further)
+            for name, (field, _) in declared(type(record)).items()
+            if field.compare and name not in PLACES
+        }
 
     @property
     def folder(self) -> Path | None:

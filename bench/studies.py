@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..common.option import changed, spelled
-from ..common.registry import PLUGINS, Registry
-from ..errors import PluginError
+from ..common.registry import Registry
 
 if TYPE_CHECKING:
     from ..exporter.bundle.bundle import Bundle
@@ -36,57 +34,30 @@ class StudyRun:
 class Study:
     """One study: its name is where its findings stand among the analyses of `results.json`.
 
-    `options` are the options of `bench` that ask for it. `check` raises a `MoexportError` for what
-    cannot be meant of these models and bundles, before anything is measured. `begin` measures what
-    does not need the rows; it raises a `MoexportError` for data that do not fit.
+    `asked` returns whether options of a plugin ask for it (`Request.asked`). `check` raises a
+    `MoexportError` for what cannot be meant of these models and bundles, before anything is
+    measured. `begin` measures what does not need the rows; it raises a `MoexportError` for data
+    that do not fit. `on_nodes` says whether a node of a cluster can do it by itself.
     """
 
     name: str
-    options: tuple[str, ...]
+    asked: Callable[[BenchRequest], bool]
     check: Callable[[BenchRequest, Sequence[Model | Bundle]], None]
     begin: Callable[[Sequence[Candidate], Labelled, BenchRequest], StudyRun]
+    on_nodes: bool = True
 
 
 STUDIES = Registry("moexport.studies", Study)
 """All are plugins'."""
 
-BRINGS: Mapping[str, tuple[str, ...]] = {
-    "studies": ("analysis", "max_subsets", "group_by"),
-    "service": (
-        *("scenario", "latency_bound", "offered_rate", "max_delay", "duration", "library"),
-        *("triton", "price_per_hour"),
-    ),
-}
-"""The plugins of moexport's own that bring studies, and the options of `bench` that need each."""
-
 
 def asked(request: BenchRequest) -> list[Study]:
-    """Returns the studies that a request asks for.
-
-    Raises `PluginError` for an option whose study is not installed.
-    """
-    given = changed(request)
-    if not any(name in options for options in BRINGS.values() for name in given):
-        return []
-    studies = [study for study in STUDIES if not set(study.options).isdisjoint(given)]
-    known = {option for study in studies for option in study.options}
-    for plugin, options in BRINGS.items():
-        for name in given:
-            if name in options and name not in known:
-                raise _not_loaded(spelled(type(request), name), plugin)
-    return studies
-
-
-def _not_loaded(option: str, plugin: str) -> PluginError:
-    return PluginError(
-        f"{option} needs moexport's plugin '{plugin}', which is not loaded",
-        hint=f"is {PLUGINS}=off set? Else install moexport again; `moexport doctor` names plugins "
-        "that fail",
-    )
+    """Returns the studies that a request asks for."""
+    return [study for study in STUDIES if study.asked(request)] if request.further else []
 
 
 def check_studies(request: BenchRequest, listed: Sequence[Model | Bundle] = ()) -> None:
-    """Raises a `MoexportError` where what is asked of studies cannot be meant, or is no plugin's.
+    """Raises a `MoexportError` where what is asked of studies cannot be meant.
 
     `listed` are the models and bundles, where they are known.
     """

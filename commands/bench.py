@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..bench.calls import bench_as, bench_on_ray_as, report_as
+from ..bench.calls import bench_as, bench_on_nodes, report_as
+from ..bench.executors import Executor, executor_of
 from ..bench.request import BenchRequest, ReportRequest
 from ..common.console import Console, show
-from ..common.option import Request, declared, option, refuse_changed
+from ..common.option import Request, changed, declared, option, panels_of, refuse_changed
 from ..errors import UsageError
 from ..exporter.requests import LoadRequest
 from .options import (
@@ -71,19 +72,19 @@ def bench(
     from ..exporter.bundle.manifest import is_bundle
 
     if all(map(is_bundle, models)):
-        names = declared(LoadRequest).keys()
-        refuse_changed(
-            request, names - {"progress"}, ": a bundle says itself what it was made from"
-        )
+        why = ": a bundle says itself what it was made from"
+        refuse_changed(request, declared(LoadRequest).keys() - {"progress"}, why)
+        for panel in panels_of(LoadRequest):
+            options = request.asked(panel.options)
+            refuse_changed(options, changed(options), why)
     from ..bench.report.compare import check_regression, earlier, parse_slower
     from ..bench.report.text import rows_table
 
     share = None if flags.fail_if_slower is None else parse_slower(flags.fail_if_slower)
-    if request.ray is not None:
-        _bench_on_ray(models, flags, request, share, output, console, as_json=as_json)
+    executor = executor_of(request)
+    if executor is not None:
+        _bench_on_nodes(executor, models, flags, request, share, output, console, as_json=as_json)
         return
-    if request.on is not None:
-        raise UsageError(f"--on {request.on}: there is no cluster", hint="name one with --ray")
     before = earlier(output, flags.compare, wanted=share is not None)
     results = bench_as(models, replace(request, before=before))
     console.finish()
@@ -95,7 +96,8 @@ def bench(
         console.note(f"--fail-if-slower: {output} holds no earlier results to compare with")
 
 
-def _bench_on_ray(
+def _bench_on_nodes(
+    executor: Executor,
     models: list[str],
     flags: BenchFlags,
     request: BenchRequest,
@@ -105,22 +107,17 @@ def _bench_on_ray(
     *,
     as_json: bool,
 ) -> None:
-    from ..bench.executors import EXECUTORS, RAY
     from ..bench.results import as_json as plain
 
-    on = request.kinds
-    if not on:
-        raise UsageError(f"--on {request.on}: names no resource", hint="`ray status` lists them")
-    ray = EXECUTORS[RAY]
-    before = ray.earlier(output, flags.compare, on, wanted=share is not None)
-    reports = bench_on_ray_as(models, replace(request, before=before))
+    before = executor.earlier(output, flags.compare, request, wanted=share is not None)
+    reports = bench_on_nodes(executor, models, replace(request, before=before))
     console.finish()
     if as_json:
         show(json_text({kind: plain(results) for kind, results in reports.items()}))
     else:
-        show(ray.shown(reports, output, on))
+        show(executor.shown(reports, output, request))
     if before:
-        lines, failure = ray.compared(before, reports, share)
+        lines, failure = executor.compared(before, reports, share)
         for line in lines:
             console.note(line)
         if failure is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import api
+from ..bench.executors import executor_of
 from ..common.console import Console, show
 from ..common.text import count, size, table
 from ..exporter.requests import (
@@ -205,7 +206,8 @@ def calibrate(
     with verbosity.console() as console:
         load = cache(loader(reading, model, console, data))
         request = replace(request, loading=reading, out=output, progress=console)
-        ranges = api.calibrate(load if request.ray is None else model, data, request)
+        here = executor_of(request) is None
+        ranges = api.calibrate(load if here else model, data, request)
         if sensitivity:
             ranked = api.sensitivity(
                 load(),

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..common.console import Console
 from ..common.libraries import check_pytorch
-from ..common.option import DECLARED, declared, kind_of, refuse_changed
+from ..common.option import Request, changed, declared, kind_of, panels_of, refuse_changed
 from ..common.registry import Registry
 from ..errors import UsageError
 from .command import Command, summaries
@@ -136,17 +136,18 @@ class Verbosity:
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """Returns a command as Typer wants it: a parameter that is a record becomes its options.
 
-    A record is a request (`common.option`), of which what a shell can say becomes an option, or a
-    dataclass of what a shell alone has, declared as parameters are, `Annotated[int,
-    typer.Option(…)] = 1`. So an option stands in one place, however many commands have it.
+    A record is a request (`common.option`), of which what a shell can say becomes an option, those
+    of plugins' panels after it; or a dataclass of what a shell alone has, declared as parameters
+    are, `Annotated[int, typer.Option(…)] = 1`. So an option stands in one place, however many
+    commands have it.
     """
     hints = get_type_hints(command, include_extras=True)
-    records: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
+    records: dict[str, list[tuple[Any, list[inspect.Parameter]]]] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if is_dataclass(hints[name]):
-            records[name] = hints[name], options_of(hints[name])
-            parameters += records[name][1]
+            records[name] = _with_panels(hints[name])
+            parameters += [option for _, options in records[name] for option in options]
         else:
             kind = inspect.Parameter.KEYWORD_ONLY
             parameters.append(parameter.replace(kind=kind, annotation=hints[name]))
@@ -155,19 +156,35 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     def flat(**typed: Any) -> None:
         typed = {n: typed_path(v) if isinstance(v, Path) else v for n, v in typed.items()}
         whole = {}
-        for name, (record, options) in records.items():
-            values = {option.name: typed.pop(option.name) for option in options}
-            # What was not typed is the record's own default.
-            whole[name] = record(**{n: value for n, value in values.items() if value is not None})
+        for name, kinds in records.items():
+            request, *further = (_made(*kind, typed) for kind in kinds)
+            for record in filter(changed, further):
+                request = request.asking(record)
+            whole[name] = request
         command(**typed, **whole)
 
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return flat
 
 
-def options_of(record: Any) -> list[inspect.Parameter]:
-    """Returns the options of a dataclass as Typer wants parameters."""
-    if not all(DECLARED in field.metadata for field in fields(record)):
+def _with_panels(record: Any) -> list[tuple[Any, list[inspect.Parameter]]]:
+    """A record and the records that plugins add to it, each with its options."""
+    panels = panels_of(record) if issubclass(record, Request) else []
+    return [
+        (record, options_of(record)),
+        *((panel.options, options_of(panel.options, panel.title)) for panel in panels),
+    ]
+
+
+def _made(record: Any, options: Sequence[inspect.Parameter], typed: dict[str, Any]) -> Any:
+    """A record of what was typed; all else is the record's own default."""
+    values = {option.name: typed.pop(option.name) for option in options}
+    return record(**{name: value for name, value in values.items() if value is not None})
+
+
+def options_of(record: Any, title: str | None = None) -> list[inspect.Parameter]:
+    """Returns the options of a dataclass as Typer wants parameters, under a title in the help."""
+    if not declared(record):
         hints = get_type_hints(record, include_extras=True)
         return [
             _keyword(
@@ -178,7 +195,7 @@ def options_of(record: Any) -> list[inspect.Parameter]:
             )
             for field in fields(record)
         ]
-    options, heading = [], None
+    options, heading = [], title
     for name, (field, said) in declared(record).items():
         if said.shell is None:
             continue
@@ -212,8 +229,8 @@ def refuse_idle(*records: Any, why: str, but: Sequence[str] = ()) -> None:
     Those named in `but` have one.
     """
     for record in records:
-        names = {option.name for option in options_of(type(record))} - {*but}
-        refuse_changed(record, names, f": {why}")
+        for each in (record, *record.further):
+            refuse_changed(each, {*changed(each)} - {*but}, f": {why}")
 
 
 LAST = ("Cluster", "Options")

@@ -2,7 +2,8 @@
 
 The fields of a frozen dataclass (a request) are declared with `option`, each with its meaning.
 `takes` makes them the keywords of a Python call, with their types and defaults; `commands` makes
-them options of the command line; and the job is handed the record itself.
+them options of the command line; and the job is handed the record itself. Plugins add theirs to a
+request by a `Panel`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -21,17 +22,21 @@ from types import ModuleType
 from typing import (
     TYPE_CHECKING,
     Any,
+    ClassVar,
     Concatenate,
     Generic,
     Literal,
     ParamSpec,
+    Self,
     TypeVar,
     get_args,
     get_origin,
     overload,
 )
 
-from ..errors import UsageError
+from ..errors import PluginError, UsageError
+from .registry import PLUGINS, Registry, left_out
+from .text import near_miss
 
 if TYPE_CHECKING:
     from .console import Progress
@@ -84,16 +89,36 @@ def option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What every call takes."""
+    """What every call takes.
+
+    `offered` are the names by which plugins add options to the call (`Panel`); `further`
+    has a record of each plugin's, where some were given.
+    """
+
+    offered: ClassVar[frozenset[str]] = frozenset()
 
     progress: Progress | None = option(
         None, "Receives every step.", unset="no progress", in_shell=False, compare=False
     )
+    further: tuple[Any, ...] = ()
+
+    def asked(self, options: type[T]) -> T:
+        """Returns what was given of a plugin's options, else its defaults."""
+        return next((each for each in self.further if isinstance(each, options)), options())
+
+    def asking(self, record: Any) -> Self:
+        """Returns the request with a plugin's options in place of those that it has."""
+        others = (each for each in self.further if type(each) is not type(record))
+        return replace(self, further=(*others, record))
 
 
 def declared(request: type[Any]) -> dict[str, tuple[Field[Any], Declared]]:
     """Returns the options of a request by name: their fields, and what is said of them."""
-    return {field.name: (field, field.metadata[DECLARED]) for field in fields(request)}
+    return {
+        field.name: (field, field.metadata[DECLARED])
+        for field in fields(request)
+        if DECLARED in field.metadata
+    }
 
 
 def kind_of(request: type[Any], name: str) -> Any:
@@ -127,7 +152,10 @@ def spelled(request: type[Any], name: str) -> str:
 
 
 def changed(request: Any) -> list[str]:
-    """Returns the names of the options that a shell has and that are not their defaults."""
+    """Returns the names of the options that a shell has and that are not their defaults.
+
+    Those of plugins are not among them: `changed` of their own record has them.
+    """
     return [
         name
         for name, (field, said) in declared(type(request)).items()
@@ -222,6 +250,49 @@ def parse_share(text: str | float, option: str) -> float:
         ) from None
 
 
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Options of a plugin: a section of the help of some commands, keywords of their calls.
+
+    `options` is a frozen dataclass whose fields are declared with `common.option.option`; a request
+    of one of the `calls` hands it on (`Request.asked`). `load` stands for every command that reads
+    a model.
+    """
+
+    name: str
+    title: str
+    calls: tuple[str, ...]
+    options: type[Any]
+
+
+PANELS = Registry("moexport.options", Panel)
+"""All are plugins'."""
+
+
+def panels_of(request: type[Request]) -> list[Panel]:
+    """Returns the panels of a request.
+
+    Raises `PluginError` where two plugins, or one and the core, claim an option.
+    """
+    panels = [panel for panel in PANELS if not request.offered.isdisjoint(panel.calls)]
+    owners = dict.fromkeys(declared(request), "moexport itself")
+    for panel in panels:
+        for name in declared(panel.options):
+            if name in owners:
+                option = f"--{name.replace('_', '-')}"
+                raise PluginError(
+                    f"{option} comes from {owners[name]} and from {_source(panel)}",
+                    hint=f"remove one of them; {PLUGINS}=off runs without any plugin",
+                )
+            owners[name] = _source(panel)
+    return panels
+
+
+def _source(panel: Panel) -> str:
+    entry = PANELS.foreign(panel.name)
+    return f"moexport's plugin '{panel.name}'" if entry is None else entry.distribution
+
+
 P = ParamSpec("P")
 Options = TypeVar("Options")
 A = TypeVar("A")
@@ -235,7 +306,7 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
 
     With `export = takes(ExportRequest)(api.export)`, `export(model, "out", k=4)` calls
     `api.export(model, "out", ExportRequest(k=4))`. Type checkers know the keywords from the record,
-    `help()` shows them with what they mean.
+    `help()` shows them with what they mean. Keywords of plugins are looked up when they are used.
     """
 
     def __init__(self, request: Callable[P, Options]) -> None:
@@ -269,7 +340,7 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
         @wraps(function)
         def call(*values: Any, **named: Any) -> Any:
             arguments = {name: named.pop(name) for name in [*named] if name in names}
-            return function(*values, **arguments, **{record.name: request(**named)})
+            return function(*values, **arguments, **{record.name: requested(request, named)})
 
         keywords = [
             inspect.Parameter(
@@ -277,6 +348,8 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
             )
             for name, (field, _declared) in declared(request).items()
         ]
+        if request.offered:
+            keywords.append(inspect.Parameter("of_plugins", inspect.Parameter.VAR_KEYWORD))
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*positional, *keywords]
         )
@@ -291,7 +364,36 @@ def explained(request: type[Any]) -> str:
         default = said.unset if said.unset is not None else option_field.default
         default = "required" if option_field.default is MISSING else default
         lines.append(f"    {name}: {said.help} [{default}]")
+    if request.offered:
+        lines.append("    of_plugins: Options of plugins, as the help of the command lists them.")
     return "\n".join(lines)
+
+
+def requested(request: type[Request], named: Mapping[str, Any]) -> Any:
+    """Returns a request of the keywords of a call; those of plugins are among them.
+
+    Raises `TypeError` for a keyword that neither the core nor a plugin has.
+    """
+    known = declared(request)
+    own = {name: value for name, value in named.items() if name in known}
+    others = {name: value for name, value in named.items() if name not in known}
+    made: Any = request(**own)
+    for record in _records(request, others):
+        made = made.asking(record)
+    return made
+
+
+def _records(request: type[Request], named: dict[str, Any]) -> Iterator[Any]:
+    """A record of each panel that has keywords among those named."""
+    panels = panels_of(request) if named else []
+    for panel in panels:
+        names = declared(panel.options).keys() & named.keys()
+        if names:
+            yield panel.options(**{name: named.pop(name) for name in names})
+    if named:
+        name = next(iter(named))
+        known = [*declared(request), *(n for panel in panels for n in declared(panel.options))]
+        raise TypeError(f"{name}: there is no such option; {near_miss(name, known)}{left_out()}")
 
 
 class CallablePackage(ModuleType):

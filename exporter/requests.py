@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from ..common.option import Request, at_least, option, refuse_changed
 from ..common.text import near_miss
@@ -46,6 +46,8 @@ FEED = "Inputs: an .npz, a folder of .npy, shards (.tar, .parquet) or package.mo
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest(Request):
     """How a model is read."""
+
+    offered: ClassVar[frozenset[str]] = frozenset({"load"})
 
     family: str | None = option(
         None,
@@ -92,6 +94,8 @@ class LoadRequest(Request):
 class InspectRequest(LoadRequest):
     """What is asked about a model."""
 
+    offered: ClassVar[frozenset[str]] = frozenset({"load", "inspect"})
+
     data: Feed | None = option(
         None,
         FEED,
@@ -103,37 +107,15 @@ class InspectRequest(LoadRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterRequest(Request):
-    """A Ray cluster, and which of its nodes."""
-
-    ray: str | None = option(
-        None,
-        "Run on a Ray cluster: its address, auto (this machine's cluster) or local (a new one).",
-        unset="no cluster",
-        heading="Cluster",
-        metavar="ADDRESS",
-    )
-    on: str | None = option(
-        None,
-        "The Ray resource of the nodes to use: accelerator_type:L4.",
-        unset="CPU",
-        metavar="RESOURCE",
-    )
-
-    def check_cluster(self) -> None:
-        """Raises `UsageError` for nodes of no cluster."""
-        if self.on is not None and self.ray is None:
-            raise UsageError(f"--on {self.on}: there is no cluster", hint="name one with --ray")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateRequest(ClusterRequest):
+class CalibrateRequest(Request):
     """How the ranges of a model's tensors are found.
 
     `batch` is how many inputs the observing graph runs at once, whatever the feed's own batches: it
     costs memory and saves time, and changes a range by no more than the rounding of the model's own
     arithmetic.
     """
+
+    offered: ClassVar[frozenset[str]] = frozenset({"calibrate"})
 
     k: K = option("n", "Experts to compute, as in export, but not input.", heading="Ranges")
     method: Method = option("percentile", "How to choose the ranges.")
@@ -209,6 +191,8 @@ class SensitivityRequest(Request):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest(Request):
     """What graphs are written of a model, how they are checked, and what is compiled of them."""
+
+    offered: ClassVar[frozenset[str]] = frozenset({"export"})
 
     k: K = option(
         "n",
@@ -397,6 +381,8 @@ class VerifyRequest(Request):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest(Request):
     """Who runs a graph of a bundle, and how."""
+
+    offered: ClassVar[frozenset[str]] = frozenset({"run"})
 
     k: int | None = option(None, "Experts to compute, if k is an input of the graph.", unset="none")
     graph: str | None = option(

@@ -208,5 +208,6 @@ def test_every_option_of_export_is_a_parameter_of_the_python_call() -> None:
     options = ours - loading - building - saying - ELSEWHERE.keys()
     keywords = parameters("export").keys() - {"destination", "progress"}
     assert options <= keywords
-    assert keywords - options == {"keep_floating"}  # a list of layers, which a search finds
+    # A list of layers, which a search finds; and what plugins add.
+    assert keywords - options == {"keep_floating", "of_plugins"}
     assert loading <= parameters("load").keys()

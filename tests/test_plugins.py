@@ -22,7 +22,7 @@ from moexport.tests.test_structure import ROOT, graph, module_files
 
 BELOW: dict[str, set[str]] = {
     "cluster": {"tune"},
-    "demo": {"token_routed", "text", "tune"},
+    "demo": {"service", "token_routed", "text", "tune"},
     "jax": set(),
     "openvino": set(),
     "own_layers": {"token_routed"},
@@ -269,9 +269,9 @@ def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
         cwd=tmp_path,
         env={**os.environ, "MOEXPORT_PLUGINS": "off"},
     )
-    assert done.returncode == 1
-    assert "nothing that is installed is called 'ray'" in done.stderr
-    assert "MOEXPORT_PLUGINS=off" in done.stderr
+    assert done.returncode == 2
+    assert "No such option: --ray" in done.stderr
+    assert "MOEXPORT_PLUGINS=off leaves out plugins" in done.stderr
 
 
 def test_two_plugins_of_one_name_are_an_error_that_names_both(tmp_path: Path) -> None:
@@ -294,15 +294,15 @@ def twice(number: int) -> None:
 
 
 def outcome_of(
-    words: tuple[str, ...], folder: Path, name: str, module: str
+    words: tuple[str, ...], folder: Path, name: str, module: str, door: str = "commands"
 ) -> subprocess.CompletedProcess[str]:
-    """What a command prints beside somebody else's package, which brings another."""
+    """What a command prints beside somebody else's package, which has a record for a door."""
     (folder / "theirs.py").write_text(module)
     info = folder / "theirs-1.5.dist-info"
     info.mkdir(exist_ok=True)
     about = "Metadata-Version: 2.1\nName: theirs\nVersion: 1.5\nSummary: Twice a number.\n"
     (info / "METADATA").write_text(about)
-    (info / "entry_points.txt").write_text(f"[moexport.commands]\n{name} = theirs:MINE\n")
+    (info / "entry_points.txt").write_text(f"[moexport.{door}]\n{name} = theirs:MINE\n")
     paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
     return subprocess.run(
         [sys.executable, "-m", "moexport", *words],
@@ -311,6 +311,36 @@ def outcome_of(
         check=False,
         env={**os.environ, "PYTHONPATH": paths},
     )
+
+
+OPTIONS = """
+from dataclasses import dataclass
+from moexport.common.option import Panel, option
+API = 1
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    {field}: int | None = option(None, "Their own.", unset="none")
+
+MINE = Panel("mine", "Theirs", ("build-engines", "calibrate"), Options)
+"""
+
+
+@pytest.mark.parametrize(
+    ("field", "owners"),
+    [("depth", ()), ("ray", ("moexport's plugin 'cluster'", "theirs 1.5")),
+     ("percentile", ("moexport itself", "theirs 1.5"))],
+)  # fmt: skip
+def test_options_of_plugins_have_a_panel_and_one_that_two_claim_names_both(
+    field: str, owners: Sequence[str], tmp_path: Path
+) -> None:
+    module = OPTIONS.format(field=field)
+    done = outcome_of(("calibrate", "--help"), tmp_path, "mine", module, "options")
+    if owners:
+        assert done.returncode == 1
+        assert f"--{field} comes from {' and from '.join(owners)}" in done.stderr
+    else:
+        assert "Theirs:\n  --depth <int>  Their own." in done.stdout
 
 
 def test_a_command_of_somebody_else_is_listed_by_the_package_s_own_words_and_runs(

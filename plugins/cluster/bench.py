@@ -31,7 +31,7 @@ from ...bench.run import analysed, sweep
 from ...bench.runners.base import Runner
 from ...bench.runners.models import loaders
 from ...bench.runners.pytorch import CUDA, without_tf32
-from ...bench.studies import check_studies
+from ...bench.studies import asked, check_studies
 from ...calibration.shards import shards_of
 from ...common.console import Silent
 from ...common.environment import PACKAGES, versions
@@ -150,8 +150,9 @@ def _what(cells: Sequence[Cells]) -> dict[str, Any]:
 def _check(cells: Sequence[Cells]) -> None:
     request = cells[0].request
     check_studies(request)
-    if request.scenario:
-        raise UsageError("--scenario with --ray: services are measured on one machine")
+    for study in asked(request):
+        if not study.on_nodes:
+            raise UsageError(f"--ray: the study '{study.name}' is measured on one machine")
     if request.data is not None and not isinstance(request.data, str | Path):
         raise UsageError("data in memory: nodes read data by a path, URL or package.module:name")
     listed = [model for one in cells for model in one.models]
@@ -239,7 +240,7 @@ class _Sweep:
     def _analyses(self) -> dict[str, Any]:
         """What was asked about experts and subgroups: that of each model, in their order."""
         request = self.cells[0].request
-        if not request.analysis and request.group_by is None:
+        if not asked(request):
             return {}
         tasks = {
             (one.models[0], None): Task(f"{one.models[0]}, analyses", analyse_cells, (one,))
@@ -336,8 +337,8 @@ def time_cells(
 
 
 def _plain(request: BenchRequest) -> BenchRequest:
-    """The same without analyses, which are tasks of their own."""
-    return replace(request, analysis="", group_by=None, max_subsets=None)
+    """The same without options of plugins: studies are tasks of their own."""
+    return replace(request, further=())
 
 
 def _opened(cells: Cells) -> list[Model | Bundle]:

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...bench.executors import Executor
+from ...common.console import Silent
+from ...common.option import Request
 from ...errors import UsageError
 from ...exporter.requests import AnyPath, CalibrateRequest, LoadRequest
+from .request import ClusterOptions
 
 if TYPE_CHECKING:
     from ...bench.request import BenchRequest
@@ -28,9 +31,10 @@ def _everywhere(where: Any) -> Any:
 def _calibrate(model: object, data: object, request: CalibrateRequest) -> CalibrationTable:
     from .calibrate import CalibrationSource, calibrate_on_ray
 
+    options = request.asked(ClusterOptions)
     if not isinstance(model, str | Path) or not isinstance(data, str | Path):
         raise UsageError(
-            f"--ray {request.ray}: nodes read model and data themselves, and one of them is "
+            f"--ray {options.ray}: nodes read model and data themselves, and one of them is "
             "no path or URL",
             hint="name both",
         )
@@ -43,12 +47,12 @@ def _calibrate(model: object, data: object, request: CalibrateRequest) -> Calibr
             weights=_everywhere(request.loading.weights),
         ),
         data=str(_everywhere(data)),
-        options=replace(request, progress=None, loading=LoadRequest()),
+        options=replace(request, progress=None, further=(), loading=LoadRequest()),
     )
     return calibrate_on_ray(
         source,
-        address=str(request.ray),
-        on=request.on or "CPU",
+        address=str(options.ray),
+        on=options.kind,
         out=None if request.out is None else Path(request.out),
         force=request.force,
         progress=request.progress,
@@ -63,7 +67,8 @@ def _bench(models: Sequence[AnyPath], request: BenchRequest) -> dict[str, Result
     from .bench import sweep_on_ray
     from .kinds import folder_of, write_kinds
 
-    kinds, place, before = request.kinds, request.folder, request.before
+    options = request.asked(ClusterOptions)
+    kinds, place, before = options.kinds, request.folder, request.before
 
     def keep(kind: str, results: Results) -> None:
         if place is not None:
@@ -80,7 +85,7 @@ def _bench(models: Sequence[AnyPath], request: BenchRequest) -> dict[str, Result
             config=_everywhere(request.config),
             weights=_everywhere(request.weights),
         ),
-        address=request.ray or "auto",
+        address=options.ray or "auto",
         on=kinds,
         keep=keep,
     )
@@ -89,18 +94,21 @@ def _bench(models: Sequence[AnyPath], request: BenchRequest) -> dict[str, Result
     return results_by_kind
 
 
-def _shown(reports: Mapping[str, Results], output: Path, kinds: Sequence[str]) -> str:
+def _shown(reports: Mapping[str, Results], output: Path, request: BenchRequest) -> str:
     from .kinds import folder_of, kinds_text
 
+    kinds = request.asked(ClusterOptions).kinds
     folders = {kind: output / folder_of(kind) if len(kinds) > 1 else output for kind in reports}
     pages = [f"report: {folder / 'report.html'}" for folder in folders.values()]
     return "\n".join([kinds_text(reports), "", *pages])
 
 
-def _earlier(*arguments: Any, **named: Any) -> Mapping[str, Results]:
+def _earlier(
+    folder: Path, compare: Path | None, request: BenchRequest, *, wanted: bool
+) -> Mapping[str, Results]:
     from .kinds import earlier_kinds
 
-    return earlier_kinds(*arguments, **named)
+    return earlier_kinds(folder, compare, request.asked(ClusterOptions).kinds, wanted=wanted)
 
 
 def _compared(
@@ -111,10 +119,18 @@ def _compared(
     return compare_kinds(before, now, share)
 
 
-def _evaluating(*arguments: Any) -> Any:
+def _evaluating(request: Request) -> Any:
     from .evaluate import evaluating_on_ray
 
-    return evaluating_on_ray(*arguments)
+    options = request.asked(ClusterOptions)
+    return evaluating_on_ray(str(options.ray), options.kind, request.progress or Silent())
 
 
-RAY = Executor("ray", _calibrate, _bench, _earlier, _shown, _compared, _evaluating)
+def _asked(request: Request) -> bool:
+    options = request.asked(ClusterOptions)
+    if options.on is not None and options.ray is None:
+        raise UsageError(f"--on {options.on}: there is no cluster", hint="name one with --ray")
+    return options.ray is not None
+
+
+RAY = Executor("ray", _asked, _calibrate, _bench, _earlier, _shown, _compared, _evaluating)

@@ -36,6 +36,7 @@ from ...exporter.model import Model
 from ...exporter.options import ExportOptions, PrecisionOptions, parse_k
 from ...exporter.trace import trace
 from ...graphs.targets import Precision, Target
+from ..service.request import ServiceOptions
 from . import digits
 
 THREADS = 1
@@ -272,7 +273,9 @@ def _in_service(candidate: Candidate, group: Group, request: BenchRequest) -> di
     ks = [graph.k for graph in candidate.graphs]
     few = tuple(graph for graph in candidate.graphs if graph.k in (min(ks), max(ks)))
     served = replace(candidate, graphs=few, engines=())
-    asked = replace(request, scenario="server", latency_bound=group.bound, duration=SERVED_S)
+    asked = request.asking(
+        ServiceOptions(scenario="server", latency_bound=group.bound, duration=SERVED_S)
+    )
     study = STUDIES[SERVICE].begin([served], group.data, asked)
     assert study.follow is not None, "services are measured after the rows"
     study.follow(served, {}, Journal(None, {}))

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import get_args
 
 from ...bench.request import BenchRequest
-from ...common.option import parse_seconds, refuse_changed
+from ...common.option import changed, parse_seconds, refuse_changed
 from ...common.text import listed, near_miss
 from ...errors import UsageError
 from .loadgen import Scenario, loadgen
+from .request import ServiceOptions
 from .triton import TritonModel, triton_client
 
 BOUNDS = 10  # of latency, that a run lasts at least
@@ -35,12 +36,12 @@ def settings_of(request: BenchRequest) -> ServiceSettings | None:
 
     Raises `UsageError` for what cannot be meant, and `MissingExtraError` without LoadGen.
     """
-    scenarios = request.scenario
+    options = request.asked(ServiceOptions)
+    scenarios = options.scenario
     names = list(dict.fromkeys(listed(scenarios) if isinstance(scenarios, str) else scenarios))
     bounds = ("latency_bound", "offered_rate")
-    own = (*bounds, "max_delay", "duration", "library", "price_per_hour", "triton")
     if not names:
-        refuse_changed(request, own, ": no scenario is run (--scenario)")
+        refuse_changed(options, changed(options), ": no scenario is run (--scenario)")
         return None
     known = get_args(Scenario)
     for name in names:
@@ -50,29 +51,29 @@ def settings_of(request: BenchRequest) -> ServiceSettings | None:
             f"--scenario {name}: there is no such scenario", hint=near_miss(name, known)
         )
     if "server" not in names:
-        refuse_changed(request, bounds, ": is for --scenario server alone")
-    elif request.latency_bound is None:
+        refuse_changed(options, bounds, ": is for --scenario server alone")
+    elif options.latency_bound is None:
         raise UsageError(
             "--scenario server: there is no bound of latency",
             hint="for example --latency-bound 50ms",
         )
     for option, value in (
-        ("--offered-rate", request.offered_rate),
-        ("--price-per-hour", request.price_per_hour),
+        ("--offered-rate", options.offered_rate),
+        ("--price-per-hour", options.price_per_hour),
     ):
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{option} {value:g}: must be more than 0")
-    bound, delay = request.latency_bound, request.max_delay
-    duration_s = parse_seconds(request.duration, "--duration", "s")
+    bound, delay = options.latency_bound, options.max_delay
+    duration_s = parse_seconds(options.duration, "--duration", "s")
     bound_s = None if bound is None else parse_seconds(bound, "--latency-bound", "ms")
     if bound_s is not None and duration_s < BOUNDS * bound_s:
         # Requests that come too fast for the system have to pile up before the run ends.
         raise UsageError(
-            f"--duration {request.duration}: too short to tell what keeps {bound}",
+            f"--duration {options.duration}: too short to tell what keeps {bound}",
             hint=f"--duration {BOUNDS * bound_s:g}s at least",
         )
     loadgen()
-    triton = None if request.triton is None else TritonModel.parse(request.triton)
+    triton = None if options.triton is None else TritonModel.parse(options.triton)
     if triton is not None:
         triton_client()
     return ServiceSettings(
@@ -80,8 +81,8 @@ def settings_of(request: BenchRequest) -> ServiceSettings | None:
         duration_s=duration_s,
         max_delay_s=0.0 if delay is None else parse_seconds(delay, "--max-delay", "ms"),
         bound_s=bound_s,
-        rate=request.offered_rate,
-        library=request.library,
-        price_per_hour=request.price_per_hour,
+        rate=options.offered_rate,
+        library=options.library,
+        price_per_hour=options.price_per_hour,
         triton=triton,
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...bench.studies import BRINGS, Study, StudyRun
+from ...bench.studies import Study, StudyRun
+from ...common.option import changed
+from .request import ServiceOptions
 
 if TYPE_CHECKING:
     from ...bench.data import Labelled
@@ -33,4 +35,8 @@ def _begin(candidates: Sequence[Candidate], data: Labelled, request: BenchReques
     return StudyRun(lambda: as_analyses(service.findings)[SERVICE], service.serve)
 
 
-STUDY = Study("service", BRINGS["service"], _check, _begin)
+def _asked(request: BenchRequest) -> bool:
+    return bool(changed(request.asked(ServiceOptions)))
+
+
+STUDY = Study("service", _asked, _check, _begin, on_nodes=False)

@@ -1,12 +1,37 @@
-"""What is asked of a specialisation. Importing this loads nothing."""
+"""What is asked of experts: options of `bench`, and of `specialise`. Importing loads nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...common.option import Request, option
+from ...common.option import Panel, Request, option
 from ...errors import UsageError
+
+API = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """What a benchmark finds out about experts and subgroups."""
+
+    analysis: str = option(
+        "",
+        "Analyse the experts, a list: retention, random, subsets, shares, or all; needs labels.",
+        unset="none",
+    )
+    max_subsets: int | None = option(
+        None, "Try at most this many sets of experts in an analysis.", unset="all", min=1
+    )
+    group_by: str | None = option(
+        None,
+        "Compare subgroups: an array of the .npz with the labels.",
+        unset="none",
+        metavar="ARRAY",
+    )
+
+
+PANEL = Panel("studies", "Experts", ("bench",), StudyOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

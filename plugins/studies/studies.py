@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ...bench.studies import Study, StudyRun
 from ...common.console import Silent
 from ...errors import UsageError
+from .request import StudyOptions
 
 if TYPE_CHECKING:
     from ...bench.data import Labelled
@@ -26,8 +27,9 @@ def _wanted(request: BenchRequest) -> Wanted:
     """Which analyses of experts are asked for; `UsageError` for what are none."""
     from .experts import Wanted, parse_analyses
 
-    most = request.max_subsets
-    names = parse_analyses(request.analysis) if request.analysis else ()
+    options = request.asked(StudyOptions)
+    most = options.max_subsets
+    names = parse_analyses(options.analysis) if options.analysis else ()
     if most is not None and "subsets" not in names:
         raise UsageError(
             f"--max-subsets {most}: no subsets are tried", hint="add --analysis subsets"
@@ -64,7 +66,7 @@ def _begin_subgroups(
     from ...bench.data import load_groups
     from .subgroups import compared
 
-    name = request.group_by or ""
+    name = request.asked(StudyOptions).group_by or ""
     if not isinstance(request.data, str | Path):
         raise UsageError(
             f"--group-by {name}: names an array of a file, and the data are none",
@@ -78,5 +80,14 @@ def _begin_subgroups(
     return StudyRun(lambda: found)
 
 
-EXPERTS = Study("experts", ("analysis", "max_subsets"), _check_experts, _begin_experts)
-SUBGROUPS = Study("subgroups", ("group_by",), _check_subgroups, _begin_subgroups)
+def _asks_of_experts(request: BenchRequest) -> bool:
+    options = request.asked(StudyOptions)
+    return bool(options.analysis) or options.max_subsets is not None
+
+
+def _asks_of_subgroups(request: BenchRequest) -> bool:
+    return request.asked(StudyOptions).group_by is not None
+
+
+EXPERTS = Study("experts", _asks_of_experts, _check_experts, _begin_experts)
+SUBGROUPS = Study("subgroups", _asks_of_subgroups, _check_subgroups, _begin_subgroups)

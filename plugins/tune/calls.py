@@ -44,8 +44,7 @@ def tune_as(
     """
     started = monotonic()  # to import PyTorch takes its part of the time
     check_pytorch("tune")
-    from ...bench.executors import EXECUTORS, RAY
-    from ...common.console import Silent
+    from ...bench.executors import executor_of
     from ...common.writing import check_folder
     from ...exporter.bundle.destination import check_destination
     from ...exporter.bundle.runtimes import check_runs
@@ -57,7 +56,8 @@ def tune_as(
     options, force, progress = request.search(), request.force, request.progress
     clock = Clock(options.seconds, started=started)
     check_destination(Path(destination), force=force)
-    if request.ray is None:  # nodes of a cluster look for their own
+    executor = executor_of(request)
+    if executor is None:  # nodes of a cluster look for their own
         for target in options.targets:
             check_runs(target)
     place = None if request.report is None else Path(request.report)
@@ -65,9 +65,7 @@ def tune_as(
         check_folder(place, "--report")
     loaded, labelled = _tune_data(model, data, request)
     with (
-        nullcontext(evaluate_here)
-        if request.ray is None
-        else EXECUTORS[RAY].evaluating(request.ray, request.on or "CPU", progress or Silent())
+        nullcontext(evaluate_here) if executor is None else executor.evaluating(request)
     ) as evaluate:
         tuned = search_and_export(
             loaded,

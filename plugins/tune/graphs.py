@@ -31,6 +31,7 @@ from ...exporter.write import write_graphs
 from ...graphs.targets import TARGETS, Target
 from ..service.findings import ServiceFindings
 from ..service.measure import MOST_IN_LIBRARY, ServiceMeasurement
+from ..service.request import ServiceOptions
 from ..service.settings import BOUNDS, settings_of
 from .accuracy.holdout import batch_size, in_batches, rows_of
 from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, protocol_for, spin_for
@@ -247,11 +248,14 @@ class Graphs:
         assert bound_ms is not None, "a request for a scenario has a bound"
         reference = BenchRequest(
             batch=(job.options.batch.opt, job.whole_batch or job.options.batch.max),
-            scenario=request.scenario or "",
-            latency_bound=f"{bound_ms}ms",
-            duration=max(LEAST_SERVED_S, 2 * BOUNDS * bound_ms / 1e3),
             out=folder,
             progress=self.progress,
+        ).asking(
+            ServiceOptions(
+                scenario=request.scenario or "",
+                latency_bound=f"{bound_ms}ms",
+                duration=max(LEAST_SERVED_S, 2 * BOUNDS * bound_ms / 1e3),
+            )
         )
         settings = settings_of(reference)
         assert settings is not None, "it names a scenario"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ...common.option import (
     Mistake,
+    Request,
     option,
     parse_seconds,
     parse_share,
@@ -16,7 +17,7 @@ from ...common.option import (
 )
 from ...common.text import listed, near_miss
 from ...errors import UsageError
-from ...exporter.requests import SIZES, AnyPath, ClusterRequest
+from ...exporter.requests import SIZES, AnyPath
 from ...graphs.targets import ENGINES, TARGETS, Precision, Target
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneRequest(ClusterRequest):
+class TuneRequest(Request):
     """What is required of a bundle, what is searched for it, and how."""
+
+    offered: ClassVar[frozenset[str]] = frozenset({"tune"})
 
     keep: str | float | None = option(
         None,
@@ -113,7 +116,6 @@ class TuneRequest(ClusterRequest):
         """Returns the bounds and means, parsed; `UsageError` for what cannot be meant."""
         from ...exporter.inputs import parse_range
 
-        self.check_cluster()
         latency, most = self.max_latency, self.max_bytes
         alone = latency is None and most is None
         keep = DEFAULT_KEEP if alone or self.scenario is not None else None

@@ -16,11 +16,15 @@ from moexport.bench.report.sections import all_sections, contents
 from moexport.bench.report.text import rows_table, to_markdown
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, from_json, to_json
-from moexport.bench.studies import BRINGS, STUDIES, asked
+from moexport.bench.studies import STUDIES, asked
+from moexport.common.option import requested
 
 THEIRS = """
 from moexport.bench.report.content import ReportSection, SectionContent, TableContent
+from dataclasses import dataclass
 from moexport.bench.studies import Study, StudyRun
+from moexport.common.option import option
+from moexport.common.option import Panel
 
 API = 1
 
@@ -34,7 +38,15 @@ def content(results):
     return SectionContent(tables=(TableContent("", ("Answer",), groups),))
 
 
-STUDY = Study("mine", ("analysis",), lambda request, listed: None, begin)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    answer: bool = option(False, "Find the answer.")
+
+
+PANEL = Panel("mine", "Mine", ("bench",), Options)
+STUDY = Study(
+    "mine", lambda request: request.asked(Options).answer, lambda request, listed: None, begin
+)
 SECTION = ReportSection(
     name="mine",
     title="Mine",
@@ -49,23 +61,25 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import numpy as np
-from moexport import MoexportError
 from moexport.bench.data import LabelledData
 from moexport.bench.report.page import payload
 from moexport.bench.report.text import rows_table, to_markdown
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, read, to_json
 from moexport.bench.studies import begun, check_studies
+from moexport.common.option import requested
 
 def refused(**options):
     try:
-        check_studies(BenchRequest(**options))
-    except MoexportError as error:
-        return [error.message, error.hint]
+        check_studies(requested(BenchRequest, options))
+    except TypeError as error:
+        return str(error)
 
 results = read(Path(sys.argv[1]))
 data = LabelledData(np.zeros((1, 1), np.float32), None)
-runs = {} if len(sys.argv) < 3 else begun([], data, BenchRequest(analysis="shares"))
+runs = {}
+if len(sys.argv) > 2:
+    runs = begun([], data, requested(BenchRequest, {"answer": True}))
 shown = Results((), (), analyses={name: run.findings() for name, run in runs.items()
                                   if name == "mine"})
 print(json.dumps({
@@ -104,24 +118,18 @@ def installed(folder: Path, module: str) -> str:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.5\n")
     (info / "entry_points.txt").write_text(
         "[moexport.studies]\nmine = theirs:STUDY\n[moexport.sections]\nmine = theirs:SECTION\n"
+        "[moexport.options]\nmine = theirs:PANEL\n"
     )
     return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
 
 
-def test_without_plugins_an_option_names_the_plugin_that_it_needs(
-    results: Results, tmp_path: Path
-) -> None:
+def test_without_plugins_their_options_are_refused(results: Results, tmp_path: Path) -> None:
     searched = replace(results, analyses={"tuning": {"keep": 0.9}})
     found = outcome(searched, tmp_path, MOEXPORT_PLUGINS="off")
     assert found["none"] is None
-    for (message, hint), option, plugin in zip(
-        found["refused"],
-        ("--analysis", "--scenario", "--group-by"),
-        ("studies", "service", "studies"),
-        strict=True,
-    ):
-        assert message == f"{option} needs moexport's plugin '{plugin}', which is not loaded"
-        assert "MOEXPORT_PLUGINS=off" in hint
+    for refused, option in zip(found["refused"], ("analysis", "scenario", "group_by"), strict=True):
+        assert refused.startswith(f"{option}: there is no such option; ")
+        assert refused.endswith("MOEXPORT_PLUGINS=off leaves out plugins, and what they bring")
     # What a search had found stays in the file, and the report says that it is not shown.
     assert found["kept"] == {"tuning": {"keep": 0.9}}
     assert "Left out: tuning." in found["markdown"]
@@ -156,10 +164,9 @@ def test_findings_that_nothing_shows_stay_and_are_named(results: Results) -> Non
     assert "nobody" in html(again)
 
 
-def test_every_option_of_a_study_is_one_of_bench_and_has_a_plugin() -> None:
-    options = {option for study in STUDIES for option in study.options}
-    assert options == {option for names in BRINGS.values() for option in names}
-    request = BenchRequest(analysis="all", group_by="group", scenario="offline")
+def test_studies_are_asked_for_by_options_of_plugins() -> None:
+    options = {"analysis": "all", "group_by": "group", "scenario": "offline"}
+    request = requested(BenchRequest, options)
     assert [study.name for study in asked(request)] == ["experts", "service", "subgroups"]
     assert asked(BenchRequest(k="4", samples=3)) == []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from moexport.plugins.service.findings import (
 )
 from moexport.plugins.service.measure import layouts_of, service_of
 from moexport.plugins.service.report import answers, service_points
+from moexport.plugins.service.request import ServiceOptions
 from moexport.plugins.service.settings import settings_of
 from moexport.tests.bench.loaders import Made
 from moexport.tests.recorded import DATA
@@ -44,7 +45,17 @@ WEIGHTS = DATA / "soft_moe_lucidrains" / "weights.pt"
 QUICK = BenchRequest(
     k="2", engine="onnxruntime", batch="1,4", round_s=0.0, memory=False, parts=False, limits=False
 )
-SERVED = replace(
+SERVICE = {field.name for field in fields(ServiceOptions)}
+
+
+def asking(request: BenchRequest, **options: Any) -> BenchRequest:
+    """The request with other options, those of services among them."""
+    service = {name: options.pop(name) for name in [*options] if name in SERVICE}
+    of_service = replace(request.asked(ServiceOptions), **service)
+    return replace(request, **options).asking(of_service)
+
+
+SERVED = asking(
     QUICK,
     scenario="server,offline,single-stream,multi-stream",
     latency_bound="50ms",
@@ -119,8 +130,8 @@ def test_a_single_request_is_not_filled_up_to_a_batch_by_what_is_compiled(
         return infer(self, x, output)
 
     monkeypatch.setattr(PyTorch, "infer", seen)
-    request = replace(QUICK, engine="pytorch-compile", batch="4", duration="0.5s")
-    found = bench_as(WEIGHTS, replace(request, k="n", scenario="single-stream"))
+    request = asking(QUICK, engine="pytorch-compile", batch="4", duration="0.5s")
+    found = bench_as(WEIGHTS, asking(request, k="n", scenario="single-stream"))
     services = services_in(found.analyses)
     assert services is not None
     assert [each.reason for each in services.of("single-stream")] == ["", ""]
@@ -154,7 +165,7 @@ def test_each_batch_runs_in_the_graph_that_is_for_its_size(model: Model, tmp_pat
     )
     candidate = Candidate("digits", model, graphs=graphs, engines=())
     data = LabelledData(np.zeros((8, 1, 28, 28), np.float32), None)
-    request = replace(QUICK, batch=(1, 4), scenario="offline", duration="0.1s", out=tmp_path)
+    request = asking(QUICK, batch=(1, 4), scenario="offline", duration="0.1s", out=tmp_path)
     service = service_of(request, data, [candidate])
     assert service is not None
     journal = Journal(tmp_path / "unfinished.jsonl", {})
@@ -193,7 +204,7 @@ def test_a_service_that_fails_says_why_and_the_others_go_on(model: Model) -> Non
     candidate = Candidate("digits", model, graphs=graphs, engines=())
     data = LabelledData(np.zeros((8, 1, 28, 28), np.float32), None)
     service = service_of(
-        replace(QUICK, batch=(4,), scenario="offline", duration="0.1s"), data, [candidate]
+        asking(QUICK, batch=(4,), scenario="offline", duration="0.1s"), data, [candidate]
     )
     assert service is not None
     service.serve(candidate, {}, Journal(None, {}))
@@ -225,26 +236,26 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_run(
     changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
-        settings_of(replace(QUICK, **changes))
+        settings_of(asking(QUICK, **changes))
 
 
 def test_a_library_that_is_larger_than_the_data_is_refused(model: Model) -> None:
     data = LabelledData(np.zeros((8, 1, 28, 28), np.float32), None)
-    request = replace(QUICK, scenario="offline", library=100)
+    request = asking(QUICK, scenario="offline", library=100)
     with pytest.raises(UsageError, match="--library 100: the data have 8 inputs"):
         bench([Candidate("digits", model)], data, request)
 
 
 @pytest.mark.slow
 def test_a_bound_that_nothing_keeps_names_the_nearest() -> None:
-    request = replace(QUICK, scenario="server", latency_bound="1us", duration="0.2s")
+    request = asking(QUICK, scenario="server", latency_bound="1us", duration="0.2s")
     (sentence,) = answers(bench_as(WEIGHTS, request))
     assert re.search(r"no rate keeps p99 ≤ 0.001 ms\. The nearest is .*: [\d.]+ ms\.", sentence)
 
 
 @pytest.mark.slow
 def test_a_rate_that_is_offered_is_not_searched_for(tmp_path: Path) -> None:
-    request = replace(
+    request = asking(
         SERVED, batch="4", scenario="server", offered_rate=50.0, duration="0.5s", out=tmp_path
     )
     found = services_in(bench_as(WEIGHTS, request).analyses)

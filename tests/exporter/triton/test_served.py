@@ -24,8 +24,6 @@ from typing import Any
 import moexport
 import numpy as np
 import pytest
-from moexport.bench.calls import bench_as
-from moexport.bench.request import BenchRequest
 from moexport.errors import EngineError, UsageError
 from moexport.plugins.service.findings import services_in
 from moexport.tests.recorded import read_case
@@ -234,7 +232,8 @@ def test_the_server_stands_beside_the_same_bundle_in_this_process(
     address: str, bundles: dict[str, moexport.Bundle], tmp_path: Path
 ) -> None:
     pytest.importorskip("mlperf_loadgen", reason="LoadGen is not installed")
-    request = BenchRequest(
+    results = moexport.bench(
+        bundles["2"].path,
         engine="onnxruntime",
         data=np.repeat(X, 8, axis=0),
         batch="1,8",
@@ -248,7 +247,6 @@ def test_the_server_stands_beside_the_same_bundle_in_this_process(
         round_s=0.01,
         out=tmp_path,
     )
-    results = bench_as(bundles["2"].path, request)
     found = services_in(results.analyses)
     assert found is not None
     for scenario in ("server", "offline"):
@@ -277,15 +275,15 @@ def test_a_server_that_cannot_be_asked_is_refused_before_anything_is_measured(
     bundles: dict[str, moexport.Bundle],
     tmp_path: Path,
 ) -> None:
-    request = BenchRequest(
-        engine="onnxruntime",
-        data=X,
-        scenario="offline",
-        triton=triton.format(address=address),
-        out=tmp_path / "out",
-    )
     with pytest.raises((EngineError, UsageError), match=said):
-        bench_as(bundles["2"].path, request)
+        moexport.bench(
+            bundles["2"].path,
+            engine="onnxruntime",
+            data=X,
+            scenario="offline",
+            triton=triton.format(address=address),
+            out=tmp_path / "out",
+        )
     assert not (tmp_path / "out" / "results.json").exists()
 
 
