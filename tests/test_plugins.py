@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from graphlib import TopologicalSorter
 from importlib.metadata import entry_points
 from pathlib import Path
