@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import shutil
 import signal
 from collections.abc import Iterator
@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from moexport.plugins.tune import budget
-from moexport.plugins.tune.substitutes import distill
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, SOFT_MOE, VIT_SETS, RecordedCase, read_case
 from moexport.tests.traces import traced_once
@@ -40,17 +38,19 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def substitutes_trained_briefly() -> Iterator[None]:
-    """Searches train substitutes in fewer steps: what the training does is tested by itself."""
+def searches_are_brief() -> Iterator[None]:
+    """Searches train substitutes in fewer steps, and time short graphs in as few rounds as long.
+
+    What the training does is tested by itself, and no test depends on these times.
+    """
+    if importlib.util.find_spec("moexport.plugins") is None:  # the core by itself
+        yield
+        return
+    from moexport.plugins.tune import budget
+    from moexport.plugins.tune.substitutes import distill
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill, "STEPS", 200)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def graphs_timed_briefly() -> Iterator[None]:
-    """Searches time short graphs in as few rounds as long ones: no test depends on these times."""
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "MORE_QUICK", budget.QUICK.rounds)
         patch.setattr(budget, "MORE_CAREFUL", budget.QUICK.rounds)
         yield
