@@ -16,9 +16,10 @@ from moexport.exporter.session import Session, SessionOptions, described
 from moexport.graphs.builder import Builder
 from moexport.graphs.layers.stored import Layer
 from moexport.graphs.lowerings.base import FurtherLowering, Lowering
-from moexport.graphs.lowerings.cost import Machine, Work
+from moexport.graphs.lowerings.cost import Work
 from moexport.graphs.lowerings.experts import expert_rows, one_expert
 from moexport.graphs.routing import combine_outputs, masked_slots, route
+from moexport.graphs.targets import Machine
 from onnx.reference import ReferenceEvaluator
 
 API = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.registry import Registry
-from ...graphs.targets import ENGINES, TARGETS, Precision, Target, TargetRecord, runtime_of
+from ...graphs.targets import TARGETS, Precision, Target, TargetRecord, runtime_of
 from ..session import Session, SessionOptions, check_provider
 from .manifest import Check, Manifest
 
@@ -45,7 +45,8 @@ class RuntimeRecord:
     compared, and `check_graphs` where a bundle holds no graphs of this runtime.
     `state` says what is installed, or raises `MissingExtraError`. `advice` returns a line where
     this runtime is predicted to be faster than that of a target, for a precision and so many bytes
-    of weights.
+    of weights. `program` returns the lines of Python that run a file of its own on feeds in braces
+    and give an output, without moexport.
     """
 
     name: str
@@ -59,6 +60,7 @@ class RuntimeRecord:
     check_computes: Callable[[Precision, Target], None] = lambda *_: None
     check_graphs: Callable[[Manifest, Path], None] = lambda *_: None
     advice: Callable[[str, str, int], str | None] = lambda *_: None
+    program: Callable[[str, str, str], str] | None = None
 
 
 RUNTIMES = Registry(
@@ -110,7 +112,7 @@ def with_engines(
     directory: Path, manifest: Manifest, engine: EngineOptions | bool | None, progress: Progress
 ) -> Manifest:
     """Returns a new bundle's manifest with the engines of its target, built into its folder."""
-    if manifest.target not in ENGINES or engine is False:
+    if not TARGETS[manifest.target].compiled or engine is False:
         return manifest
     from ..tensorrt.engines import build_for_export
 

@@ -26,7 +26,6 @@ from moexport.exporter.options import parse_k, resolve_k
 from moexport.exporter.tensorrt.backends import BACKENDS
 from moexport.exporter.tensorrt.cache import engine_key
 from moexport.graphs.lowerings import KINDS as KINDS_OF_LAYER
-from moexport.graphs.lowerings.cost import MACHINES
 from moexport.graphs.targets import TARGETS
 from moexport.plugins.tune.space import Point
 from moexport.tests.exporter.families.test_vmoe_routed import loaded as routed_model
@@ -101,11 +100,11 @@ def _default(value: Any) -> str:
 def orders() -> dict[str, Any]:
     return {
         "families": all_names(),
-        "targets": list(TARGETS),
+        "targets": list(TARGETS.names),
         "lowerings": [
             f"{kind.name} {record.name}" for kind in KINDS_OF_LAYER for record in kind.lowerings
         ],
-        "machines": list(MACHINES),
+        "machines": list(dict.fromkeys(record.machine.name for record in TARGETS)),
         "backends": list(BACKENDS),
         "engines": list(KINDS),
         "titles": dict(TITLES),
