@@ -44,11 +44,12 @@ Count = Annotated[int, Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that `verify` looked at."""
+    """One thing that `verify` looked at; `hint` is what to do where the bundle is not to blame."""
 
     name: str
     passed: bool
     detail: str
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,9 +310,9 @@ class Manifest:
         manifest = from_data(Manifest, content, what, error=BundleError)
         if manifest.target not in TARGETS:
             raise BundleError(
-                f"{path}: target is {manifest.target!r}, and nothing that is installed has it",
-                hint="install the plugin that it came with; there is "
-                f"{', '.join(TARGETS.names)}{left_out()}",
+                f"{path}: target is {manifest.target!r}, which nothing that is installed brings",
+                hint="install the plugin that runs it, or the version of moexport that wrote it; "
+                f"there is {', '.join(TARGETS.names)}{left_out()}",
             )
         for problem in manifest._problems():
             raise BundleError(f"{what}: {problem}")

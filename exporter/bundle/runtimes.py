@@ -29,6 +29,11 @@ def _onnxruntime_options(
     return SessionOptions(provider=record.provider, threads=threads, spin_ms=spin_ms)
 
 
+def _options(record: TargetRecord, threads: int | None, spin_ms: float | None) -> SessionOptions:
+    del spin_ms
+    return SessionOptions(runtime=record.runtime, threads=threads)
+
+
 def _has_provider(record: TargetRecord) -> None:
     if record.provider is not None:  # of engines another check tells
         check_provider(record.provider)
@@ -52,9 +57,7 @@ class RuntimeRecord:
     name: str
     title: str
     open: Callable[[Path | str, SessionOptions | None], Session]
-    options: Callable[[TargetRecord, int | None, float | None], SessionOptions] = lambda *_: (
-        SessionOptions()
-    )
+    options: Callable[[TargetRecord, int | None, float | None], SessionOptions] = _options
     check_runs: Callable[[TargetRecord], None] = lambda *_: None
     state: Callable[[], str] = lambda: ""
     check_computes: Callable[[Precision, Target], None] = lambda *_: None

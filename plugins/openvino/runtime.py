@@ -26,11 +26,6 @@ def _open(path: Path | str, options: SessionOptions | None) -> OpenVinoSession:
     return OpenVinoSession(path, options)
 
 
-def _options(record: TargetRecord, threads: int | None, spin_ms: float | None) -> SessionOptions:
-    del record, spin_ms
-    return SessionOptions(runtime=OPENVINO, threads=threads)
-
-
 def _check_runs(record: TargetRecord) -> None:
     del record
     check_device("cpu")
@@ -55,7 +50,6 @@ RUNTIME = RuntimeRecord(
     name=OPENVINO,
     title="OpenVINO",
     open=_open,
-    options=_options,
     check_runs=_check_runs,
     state=_state,
     check_computes=check_computes,
