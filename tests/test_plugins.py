@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import moexport
+import numpy as np
 import pytest
 from moexport.cli import COMMANDS
 from moexport.tests.recorded import DATA
@@ -319,15 +320,21 @@ def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
         (("verify", "out"), "manifest.json: target is 'openvino', which nothing that is installed"),
         (("run", "out", "-i", "x.npz", "-o", "y.npz"), "hint: install the plugin that runs it"),
         (("build", "out"), "MOEXPORT_PLUGINS=off leaves out plugins"),
+        (
+            ("run", "onnx", "-i", "x.npz", "-o", "y.npz", "--engine", "openvino"),
+            "openvino: nothing that is installed runs graphs under that name",
+        ),
     ],
 )
 def test_a_target_whose_plugin_is_left_out_is_refused_in_words(
     words: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     weights = DATA / "soft_moe_lucidrains" / "weights.pt"
-    moexport.export(
-        moexport.load(weights), tmp_path / "out", target="openvino", lowering="dense", verify=False
-    )
+    model = moexport.load(weights)
+    plain: dict[str, Any] = {"lowering": "dense", "verify": False}
+    moexport.export(model, tmp_path / "out", target="openvino", **plain)
+    moexport.export(model, tmp_path / "onnx", **plain)
+    np.savez(tmp_path / "x.npz", input=np.zeros((1, 4, model.inputs[0].shape[-1]), np.float32))
     (tmp_path / "w.pt").write_bytes(weights.read_bytes())
     done = subprocess.run(
         [sys.executable, "-m", "moexport", *words],
