@@ -233,7 +233,7 @@ def verify(
         verbosity.console().note(f"not of the bundle, and not checked: {', '.join(others[:6])}")
     passed = all(check.passed for check in checks)
     if as_json:
-        show(json_text({"passed": passed, "checks": [asdict(check) for check in checks]}))
+        show(json_text({"passed": passed, "checks": [told(check) for check in checks]}))
     if not passed:
         from ..common.locations import url_of
 
@@ -241,8 +241,13 @@ def verify(
         first = f"{failed[0].name}: {failed[0].detail}"
         raise CheckError(
             f"{url_of(bundle) or bundle}: {len(failed)} of {len(checks)} checks failed; {first}",
-            hint="export the bundle again, or copy it again",
+            hint=failed[0].hint or "export the bundle again, or copy it again",
         )
+
+
+def told(check: Check) -> dict[str, Any]:
+    """A check as JSON, with a hint where it has one."""
+    return {name: value for name, value in asdict(check).items() if value is not None}
 
 
 def check_text(check: Check) -> str:

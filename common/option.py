@@ -53,7 +53,7 @@ class Declared:
     `words` are its meaning, or return it where it comes from a list that is loaded late. `unset` is
     what None or nothing stands for. A section of the help begins at a `heading`. `shell`
     is what the parser has to know (`kind`, `flag`, `metavar`, `min`, `parser`), None for an option
-    of Python alone. `further` in it returns choices of plugins, beside those of the annotation.
+    of Python alone. `further` in it returns choices beside those of the annotation.
     """
 
     words: str | Callable[[], str]
@@ -137,9 +137,9 @@ def kind_of(request: type[Any], name: str) -> Any:
     kind = vars(sys.modules[owner.__module__]).get(text, vars(builtins).get(text))
     if kind == str | Path:
         return Path
-    if get_origin(kind) is Literal:
-        further = (said.shell or {}).get("further", tuple)
-        return Literal[*dict.fromkeys((*get_args(kind), *further()))]
+    further = (said.shell or {}).get("further")
+    if further is not None or get_origin(kind) is Literal:
+        return Literal[*dict.fromkeys((*get_args(kind), *(further or tuple)()))]
     if isinstance(kind, type):
         return kind
     return str if field.default is None and "str" in text.split(" | ") else type(field.default)

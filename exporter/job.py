@@ -24,7 +24,7 @@ from ..graphs.lowerings.choice import check
 from ..graphs.lowerings.cost import AnyWork, WorkOf
 from ..graphs.names import DOMAIN, PAST, operand_of
 from ..graphs.precision.weights import not_in_blocks
-from ..graphs.targets import ENGINES
+from ..graphs.targets import TARGETS
 from .bundle.destination import check_destination
 from .bundle.runtimes import check_computes, check_engine
 from .bundle.steps import STEPS, Step
@@ -338,7 +338,7 @@ def _mistakes(model: Model, options: ExportOptions) -> Iterator[Mistake]:
             "--quantize all: the model has no linear layers outside its MoE layers",
             "leave --quantize out",
         )
-    engines = options.target in ENGINES
+    engines = TARGETS[options.target].compiled
     if engines and len(model.inputs) > 1:
         yield (
             f"--target {options.target}: engines are built of graphs with one input, and this "

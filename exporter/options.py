@@ -14,6 +14,7 @@ import numpy as np
 
 from ..calibration.table import CALIBRATION_FILE
 from ..common.option import Mistake, declared, refuse, refuse_changed
+from ..common.registry import left_out
 from ..common.text import listed, near_miss
 from ..errors import FeedError, LoweringError, UsageError
 from ..graphs.lowerings import check_name
@@ -27,7 +28,6 @@ from ..graphs.precision.types import (
 )
 from ..graphs.targets import (
     CPU_PROVIDER,
-    ENGINES,
     QDQ,
     TARGETS,
     FloatName,
@@ -147,7 +147,7 @@ class PrecisionOptions:
         """The integers of weights for a target."""
         if self.name == "fp8":
             return EIGHT_BIT_FLOATS
-        if target in ENGINES:
+        if TARGETS[target].compiled:
             return EIGHT_BITS
         if self.weight_bits != WEIGHT_BITS[1]:
             return SEVEN_BITS
@@ -170,14 +170,14 @@ class PrecisionOptions:
         if self.name in TARGETS[target].refused:
             reason, instead = TARGETS[target].refused[self.name]
             yield f"--precision {self.name}", reason, instead
-        if self.integers and target not in ENGINES:
+        if self.integers and not TARGETS[target].compiled:
             if self.rest not in (None, "fp32"):
                 reason = "integer products give FP32 on a CPU"
                 yield f"--rest {self.rest}", reason, "leave --rest out"
             if self.io != "fp32":
                 reason = "the graph around the integer products is FP32"
                 yield f"--io-precision {self.io}", reason, "leave --io-precision out"
-        if self.weight_bits == WEIGHT_BITS[0] and target in ENGINES:
+        if self.weight_bits == WEIGHT_BITS[0] and TARGETS[target].compiled:
             reason = "its INT8 products are exact with all 8 bits"
             yield "--weight-bits 7", reason, "leave --weight-bits out"
         floats = self.float_name(target)
@@ -267,7 +267,7 @@ class ExportOptions:
         if self.target not in TARGETS:
             raise UsageError(
                 f"--target {self.target}: unknown target",
-                hint=near_miss(self.target, TARGETS),
+                hint=near_miss(self.target, TARGETS.names) + left_out(),
             )
         for name in self.lowerings:
             if name not in CHOOSERS:
@@ -309,7 +309,7 @@ class ExportOptions:
                 f"opset {BLOCKED_OPSET} on, and the graph is to have opset {self.opset}",
                 f"leave --opset out: {BLOCKED_OPSET} is taken then; or take --target ort-cpu",
             )
-        if TUNE in self.lowerings and self.target in ENGINES:
+        if TUNE in self.lowerings and TARGETS[self.target].compiled:
             yield (
                 f"--lowering tune for --target {self.target}: it times graphs in ONNX Runtime, and "
                 "this target runs engines",

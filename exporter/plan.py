@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..graphs.fusion.fuse import FUSED_OPSET, fuse, join_products
 from ..graphs.lowerings.choice import LoweringChoice, Span, batch_spans, check, choose
 from ..graphs.lowerings.cost import AnyWork
-from ..graphs.targets import ENGINES, TARGETS
+from ..graphs.targets import TARGETS
 from .bundle.manifest import MAIN_GRAPH, Tuning
 from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 from .job import ExportJob
@@ -105,7 +105,7 @@ class Plan:
         options, retention = self.job.options, self.precision.retention
         notes = _share_notes(self.job)
         notes += options.precision.notes(options.target) if retention is None else retention.notes()
-        by_k = options.target in ENGINES and options.lowerings == (AUTO,)
+        by_k = TARGETS[options.target].compiled and options.lowerings == (AUTO,)
         if by_k and len(self.graphs) > 1:  # as `plan_auto` gives them
             main, dense = self.graphs
             notes += (
@@ -222,11 +222,11 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
     """
     batch, works = job.options.batch, job.works(traced)
     spans: list[Span] = []
-    if job.options.target not in ENGINES and not batch.fixed:
+    if not TARGETS[job.options.target].compiled and not batch.fixed:
         spans = batch_spans([*works.values()], job.options.target, batch.min, batch.max)
     if len(spans) < 2:
         graph = plan_graph(job, traced, AUTO, MAIN_GRAPH)
-        if job.options.target in ENGINES and copies_by_k(graph):
+        if TARGETS[job.options.target].compiled and copies_by_k(graph):
             return graph, _for_large_k(plan_graph(job, traced, DENSE, f"model-{DENSE}.onnx"))
         return (graph,)
     spans.sort(key=lambda span: not span[0] <= batch.opt <= span[1])
@@ -290,7 +290,7 @@ def plan_graph(
     """Returns the plan of one graph: every layer with one lowering, or what is chosen for it."""
     batch = job.options.batch
     # An engine is compiled for OPT, and its profile says so.
-    batches = () if job.options.target in ENGINES else (batch.min, batch.opt, batch.max)
+    batches = () if TARGETS[job.options.target].compiled else (batch.min, batch.opt, batch.max)
 
     def chosen(work: AnyWork) -> LoweringChoice:
         if name == RECIPE:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from ..common.option import Request, at_least, option, refuse_changed
 from ..common.text import near_miss
 from ..errors import UsageError
-from ..graphs.targets import FloatName, Method, Precision, Scope, Target, runtime_names
+from ..graphs.targets import TARGETS, FloatName, Method, Precision, Scope, Target, runtime_names
 
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed
@@ -202,7 +202,9 @@ class ExportRequest(Request):
         heading="Graph",
     )
     target: Target = option(
-        "onnx", "The runtime of the graph; onnx is any of them, in standard ops."
+        "onnx",
+        "The runtime of the graph; onnx is any of them, in standard ops.",
+        further=lambda: TARGETS.names,
     )
     lowering: str = option(
         "auto",

@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import moexport
 import numpy as np
@@ -512,7 +512,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
     built = moexport.build(
         bundle,
         graph=unit.graph,
-        target=cast(Target, unit.runner),
+        target=unit.runner,
         options=options,
     )
     (record,) = (

@@ -23,10 +23,11 @@ from moexport.common.console import Progress
 from moexport.common.onnx_runtime import ort
 from moexport.common.text import markdown
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.runtimes import RUNTIMES
 from moexport.exporter.families.mumoe_gpt2 import GPT2Spec
 from moexport.exporter.families.mumoe_mixer import MixerSpec
 from moexport.exporter.model import Model
-from moexport.graphs.targets import RUNTIME_TITLES, Precision, Runtime, Target
+from moexport.graphs.targets import Precision, Runtime, Target
 from moexport.plugins.demo.mumoe import save, trainable_gpt2, trainable_mixer
 from moexport.plugins.openvino.session import openvino_package
 
@@ -261,7 +262,7 @@ def table(body: Any) -> str:
     for row in body["profiles"]:
         whole = sum(row["kinds"].values())
         shares = (f"{row['kinds'].get(kind, 0) / whole:.0%}" for kind in kinds)
-        named = (row["model"], row["precision"].upper(), RUNTIME_TITLES[row["runtime"]])
+        named = (row["model"], row["precision"].upper(), RUNTIMES[row["runtime"]].title)
         rows.append((*named, str(row["batch"]), f"{row['ms']:.1f}", *shares))
     head = (
         f"Measured on {measured_on(body)}, {body['threads']} threads; a product of large matrices "

@@ -86,7 +86,7 @@ def drawn(seed: int) -> tuple[Draw, Case | dict[str, Any]]:
     else:
         what = chance.choice(cases(family))
         call = what.name
-    targets = [t for t in TARGETS if t != "openvino" or chance.random() < 0.5]
+    targets = [t for t in TARGETS.names if t != "openvino" or chance.random() < 0.5]
     draw = Draw(
         *(seed, family, call, chance.choice(targets), chance.choice(KS)),
         *(chance.choice(PRECISIONS), chance.choice(BATCHES)),

@@ -399,6 +399,13 @@ def test_a_recipe_without_a_lowering_is_refused(tmp_path: Path) -> None:
         read_recipe(path)
 
 
+def test_a_recipe_for_a_target_that_nothing_brings_is_refused(tmp_path: Path) -> None:
+    (path,) = recipes(tmp_path)
+    path.write_text(path.read_text().replace("target: onnx", "target: ort-board", 1))
+    with pytest.raises(UsageError, match="target is 'ort-board', which nothing that is installed"):
+        read_recipe(path)
+
+
 def recipe_read(path: Path) -> None:
     recipe = read_recipe(path)
     recipe.text()

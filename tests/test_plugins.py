@@ -10,12 +10,14 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from graphlib import TopologicalSorter
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import moexport
+import numpy as np
 import pytest
 from moexport.cli import COMMANDS
 from moexport.tests.recorded import DATA
@@ -58,6 +60,39 @@ def test_the_core_names_no_plugin() -> None:
         if re.search(r"\bplugins[./]\w", line)
     ]
     assert named == []
+
+
+STILL_NAMED = {
+    "common/environment.py": 1,
+    "common/versions.py": 1,
+    "exporter/bundle/bundle.py": 6,
+    "exporter/requests.py": 9,
+    "exporter/session.py": 5,
+}
+"""Lines of the core, by file, in which it names OpenVINO: they become fewer."""
+
+
+def test_the_core_names_the_plugin_openvino_nowhere_else() -> None:
+    files = [file for file in module_files() if file.parts[0] not in ("plugins", "__init__.py")]
+    texts = {str(file): (ROOT / file).read_text(encoding="utf-8") for file in files}
+    assert len(files) > 150
+    found = naming("openvino", texts)
+    assert {file: n for file, n in found.items() if n > STILL_NAMED.get(file, 0)} == {}
+
+
+def naming(name: str, texts: Mapping[str, str]) -> dict[str, int]:
+    """How many lines of each text have a name in them."""
+    lines = {file: text.lower().splitlines() for file, text in texts.items()}
+    found = {file: sum(name in line for line in each) for file, each in lines.items()}
+    return {file: number for file, number in found.items() if number}
+
+
+def test_a_target_of_a_plugin_in_the_table_of_the_core_is_found() -> None:
+    texts = {
+        "graphs/targets.py": '_RECORDS = (\n    TargetRecord("openvino", ON_CPU),\n)',
+        "x.py": "",
+    }
+    assert naming("openvino", texts) == {"graphs/targets.py": 1}
 
 
 def test_plugins_import_each_other_one_way() -> None:
@@ -273,6 +308,45 @@ def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "No such option: --ray" in done.stderr
     assert "MOEXPORT_PLUGINS=off leaves out plugins" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("export", "w.pt", "-o", "new", "--target", "openvino"),
+            "'openvino' is not one of 'onnx'",
+        ),
+        (("verify", "out"), "manifest.json: target is 'openvino', which nothing that is installed"),
+        (("run", "out", "-i", "x.npz", "-o", "y.npz"), "hint: install the plugin that runs it"),
+        (("build", "out"), "MOEXPORT_PLUGINS=off leaves out plugins"),
+        (
+            ("run", "onnx", "-i", "x.npz", "-o", "y.npz", "--engine", "openvino"),
+            "openvino: nothing that is installed runs graphs under that name",
+        ),
+    ],
+)
+def test_a_target_whose_plugin_is_left_out_is_refused_in_words(
+    words: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    weights = DATA / "soft_moe_lucidrains" / "weights.pt"
+    model = moexport.load(weights)
+    plain: dict[str, Any] = {"lowering": "dense", "verify": False}
+    moexport.export(model, tmp_path / "out", target="openvino", **plain)
+    moexport.export(model, tmp_path / "onnx", **plain)
+    np.savez(tmp_path / "x.npz", input=np.zeros((1, 4, model.inputs[0].shape[-1]), np.float32))
+    (tmp_path / "w.pt").write_bytes(weights.read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-m", "moexport", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "MOEXPORT_PLUGINS": "off"},
+    )
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert not (tmp_path / "new").exists()
 
 
 def test_two_plugins_of_one_name_are_an_error_that_names_both(tmp_path: Path) -> None:

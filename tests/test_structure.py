@@ -7,10 +7,9 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
-from moexport.graphs.targets import Target
+from moexport.graphs.targets import TARGETS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs", "plugins")
@@ -156,13 +155,13 @@ def test_a_clone_has_its_files_where_names_have_no_case_and_some_are_reserved() 
     assert [str(f) for f in files if any(reserved.fullmatch(part) for part in f.parts)] == []
 
 
-WHOSE = {"runtime", "provider", "device", "backend"}
+WHOSE = {"runtime", "provider", "backend"}
 """What of a target's record is a name, too."""
 
 
 def asks_for_a_name(source: str) -> list[str]:
     """The expressions that compare what a target is called, or name one."""
-    names = get_args(Target)
+    names = TARGETS.names
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and node.value in names:

@@ -1,4 +1,4 @@
-"""A family, a lowering and a runtime of somebody else's."""
+"""A family, a lowering, a runtime and its target of somebody else's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-from moexport.errors import UsageError
 from moexport.exporter.bundle.manifest import GraphFacts
 from moexport.exporter.bundle.runtimes import RuntimeRecord
 from moexport.exporter.families import FAMILIES
@@ -16,9 +15,10 @@ from moexport.exporter.session import Session, SessionOptions, described
 from moexport.graphs.builder import Builder
 from moexport.graphs.layers.stored import Layer
 from moexport.graphs.lowerings.base import FurtherLowering, Lowering
-from moexport.graphs.lowerings.cost import Machine, Work
+from moexport.graphs.lowerings.cost import Work
 from moexport.graphs.lowerings.experts import expert_rows, one_expert
 from moexport.graphs.routing import combine_outputs, masked_slots, route
+from moexport.graphs.targets import ON_CPU, Machine, TargetRecord
 from onnx.reference import ReferenceEvaluator
 
 API = 1
@@ -66,10 +66,8 @@ class ReferenceSession(Session):
 
     def __init__(self, path: Path | str, options: SessionOptions | None = None) -> None:
         self.path, self.options = Path(path), options or SessionOptions()
-        if self.options.threads is not None:
-            raise UsageError("--threads: the reference runs in one", hint="leave it out")
         graph = onnx.load(path)
-        names = [value.name for value in graph.graph.output]
+        names = [*(value.name for value in graph.graph.output), *(self.options.observe or ())]
         self._describe(described(graph), names, GraphFacts.of(graph, self.path.name))
         self._evaluator = ReferenceEvaluator(graph)
 
@@ -87,3 +85,4 @@ class ReferenceSession(Session):
 
 
 RUNTIME = RuntimeRecord("onnx-reference", "ONNX's reference", ReferenceSession)
+TARGET = TargetRecord("reference", ON_CPU, "standard", runtime="onnx-reference")

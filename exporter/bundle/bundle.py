@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.files import known_sha256
+from ...common.registry import left_out
 from ...errors import BundleError, EngineError, UsageError
-from ...graphs.targets import for_cpus, runtime_of
+from ...graphs.targets import TARGETS, for_cpus, runtime_of
 from ..session import PROVIDERS, Session, SessionByBatch, SessionOptions
 from .manifest import Check, GraphRecord, Manifest, external_files, local_bundle
 from .runtimes import RUNTIMES, opened
@@ -177,7 +178,8 @@ class Bundle:
     def engine_record(self, backend: str, graph: str | None = None) -> EngineRecord:
         """Returns what the manifest says of an engine; nothing is loaded.
 
-        Raises `EngineError` where the bundle has none of that backend for the graph.
+        Raises `EngineError` where the bundle has none of that backend for the graph, `UsageError`
+        for a name of no backend, as of a runtime whose plugin is missing.
         """
         from ..tensorrt.records import engines_of  # loaded where an engine is asked for
 
@@ -185,6 +187,11 @@ class Bundle:
         for record in engines_of(self.manifest):
             if record.flavour == backend and record.graph == wanted:
                 return record
+        if backend not in {target.backend for target in TARGETS.own}:
+            raise UsageError(
+                f"{backend}: nothing that is installed runs graphs under that name",
+                hint=f"choose one of: {', '.join(RUNTIMES.names)}{left_out()}",
+            )
         raise EngineError(
             f"{self.path}: holds no {backend} engine of {wanted}",
             hint=f"`moexport build {self.path} --target {backend}` makes one",

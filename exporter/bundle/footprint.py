@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...common.environment import peak_memory_bytes
-from ...graphs.targets import Runtime, for_cpus, runtime_of
+from ...graphs.targets import for_cpus, runtime_of
 from ..session import SessionOptions
 from .manifest import Manifest
 from .parity_record import PARITY_FILE, Reference
@@ -46,8 +46,7 @@ def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
 
 def _main(directory: Path, graph: str, runtime: str, batch: int, k: str) -> None:
     expected = Reference.load(directory / PARITY_FILE)
-    kind: Runtime = "openvino" if runtime == "openvino" else "onnxruntime"
-    session = opened(directory / graph, SessionOptions(runtime=kind))
+    session = opened(directory / graph, SessionOptions(runtime=runtime))
     feeds = expected.feeds(session.input_name, batch)
     for _ in range(CALLS):
         session.run(feeds, next(iter(expected.kept.values())) if k == "input" else None)

@@ -15,6 +15,7 @@ from msgspec import Meta
 from ...common.documents import from_data, read_document, read_json
 from ...common.files import sha256
 from ...common.locations import AnyPlace, holds, local_files
+from ...common.registry import left_out
 from ...common.timing import Latency
 from ...errors import BundleError
 from ...graphs.targets import TARGETS
@@ -43,11 +44,12 @@ Count = Annotated[int, Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that `verify` looked at."""
+    """One thing that `verify` looked at; `hint` is what to do where the bundle is not to blame."""
 
     name: str
     passed: bool
     detail: str
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +308,12 @@ class Manifest:
         what = f"{path}: not a complete manifest"
         content["tuning"] = content.get("tuning") or None
         manifest = from_data(Manifest, content, what, error=BundleError)
+        if manifest.target not in TARGETS:
+            raise BundleError(
+                f"{path}: target is {manifest.target!r}, which nothing that is installed brings",
+                hint="install the plugin that runs it, or the version of moexport that wrote it; "
+                f"there is {', '.join(TARGETS.names)}{left_out()}",
+            )
         for problem in manifest._problems():
             raise BundleError(f"{what}: {problem}")
         return manifest
@@ -322,8 +330,6 @@ class Manifest:
 
     def _problems(self) -> Iterator[str]:
         """What no export writes, though its type is right."""
-        if self.target not in TARGETS:
-            yield f"target is {self.target!r}, which this version does not know"
         for name in self.files:
             if not all(map(is_plain_name, name.split("/"))):
                 yield f"{name!r} is no name of a file in the bundle's folder"

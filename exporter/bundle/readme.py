@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import cast
 
 from ...common.text import markdown, markdown_text, size
 from ...graphs.names import K_INPUT, PRESENT
-from ...graphs.targets import TARGETS, Target, for_cpus
+from ...graphs.targets import for_cpus, runtime_of
 from ..edits import Edits
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
@@ -17,6 +16,7 @@ from ..session import NO_KLEIDIAI
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
 from .parity_record import sized_files
 from .recipe import RECIPE_FILE
+from .runtimes import RUNTIMES
 from .steps import Step
 from .substitutes import SUBSTITUTES_FILE
 
@@ -205,15 +205,10 @@ def _program(manifest: Manifest) -> str:
     ]
     feed = ", ".join(feeds) if len(feeds) < 3 else "\n    " + ",\n    ".join(feeds) + ",\n"
     file, output = manifest.graphs[0].file, manifest.outputs[0].name
-    device = TARGETS[cast(Target, manifest.target)].device
-    if device is not None:  # by itself it computes FP32 in BF16 where a CPU has instructions
-        return (
-            "```python\nimport numpy as np, openvino\n"
-            'settings = {"INFERENCE_PRECISION_HINT": "f32"}  # as the graph is typed\n'
-            f'compiled = openvino.Core().compile_model("{file}", "{device}", settings)\n'
-            f'y = compiled({{{feed}}})["{output}"]\n```'
-        )
-    provider = "CPU" if TARGETS[cast(Target, manifest.target)].on_cpu else "CUDA"
+    program = RUNTIMES[runtime_of(manifest.target)].program
+    if program is not None:
+        return f"```python\n{program(file, feed, output)}\n```"
+    provider = "CPU" if for_cpus(manifest.target) else "CUDA"
     options, arguments = "", "providers="
     if manifest.precision == "int4" and provider == "CPU":
         # On ARM its kernels of integer rows are further off (`session.NO_KLEIDIAI`).

@@ -8,8 +8,9 @@ from typing import Any
 
 from ...common.documents import from_data, read_document
 from ...common.files import sha256
+from ...common.registry import left_out
 from ...errors import UsageError
-from ...graphs.targets import Precision, Scope, Target
+from ...graphs.targets import TARGETS, Precision, Scope, Target
 from ..edits import Edits, KeptExperts, MergedExperts
 
 RECIPE_FILE = "recipe.yaml"
@@ -136,6 +137,12 @@ def read_recipe(path: Path) -> Recipe:
             hint="give the recipe.yaml that `moexport tune` wrote",
         )
     recipe = from_data(Recipe, content, f"--recipe {path}", error=UsageError)
+    if recipe.target not in TARGETS:
+        raise UsageError(
+            f"--recipe {path}: target is {recipe.target!r}, which nothing that is installed brings",
+            hint="install the plugin that runs it; there is "
+            f"{', '.join(TARGETS.names)}{left_out()}",
+        )
     for name, layer in recipe.layers.items():
         if not layer.lowering:
             raise UsageError(f"--recipe {path}: layer {name} has no lowering")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.registry import Registry
-from ...graphs.targets import ENGINES, TARGETS, Precision, Target, TargetRecord, runtime_of
+from ...graphs.targets import TARGETS, Precision, Target, TargetRecord, runtime_of
 from ..session import Session, SessionOptions, check_provider
 from .manifest import Check, Manifest
 
@@ -27,6 +27,11 @@ def _onnxruntime_options(
 ) -> SessionOptions:
     assert record.provider is not None, "graphs of this target run as engines"
     return SessionOptions(provider=record.provider, threads=threads, spin_ms=spin_ms)
+
+
+def _options(record: TargetRecord, threads: int | None, spin_ms: float | None) -> SessionOptions:
+    del spin_ms
+    return SessionOptions(runtime=record.runtime, threads=threads)
 
 
 def _has_provider(record: TargetRecord) -> None:
@@ -45,20 +50,20 @@ class RuntimeRecord:
     compared, and `check_graphs` where a bundle holds no graphs of this runtime.
     `state` says what is installed, or raises `MissingExtraError`. `advice` returns a line where
     this runtime is predicted to be faster than that of a target, for a precision and so many bytes
-    of weights.
+    of weights. `program` returns the lines of Python that run a file of its own on feeds in braces
+    and give an output, without moexport.
     """
 
     name: str
     title: str
     open: Callable[[Path | str, SessionOptions | None], Session]
-    options: Callable[[TargetRecord, int | None, float | None], SessionOptions] = lambda *_: (
-        SessionOptions()
-    )
+    options: Callable[[TargetRecord, int | None, float | None], SessionOptions] = _options
     check_runs: Callable[[TargetRecord], None] = lambda *_: None
     state: Callable[[], str] = lambda: ""
     check_computes: Callable[[Precision, Target], None] = lambda *_: None
     check_graphs: Callable[[Manifest, Path], None] = lambda *_: None
     advice: Callable[[str, str, int], str | None] = lambda *_: None
+    program: Callable[[str, str, str], str] | None = None
 
 
 RUNTIMES = Registry(
@@ -110,7 +115,7 @@ def with_engines(
     directory: Path, manifest: Manifest, engine: EngineOptions | bool | None, progress: Progress
 ) -> Manifest:
     """Returns a new bundle's manifest with the engines of its target, built into its folder."""
-    if manifest.target not in ENGINES or engine is False:
+    if not TARGETS[manifest.target].compiled or engine is False:
         return manifest
     from ..tensorrt.engines import build_for_export
 

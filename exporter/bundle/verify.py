@@ -13,9 +13,7 @@ from google.protobuf.message import DecodeError
 
 from ...common.environment import cpu_features
 from ...common.files import sha256
-from ...errors import (
-    MoexportError,
-)
+from ...errors import MissingExtraError, MoexportError, PluginError
 from ...graphs.targets import Runtime, for_cpus, runtime_of
 from ..inputs import DEFAULT_BATCH, PARITY_BATCHES, parse_range
 from ..parity import (
@@ -340,7 +338,8 @@ def _parity_check(
         if twin:
             meant = _compared(directory, manifest, graph, expected, bounds, rounded=True)
     except MoexportError as error:
-        return Check(name, False, error.message)
+        absent = isinstance(error, MissingExtraError | PluginError)
+        return Check(name, False, error.message, error.hint if absent else None)
     detail = describe(parity)
     experts = {layer.name: layer.experts for layer in manifest.layers}
     missing = not_compared(unreached(expected.compared(experts), experts), experts)

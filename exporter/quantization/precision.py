@@ -36,7 +36,7 @@ from ...graphs.precision.types import (
     block_of,
 )
 from ...graphs.precision.weights import CONVERTED, activation_scale, not_in_blocks
-from ...graphs.targets import ENGINES, TARGETS, FloatName, QuantFormat
+from ...graphs.targets import TARGETS, FloatName, QuantFormat
 from ..bundle.manifest import Fp32NodeRecord, Numbers
 from ..job import ExportJob
 from ..options import ExportOptions
@@ -172,7 +172,7 @@ def apply_precision(
     fp32_nodes: list[Fp32Node] = []
     if dtype in HALF_TYPES:
         peaks = {} if table is None or precision.fp16_weights(target) else table.peaks
-        joined = dtype == ir.DataType.BFLOAT16 and TARGETS[target].runtime == "openvino"
+        joined = dtype == ir.DataType.BFLOAT16 and TARGETS[target].bf16_attention
         fp32_nodes = to_fp16(
             traced, dtype, peaks=peaks, io=FLOAT_TYPES[precision.io], attention=joined
         )
@@ -231,7 +231,7 @@ def _in_blocks(layer: MoELayer, options: ExportOptions, left_out: str | None) ->
     """A layer's experts with weights of four bits, unless their rows are not whole blocks."""
     target = options.target
     # An engine computes in its usual float; ONNX Runtime's CPU kernels in FP32.
-    floats = options.precision.float_name(target) if target in ENGINES else "fp32"
+    floats = options.precision.float_name(target) if TARGETS[target].compiled else "fp32"
     inner = FLOAT_TYPES[floats]
     if left_out is not None:
         return ComputeTypes(inner, reason=left_out)

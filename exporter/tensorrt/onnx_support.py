@@ -85,7 +85,7 @@ def check_graph(path: Path, backend: Backend, layers: Sequence[LayerRecord]) -> 
 def _instead(backend: Backend, layer: LayerRecord | None) -> str:
     from ...graphs.lowerings import lowerings_of
 
-    target = next(record.name for record in TARGETS.values() if record.backend == backend.name)
+    target = next(record.name for record in TARGETS.own if record.backend == backend.name)
     if layer is None:
         return "change that part of the network, or run this graph in ONNX Runtime (--target onnx)"
     able = [n for n, lowering in lowerings_of(layer.kind).items() if target in lowering.targets]

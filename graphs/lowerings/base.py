@@ -12,8 +12,8 @@ from ..builder import Builder
 from ..layers.base import Kind
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import LayerOf, S
-from ..targets import TARGETS, Precision, Target, TargetRecord
-from .cost import Machine, WorkOf
+from ..targets import TARGETS, Machine, Precision, Target, TargetRecord
+from .cost import WorkOf
 
 
 def every_target(target: TargetRecord) -> bool:
@@ -82,7 +82,7 @@ class LoweringOf(Generic[S]):
     @property
     def targets(self) -> frozenset[Target]:
         """The targets that can do what it needs."""
-        return frozenset(name for name, record in TARGETS.items() if self.needs(record))
+        return frozenset(record.name for record in TARGETS if self.needs(record))
 
 
 Lowering = LoweringOf[SoftMoESpec]

@@ -19,20 +19,10 @@ from ..builder import Builder
 from ..layers.stored import Layer
 from ..precision.types import FLOAT_TYPES, ComputeTypes
 from ..routing import combine_outputs, route, selected_slots
-from ..targets import Precision
+from ..targets import SERVER_GPU, Machine, Precision
 from . import dense
 from .base import Lowering, no_int4
-from .cost import (
-    SERVER,
-    AnyWork,
-    Machine,
-    Work,
-    around_experts_us,
-    between_us,
-    expert_bytes,
-    machine_for,
-    stream_us,
-)
+from .cost import AnyWork, Work, around_experts_us, between_us, expert_bytes, machine_for, stream_us
 from .experts import batched_experts, expert_rows, stacked_weights
 
 TILES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -226,7 +216,7 @@ def copied_bytes(work: Work) -> float:
     """Every tile copies the expert that it is for."""
     if work.k == work.spec.experts:
         return 0.0
-    return expert_bytes(work, _tiles(work, best_tile(work, SERVER)))
+    return expert_bytes(work, _tiles(work, best_tile(work, SERVER_GPU.rates["fp32"])))
 
 
 def predict_us(work: Work, machine: Machine) -> float:

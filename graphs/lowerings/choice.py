@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ...errors import LoweringError
 from ..layers.base import a_layer
-from ..targets import Target
+from ..targets import TARGETS, Target
 from . import check_name, kinds_with, lowering_of, lowerings_of
 from .base import AnyLowering
 from .cost import AnyWork, assumed, machine_for
@@ -58,7 +58,7 @@ def able(work: AnyWork, target: Target) -> list[AnyLowering]:
 
 def _serves(lowering: AnyLowering, work: AnyWork, target: Target) -> bool:
     return (
-        target in lowering.targets
+        lowering.needs(TARGETS[target])
         and lowering.unable(work.spec) is None
         and lowering.no_kernel(work.precision, target) is None
     )
@@ -241,7 +241,7 @@ def check(name: str, work: AnyWork, target: Target) -> LoweringChoice:
     if lowering is None:
         kinds = " and ".join(kinds_with(name))
         problem = f"it is for {kinds} layers, and this is {a_layer(spec.kind)}"
-    elif target in lowering.targets:
+    elif lowering.needs(TARGETS[target]):
         problem = lowering.unable(spec) or lowering.no_kernel(work.precision, target)
     else:
         problem = f"the target {target} does not run it"

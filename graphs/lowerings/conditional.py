@@ -7,16 +7,9 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, masked_slots, route
+from ..targets import Machine
 from .base import Lowering
-from .cost import (
-    Machine,
-    Work,
-    apart_us,
-    around_experts_us,
-    expert_nodes,
-    packing_us,
-    unselected_us,
-)
+from .cost import Work, apart_us, around_experts_us, expert_nodes, packing_us, unselected_us
 from .experts import expert_rows, one_expert
 
 

@@ -7,9 +7,9 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, masked_slots, route
+from ..targets import Machine
 from .base import Lowering, no_int4
 from .cost import (
-    Machine,
     Work,
     around_experts_us,
     between_us,

@@ -15,9 +15,9 @@ from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import Layer
 from ..names import MICROSOFT
 from ..routing import combine_outputs, route, selected_slots
-from ..targets import TARGETS, Precision, Target, TargetRecord
+from ..targets import TARGETS, Machine, Precision, Target, TargetRecord
 from .base import Lowering
-from .cost import PACKED_ROWS, Machine, Work, around_experts_us, expert_macs, stacked_us
+from .cost import PACKED_ROWS, Work, around_experts_us, expert_macs, stacked_us
 from .experts import expert_rows
 
 OP_ACTIVATIONS: Mapping[Activation, str] = MappingProxyType(

@@ -7,11 +7,10 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
-from ..targets import RUNTIME_TITLES, TARGETS, Precision, Target
+from ..targets import TARGETS, Machine, Precision, Target
 from . import dense
 from .base import Lowering, no_int4
 from .cost import (
-    Machine,
     Work,
     around_experts_us,
     between_us,
@@ -78,9 +77,8 @@ def predict_us(work: Work, machine: Machine) -> float:
 
 def no_kernel(precision: Precision, target: Target) -> str | None:
     """What is gathered is no constant."""
-    record = TARGETS[target]
-    if precision == "int8" and record.constant_integers:
-        return f"{RUNTIME_TITLES[record.runtime]} multiplies gathered INT8 weights as floats"
+    if precision == "int8" and TARGETS[target].constant_integers:
+        return f"the runtime of {target} multiplies gathered INT8 weights as floats"
     return no_int4(precision, target)
 
 

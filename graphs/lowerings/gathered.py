@@ -13,9 +13,10 @@ from ..builder import Builder
 from ..gating import KeptLevel, kept_levels
 from ..layers.mumoe import MuMoESpec
 from ..layers.stored import MuMoELayer
+from ..targets import Machine
 from . import unfactorised
 from .base import LoweringOf
-from .cost import Machine, WorkOf
+from .cost import WorkOf
 from .multilinear import Tensor, combined, gate_us, left_out, mixed, through_tensors
 
 

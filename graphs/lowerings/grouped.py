@@ -15,8 +15,9 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
+from ..targets import Machine
 from .base import Lowering
-from .cost import Machine, Work, apart_us, around_experts_us, expert_nodes
+from .cost import Work, apart_us, around_experts_us, expert_nodes
 from .experts import expert_rows, first_product, hidden_rows, one_expert, second_product
 
 
@@ -64,7 +65,7 @@ def _chosen_rows(b: Builder, layer: Layer, slots: ir.Value, selected: ir.Value) 
     if p > 1:
         outputs = b.op("Reshape", outputs, b.ints(-1, p * o), name="group/outputs_by_pair")
 
-    # The places get the shape, not the outputs: OpenVINO knows no width of what is reshaped by k.
+    # The places get the shape, not the outputs: of what is reshaped by k a runtime knows no width.
     place = b.op(
         "Reshape", inverse(b, pairs.order), _by_input(b, layer), name="group/place_by_input"
     )

@@ -13,7 +13,8 @@ from ..layers.mumoe import NORM_EPS, FactorisedSpec
 from ..layers.stored import MuMoELayer
 from ..names import operand_of
 from ..precision.products import Linear, Rows, operand, product
-from .cost import AnyWork, Machine
+from ..targets import Machine
+from .cost import AnyWork
 
 Gates = Sequence[ir.Value]
 """The coefficients [b, m, n] of each level."""

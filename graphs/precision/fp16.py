@@ -30,7 +30,7 @@ FP16_OPS = frozenset(
         *("QuantizeLinear", "DequantizeLinear"),
     }
 )
-"""Products, which GPUs and OpenVINO sum in FP32 (ONNX Runtime on CPUs does not: `fp16_weights`),
+"""Products, which runtimes sum in FP32 (but not ONNX Runtime on CPUs: `fp16_weights`),
 what goes element by element without growing, and what only moves values."""
 
 _STATISTICS = "its mean and variance are sums over many values"

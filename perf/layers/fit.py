@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from moexport.bench.results import Results
 from moexport.graphs.lowerings import lowerings_of
-from moexport.graphs.lowerings.cost import Machine, Work, machine_for
-from moexport.graphs.targets import Precision, Target
+from moexport.graphs.lowerings.cost import Work, machine_for
+from moexport.graphs.targets import Machine, Precision, Target
 from scipy.optimize import least_squares
 
 from . import auto

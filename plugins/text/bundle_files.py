@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import onnx_ir as ir
 
@@ -62,7 +62,7 @@ def with_generation(job: Export, directory: Path, manifest: Manifest) -> Manifes
     """
     if not job.writes_text:
         return manifest
-    file, target = manifest.graphs[0].file, cast("Target", manifest.target)
+    file, target = manifest.graphs[0].file, manifest.target
     notes = write_generation(job.model, target, file, ir.load(directory / file), directory)
     written = [directory / name for name in CONTENTS if (directory / name).is_file()]
     files = {**manifest.files, **{file.name: FileRecord.of(file) for file in written}}

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from ...exporter.session import OPENVINO
 from ...exporter.tensorrt.records import EngineRecord, engines_of
 from ...exporter.tensorrt.trust import find_plan
 from ...graphs.names import K_INPUT, SELECTED
-from ...graphs.targets import QDQ, TARGETS, Target, runtime_of
+from ...graphs.targets import QDQ, TARGETS, runtime_of
 from . import config
 from .request import Device, ServingBackend, TritonRequest
 
@@ -234,7 +234,7 @@ def _backend(bundle: Bundle, options: TritonRequest) -> ServingBackend:
 def _device(bundle: Bundle, options: TritonRequest) -> Device:
     if _backend(bundle, options) == "tensorrt":
         return "gpu"
-    on_cpu = TARGETS[cast(Target, bundle.manifest.target)].on_cpu
+    on_cpu = TARGETS[bundle.manifest.target].on_cpu
     return options.device or ("cpu" if on_cpu else "gpu")
 
 
@@ -290,7 +290,7 @@ def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _BackendForm:
     import onnx
 
     manifest, takes_k = bundle.manifest, bundle.manifest.k == "input"
-    target = TARGETS[cast(Target, manifest.target)]
+    target = TARGETS[manifest.target]
     if target.integers in QDQ and manifest.precision in ("int8", "fp8"):
         raise UsageError(
             f"--backend onnxruntime: {bundle.path} is quantized for {manifest.target}, and ONNX "

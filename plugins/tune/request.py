@@ -15,10 +15,11 @@ from ...common.option import (
     parse_size,
     refuse,
 )
+from ...common.registry import left_out
 from ...common.text import listed, near_miss
 from ...errors import UsageError
 from ...exporter.requests import SIZES, AnyPath
-from ...graphs.targets import ENGINES, TARGETS, Precision, Target
+from ...graphs.targets import TARGETS, Precision, Target
 
 if TYPE_CHECKING:
     from ...exporter.inputs import AxisRange
@@ -172,7 +173,7 @@ class SearchOptions:
         )
 
     def _mistakes(self) -> Iterator[Mistake]:
-        for target in ENGINES.intersection(self.targets):
+        for target in (each for each in self.targets if TARGETS[each].compiled):
             yield (
                 f"--target {target}: tune measures graphs in ONNX Runtime or OpenVINO, and this "
                 "target runs engines",
@@ -223,12 +224,12 @@ def parse_targets(text: str) -> tuple[Target, ...]:
     for name in names:
         if name not in TARGETS:
             raise UsageError(
-                f"--target {name}: there is no such target", hint=near_miss(name, [*TARGETS])
+                f"--target {name}: there is no such target",
+                hint=near_miss(name, TARGETS.names) + left_out(),
             )
     if not names:
         raise UsageError("--target: names no target", hint="for example ort-cpu,openvino")
-    targets: Any = names
-    return tuple(targets)
+    return names
 
 
 def parse_tried(text: str) -> tuple[Precision, ...]:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from ...errors import MoexportError, UsageError
 from ...exporter.bundle.recipe import LayerRecipe, Recipe
-from ...exporter.bundle.runtimes import check_computes
+from ...exporter.bundle.runtimes import RUNTIMES, check_computes
 from ...exporter.bundle.weights import layer_bytes
 from ...exporter.edits import Edits, KeptExperts, MergedExperts
 from ...exporter.job import ExportJob
@@ -26,7 +26,7 @@ from ...exporter.quantization.precision import apply_precision
 from ...graphs.layers.base import MoELayer
 from ...graphs.layers.mumoe import MuMoESpec
 from ...graphs.precision.types import FP32
-from ...graphs.targets import RUNTIME_TITLES, Precision, Scope, Target, runtime_of
+from ...graphs.targets import Precision, Scope, Target, runtime_of
 from .accuracy.quality import Quality
 from .request import SearchOptions
 from .routed import asked_for, may_choose, routed_layers
@@ -85,7 +85,7 @@ class Point:
         )
         around = "" if self.around == "fp32" else f"; around them {self.around}"
         runtime = runtime_of(self.target)
-        place = "" if runtime == "onnxruntime" else f"; in {RUNTIME_TITLES[runtime]}"
+        place = "" if runtime == "onnxruntime" else f"; in {RUNTIMES[runtime].title}"
         return "; ".join(parts) + around + place
 
     @property

@@ -1,4 +1,7 @@
-"""A package of somebody else's brings a family, a lowering, a runtime and a command, and goes."""
+"""A package of somebody else's brings a family, a lowering, a runtime, its target and a command.
+
+And it goes: what it brought is refused then, in words.
+"""
 
 from __future__ import annotations
 
@@ -90,6 +93,15 @@ def test_its_family_lowering_runtime_and_command_are_used(site: Path, inputs: Pa
     (name,) = np.load(inputs / "y.npz").files
     np.testing.assert_allclose(np.load(inputs / "y.npz")[name], recorded, rtol=1e-4, atol=1e-5)
     assert "model.onnx  MatMul  " in printed("count", "out")
+    # Its target: without --engine its runtime compares and runs the graphs.
+    printed("export", "model.pt", "-o", "own", "--k", "2", "--target", "reference")
+    assert json.loads((inputs / "own" / "manifest.json").read_text())["target"] == "reference"
+    assert "ok      parity of model.onnx" in printed("verify", "own")
+    printed("run", "own", "-i", "x.npz", "-o", "own.npz")
+    printed("run", "own", "-i", "x.npz", "-o", "named.npz", "--engine", "onnx-reference")
+    own, named = (np.load(inputs / file)[name] for file in ("own.npz", "named.npz"))
+    np.testing.assert_array_equal(own, named)
+    np.testing.assert_allclose(own, recorded, rtol=1e-4, atol=1e-5)
     # One that is named alone: what is chosen by itself is moexport's own.
     printed("export", "model.pt", "-o", "auto", "--k", "2", "--no-verify")
     chosen = json.loads((inputs / "auto" / "manifest.json").read_text())["layers"]
@@ -130,6 +142,12 @@ def test_what_it_does_not_do_is_said(site: Path, inputs: Path) -> None:
             ("run", "out", "-i", "x.npz", "-o", "none.npz", "--engine", "onnx-reference"),
             "'onnx-reference' is not one of 'onnxruntime', 'openvino'",
         ),
+        (
+            ("export", str(CASE / "weights.pt"), "-o", "none", "--target", "reference"),
+            "'reference' is not one of 'onnx', 'ort-cpu'",
+        ),
+        (("verify", "own"), "target is 'reference', which nothing that is installed brings"),
+        (("run", "own", "-i", "x.npz", "-o", "none.npz"), "hint: install the plugin that runs it"),
         (("count", "out"), "No such command 'count'"),
     ],
 )

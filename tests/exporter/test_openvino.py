@@ -272,6 +272,21 @@ def test_where_it_is_not_installed_its_extra_is_told(
     assert "'.[openvino]'" in str(told.value.hint)
 
 
+def test_a_check_where_it_is_not_installed_names_its_extra_and_not_the_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported("soft_moe_vit", tmp_path / "out", lowering="dense")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "openvino" else find(name)
+    )
+    outcome = run("verify", tmp_path / "out")
+    assert outcome.code == 3
+    assert "parity of model.onnx: OpenVINO is not installed" in outcome.error
+    assert "hint: pip install '.[openvino]'" in outcome.err
+    assert "export the bundle again" not in outcome.err
+
+
 @pytest.mark.parametrize("device", ["gpu", "npu"])
 def test_a_device_that_is_not_there_is_told(device: str, tmp_path: Path) -> None:
     there = openvino.openvino_package().Core().available_devices

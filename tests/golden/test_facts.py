@@ -12,7 +12,7 @@ from typing import Any
 import moexport
 import numpy as np
 import pytest
-from moexport.bench.engines import KINDS, TITLES
+from moexport.bench.engines import KINDS, titles
 from moexport.bench.journal import Journal
 from moexport.bench.report import figures, sections
 from moexport.calibration.feeds import FeedHash
@@ -26,7 +26,6 @@ from moexport.exporter.options import parse_k, resolve_k
 from moexport.exporter.tensorrt.backends import BACKENDS
 from moexport.exporter.tensorrt.cache import engine_key
 from moexport.graphs.lowerings import KINDS as KINDS_OF_LAYER
-from moexport.graphs.lowerings.cost import MACHINES
 from moexport.graphs.targets import TARGETS
 from moexport.plugins.tune.space import Point
 from moexport.tests.exporter.families.test_vmoe_routed import loaded as routed_model
@@ -101,14 +100,14 @@ def _default(value: Any) -> str:
 def orders() -> dict[str, Any]:
     return {
         "families": all_names(),
-        "targets": list(TARGETS),
+        "targets": list(TARGETS.names),
         "lowerings": [
             f"{kind.name} {record.name}" for kind in KINDS_OF_LAYER for record in kind.lowerings
         ],
-        "machines": list(MACHINES),
+        "machines": list(dict.fromkeys(record.machine.name for record in TARGETS)),
         "backends": list(BACKENDS),
-        "engines": list(KINDS),
-        "titles": dict(TITLES),
+        "engines": list(KINDS.names),
+        "titles": titles(),
         "sections": [section.name for section in sections.all_sections()],
         "colours": [*figures.COLOURS, figures.REFERENCE],
         "markers": list(figures.MARKERS),

@@ -43,7 +43,7 @@ def conflict(row: Row) -> bool:
     source, lowering = row.get("source", ""), row.get("lowering", "auto")
     target, precision = row.get("target", ""), row.get("precision", "fp32")
     kind, floats = KINDS.get(source), precision in ("fp32", "fp16", "bf16")
-    record = TARGETS.get(target)  # type: ignore[call-overload]
+    record = next((each for each in TARGETS if each.name == target), None)
     engines = record is not None and record.backend is not None
     lowerings = lowerings_of(kind) if kind else {}
     edits, command, k = row.get("edits"), row.get("command"), row.get("k")

@@ -31,7 +31,7 @@ from moexport.exporter.model import Model, fingerprint
 from moexport.exporter.parity import TOLERANCES
 from moexport.graphs.lowerings import all_names
 from moexport.graphs.names import K_INPUT
-from moexport.graphs.targets import TARGETS, Precision, Target
+from moexport.graphs.targets import TARGETS, Precision
 from moexport.tests.command import Outcome, run
 from moexport.tests.pairs import networks
 from moexport.tests.pairs.sources import FORETELL, NAMES, OWN, Source, Wanted, source
@@ -42,7 +42,7 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "k": ("n", "share", "number", "list", "input"),
     "precision": get_args(Precision),
     "lowering": ("auto", *all_names()),
-    "target": get_args(Target),
+    "target": TARGETS.names,
     "batch": ("default", "fixed", "range"),
     "tokens": ("default", "fixed", "range"),
     "edits": ("none", "ablate", "rewrite", "steer", "recipe"),
@@ -149,7 +149,7 @@ class Attempt:
         """The export as it is typed, and what it changes in the first layer."""
         row, source = self.row, self.source
         line: list[str | Path] = [source.path, *source.arguments, "-o", self.bundle, "--no-engine"]
-        if not TARGETS[row["target"]].backend:  # type: ignore[index]
+        if not TARGETS[row["target"]].backend:
             line.remove("--no-engine")
         line += ["--data", self.x] if row["data"] == "npz" else []
         line += ["--expose-routing"] if row["expose-routing"] == "yes" else []
@@ -187,7 +187,7 @@ class Attempt:
         recipe = Recipe(
             model=fingerprint(self.source.model),
             data="",
-            target=row["target"],  # type: ignore[arg-type]
+            target=row["target"],
             batch=self.size("batch")[1] if row["batch"] != "default" else "1:1:32",
             tokens=self.size("tokens")[1] if row["tokens"] != "default" else "1:196:1024",
             opset=21 if row["precision"] == "int4" else 20,
@@ -417,7 +417,7 @@ class Attempt:
             written = Recipe(
                 model=fingerprint(self.source.model),
                 data="",
-                target=manifest.target,  # type: ignore[arg-type]
+                target=manifest.target,
                 batch=self.size("batch")[1] if self.row["batch"] != "default" else "1:1:32",
                 tokens=self.size("tokens")[1] if self.row["tokens"] != "default" else "1:196:1024",
                 opset=manifest.opset,
@@ -431,7 +431,7 @@ class Attempt:
             recipe = self._write("replay.yaml", written.text())
         data = ("--data", self.x) if self.row["data"] == "npz" else ()
         line = (self.source.path, *self.source.arguments, "-o", again, "--recipe", recipe, *data)
-        no_engine = ("--no-engine",) if TARGETS[self.row["target"]].backend else ()  # type: ignore[index]
+        no_engine = ("--no-engine",) if TARGETS[self.row["target"]].backend else ()
         self.moexport("export", *line, *no_engine, writes=again.name)
         first, then = (self.outputs(bundle, self._given_k()) for bundle in (self.bundle, again))
         if self.row["edits"] in ("none", "recipe") and not np.array_equal(first, then):

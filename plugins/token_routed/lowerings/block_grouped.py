@@ -21,9 +21,10 @@ from ....graphs.lowerings.block_grouped import (
     tiles_at_most,
     tiles_us,
 )
-from ....graphs.lowerings.cost import SERVER, Machine, expert_bytes, machine_for
+from ....graphs.lowerings.cost import expert_bytes, machine_for
 from ....graphs.lowerings.experts import stacked_linear
 from ....graphs.precision.products import product
+from ....graphs.targets import SERVER_GPU, Machine
 from ..layers.experts import ExpertsSpec
 from .arithmetic import ExpertsLayer, both_products, by_token, first_rows, pair_rows, routed
 from .cost import ExpertsWork, between_us, combine_us
@@ -93,7 +94,7 @@ def _unable(spec: ExpertsSpec) -> str | None:
 
 def copied_bytes(work: ExpertsWork) -> float:
     """Every tile copies the expert that it is for."""
-    tile = best_tile(_prompt(work), SERVER)
+    tile = best_tile(_prompt(work), SERVER_GPU.rates["fp32"])
     return expert_bytes(work, tiles_at_most(work.selections, 1, work.spec.experts, tile))
 
 

@@ -7,7 +7,8 @@ import onnx_ir as ir
 from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf
 from ....graphs.lowerings.conditional import chosen_at_all, split, zero_rows
-from ....graphs.lowerings.cost import Machine, packing_us
+from ....graphs.lowerings.cost import packing_us
+from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
 from .arithmetic import (
     ExpertsLayer,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ....graphs.lowerings.cost import (
-    Machine,
     WorkOf,
     expert_macs,
     lone_products_us,
     passes_around,
     stacked_us,
 )
+from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
 
 ExpertsWork = WorkOf[ExpertsSpec]

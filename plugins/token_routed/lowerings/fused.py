@@ -21,14 +21,7 @@ import onnx_ir as ir
 from ....common.versions import ROUTED_WEIGHTS, older
 from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf
-from ....graphs.lowerings.cost import (
-    PACKED_ROWS,
-    Machine,
-    expert_bytes,
-    expert_macs,
-    stacked_us,
-    stream_us,
-)
+from ....graphs.lowerings.cost import PACKED_ROWS, expert_bytes, expert_macs, stacked_us, stream_us
 from ....graphs.lowerings.fused import (
     EXPONENTIAL,
     KERNELS,
@@ -42,7 +35,7 @@ from ....graphs.lowerings.fused import (
 from ....graphs.names import MICROSOFT
 from ....graphs.precision.products import INT8_ROWS
 from ....graphs.precision.types import block_of
-from ....graphs.targets import TARGETS, Precision, Target
+from ....graphs.targets import TARGETS, Machine, Precision, Target
 from ..layers.experts import ExpertsSpec
 from .arithmetic import ExpertsLayer, by_token, output, pair_rows, routed, token_rows
 from .cost import ExpertsWork, combine_us

@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf
-from ....graphs.lowerings.cost import Machine
 from ....graphs.lowerings.grouped import inverse, sorted_by_expert
+from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
 from .arithmetic import (
     ExpertsLayer,

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf, no_int4
-from ....graphs.lowerings.cost import Machine
+from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
 from .arithmetic import (
     ExpertsLayer,

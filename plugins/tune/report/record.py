@@ -9,7 +9,8 @@ from typing import Any
 from ....bench.results import Interval
 from ....common.documents import from_data
 from ....exporter.bundle.recipe import LayerRecipe
-from ....graphs.targets import RUNTIME_TITLES, Runtime
+from ....exporter.bundle.runtimes import RUNTIMES
+from ....graphs.targets import Runtime
 
 TUNING = "tuning"
 """Where a search stands among the analyses of `results.json`."""
@@ -81,11 +82,16 @@ class TuningRecord:
         if len({point.runtime for point in self.points}) < 2:
             return ""
         reasons = (
-            f"{point.ms:.3g} ms in {RUNTIME_TITLES[name]}"
+            f"{point.ms:.3g} ms in {title_of(name)}"
             f"{'' if self._enough(point.confirmed) else ' (not confirmed)'}"
             for name, point in self.fastest.items()
         )
         return f"The fastest that keeps enough takes {' and '.join(reasons)}."
+
+
+def title_of(runtime: Runtime) -> str:
+    """Returns what readers know a runtime by: its name where nothing here brings it."""
+    return RUNTIMES[runtime].title if runtime in RUNTIMES else runtime
 
 
 def tuning_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> TuningRecord | None:

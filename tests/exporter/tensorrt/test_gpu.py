@@ -76,7 +76,7 @@ def built(
         moexport.load(case.weights, config=case.config),
         place,
         k="input",
-        target=backend.name,  # type: ignore[arg-type]  # both are targets
+        target=backend.name,
         lowering=lowering,
         precision=precision,
         data=case.x,
@@ -401,7 +401,7 @@ def test_eight_bit_floats_and_four_bit_weights_stay_in_their_bounds(
         moexport.load(case.weights, config=case.config),
         tmp_path / "out",
         k=2,
-        target=backend.name,  # type: ignore[arg-type]  # both are targets
+        target=backend.name,
         lowering=lowering,
         precision=precision,
         opset=21,

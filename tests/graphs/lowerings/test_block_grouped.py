@@ -20,7 +20,8 @@ from moexport.graphs.lowerings.block_grouped import (
     tiles_at_most,
 )
 from moexport.graphs.lowerings.choice import choose
-from moexport.graphs.lowerings.cost import GPUS, Work
+from moexport.graphs.lowerings.cost import Work
+from moexport.graphs.targets import GPUS
 from moexport.tests.graphs.soft_moe_layers import lowered, session, soft_moe, tiny_layer, tokens
 
 LOWERINGS = lowerings_of("soft-moe")

@@ -1,0 +1,34 @@
+"""`--target openvino`: what its graphs may hold, and the rates of CPUs with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...graphs.targets import CPU, NO_FP8, ON_CPU, MachineKind, TargetRecord
+
+API = 1
+
+CPU_BF16 = replace(
+    CPU,
+    bytes_per_us=2 * CPU.bytes_per_us,
+    stacked_bytes_per_us=2 * CPU.stacked_bytes_per_us,
+    copy_bytes_per_us=2 * CPU.copy_bytes_per_us,
+    pack_bytes_per_us=2 * CPU.pack_bytes_per_us,
+    macs_per_us=2 * CPU.macs_per_us,
+    batched_macs_per_us=2 * CPU.batched_macs_per_us,
+)
+"""On CPUs with instructions for BF16: weights of half the bytes, and twice the products in a cycle.
+That is arithmetic, not a measurement; nor was another constant of OpenVINO fitted."""
+
+TARGET = TargetRecord(
+    "openvino",
+    MachineKind("openvino-cpu", {**ON_CPU.rates, "bf16": CPU_BF16}),
+    "qdq-unsigned",
+    runtime="openvino",
+    branches=False,  # where the batch is dynamic it overwrites what an `If` gave before
+    broadcasts=False,
+    constant_integers=True,
+    bf16_attention=True,
+    refused=NO_FP8,
+    notes={"fp16": "OpenVINO computes FP16 in FP32 on most CPUs: half the file, no faster"},
+)
