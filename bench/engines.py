@@ -1,7 +1,6 @@
-"""The engines that a benchmark measures: a record each, in one list, and those of plugins.
+"""The engines that a benchmark measures: a record each, in one list. Importing loads none of them.
 
-Importing loads none of them: a record has the engine's loader, which imports what it needs when it
-is called. The command line,
+A record has the engine's loader, which imports what it needs when it is called. The command line,
 `moexport doctor`, the reports, the documents and the tests read the list.
 """
 
@@ -11,12 +10,12 @@ import functools
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from ..common.registry import Registry
 from ..errors import MissingExtraError
 from ..exporter.doctor import Ability, Requirement, builds, in_onnx_runtime, installed, runs
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, TARGETS, Target
@@ -32,6 +31,7 @@ PYTORCH_ALGORITHM_2 = "pytorch-algorithm-2"
 PYTORCH_GROUPED_MM = "pytorch-grouped-mm"
 PYTORCH_EXPERTS_EAGER = "pytorch-experts-eager"
 ONNXRUNTIME = "onnxruntime"
+OPENVINO = "openvino"
 TENSORRT = "tensorrt"
 TENSORRT_RTX = "tensorrt-rtx"
 TRANSFORMERS_ONNX = "transformers-onnx"
@@ -90,14 +90,10 @@ class ModelEngine(EngineKind):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphEngine(EngineKind):
-    """An engine that runs graphs: those of `target`, or without one those of another exporter.
-
-    `multiplies_bf16` says whether products of graphs in BF16 are computed in it on a CPU.
-    """
+    """An engine that runs graphs: those of `target`, or without one those of another exporter."""
 
     loader: Callable[[GraphFile], Loader]
     target: Target | None
-    multiplies_bf16: bool = False
 
     @property
     def backend(self) -> str | None:
@@ -148,6 +144,12 @@ def _onnxruntime(provider: str, graph: GraphFile) -> Loader:
     from .runners.onnxruntime import OnnxLoader
 
     return OnnxLoader(graph, provider=provider)
+
+
+def _openvino(graph: GraphFile) -> Loader:
+    from .runners.onnxruntime import OpenVinoLoader
+
+    return OpenVinoLoader(graph)
 
 
 def _tensorrt(backend: str, graph: GraphFile) -> Loader:
@@ -211,6 +213,13 @@ def _has_triton(gpu: Gpu | None) -> str:
     if importlib.util.find_spec("triton") is None:
         raise MissingExtraError("torch.compile needs Triton on a GPU", hint="pip install triton")
     return f"Triton, with {said}"
+
+
+def _has_openvino(gpu: Gpu | None) -> str:
+    from ..exporter.bundle.runtimes import RUNTIMES
+
+    del gpu
+    return RUNTIMES[OPENVINO].state()
 
 
 IN_TORCH = Requirement("run in PyTorch", _has_torch)
@@ -312,6 +321,14 @@ _KINDS: tuple[EngineKind, ...] = (
         target="onnx",
     ),
     GraphEngine(
+        name=OPENVINO,
+        title="OpenVINO",
+        requires=(Requirement("run in OpenVINO", _has_openvino),),
+        extra="openvino",
+        loader=_openvino,
+        target="openvino",
+    ),
+    GraphEngine(
         name=TENSORRT,
         title="TensorRT",
         provider=TENSORRT,
@@ -342,7 +359,7 @@ _KINDS: tuple[EngineKind, ...] = (
     ),
 )
 
-KINDS = Registry("moexport.engines", EngineKind, _KINDS)
+KINDS: Mapping[str, EngineKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
 """Every engine, by its name.
 
 The untouched model (`pytorch-eager`) is always measured, and on the GPU (`pytorch-eager-cuda`)
@@ -352,18 +369,19 @@ beside whatever runs there.
 TRITON = "triton"
 """A server that runs a bundle: no engine that can be asked for, but one of services."""
 
+TITLES: Mapping[str, str] = MappingProxyType(
+    {kind.engine: kind.title for kind in _KINDS} | {TRITON: "Triton"}
+)
+"""What reports call an engine, by the `engine` of its rows."""
 
-def titles() -> dict[str, str]:
-    """Returns what reports call an engine, by the `engine` of its rows."""
-    return {kind.engine: kind.title for kind in KINDS} | {TRITON: "Triton"}
+_BY_ROW = {(kind.engine, kind.provider): kind for kind in _KINDS}
 
 
 def engine_of(engine: str, provider: str | None) -> EngineKind | None:
     """Returns the engine of a row, None for one of another version or of a measurement apart."""
-    wanted = engine, provider or "cpu"
-    return next((kind for kind in KINDS if (kind.engine, kind.provider) == wanted), None)
+    return _BY_ROW.get((engine, provider or "cpu"))
 
 
 def requirements() -> tuple[Requirement, ...]:
     """Returns what the engines need: lines of `moexport doctor`."""
-    return tuple(requirement for kind in KINDS for requirement in kind.requires)
+    return tuple(requirement for kind in _KINDS for requirement in kind.requires)

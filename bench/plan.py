@@ -127,7 +127,7 @@ class Candidate:
         could tell apart.
         """
         cases: dict[Case, GraphSource | None] = {}
-        for kind in KINDS:
+        for kind in KINDS.values():
             if isinstance(kind, ModelEngine) and kind.name in (PYTORCH_EAGER, *self.engines):
                 for case in self._run_by(kind):
                     cases[case] = None
@@ -202,9 +202,9 @@ def select(
     wanted = set(names) | {PYTORCH_EAGER}
     if any(KINDS[name].provider != "cpu" and KINDS[name].missing() is None for name in wanted):
         wanted.add(PYTORCH_EAGER_CUDA)
-    everything = wanted >= {*KINDS.names}
+    everything = wanted >= KINDS.keys()
     present, absent = [], []
-    for kind in KINDS:
+    for kind in KINDS.values():
         if kind.serves != "all" and kind.serves not in models:
             if kind.name in wanted and not everything:
                 absent.append(Absent(kind.name, NOT_SERVED[kind.serves]))

@@ -53,7 +53,7 @@ def _known_entries(
 def _engines() -> str:
     from .engines import KINDS
 
-    return f"A list of {', '.join(KINDS.names)}; or all."
+    return f"A list of {', '.join(KINDS)}; or all."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +183,8 @@ class BenchRequest(LoadRequest):
         """The engines, `all` for every one; `UsageError` for a name that is none."""
         from .engines import KINDS
 
-        names = _known_entries(self.engine, (*KINDS.names, ALL), "--engine", "engine")
-        every = [engine for name in names for engine in (KINDS.names if name == ALL else (name,))]
+        names = _known_entries(self.engine, (*KINDS, ALL), "--engine", "engine")
+        every = [engine for name in names for engine in (KINDS if name == ALL else (name,))]
         return tuple(dict.fromkeys(every))
 
     @property

@@ -35,8 +35,8 @@ def turn_off_reports() -> None:
 def without_telemetry(package: str) -> Iterator[None]:
     """Within the block a library that is imported does not find its package for telemetry.
 
-    One that has no setting posts to its makers when it is imported and when it reads a model, and
-    takes a stub of its own where the package is missing.
+    OpenVINO has no setting: it posts to its makers when it is imported and when it reads a model,
+    and takes a stub of its own where the package is missing.
     """
     if package in sys.modules:  # the program that calls has loaded it, and decides
         yield

@@ -36,7 +36,7 @@ from .bundle.runtimes import check_runs, opened, options_for
 from .bundle.weights import WeightsWriter, layer_bytes, write_layer
 from .job import ExportJob
 from .quantization.precision import PrecisionPlan
-from .session import Session, SessionOptions
+from .session import OPENVINO, Session, SessionOptions
 
 PROTOCOL = Protocol(rounds=5, warmup=2, round_s=0.1, inputs=4)
 
@@ -132,7 +132,7 @@ def measure_lowerings(
     name = session.runtime
     return Tuning(
         machine=_machine(target),
-        provider=session.provider if name == "onnxruntime" else session.device,
+        provider=session.provider if name != OPENVINO else session.device,
         runtime=f"{name} {versions((name,)).get(name, ort.__version__)}",
         threads=threads,
         rounds=measuring.protocol.rounds,

@@ -19,14 +19,14 @@ import moexport
 import numpy as np
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.engines import ONNXRUNTIME, PYTORCH_COMPILE, PYTORCH_EAGER, titles
+from moexport.bench.engines import ONNXRUNTIME, OPENVINO, PYTORCH_COMPILE, PYTORCH_EAGER, TITLES
 from moexport.bench.measure.roofline import Microbenchmarks, Rates
 from moexport.bench.plan import GraphSource
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.base import GraphFile, Loader, Refused, Runner, first_of
 from moexport.bench.runners.exported import exported
-from moexport.bench.runners.onnxruntime import RuntimeLoader
+from moexport.bench.runners.onnxruntime import OpenVinoLoader
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
@@ -39,7 +39,6 @@ from .measure import in_own_process, ms, random_weights, results, threads, timed
 from .scale import vit_checkpoint
 
 EXPERTS, DIM, HIDDEN, HEADS = 32, 384, 1536, 6
-OPENVINO = "openvino"
 BATCHES = (1, 16)
 CALIBRATION_IMAGES = 8
 PROTOCOL = timing.Protocol(warmup=1, inputs=2)
@@ -85,9 +84,7 @@ def measure(
         seen = _images(CALIBRATION_IMAGES)
         plain = stack.enter_context(plain_onnx(model, _images(2), count))
         assert plain.loader.file is not None
-        in_openvino = RuntimeLoader(
-            GraphFile(path=plain.loader.file, threads=count), runtime=OPENVINO
-        )
+        in_openvino = OpenVinoLoader(GraphFile(path=plain.loader.file, threads=count))
         peers = [plain, replace(plain, loader=in_openvino, engine=OPENVINO)]
         peers += converted(model, seen, count)
         asked = BenchRequest(
@@ -161,7 +158,7 @@ class ConvertedRunner(Runner):
 
 @dataclass(frozen=True)
 class ConvertedLoader(Loader):
-    """Converts a network and compiles it as `RuntimeLoader` does a graph."""
+    """Converts a network and compiles it as `OpenVinoLoader` does a graph."""
 
     load: Callable[[], Any]
     threads: int
@@ -197,7 +194,7 @@ def table(results: Results) -> str:
             own = medians.get((key, batch))
             cells += [ms(own), times(base, own), times(own, limits.get((key, batch)))]
         name, engine, precision = key
-        lines.append((name, titles().get(engine, engine), precision.upper(), *cells))
+        lines.append((name, TITLES.get(engine, engine), precision.upper(), *cells))
     header = ["graph", "runtime", "precision"]
     for batch in batches:
         header += [f"batch {batch}", "vs k = n/4, FP32", "× limit"]

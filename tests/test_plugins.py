@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from graphlib import TopologicalSorter
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -60,39 +60,6 @@ def test_the_core_names_no_plugin() -> None:
         if re.search(r"\bplugins[./]\w", line)
     ]
     assert named == []
-
-
-STILL_NAMED = {
-    "common/environment.py": 1,
-    "common/versions.py": 1,
-    "exporter/bundle/bundle.py": 6,
-    "exporter/requests.py": 9,
-    "exporter/session.py": 5,
-}
-"""Lines of the core, by file, in which it names OpenVINO: they become fewer."""
-
-
-def test_the_core_names_the_plugin_openvino_nowhere_else() -> None:
-    files = [file for file in module_files() if file.parts[0] not in ("plugins", "__init__.py")]
-    texts = {str(file): (ROOT / file).read_text(encoding="utf-8") for file in files}
-    assert len(files) > 150
-    found = naming("openvino", texts)
-    assert {file: n for file, n in found.items() if n > STILL_NAMED.get(file, 0)} == {}
-
-
-def naming(name: str, texts: Mapping[str, str]) -> dict[str, int]:
-    """How many lines of each text have a name in them."""
-    lines = {file: text.lower().splitlines() for file, text in texts.items()}
-    found = {file: sum(name in line for line in each) for file, each in lines.items()}
-    return {file: number for file, number in found.items() if number}
-
-
-def test_a_target_of_a_plugin_in_the_table_of_the_core_is_found() -> None:
-    texts = {
-        "graphs/targets.py": '_RECORDS = (\n    TargetRecord("openvino", ON_CPU),\n)',
-        "x.py": "",
-    }
-    assert naming("openvino", texts) == {"graphs/targets.py": 1}
 
 
 def test_plugins_import_each_other_one_way() -> None:

@@ -35,7 +35,7 @@ from ...exporter.inputs import Inputs, completed
 from ...exporter.model import Model
 from ...exporter.trace import layers_as_nodes
 from ...graphs.lowerings.cost import AnyWork, WorkOf
-from ..engines import GraphEngine, engine_of
+from ..engines import OPENVINO
 from ..plan import Candidate, Case, GraphSource, IntegerLinear
 from ..results import Workload
 
@@ -367,11 +367,9 @@ class Limit:
 def arithmetic_of(case: Case) -> Arithmetic:
     """Returns what a case's products of floats are computed in on a CPU.
 
-    ONNX Runtime multiplies 16-bit numbers in FP32 there.
+    ONNX Runtime multiplies 16-bit numbers in FP32 there, and OpenVINO FP16.
     """
-    kind = engine_of(case.engine, case.provider)
-    typed = isinstance(kind, GraphEngine) and kind.multiplies_bf16
-    return "bf16" if typed and case.precision == "bf16" else "fp32"
+    return "bf16" if (case.engine, case.precision) == (OPENVINO, "bf16") else "fp32"
 
 
 class Limits:

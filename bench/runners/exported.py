@@ -44,9 +44,7 @@ from .other_exporters import with_other_exporters
 
 def graph_engines(request: BenchRequest) -> tuple[GraphEngine, ...]:
     """Returns those of the engines that run exported graphs, each with its target."""
-    named = [
-        kind for kind in map(KINDS.__getitem__, request.engines) if isinstance(kind, GraphEngine)
-    ]
+    named = [kind for kind in map(KINDS.get, request.engines) if isinstance(kind, GraphEngine)]
     return tuple(
         replace(kind, target=request.target) if kind.target == "ort-cpu" else kind
         for kind in named

@@ -1,4 +1,4 @@
-"""An exported graph in ONNX Runtime or that of a plugin, opened here or in another process.
+"""An exported graph in ONNX Runtime or OpenVINO, opened here or in another process.
 
 Imports ONNX Runtime alone: the process that measures a graph's memory must not hold PyTorch.
 """
@@ -14,7 +14,7 @@ from ...calibration.feeds import Array
 from ...common.writing import scratch_folder
 from ...exporter.bundle.runtimes import opened
 from ...exporter.inputs import Inputs
-from ...exporter.session import CPU, Session, SessionOptions
+from ...exporter.session import CPU, OPENVINO, Session, SessionOptions
 from .base import GraphLoader, Runner, chosen_experts, first_of
 
 INT64 = 7  # the element type of chosen experts: onnx.TensorProto.INT64
@@ -93,16 +93,14 @@ class OnnxLoader(GraphLoader[OnnxRunner]):
 
 
 @dataclass(frozen=True)
-class RuntimeLoader(OnnxLoader):
-    """Opens a graph file in the runtime of a plugin."""
+class OpenVinoLoader(OnnxLoader):
+    """Opens a graph file in OpenVINO on the CPU, where it computes in the graph's own types."""
 
     profiles: ClassVar[bool] = False
 
-    runtime: str = "onnxruntime"
-
     @property
     def _options(self) -> SessionOptions:
-        return SessionOptions(runtime=self.runtime, threads=self.graph.threads)
+        return SessionOptions(runtime=OPENVINO, threads=self.graph.threads)
 
 
 @dataclass(frozen=True)

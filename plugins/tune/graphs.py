@@ -16,7 +16,7 @@ from ...bench.data import InputsAndLabels
 from ...bench.plan import Candidate, GraphSource
 from ...bench.request import BenchRequest
 from ...bench.runners.base import GraphFile, first_of
-from ...bench.runners.onnxruntime import OnnxLoader, RuntimeLoader
+from ...bench.runners.onnxruntime import OnnxLoader, OpenVinoLoader
 from ...bench.runners.pytorch import untouched
 from ...calibration.feeds import rebatched_pairs
 from ...common.console import Progress
@@ -286,9 +286,7 @@ class Graphs:
         return GraphSource(
             k=max(trial.point.k.values()),
             lowering=self._name(trial),
-            loader=OnnxLoader(graph)
-            if target.runtime == "onnxruntime"
-            else RuntimeLoader(graph, runtime=target.runtime),
+            loader=OnnxLoader(graph) if target.runtime == "onnxruntime" else OpenVinoLoader(graph),
             precision=trial.point.precision,
             engine=target.runtime,
         )

@@ -39,17 +39,17 @@ def test_the_readme_lists_every_target() -> None:
 
 def test_the_pages_list_every_engine_of_bench() -> None:
     pages = (page("docs/bench.md"), page("docs/token-routed.md"))
-    assert set.union(*(table(text, "engine") for text in pages)) == {*KINDS.names}
+    assert set.union(*(table(text, "engine") for text in pages)) == KINDS.keys()
 
 
 def test_the_help_of_bench_lists_every_engine() -> None:
     _, said = declared(BenchRequest)["engine"]
-    assert said.help == f"A list of {', '.join(KINDS.names)}; or all."
+    assert said.help == f"A list of {', '.join(KINDS)}; or all."
 
 
 def test_doctor_has_the_lines_of_every_engine() -> None:
     told = {each.name: each for each in moexport.doctor().abilities}
-    for kind in KINDS:
+    for kind in KINDS.values():
         assert kind.requires
         lines = [told[each.name] for each in kind.requires]
         absent = next((line.detail for line in lines if not line.available), None)
@@ -58,5 +58,5 @@ def test_doctor_has_the_lines_of_every_engine() -> None:
 
 def test_what_installs_an_engine_is_an_extra() -> None:
     project = tomllib.loads(page("pyproject.toml"))["project"]
-    needed = {kind.extra for kind in KINDS if kind.extra is not None}
+    needed = {kind.extra for kind in KINDS.values() if kind.extra is not None}
     assert needed <= project["optional-dependencies"].keys()

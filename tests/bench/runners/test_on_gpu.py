@@ -152,7 +152,7 @@ def test_gpu_times_are_in_the_file_and_its_schema(on_gpu: Results, tmp_path: Pat
 
 
 def test_the_engines_of_a_gpu_are_absent_with_the_reason() -> None:
-    chosen = select(KINDS.names)
+    chosen = select(KINDS)
     absent = {each.engine: each.reason for each in chosen.absent}
     for name in (*ON_GPU, "pytorch-compile-cuda"):
         assert KINDS[name].provider == "cuda"

@@ -166,7 +166,7 @@ def test_absent_engines_have_the_reason_that_doctor_gives() -> None:
     told: Mapping[str, str] = {
         each.name: each.detail for each in diagnose(requirements()).abilities if not each.available
     }
-    absent = {each.engine: each.reason for each in select(KINDS.names).absent}
+    absent = {each.engine: each.reason for each in select(KINDS).absent}
     titles = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
     abilities = {name: [f"build {t} engines", f"run {t} engines"] for name, t in titles.items()}
     abilities["onnxruntime-cuda"] = ["run on CUDA"]
