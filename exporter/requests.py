@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ..common.option import Request, at_least, option, refuse_changed
+from ..common.option import Request, at_least, changed, option, refuse_changed
 from ..common.text import near_miss
 from ..errors import UsageError
 from ..graphs.targets import FloatName, Method, Precision, Scope, Target, runtime_names
@@ -448,8 +448,17 @@ class RunRequest(Request):
             why = f": it is ONNX Runtime's, and {self.engine} runs the engine"
             refuse_changed(self, ("threads", "provider", "device", "cache"), why)
             return
-        if self.engine not in (None, "onnxruntime"):
-            other = "OpenVINO" if self.engine == "openvino" else self.engine
-            refuse_changed(self, ("provider",), f": it is ONNX Runtime's, and {other} runs it")
-        if self.engine not in (None, "openvino"):
-            refuse_changed(self, ("device", "cache"), ": it is OpenVINO's")
+        if self.engine is not None:
+            self._refuse_other_runtimes_options(self.engine)
+
+    def _refuse_other_runtimes_options(self, runtime: str) -> None:
+        own = [name for name in changed(self) if name in ("provider", "device", "cache")]
+        if not own:
+            return
+        from .bundle.runtimes import RUNTIMES, owner_of  # loads the runtimes of plugins
+
+        record = RUNTIMES[runtime]
+        ran = "" if runtime == "onnxruntime" else f", and {record.title} runs it"
+        for name in own:
+            if name not in record.takes:
+                refuse_changed(self, (name,), f": it is {owner_of(name)[1]}'s{ran}")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from ...common.environment import peak_memory_bytes
 from ...graphs.targets import Runtime, for_cpus, runtime_of
@@ -46,8 +47,7 @@ def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
 
 def _main(directory: Path, graph: str, runtime: str, batch: int, k: str) -> None:
     expected = Reference.load(directory / PARITY_FILE)
-    kind: Runtime = "openvino" if runtime == "openvino" else "onnxruntime"
-    session = opened(directory / graph, SessionOptions(runtime=kind))
+    session = opened(directory / graph, SessionOptions(runtime=cast(Runtime, runtime)))
     feeds = expected.feeds(session.input_name, batch)
     for _ in range(CALLS):
         session.run(feeds, next(iter(expected.kept.values())) if k == "input" else None)

@@ -17,6 +17,7 @@ from ..session import NO_KLEIDIAI
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
 from .parity_record import sized_files
 from .recipe import RECIPE_FILE
+from .runtimes import RUNTIMES
 from .steps import Step
 from .substitutes import SUBSTITUTES_FILE
 
@@ -205,15 +206,11 @@ def _program(manifest: Manifest) -> str:
     ]
     feed = ", ".join(feeds) if len(feeds) < 3 else "\n    " + ",\n    ".join(feeds) + ",\n"
     file, output = manifest.graphs[0].file, manifest.outputs[0].name
-    device = TARGETS[cast(Target, manifest.target)].device
-    if device is not None:  # by itself it computes FP32 in BF16 where a CPU has instructions
-        return (
-            "```python\nimport numpy as np, openvino\n"
-            'settings = {"INFERENCE_PRECISION_HINT": "f32"}  # as the graph is typed\n'
-            f'compiled = openvino.Core().compile_model("{file}", "{device}", settings)\n'
-            f'y = compiled({{{feed}}})["{output}"]\n```'
-        )
-    provider = "CPU" if TARGETS[cast(Target, manifest.target)].on_cpu else "CUDA"
+    target = TARGETS[cast(Target, manifest.target)]
+    program = RUNTIMES[target.runtime].program
+    if program is not None:
+        return f"```python\n{program(target, file, feed, output)}\n```"
+    provider = "CPU" if target.on_cpu else "CUDA"
     options, arguments = "", "providers="
     if manifest.precision == "int4" and provider == "CPU":
         # On ARM its kernels of integer rows are further off (`session.NO_KLEIDIAI`).

@@ -17,8 +17,8 @@ from moexport.bench.request import BenchRequest
 from moexport.bench.runners.base import in_batches
 from moexport.bench.runners.candidates import from_bundle
 from moexport.bench.runners.exported import exported
+from moexport.bench.runners.graphs import SessionLoader
 from moexport.bench.runners.models import loaders
-from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.bench.runners.tensorrt import EngineLoader
 from moexport.errors import BundleError, EngineError
 from moexport.exporter.bundle.bundle import Bundle
@@ -113,8 +113,8 @@ def test_onnx_runtimes_tensorrt_and_tensorrt_itself_do_not_meet(model: Model) ->
                 assert Bundle.open(source.loader.graph.path.parent).manifest.target == "tensorrt"
                 folder = source.loader.graph.path.parent
             else:
-                assert isinstance(source.loader, OnnxLoader)
-                assert source.loader.provider == "TensorrtExecutionProvider"
+                assert isinstance(source.loader, SessionLoader)
+                assert source.loader.options.provider == "TensorrtExecutionProvider"
                 assert source.loader.graph.path.is_file()
                 folder = source.loader.graph.path.parent
             folders[source.engine, source.precision] = folder
