@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
     from ..common.onnx_runtime import ort
 
-CPU = CPU_PROVIDER
-
-CUDA = CUDA_PROVIDER
+CPU, CUDA = CPU_PROVIDER, CUDA_PROVIDER
 
 TENSORRT = "TensorrtExecutionProvider"
 
@@ -213,15 +211,10 @@ class Session:
         wanted = list(outputs) if outputs is not None else self.output_names
         feeds = self._feeds(x, k)
         try:
-            return dict(zip(wanted, self._values(wanted, feeds), strict=True))
+            return dict(zip(wanted, self._call(wanted, feeds), strict=True))
         except self._errors() as error:
             who, said = self._told(error)
             raise _failed(self.path, who, len(feeds[self.input_name]), said) from error
-
-    def _values(
-        self, wanted: Sequence[str], feeds: Mapping[str, np.ndarray]
-    ) -> Sequence[np.ndarray]:
-        return self._call(wanted, feeds)
 
     def _errors(self) -> tuple[type[Exception], ...]:
         """What the runtime raises where a run fails."""

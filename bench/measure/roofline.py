@@ -35,6 +35,7 @@ from ...exporter.inputs import Inputs, completed
 from ...exporter.model import Model
 from ...exporter.trace import layers_as_nodes
 from ...graphs.lowerings.cost import AnyWork, WorkOf
+from ...graphs.targets import CPU_PROVIDER
 from ..engines import GraphEngine, engine_of
 from ..plan import Candidate, Case, GraphSource, IntegerLinear
 from ..results import Workload
@@ -561,7 +562,5 @@ def _product(
     model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    session = ort.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=[CPU_PROVIDER])
     return partial(session.run, None, {"x": x})

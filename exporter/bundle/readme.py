@@ -13,7 +13,7 @@ from ...graphs.targets import TARGETS, Target, for_cpus
 from ..edits import Edits
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
-from ..session import NO_KLEIDIAI
+from ..session import CPU, CUDA, NO_KLEIDIAI
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
 from .parity_record import sized_files
 from .recipe import RECIPE_FILE
@@ -210,15 +210,15 @@ def _program(manifest: Manifest) -> str:
     program = RUNTIMES[target.runtime].program
     if program is not None:
         return f"```python\n{program(target, file, feed, output)}\n```"
-    provider = "CPU" if target.on_cpu else "CUDA"
+    provider = CPU if target.on_cpu else CUDA
     options, arguments = "", "providers="
-    if manifest.precision == "int4" and provider == "CPU":
+    if manifest.precision == "int4" and provider == CPU:
         # On ARM its kernels of integer rows are further off (`session.NO_KLEIDIAI`).
         options, arguments = _with_entry(*NO_KLEIDIAI), "options, "
     if manifest.precision == "int8" and manifest.target.startswith("tensorrt"):
         # What it fuses QuantizeLinear and DequantizeLinear to is wrong for experts in one tensor.
         options, arguments = _with_entry("session.disable_quant_qdq", "1"), "options, "
-    where = f'{arguments}["{provider}ExecutionProvider"]'
+    where = f'{arguments}["{provider}"]'
     return (
         f"```python\nimport numpy as np, onnxruntime\n{options}"
         f'session = onnxruntime.InferenceSession("{file}", {where})\n'

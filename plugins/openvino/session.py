@@ -91,9 +91,13 @@ class OpenVinoSession(Session):
             if str(fact["layerType"].value) in PRODUCTS
         ]
 
-    def _values(
+    @property
+    def _call(self) -> Callable[..., list[np.ndarray]]:
+        return self._infer_alone
+
+    def _infer_alone(
         self, wanted: Sequence[str], feeds: Mapping[str, np.ndarray]
-    ) -> Sequence[np.ndarray]:
+    ) -> list[np.ndarray]:
         with self._request() as request:
             return _infer(request, feeds, wanted)
 
