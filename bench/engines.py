@@ -10,15 +10,16 @@ import functools
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import MissingExtraError
+from ..errors import MissingExtraError, PluginError
 from ..exporter.doctor import Ability, Requirement, builds, in_onnx_runtime, installed, runs
-from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, TARGETS, Target
+from ..graphs.targets import TARGETS, Precision, Target
 
 if TYPE_CHECKING:
     from ..exporter.tensorrt.backends import Gpu
@@ -31,13 +32,11 @@ PYTORCH_ALGORITHM_2 = "pytorch-algorithm-2"
 PYTORCH_GROUPED_MM = "pytorch-grouped-mm"
 PYTORCH_EXPERTS_EAGER = "pytorch-experts-eager"
 ONNXRUNTIME = "onnxruntime"
-OPENVINO = "openvino"
 TENSORRT = "tensorrt"
 TENSORRT_RTX = "tensorrt-rtx"
 TRANSFORMERS_ONNX = "transformers-onnx"
 
 COMPILERS = ("c++", "g++", "clang++")
-TENSORRT_PROVIDER = "TensorrtExecutionProvider"
 
 Serves = Literal["all", "one-input", "transformers"]
 """Which models an engine runs: all, those with one input, or those of `transformers`."""
@@ -90,10 +89,14 @@ class ModelEngine(EngineKind):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphEngine(EngineKind):
-    """An engine that runs graphs: those of `target`, or without one those of another exporter."""
+    """An engine that runs graphs: those of `target`, or without one those of another exporter.
+
+    It computes products of the floats `short_products` in them on a CPU, and others in FP32.
+    """
 
     loader: Callable[[GraphFile], Loader]
     target: Target | None
+    short_products: tuple[Precision, ...] = ()
 
     @property
     def backend(self) -> str | None:
@@ -140,28 +143,24 @@ def _experts(form: str, run: ModelRun) -> Runner:
     return runner_on(run.provider)(module, model.inputs, model.host)
 
 
-def _onnxruntime(provider: str, graph: GraphFile) -> Loader:
-    from .runners.onnxruntime import OnnxLoader
+def _onnxruntime(provider: str, graph: GraphFile, *, parts: bool = True) -> Loader:
+    from ..exporter.session import PROVIDERS, SessionOptions
+    from .runners.graphs import SessionLoader
 
-    return OnnxLoader(graph, provider=provider)
+    return SessionLoader(graph, SessionOptions(provider=PROVIDERS[provider]), parts)
 
 
-def _openvino(graph: GraphFile) -> Loader:
-    from .runners.onnxruntime import OpenVinoLoader
+def _in_runtime(runtime: Any, graph: GraphFile) -> Loader:
+    from ..exporter.session import SessionOptions
+    from .runners.graphs import SessionLoader
 
-    return OpenVinoLoader(graph)
+    return SessionLoader(graph, SessionOptions(runtime=runtime))
 
 
 def _tensorrt(backend: str, graph: GraphFile) -> Loader:
     from .runners.tensorrt import EngineLoader
 
     return EngineLoader(graph, backend)
-
-
-def _other_exporter(graph: GraphFile) -> Loader:
-    from .runners.onnxruntime import OtherExporterLoader
-
-    return OtherExporterLoader(graph)
 
 
 # --- what they need ------------------------------------------------------------------------------
@@ -215,17 +214,17 @@ def _has_triton(gpu: Gpu | None) -> str:
     return f"Triton, with {said}"
 
 
-def _has_openvino(gpu: Gpu | None) -> str:
+def _has_runtime(runtime: str, gpu: Gpu | None) -> str:
     from ..exporter.bundle.runtimes import RUNTIMES
 
     del gpu
-    return RUNTIMES[OPENVINO].state()
+    return RUNTIMES[runtime].state()
 
 
 IN_TORCH = Requirement("run in PyTorch", _has_torch)
 IN_TORCH_CUDA = Requirement("run in PyTorch on CUDA", _has_cuda)
 IN_TRANSFORMERS = installed("run in transformers", "transformers", "transformers", "transformers")
-ON_CPU = in_onnx_runtime("run on CPU", CPU_PROVIDER)
+ON_CPU = in_onnx_runtime("run on CPU", "cpu")
 
 
 # --- the list ------------------------------------------------------------------------------------
@@ -298,36 +297,31 @@ _KINDS: tuple[EngineKind, ...] = (
         name=ONNXRUNTIME,
         title="ONNX Runtime",
         requires=(ON_CPU,),
-        loader=partial(_onnxruntime, CPU_PROVIDER),
+        loader=partial(_onnxruntime, "cpu"),
         target="ort-cpu",
     ),
     GraphEngine(
         name=f"{ONNXRUNTIME}-cuda",
         title="ONNX Runtime",
         provider="cuda",
-        requires=(in_onnx_runtime("run on CUDA", CUDA_PROVIDER),),
+        requires=(in_onnx_runtime("run on CUDA", "cuda"),),
         extra="gpu",
-        loader=partial(_onnxruntime, CUDA_PROVIDER),
+        loader=partial(_onnxruntime, "cuda"),
         target="ort-cuda",
     ),
     GraphEngine(
         name=f"{ONNXRUNTIME}-tensorrt",
         title="ONNX Runtime",
         provider="tensorrt",
-        requires=(in_onnx_runtime("run on ONNX Runtime's TensorRT", TENSORRT_PROVIDER),),
+        requires=(in_onnx_runtime("run on ONNX Runtime's TensorRT", "tensorrt"),),
         extra="gpu",
         serves="one-input",
-        loader=partial(_onnxruntime, TENSORRT_PROVIDER),
+        loader=partial(_onnxruntime, "tensorrt"),
         target="onnx",
     ),
-    GraphEngine(
-        name=OPENVINO,
-        title="OpenVINO",
-        requires=(Requirement("run in OpenVINO", _has_openvino),),
-        extra="openvino",
-        loader=_openvino,
-        target="openvino",
-    ),
+)
+
+_ENGINES: tuple[EngineKind, ...] = (
     GraphEngine(
         name=TENSORRT,
         title="TensorRT",
@@ -354,12 +348,66 @@ _KINDS: tuple[EngineKind, ...] = (
         requires=(ON_CPU, IN_TRANSFORMERS),
         extra="transformers",
         serves="transformers",
-        loader=_other_exporter,
+        loader=partial(_onnxruntime, "cpu", parts=False),
         target=None,
     ),
 )
 
-KINDS: Mapping[str, EngineKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
+
+class _Kinds(Mapping[str, EngineKind]):
+    """The core's engines, and between them the runtimes of plugins that targets name.
+
+    Those are read from their records when they are asked for, and not for their names.
+    """
+
+    def __init__(self) -> None:
+        self._own = {kind.name: kind for kind in (*_KINDS, *_ENGINES)}
+        self._further: dict[str, EngineKind] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        named = (record.runtime for record in TARGETS)
+        further = dict.fromkeys(name for name in named if name not in self._own)
+        yield from (kind.name for kind in _KINDS)
+        yield from further
+        yield from (kind.name for kind in _ENGINES)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> EngineKind:
+        if name in self._own:
+            return self._own[name]
+        if name not in self._further:
+            self._further[name] = _of_runtime(name)
+        return self._further[name]
+
+
+def _of_runtime(name: str) -> GraphEngine:
+    """The engine that runs graphs in the runtime of a plugin, for the first target that names it.
+
+    `KeyError` where none does. Of a plugin that cannot be loaded `missing` says why.
+    """
+    from ..exporter.bundle.runtimes import RUNTIMES
+
+    target = next((each.name for each in TARGETS if each.runtime == name), None)
+    if target is None:
+        raise KeyError(name)
+    title, extra, short = name, None, tuple[Precision, ...]()
+    with suppress(PluginError):
+        record = RUNTIMES[name]
+        title, extra, short = record.title, record.extra, record.short_products
+    return GraphEngine(
+        name=name,
+        title=title,
+        requires=(Requirement(f"run in {title}", partial(_has_runtime, name)),),
+        extra=extra,
+        loader=partial(_in_runtime, name),
+        target=target,
+        short_products=short,
+    )
+
+
+KINDS: Mapping[str, EngineKind] = _Kinds()
 """Every engine, by its name.
 
 The untouched model (`pytorch-eager`) is always measured, and on the GPU (`pytorch-eager-cuda`)
@@ -369,19 +417,25 @@ beside whatever runs there.
 TRITON = "triton"
 """A server that runs a bundle: no engine that can be asked for, but one of services."""
 
-TITLES: Mapping[str, str] = MappingProxyType(
-    {kind.engine: kind.title for kind in _KINDS} | {TRITON: "Triton"}
-)
-"""What reports call an engine, by the `engine` of its rows."""
 
-_BY_ROW = {(kind.engine, kind.provider): kind for kind in _KINDS}
+@functools.cache
+def titles() -> Mapping[str, str]:
+    """Returns what reports call an engine, by the `engine` of its rows."""
+    return MappingProxyType(
+        {kind.engine: kind.title for kind in KINDS.values()} | {TRITON: "Triton"}
+    )
+
+
+@functools.cache
+def _by_row() -> dict[tuple[str, str], EngineKind]:
+    return {(kind.engine, kind.provider): kind for kind in KINDS.values()}
 
 
 def engine_of(engine: str, provider: str | None) -> EngineKind | None:
     """Returns the engine of a row, None for one of another version or of a measurement apart."""
-    return _BY_ROW.get((engine, provider or "cpu"))
+    return _by_row().get((engine, provider or "cpu"))
 
 
 def requirements() -> tuple[Requirement, ...]:
     """Returns what the engines need: lines of `moexport doctor`."""
-    return tuple(requirement for kind in _KINDS for requirement in kind.requires)
+    return tuple(requirement for kind in KINDS.values() for requirement in kind.requires)

@@ -20,6 +20,7 @@ from ..graphs.builder import Builder
 from ..graphs.lower import LoweringRequest, lower
 from ..graphs.names import INPUT, is_ranged, range_key
 from ..graphs.precision.backbone import backbone_linears
+from ..graphs.targets import CPU_PROVIDER
 from .feeds import row_count
 from .methods import BINS, HALF, Histogram
 from .shards import Fields
@@ -262,7 +263,7 @@ def _session(path: Path) -> ort.InferenceSession:
     settings.log_severity_level = 3
     # A pre-packed copy of every weight would double the memory.
     settings.add_session_config_entry("session.disable_prepacking", "1")
-    return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(str(path), settings, providers=[CPU_PROVIDER])
 
 
 def _seen(

@@ -28,7 +28,6 @@ from typing import Any
 
 import moexport
 import onnx
-from moexport.bench.engines import OPENVINO
 from moexport.bench.report.figures import figures
 from moexport.bench.report.page import write_report
 from moexport.bench.results import Results, read
@@ -372,7 +371,7 @@ def measured_by(results: Results) -> str:
         f"{beside and f' ({beside})'}; "
         f"ONNX Runtime {onnxruntime_of(packages)} (CPU), torch {packages['torch']}"
     )
-    if any(row.engine == OPENVINO for row in results.rows):
+    if any(row.engine == "openvino" for row in results.rows):
         machine += f", OpenVINO {packages['openvino']}"
     return textwrap.fill(f"{machine}.", 100) + "\n"
 

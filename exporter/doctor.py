@@ -77,7 +77,7 @@ def diagnose(required: Iterable[Requirement]) -> Diagnosis:
 
 
 def in_onnx_runtime(name: str, provider: str) -> Requirement:
-    """Returns the requirement of a provider of ONNX Runtime."""
+    """Returns the requirement of a provider of ONNX Runtime: a name of `session.PROVIDERS`."""
     return Requirement(name, partial(_serves, provider))
 
 
@@ -111,14 +111,16 @@ def _exports(gpu: Gpu | None) -> str:
 
 def _serves(provider: str, gpu: Gpu | None) -> str:
     from ..common.onnx_runtime import ort
+    from .session import CPU, PROVIDERS, TENSORRT
 
-    cpu = provider.startswith("CPU")
+    provider = PROVIDERS[provider]
+    cpu = provider == CPU
     if provider not in ort.get_available_providers():
         without = f"this ONNX Runtime was built without {provider}"
         raise MissingExtraError(without, hint=None if cpu else GPU_PACKAGE)
     if not cpu and not gpu:
         raise MissingExtraError(f"{provider} is installed, but there is no NVIDIA GPU")
-    if provider.startswith("Tensorrt"):
+    if provider == TENSORRT:
         from .tensorrt.ort_provider import load_libraries  # which loads all that builds engines
 
         load_libraries()

@@ -32,11 +32,11 @@ from ..graphs.lowerings.cost import AnyWork, machine_for
 from ..graphs.names import DOMAIN
 from ..graphs.targets import TARGETS, Target
 from .bundle.manifest import TimedLowering, TunedLayers, Tuning
-from .bundle.runtimes import check_runs, opened, options_for
+from .bundle.runtimes import RUNTIMES, check_runs, opened, options_for
 from .bundle.weights import WeightsWriter, layer_bytes, write_layer
 from .job import ExportJob
 from .quantization.precision import PrecisionPlan
-from .session import OPENVINO, Session, SessionOptions
+from .session import Session, SessionOptions
 
 PROTOCOL = Protocol(rounds=5, warmup=2, round_s=0.1, inputs=4)
 
@@ -132,7 +132,7 @@ def measure_lowerings(
     name = session.runtime
     return Tuning(
         machine=_machine(target),
-        provider=session.provider if name != OPENVINO else session.device,
+        provider=session.provider if "provider" in RUNTIMES[name].takes else session.device,
         runtime=f"{name} {versions((name,)).get(name, ort.__version__)}",
         threads=threads,
         rounds=measuring.protocol.rounds,

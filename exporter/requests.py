@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from ..common.option import Request, at_least, option, refuse_changed
+from ..common.option import Request, at_least, changed, option, refuse_changed
 from ..common.text import near_miss
 from ..errors import UsageError
 from ..graphs.targets import TARGETS, FloatName, Method, Precision, Scope, Target, runtime_names
@@ -429,15 +429,27 @@ class RunRequest(Request):
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for options that the chosen runner does not have."""
-        if self.engine in (None, *runtime_names()):
+        if self.runs_graph:
             with_ = "" if self.engine is None else f" with --engine {self.engine}"
             refuse_changed(self, ("trust_engine", "host_weights"), f": no engine is loaded{with_}")
         else:
             why = f": it is ONNX Runtime's, and {self.engine} runs the engine"
-            refuse_changed(self, ("threads", "provider", "device", "cache"), why)
-            return
-        if self.engine not in (None, "onnxruntime"):
-            other = "OpenVINO" if self.engine == "openvino" else self.engine
-            refuse_changed(self, ("provider",), f": it is ONNX Runtime's, and {other} runs it")
-        if self.engine not in (None, "openvino"):
-            refuse_changed(self, ("device", "cache"), ": it is OpenVINO's")
+            refuse_changed(self, ("threads",), why)
+        own = [name for name in changed(self) if name in ("provider", "device", "cache")]
+        if self.engine is not None and own:
+            self._refuse_what_others_take(self.engine, own)
+
+    @property
+    def runs_graph(self) -> bool:
+        """Whether a runtime runs the graph itself, and not an engine that was compiled of it."""
+        return self.engine in (None, *runtime_names())
+
+    def _refuse_what_others_take(self, engine: str, own: Sequence[str]) -> None:
+        from .bundle.runtimes import RUNTIMES, owner_of  # loads the runtimes of plugins
+
+        record = RUNTIMES[engine] if self.runs_graph else None
+        ran = f", and {record.title} runs it" if record else f", and {engine} runs the engine"
+        ran = "" if engine == "onnxruntime" else ran  # who does not choose has that one
+        for name in own:
+            if record is None or name not in record.takes:
+                refuse_changed(self, (name,), f": it is {owner_of(name)[1]}'s{ran}")

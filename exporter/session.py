@@ -11,7 +11,6 @@ from functools import cache, partial
 from math import inf
 from numbers import Integral
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -27,11 +26,7 @@ if TYPE_CHECKING:
 
     from ..common.onnx_runtime import ort
 
-OPENVINO: Runtime = "openvino"
-
-CPU = CPU_PROVIDER
-
-CUDA = CUDA_PROVIDER
+CPU, CUDA = CPU_PROVIDER, CUDA_PROVIDER
 
 TENSORRT = "TensorrtExecutionProvider"
 
@@ -73,10 +68,11 @@ class SessionOptions:
     whatever else runs in between waits for a core. `rounded` runs 16-bit graphs in FP32 with their
     own rounding (`fp16_emulation`): to check them, not to be fast.
 
-    `runtime` says who runs it, by the name of its record (`bundle.runtimes`). OpenVINO runs it on
-    `device`, computes in the types of the graph, and takes `threads`, `observe`, `streams` (how
-    many calls at a time share the threads) and `cache`, a folder for what it compiled, from which
-    it starts again.
+    `runtime` says who runs it, by the name of its record (`bundle.runtimes`), which says what of
+    `OWN_OPTIONS` it takes: `provider` is ONNX Runtime's name for what computes, `device` where
+    another runtime computes, `streams` how many calls at a time share the threads, and `cache` a
+    folder for what was compiled, from which it starts again. What else a runtime does not know, it
+    goes without.
     """
 
     provider: str = CPU
@@ -104,16 +100,12 @@ class SessionOptions:
         if self.runtime not in runtime_names():
             known = " or ".join(runtime_names())
             raise UsageError(f"runtime={self.runtime!r}: unknown runtime", hint=f"use {known}")
-        theirs = {"device": self.device != "cpu", "streams": streams, "cache": self.cache}
-        if self.runtime != OPENVINO:
-            for name, value in theirs.items():
-                if value:
-                    raise UsageError(
-                        f"{name}={getattr(self, name)!r}: it is OpenVINO's",
-                        hint=f"leave {name} out, or give runtime='openvino'",
-                    )
         if spin_ms is not None and not (isinstance(spin_ms, int | float) and 0 <= spin_ms < inf):
             raise UsageError(f"spin_ms={spin_ms!r}: not a time", hint="spin_ms=0 lets them rest")
+
+
+OWN_OPTIONS = ("provider", "device", "streams", "cache", "profile")
+"""The options that some runtimes do not have, and then refuse."""
 
 
 class GraphSession(Protocol):
@@ -217,12 +209,20 @@ class Session:
         Raises `FeedError` when x does not fit the graph's input, `EngineError` where the run fails.
         """
         wanted = list(outputs) if outputs is not None else self.output_names
-        call = self.bound(x, k, wanted)
+        feeds = self._feeds(x, k)
         try:
-            return dict(zip(wanted, call(), strict=True))
-        except _errors() as error:
-            batch = len(x if isinstance(x, np.ndarray) else x[self.input_name])
-            raise _failed(self.path, self.options.provider, batch, error) from error
+            return dict(zip(wanted, self._call(wanted, feeds), strict=True))
+        except self._errors() as error:
+            who, said = self._told(error)
+            raise _failed(self.path, who, len(feeds[self.input_name]), said) from error
+
+    def _errors(self) -> tuple[type[Exception], ...]:
+        """What the runtime raises where a run fails."""
+        return _errors()
+
+    def _told(self, error: Exception) -> tuple[str, str]:
+        """Who failed, and what it says of an error."""
+        return self.options.provider, _words(error)
 
     def bound(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
@@ -231,9 +231,15 @@ class Session:
 
         Inputs are checked here, once, and not by the call. Raises what `run` raises.
         """
-        wanted, feeds = list(outputs or self.output_names[:1]), self._feeds(x, k)
-        run = self._session.run if self.options.provider == CPU else self._run_bound
-        return partial(run, wanted, feeds)
+        return partial(self._call, list(outputs or self.output_names[:1]), self._feeds(x, k))
+
+    @property
+    def _call(self) -> Callable[..., list[np.ndarray]]:
+        """The runtime's own call, of the names of outputs and of inputs by name."""
+        call: Callable[..., list[np.ndarray]] = self._run_bound
+        if self.options.provider == CPU:
+            call = self._session.run
+        return call
 
     def _run_bound(
         self, wanted: Sequence[str], feeds: Mapping[str, np.ndarray]
@@ -325,69 +331,6 @@ class Session:
                     "network computes something else",
                     hint=f"export another graph for it, with --{axis}",
                 )
-
-
-class SessionByBatch(Session):
-    """Several graphs of one model, each for some sizes of the batch; `path` is their folder.
-
-    A graph is opened when the first batch for it comes, and stays open: each keeps packed weights
-    of its own in memory. `graph_for` tells the graph for a size, and `opened` opens it.
-    """
-
-    def __init__(  # it opens no graph before a batch comes
-        self,
-        path: Path,
-        options: SessionOptions,
-        *,
-        graph_for: Callable[[int], str],
-        opened: Callable[[str], Session],
-        input_name: str,
-        output_names: Sequence[str],
-        takes_k: bool,
-    ) -> None:
-        self.path, self.options = path, options
-        self.input_name, self.output_names = input_name, list(output_names)
-        self.takes_k = takes_k
-        self._graph_for, self._opened = graph_for, opened
-        self._sessions: dict[str, Session] = {}
-        self._opening = Lock()
-
-    def for_batch(self, size: int) -> Session:
-        """Returns the graph for batches of a size, open."""
-        name = self._graph_for(size)
-        with self._opening:
-            if name not in self._sessions:
-                self._sessions[name] = self._opened(name)
-            return self._sessions[name]
-
-    @property
-    def provider(self) -> str:
-        """The execution provider that serves the graphs."""
-        session = next(iter(self._sessions.values()), None) or self.for_batch(1)
-        return session.provider
-
-    @property
-    def computed_in(self) -> str | None:
-        """As `Session.computed_in`."""
-        session = next(iter(self._sessions.values()), None) or self.for_batch(1)
-        return session.computed_in
-
-    def run(
-        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
-    ) -> dict[str, np.ndarray]:
-        """Returns outputs by name, as `Session.run` does."""
-        return self._for(x).run(x, k, outputs)
-
-    def bound(
-        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
-    ) -> Callable[[], list[np.ndarray]]:
-        """Returns the runtime's own call for a batch x, as `Session.bound` does."""
-        return self._for(x).bound(x, k, outputs)
-
-    def _for(self, x: Inputs) -> Session:
-        # Without the input itself any graph says what is missing.
-        main = x.get(self.input_name, ()) if isinstance(x, Mapping) else x
-        return self.for_batch(next(iter(np.shape(main)), 1))
 
 
 _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
@@ -537,16 +480,15 @@ def _tensorrt_options(path: Path) -> dict[str, str]:
     return provider_options(path)
 
 
-def _failed(path: Path, provider: str, batch: int, error: Exception) -> EngineError:
+def _failed(path: Path, who: str, batch: int, said: str) -> EngineError:
     """The error for a run that failed though its inputs fit."""
-    said = _words(error)
     if re.search("bad.alloc|[Ff]ailed to allocate memory|[Oo]ut of memory", said):
         return EngineError(
             f"{path.name}: memory ran out for a batch of {batch}",
             hint="run smaller batches: --batch-size",
         )
     return EngineError(
-        f"{path.name}: the run failed in {provider}: {said}",
+        f"{path.name}: the run failed in {who}: {said}",
         hint="`moexport verify` tells whether the bundle is damaged; another --lowering may run",
     )
 

@@ -33,6 +33,7 @@ from .bundle.manifest import (
     axis_within,
 )
 from .bundle.parity_record import Reference, not_compared
+from .bundle.runtimes import RUNTIMES
 from .bundle.verify import graph_comparison, selected_values
 from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_layer
 from .job import ExportJob
@@ -296,7 +297,8 @@ def _notes(
         if parity.mostly_ties
     ]
     notes += [
-        f"{file}: OpenVINO computed its matrix products in {parity.computed_in} here"
+        f"{file}: {RUNTIMES[runtime_of(options.target)].title} computed its matrix products in "
+        f"{parity.computed_in} here"
         for file, parity in parities.items()
         if parity.computed_in is not None
     ]

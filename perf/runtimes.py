@@ -19,20 +19,21 @@ import moexport
 import numpy as np
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.engines import ONNXRUNTIME, OPENVINO, PYTORCH_COMPILE, PYTORCH_EAGER, TITLES
+from moexport.bench.engines import ONNXRUNTIME, PYTORCH_COMPILE, PYTORCH_EAGER, titles
 from moexport.bench.measure.roofline import Microbenchmarks, Rates
 from moexport.bench.plan import GraphSource
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.base import GraphFile, Loader, Refused, Runner, first_of
 from moexport.bench.runners.exported import exported
-from moexport.bench.runners.onnxruntime import OpenVinoLoader
+from moexport.bench.runners.graphs import SessionLoader
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
-from moexport.plugins.openvino.session import openvino_package
+from moexport.exporter.session import SessionOptions
+from moexport.plugins.openvino.session import OPENVINO, openvino_package
 
 from .layers.soft_moe import COMPILED, plain_onnx
 from .measure import in_own_process, ms, random_weights, results, threads, timed, times
@@ -84,7 +85,8 @@ def measure(
         seen = _images(CALIBRATION_IMAGES)
         plain = stack.enter_context(plain_onnx(model, _images(2), count))
         assert plain.loader.file is not None
-        in_openvino = OpenVinoLoader(GraphFile(path=plain.loader.file, threads=count))
+        graph = GraphFile(path=plain.loader.file, threads=count)
+        in_openvino = SessionLoader(graph, SessionOptions(runtime=OPENVINO))
         peers = [plain, replace(plain, loader=in_openvino, engine=OPENVINO)]
         peers += converted(model, seen, count)
         asked = BenchRequest(
@@ -158,7 +160,7 @@ class ConvertedRunner(Runner):
 
 @dataclass(frozen=True)
 class ConvertedLoader(Loader):
-    """Converts a network and compiles it as `OpenVinoLoader` does a graph."""
+    """Converts a network and compiles it as `OpenVinoSession` does a graph."""
 
     load: Callable[[], Any]
     threads: int
@@ -194,7 +196,7 @@ def table(results: Results) -> str:
             own = medians.get((key, batch))
             cells += [ms(own), times(base, own), times(own, limits.get((key, batch)))]
         name, engine, precision = key
-        lines.append((name, TITLES.get(engine, engine), precision.upper(), *cells))
+        lines.append((name, titles().get(engine, engine), precision.upper(), *cells))
     header = ["graph", "runtime", "precision"]
     for batch in batches:
         header += [f"batch {batch}", "vs k = n/4, FP32", "× limit"]

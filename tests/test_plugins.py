@@ -62,6 +62,40 @@ def test_the_core_names_no_plugin() -> None:
     assert named == []
 
 
+OPEN_OR_TIME_GRAPHS = ("bench", "exporter/bundle", "exporter/session.py")
+
+
+def runtimes_named(source: str) -> list[str]:
+    """The names and texts of a module in which a plugin's runtime stands; not its docstrings."""
+    tree = ast.parse(source)
+    said = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    words = [
+        node.id if isinstance(node, ast.Name) else str(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) or (isinstance(node, ast.Constant) and node not in said)
+    ]
+    theirs = declared()["moexport.runtimes"]
+    return [word for word in words if any(name in word.lower() for name in theirs)]
+
+
+def test_what_opens_or_times_a_graph_names_no_runtime_of_a_plugin() -> None:
+    files = [each for each in module_files() if each.as_posix().startswith(OPEN_OR_TIME_GRAPHS)]
+    found = {str(file): runtimes_named((ROOT / file).read_text(encoding="utf-8")) for file in files}
+    assert len(files) > 40
+    assert not {file: words for file, words in found.items() if words}
+
+
+def test_a_module_that_names_a_plugin_s_runtime_is_found() -> None:
+    source = '"""OpenVINO."""\nif OPENVINO:\n    title = f"{x} is OpenVINO\'s"\n'
+    assert runtimes_named(source) == ["OPENVINO", " is OpenVINO's"]
+
+
 def test_plugins_import_each_other_one_way() -> None:
     found: dict[str, set[str]] = {name: set() for name in BELOW}
     for name, others in graph().items():

@@ -35,7 +35,8 @@ from ...exporter.inputs import Inputs, completed
 from ...exporter.model import Model
 from ...exporter.trace import layers_as_nodes
 from ...graphs.lowerings.cost import AnyWork, WorkOf
-from ..engines import OPENVINO
+from ...graphs.targets import CPU_PROVIDER
+from ..engines import GraphEngine, engine_of
 from ..plan import Candidate, Case, GraphSource, IntegerLinear
 from ..results import Workload
 
@@ -367,9 +368,11 @@ class Limit:
 def arithmetic_of(case: Case) -> Arithmetic:
     """Returns what a case's products of floats are computed in on a CPU.
 
-    ONNX Runtime multiplies 16-bit numbers in FP32 there, and OpenVINO FP16.
+    Most runtimes multiply 16-bit numbers in FP32 there.
     """
-    return "bf16" if (case.engine, case.precision) == (OPENVINO, "bf16") else "fp32"
+    kind = engine_of(case.engine, case.provider)
+    short = kind.short_products if isinstance(kind, GraphEngine) else ()
+    return "bf16" if case.precision == "bf16" and "bf16" in short else "fp32"
 
 
 class Limits:
@@ -559,7 +562,5 @@ def _product(
     model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    session = ort.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=[CPU_PROVIDER])
     return partial(session.run, None, {"x": x})

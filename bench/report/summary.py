@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...common import timing
 from ...common.timing import Latency
-from ..engines import PYTORCH_EAGER, TITLES
+from ..engines import PYTORCH_EAGER, titles
 from ..metrics import inputs_needed
 from ..results import Interval, Results, Row
 from .content import RowDecision, decision_of
@@ -224,7 +224,7 @@ def line_name(row: Row) -> str:
 def _words(row: Row, between: tuple[str | None, ...]) -> Iterator[str]:
     """The engine, what is said of the graph, and the provider, each where it tells something."""
     provider = None if row.provider in ("cpu", row.engine) else row.provider
-    engine = TITLES.get(row.engine, row.engine)
+    engine = titles().get(row.engine, row.engine)
     if row.computed_in is not None:
         engine += f" ({row.computed_in})"
     return (word for word in (engine, *between, provider) if word)

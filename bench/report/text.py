@@ -12,7 +12,7 @@ from typing import Any
 from ...common.text import csv_cell, markdown, markdown_text, table
 from ...common.text import lines as text_lines
 from ...common.threads import Threads
-from ..engines import PYTORCH_EAGER, TITLES
+from ..engines import PYTORCH_EAGER, titles
 from ..results import Results, Row
 from .compare import ResultsComparison
 from .content import Cell, SectionContent, left_out, showing
@@ -310,7 +310,7 @@ def _on_gpu(results: Results) -> list[str]:
     if any(row.device_ms is not None for row in rows):
         lines.append(GPU_EVENTS)
     silent = dict.fromkeys(
-        f"{TITLES.get(row.engine, row.engine)} ({row.provider})"
+        f"{titles().get(row.engine, row.engine)} ({row.provider})"
         for row in rows
         if row.device_ms is None
     )

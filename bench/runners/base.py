@@ -6,7 +6,7 @@ Loads no runtime: the process that measures a graph's memory must not hold PyTor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -83,9 +83,6 @@ class Loader(ABC):
     One that can be pickled is opened by another process too, which measures its memory.
     """
 
-    profiles: ClassVar[bool] = False
-    """Whether `profile` can tell where the time goes."""
-
     @abstractmethod
     def __call__(self) -> Runner:
         """Opens the runner, able to show what its layers choose."""
@@ -93,6 +90,11 @@ class Loader(ABC):
     def deployed(self) -> Runner:
         """Opens the runner as it is deployed: with nothing to observe."""
         return self()
+
+    @property
+    def profiles(self) -> bool:
+        """Whether `profile` can tell where the time goes."""
+        return False
 
     def profile(self, batches: Sequence[Inputs], calls: int) -> list[dict[str, Any]]:
         """Returns the runtime's own events (Chrome trace) of `calls` calls, batches in turn."""
@@ -192,16 +194,20 @@ def chosen_experts(
 def in_batches(
     run: Callable[[Array], Array], x: Array, *, most: int, takes: Callable[[int], bool]
 ) -> Array:
-    """Maps inputs [b, …] to outputs [b, …] where only some batch sizes can run.
+    """Maps inputs [b, …] to outputs [b, …] where only some batch sizes can run (`fitting`)."""
+    parts = [run(part)[:rows] for part, rows in fitting(x, most=most, takes=takes)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def fitting(x: Array, *, most: int, takes: Callable[[int], bool]) -> Iterator[tuple[Array, int]]:
+    """Yields inputs [b, …] in batches of sizes that can run, and how many rows of each count.
 
     What is more than `most` runs in several batches; one of a size that nothing `takes` is filled
-    up to `most` with its last input, whose further outputs are dropped.
+    up to `most` with its last input, whose further outputs are to be dropped.
     """
-    parts = []
     for start in range(0, len(x), most):
         part = x[start : start + most]
         full = part
         if not takes(len(part)):
             full = np.ascontiguousarray(part[np.arange(most).clip(max=len(part) - 1)])
-        parts.append(run(full)[: len(part)])
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        yield full, len(part)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,55 +16,34 @@ from ...exporter.tensorrt.profiles import check_k
 from ...exporter.tensorrt.records import engines_of
 from ...exporter.tensorrt.session import EngineSession
 from ...graphs.names import SELECTED
-from .base import GraphFile, Loader, Runner, first_of, in_batches
+from .base import GraphFile, Loader, first_of, fitting
+from .graphs import SessionRunner
 
 
 @dataclass(frozen=True)
-class EngineRunner(Runner):
-    """An engine, opened; `selected_values` names outputs that hold what a layer chose."""
+class EngineRunner(SessionRunner):
+    """An engine, opened: inputs run in batches of sizes that its profiles take."""
 
     session: EngineSession
-    k: int | None
-    selected_values: Mapping[str, str] = field(default_factory=dict)
 
-    def infer(self, x: Inputs, output: int = 0) -> Array:
-        """Maps inputs [b, …] to outputs [b, …], in batches of sizes that its profiles take."""
-        name = self.session.output_names[output]
-        return self._in_batches(
-            lambda part: self.session.run(part, self.k, [name])[name], first_of(x)
-        )
-
-    def selected(self, x: Inputs) -> dict[str, Array] | None:
-        """Returns the chosen experts [b, k], ascending, of each layer whose choice is an output."""
-        if not self.selected_values:
-            return None
-        parts: dict[str, list[Array]] = {layer: [] for layer in self.selected_values}
-
-        def looked_at(part: Array) -> Array:
-            values = self.session.run(part, self.k, list(self.selected_values.values()))
-            for layer, name in self.selected_values.items():
-                parts[layer].append(np.sort(values[name], axis=1))
-            return part
-
-        self._in_batches(looked_at, first_of(x))
-        return {layer: np.concatenate(chosen) for layer, chosen in parts.items()}
+    def outputs(self, x: Inputs, names: Sequence[str]) -> dict[str, Array]:
+        """Returns outputs by name."""
+        parts = [
+            {name: y[:rows] for name, y in self.session.run(part, self.k, names).items()}
+            for part, rows in self._fitting(x)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return {name: np.concatenate([part[name] for part in parts]) for name in names}
 
     def device_ms(self, x: Inputs) -> float:
         """Returns the GPU's time for inputs [b, …], in the same batches; copies are not in it."""
-        times: list[float] = []
+        return sum(self.session.gpu_ms(part, self.k) for part, _ in self._fitting(x))
 
-        def timed(part: Array) -> Array:
-            times.append(self.session.gpu_ms(part, self.k))
-            return part
-
-        self._in_batches(timed, first_of(x))
-        return sum(times)
-
-    def _in_batches(self, run: Callable[[Array], Array], x: Array) -> Array:
+    def _fitting(self, x: Inputs) -> Iterator[tuple[Array, int]]:
         sizes = [(profile.min[0], profile.max[0]) for profile in self.session.profiles]
-        return in_batches(
-            run,
-            x,
+        return fitting(
+            first_of(x),
             most=max(high for _, high in sizes),
             takes=lambda size: any(low <= size <= high for low, high in sizes),
         )
@@ -95,7 +74,8 @@ class EngineLoader(Loader):
             for layer, value in named.items()
             if value in session.output_names and value.endswith(f"/{SELECTED}")
         }
-        return EngineRunner(session, k, shown)
+        experts = {layer: self.graph.experts.get(layer, 0) for layer in shown}
+        return EngineRunner(session, k, shown, experts)
 
     def build(self, options: EngineOptions) -> None:
         """Puts the engine into the bundle, unless it is there."""

@@ -11,9 +11,9 @@ from ...common.files import known_sha256
 from ...common.registry import left_out
 from ...errors import BundleError, EngineError, UsageError
 from ...graphs.targets import TARGETS, for_cpus, runtime_of
-from ..session import PROVIDERS, Session, SessionByBatch, SessionOptions
+from ..session import PROVIDERS, Session, SessionOptions
 from .manifest import Check, GraphRecord, Manifest, external_files, local_bundle
-from .runtimes import RUNTIMES, opened
+from .runtimes import RUNTIMES, check_options, opened
 
 if TYPE_CHECKING:
     from ...graphs.targets import Runtime
@@ -118,10 +118,13 @@ class Bundle:
     def _opened(self, graph: str | None, options: SessionOptions) -> Session:
         """A graph, or without a name all of those for several sizes of the batch."""
         record = self.manifest
+        check_options(options)
         RUNTIMES[options.runtime].check_graphs(record, self.path)
         of_one_graph = options.observe is not None or options.profile is not None
         if graph is not None or of_one_graph or not self.graph().batches:
             return opened(self.graph_file(graph), options)
+        from .batches import SessionByBatch  # few bundles have several graphs
+
         self.graph_file()  # what is damaged is said here, as it is of a bundle with one graph
         return SessionByBatch(
             self.path,

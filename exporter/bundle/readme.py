@@ -12,7 +12,7 @@ from ...graphs.targets import for_cpus, runtime_of
 from ..edits import Edits
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
-from ..session import NO_KLEIDIAI
+from ..session import CPU, CUDA, NO_KLEIDIAI
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
 from .parity_record import sized_files
 from .recipe import RECIPE_FILE
@@ -208,15 +208,15 @@ def _program(manifest: Manifest) -> str:
     program = RUNTIMES[runtime_of(manifest.target)].program
     if program is not None:
         return f"```python\n{program(file, feed, output)}\n```"
-    provider = "CPU" if for_cpus(manifest.target) else "CUDA"
+    provider = CPU if for_cpus(manifest.target) else CUDA
     options, arguments = "", "providers="
-    if manifest.precision == "int4" and provider == "CPU":
+    if manifest.precision == "int4" and provider == CPU:
         # On ARM its kernels of integer rows are further off (`session.NO_KLEIDIAI`).
         options, arguments = _with_entry(*NO_KLEIDIAI), "options, "
     if manifest.precision == "int8" and manifest.target.startswith("tensorrt"):
         # What it fuses QuantizeLinear and DequantizeLinear to is wrong for experts in one tensor.
         options, arguments = _with_entry("session.disable_quant_qdq", "1"), "options, "
-    where = f'{arguments}["{provider}ExecutionProvider"]'
+    where = f'{arguments}["{provider}"]'
     return (
         f"```python\nimport numpy as np, onnxruntime\n{options}"
         f'session = onnxruntime.InferenceSession("{file}", {where})\n'

@@ -17,7 +17,7 @@ from ...common.console import Silent
 from ...common.writing import check_file, whole_file
 from ...errors import FeedError, OutputError, UsageError
 from ...graphs.names import PRESENT
-from ...graphs.targets import Runtime, runtime_names
+from ...graphs.targets import Runtime
 from ..inputs import DEFAULT_BATCH, AxisRange, check_array, parse_range, with_axes
 from ..requests import RunRequest
 from ..session import GraphSession
@@ -108,13 +108,10 @@ def _check_output(output: Path, source: Path, *, force: bool) -> None:
 
 
 def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -> GraphSession:
-    if options.engine in (None, *runtime_names()):
-        runtime = options.engine
-        if runtime is None and options.provider != "cpu":
-            runtime = "onnxruntime"
+    if options.runs_graph:
         return bundle.session(
             options.graph,
-            runtime=cast(Runtime | None, runtime),
+            runtime=cast(Runtime | None, options.engine),
             provider=options.provider if options.provider != "cpu" else None,
             device=options.device if options.device != "cpu" else None,
             threads=options.threads,
@@ -153,7 +150,7 @@ def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRang
     fixed = AxisRange(axis, axis, axis) if isinstance(axis, int) else None
     known = fixed or (parse_range(record.batch, "--batch") if record.batch else DEFAULT_BATCH)
     size = options.batch_size
-    if options.engine not in (None, *runtime_names()):  # its profiles are what it takes
+    if not options.runs_graph:  # its profiles are what it takes
         usual = size or total or known.max
         return AxisRange(1, usual, usual)
     if size is not None and not known.min <= size <= known.max:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.registry import Registry
+from ...errors import UsageError
 from ...graphs.targets import TARGETS, Precision, Target, TargetRecord, runtime_of
-from ..session import Session, SessionOptions, check_provider
+from ..session import OWN_OPTIONS, Session, SessionOptions, check_provider
 from .manifest import Check, Manifest
 
 if TYPE_CHECKING:
@@ -41,42 +42,79 @@ def _has_provider(record: TargetRecord) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeRecord:
-    """One runtime: `title` is what readers know it by.
+    """One runtime: `title` is what readers know it by, and `extra` of pyproject.toml installs it.
 
-    `open` opens a graph: that is all of a runtime that no target names, and that users name.
+    `open` opens a graph: that is all of a runtime that no target names, and that users name. Of the
+    session options that only some runtimes have (`session.OWN_OPTIONS`) it `takes` those.
     `options` says how a target's graphs run, with so many threads that spin for so many ms.
     `check_runs` raises a `MoexportError` where this machine does not run a target's graphs,
     `check_computes` where it does not compute a precision for a target, so that nothing can be
     compared, and `check_graphs` where a bundle holds no graphs of this runtime.
     `state` says what is installed, or raises `MissingExtraError`. `advice` returns a line where
     this runtime is predicted to be faster than that of a target, for a precision and so many bytes
-    of weights. `program` returns the lines of Python that run a file of its own on feeds in braces
+    of weights. `short_products` are the 16-bit floats whose products it computes in them on a CPU,
+    not in FP32. `program` returns the lines of Python that run a file of its own on feeds in braces
     and give an output, without moexport.
     """
 
     name: str
     title: str
     open: Callable[[Path | str, SessionOptions | None], Session]
+    takes: tuple[str, ...] = ()
+    extra: str | None = None
     options: Callable[[TargetRecord, int | None, float | None], SessionOptions] = _options
     check_runs: Callable[[TargetRecord], None] = lambda *_: None
     state: Callable[[], str] = lambda: ""
     check_computes: Callable[[Precision, Target], None] = lambda *_: None
     check_graphs: Callable[[Manifest, Path], None] = lambda *_: None
     advice: Callable[[str, str, int], str | None] = lambda *_: None
+    short_products: tuple[Precision, ...] = ()
     program: Callable[[str, str, str], str] | None = None
 
 
 RUNTIMES = Registry(
     "moexport.runtimes",
     RuntimeRecord,
-    (RuntimeRecord("onnxruntime", "ONNX Runtime", Session, _onnxruntime_options, _has_provider),),
+    (
+        RuntimeRecord(
+            name="onnxruntime",
+            title="ONNX Runtime",
+            open=Session,
+            takes=("provider", "profile"),
+            options=_onnxruntime_options,
+            check_runs=_has_provider,
+        ),
+    ),
 )
 
 
+def owner_of(option: str) -> tuple[str, str]:
+    """Returns the name and the title of the runtime that takes an option of a session."""
+    owners = ((each.name, each.title) for each in RUNTIMES if option in each.takes)
+    return next(owners, ("", "another runtime"))
+
+
+def check_options(options: SessionOptions) -> None:
+    """Raises `UsageError` for an option that the runtime which the options name does not take."""
+    usual = SessionOptions()
+    for name in OWN_OPTIONS:
+        value = getattr(options, name)
+        if value != getattr(usual, name) and name not in RUNTIMES[options.runtime].takes:
+            runtime, title = owner_of(name)
+            raise UsageError(
+                f"{name}={value!r}: it is {title}'s",
+                hint=f"leave {name} out" + (f", or give runtime='{runtime}'" if runtime else ""),
+            )
+
+
 def opened(path: Path | str, options: SessionOptions | None = None) -> Session:
-    """Returns a graph, opened in the runtime that the options name."""
-    runtime = "onnxruntime" if options is None else options.runtime
-    return RUNTIMES[runtime].open(path, options)
+    """Returns a graph, opened in the runtime that the options name.
+
+    Raises `UsageError` for an option that it does not take, and what opening the graph raises.
+    """
+    options = options or SessionOptions()
+    check_options(options)
+    return RUNTIMES[options.runtime].open(path, options)
 
 
 def options_for(

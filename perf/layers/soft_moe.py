@@ -25,7 +25,7 @@ from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.base import GraphFile
 from moexport.bench.runners.exported import exported
-from moexport.bench.runners.onnxruntime import OnnxLoader
+from moexport.bench.runners.graphs import SessionLoader
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.examples.studies.random_layers import (
@@ -231,4 +231,4 @@ def plain_onnx(model: Model, x: np.ndarray, count: int) -> Iterator[GraphSource]
             )
             assert program is not None
             program.save(path, external_data=True)
-        yield GraphSource(n, PLAIN, OnnxLoader(GraphFile(path=path, threads=count)))
+        yield GraphSource(n, PLAIN, SessionLoader(GraphFile(path=path, threads=count)))

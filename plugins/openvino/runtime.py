@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ...common.environment import versions
 from ...exporter.bundle.runtimes import RuntimeRecord
-from ...exporter.session import OPENVINO, SessionOptions
 from ...graphs.targets import TargetRecord
 from .session import (
     DEVICES,
+    OPENVINO,
     OpenVinoSession,
     advice,
     check_computes,
@@ -20,10 +18,6 @@ from .session import (
 )
 
 API = 1
-
-
-def _open(path: Path | str, options: SessionOptions | None) -> OpenVinoSession:
-    return OpenVinoSession(path, options)
 
 
 def _check_runs(record: TargetRecord) -> None:
@@ -49,11 +43,14 @@ def _program(file: str, feed: str, output: str) -> str:
 RUNTIME = RuntimeRecord(
     name=OPENVINO,
     title="OpenVINO",
-    open=_open,
+    open=OpenVinoSession,
+    takes=("device", "streams", "cache"),
+    extra="openvino",
     check_runs=_check_runs,
     state=_state,
     check_computes=check_computes,
     check_graphs=check_graphs,
     advice=advice,
+    short_products=("bf16",),
     program=_program,
 )

@@ -18,13 +18,15 @@ from ...common.libraries import without_telemetry
 from ...errors import EngineError, MissingExtraError, UsageError, install
 from ...exporter.bundle.manifest import GraphFacts, Manifest
 from ...exporter.inputs import Inputs
-from ...exporter.session import OPENVINO, Session, SessionOptions, described
+from ...exporter.session import Session, SessionOptions, described
 from ...graphs.targets import Precision, Target, runtime_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import openvino
+
+OPENVINO = "openvino"
 
 OLDEST = (2026, 0)
 """The first version that was run."""
@@ -89,22 +91,21 @@ class OpenVinoSession(Session):
             if str(fact["layerType"].value) in PRODUCTS
         ]
 
-    def run(
-        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
-    ) -> dict[str, np.ndarray]:
-        """Returns outputs by name, as `Session.run` does."""
-        wanted = list(outputs) if outputs is not None else self.output_names
-        feeds = self._feeds(x, k)
+    @property
+    def _call(self) -> Callable[..., list[np.ndarray]]:
+        return self._infer_alone
+
+    def _infer_alone(
+        self, wanted: Sequence[str], feeds: Mapping[str, np.ndarray]
+    ) -> list[np.ndarray]:
         with self._request() as request:
-            try:
-                results = request.infer(feeds, share_inputs=True)
-            except RuntimeError as error:
-                raise EngineError(
-                    f"{self.path.name}: the run failed in OpenVINO: {_words(error)}",
-                    hint="`moexport verify` tells whether the bundle is damaged; another "
-                    "--lowering may run",
-                ) from error
-            return {name: results[name] for name in wanted}
+            return _infer(request, feeds, wanted)
+
+    def _errors(self) -> tuple[type[Exception], ...]:
+        return (RuntimeError,)
+
+    def _told(self, error: Exception) -> tuple[str, str]:
+        return "OpenVINO", _words(error)
 
     def bound(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
@@ -118,10 +119,6 @@ class OpenVinoSession(Session):
         """Returns the runtime's own call, whose results stay where it wrote them."""
         request, feeds = self._compiled.create_infer_request(), self._feeds(x, k)
         return partial(_infer, request, feeds, outputs or self.output_names, shared=True)
-
-    def end_profile(self) -> Path:
-        """Raises `UsageError`: it writes no profile."""
-        raise UsageError("OpenVINO writes no profile", hint="profile the graph in ONNX Runtime")
 
     @contextmanager
     def _request(self) -> Iterator[openvino.InferRequest]:
@@ -300,7 +297,7 @@ def _with_float_ports(graph: openvino.Model) -> openvino.Model:
     return changed.build()
 
 
-def _words(error: RuntimeError) -> str:
+def _words(error: Exception) -> str:
     """What OpenVINO says of an error, without the places in its sources."""
     said = [line.strip() for line in str(error).splitlines() if line.strip()]
     messages = [s for s in said if not re.match(r"(Exception from|Check .* failed at) ", s)]

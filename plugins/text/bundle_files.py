@@ -20,7 +20,7 @@ from ...errors import CheckpointError
 from ...exporter.bundle.manifest import FileRecord, Manifest
 from ...exporter.bundle.steps import Export, Step
 from ...exporter.model import Model
-from ...exporter.session import NO_KLEIDIAI
+from ...exporter.session import CUDA, NO_KLEIDIAI
 from ...graphs.fusion.fuse import appends_in_place
 from ...graphs.names import PAST, PRESENT
 from ...graphs.targets import TARGETS, Target
@@ -48,7 +48,7 @@ NO_POSITIONS = 32_768
 MOST_TOKENS = 4096
 """For a text whose caller does not say how long it gets: so large its cache is made at once."""
 
-GENAI_PROVIDERS: Mapping[str, str] = {"CUDAExecutionProvider": "cuda"}
+GENAI_PROVIDERS: Mapping[str, str] = {CUDA: "cuda"}
 """What ONNX Runtime GenAI calls the providers of ONNX Runtime; the CPU's has no name."""
 
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")

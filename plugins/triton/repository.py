@@ -30,7 +30,6 @@ from ...exporter.bundle.manifest import MAIN_GRAPH, MANIFEST_FILE, TensorSpec, e
 from ...exporter.bundle.parity_record import PARITY_FILE, Reference
 from ...exporter.bundle.runtimes import RUNTIMES
 from ...exporter.inputs import DEFAULT_BATCH, AxisRange, parse_range
-from ...exporter.session import OPENVINO
 from ...exporter.tensorrt.records import EngineRecord, engines_of
 from ...exporter.tensorrt.trust import find_plan
 from ...graphs.names import K_INPUT, SELECTED
@@ -228,7 +227,7 @@ def _backend(bundle: Bundle, options: TritonRequest) -> ServingBackend:
     if any(record.flavour == "tensorrt" for record in engines_of(bundle.manifest)):
         return "tensorrt"
     # Triton's OpenVINO backend cannot be told to keep FP32, in which experts are chosen.
-    return "python" if runtime_of(bundle.manifest.target) == OPENVINO else "onnxruntime"
+    return "python" if runtime_of(bundle.manifest.target) == "openvino" else "onnxruntime"
 
 
 def _device(bundle: Bundle, options: TritonRequest) -> Device:
@@ -335,7 +334,7 @@ def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _BackendForm:
 def _openvino(bundle: Bundle, options: TritonRequest) -> _BackendForm:
     import onnx
 
-    RUNTIMES[OPENVINO].check_graphs(bundle.manifest, bundle.path)
+    RUNTIMES["openvino"].check_graphs(bundle.manifest, bundle.path)
     if bundle.manifest.k == "input":
         raise UsageError(
             f"--backend openvino: k is an input of {bundle.path}, and that backend knows no inputs "

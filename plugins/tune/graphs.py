@@ -16,7 +16,7 @@ from ...bench.data import InputsAndLabels
 from ...bench.plan import Candidate, GraphSource
 from ...bench.request import BenchRequest
 from ...bench.runners.base import GraphFile, first_of
-from ...bench.runners.onnxruntime import OnnxLoader, OpenVinoLoader
+from ...bench.runners.graphs import SessionLoader
 from ...bench.runners.pytorch import untouched
 from ...calibration.feeds import rebatched_pairs
 from ...common.console import Progress
@@ -282,13 +282,13 @@ class Graphs:
         return trial.point.text({name: layer.spec.experts for name, layer in layers.items()})
 
     def _source(self, trial: Trial, path: Path) -> GraphSource:
-        target, graph = TARGETS[trial.point.target], GraphFile(path=path)
+        target, graph = trial.point.target, GraphFile(path=path)
         return GraphSource(
             k=max(trial.point.k.values()),
             lowering=self._name(trial),
-            loader=OnnxLoader(graph) if target.runtime == "onnxruntime" else OpenVinoLoader(graph),
+            loader=SessionLoader(graph, options_for(target)),
             precision=trial.point.precision,
-            engine=target.runtime,
+            engine=TARGETS[target].runtime,
         )
 
 

@@ -345,6 +345,10 @@ def test_calls_from_several_threads_run_side_by_side(tmp_path: Path) -> None:
     [
         ({"runtime": "openvino", "streams": 0}, "streams=0: not a number of calls"),
         ({"runtime": "onnxruntime", "streams": 2}, "streams=2: it is OpenVINO's"),
+        ({"runtime": "onnxruntime", "device": "gpu"}, "device='gpu': it is OpenVINO's"),
+        ({"provider": "cpu", "cache": "kept"}, "'): it is OpenVINO's"),
+        ({"provider": "cuda", "runtime": "openvino"}, "Provider': it is ONNX Runtime's"),
+        ({"runtime": "openvino", "profile": "times"}, "it is ONNX Runtime's"),
         ({"runtime": "tvm"}, "runtime='tvm': unknown runtime"),
     ],
 )

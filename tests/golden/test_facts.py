@@ -12,7 +12,7 @@ from typing import Any
 import moexport
 import numpy as np
 import pytest
-from moexport.bench.engines import KINDS, TITLES
+from moexport.bench.engines import KINDS, titles
 from moexport.bench.journal import Journal
 from moexport.bench.report import figures, sections
 from moexport.calibration.feeds import FeedHash
@@ -107,7 +107,7 @@ def orders() -> dict[str, Any]:
         "machines": list(dict.fromkeys(record.machine.name for record in TARGETS)),
         "backends": list(BACKENDS),
         "engines": list(KINDS),
-        "titles": dict(TITLES),
+        "titles": dict(titles()),
         "sections": [section.name for section in sections.all_sections()],
         "colours": [*figures.COLOURS, figures.REFERENCE],
         "markers": list(figures.MARKERS),

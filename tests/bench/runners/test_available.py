@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -31,3 +36,27 @@ def test_engines_that_are_not_there_are_named_with_the_reason() -> None:
     with pytest.raises(UsageError, match="--engine tvm: there is no such engine"):
         BenchRequest(engine="onnxruntime,tvm").engines  # noqa: B018  asked for its error
     assert BenchRequest().engines == tuple(KINDS)
+
+
+LISTED = """
+import json, sys
+from moexport.bench.engines import KINDS
+
+names = list(KINDS)
+loaded = [name for name in sys.modules if name.startswith("moexport.plugins.")]
+print(json.dumps([names, loaded, KINDS["openvino"].missing()]))
+"""
+
+
+@pytest.mark.parametrize("plugins", ["", "off"])
+def test_a_runtime_of_a_plugin_is_listed_without_it_and_without_loading_it(plugins: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LISTED],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "MOEXPORT_PLUGINS": plugins},
+    )
+    names, loaded, missing = json.loads(done.stdout)
+    assert (names, loaded) == (list(KINDS), [])
+    assert ("nothing that is installed is called 'openvino'" in (missing or "")) == bool(plugins)

@@ -12,7 +12,7 @@ from moexport.bench.request import BenchRequest
 from moexport.bench.runners.base import Refused
 from moexport.bench.runners.candidates import from_bundle
 from moexport.bench.runners.exported import exported
-from moexport.bench.runners.onnxruntime import OnnxLoader
+from moexport.bench.runners.graphs import SessionLoader
 from moexport.errors import LoweringError
 from moexport.exporter.export import export_plan
 from moexport.exporter.inputs import AxisRange
@@ -42,9 +42,9 @@ def test_a_lowering_without_a_kernel_does_not_take_the_others_with_it(model: Mod
     with exported(model, replace(ASKED, precision=("fp32", "fp16"))) as candidate:
         found = {(s.precision, s.lowering): opened_by(s) for s in candidate.graphs}
         assert found == {
-            ("fp32", "gather"): OnnxLoader,
-            ("fp32", "fused"): OnnxLoader,
-            ("fp16", "gather"): OnnxLoader,
+            ("fp32", "gather"): SessionLoader,
+            ("fp32", "fused"): SessionLoader,
+            ("fp16", "gather"): SessionLoader,
             ("fp16", "fused"): Refused,
         }
         (refused,) = (s for s in candidate.graphs if isinstance(s.loader, Refused))

@@ -11,15 +11,15 @@ import pytest
 from moexport.bench.measure.latency import TimedRunner, part_of_node, parts_of, parts_of_profile
 from moexport.bench.measure.memory import measure_memory, pickled
 from moexport.bench.runners.base import GraphFile, chosen_experts
-from moexport.bench.runners.onnxruntime import OnnxLoader
+from moexport.bench.runners.graphs import SessionLoader
 from moexport.errors import FeedError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.recorded import read_case
 
 
-def loader(exported: Path, lowering: str = "grouped") -> OnnxLoader:
+def loader(exported: Path, lowering: str = "grouped") -> SessionLoader:
     file = exported / Bundle.open(exported).graph(lowering).file
-    return OnnxLoader(GraphFile(path=file, threads=1))
+    return SessionLoader(GraphFile(path=file, threads=1))
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_what_is_timed_is_the_runtimes_own_call(exported: Path, images: np.ndarr
 
 
 def test_what_fails_in_the_other_process_is_told(exported: Path, images: np.ndarray) -> None:
-    recipe = pickled(OnnxLoader(GraphFile(path=exported / "gone.onnx")))
+    recipe = pickled(SessionLoader(GraphFile(path=exported / "gone.onnx")))
     assert recipe is not None
     with pytest.raises(RuntimeError, match=r"gone\.onnx"):
         measure_memory(recipe, {1: images[:1]})

@@ -18,13 +18,16 @@ from moexport.bench.request import BenchRequest
 from moexport.bench.results import from_json, to_json
 from moexport.bench.runners.base import GraphFile
 from moexport.bench.runners.candidates import from_bundle
-from moexport.bench.runners.onnxruntime import OpenVinoLoader
+from moexport.bench.runners.graphs import SessionLoader
 from moexport.errors import EngineError
+from moexport.exporter.session import SessionOptions
 from moexport.tests.recorded import read_case
 
 pytestmark = pytest.mark.skipif(
     KINDS["openvino"].missing() is not None, reason=str(KINDS["openvino"].missing())
 )
+
+IN_OPENVINO = SessionOptions(runtime="openvino")
 
 CASE = read_case("soft_moe_vit")
 X = np.random.default_rng(1).standard_normal((6, *CASE.x.shape[1:])).astype(np.float32)
@@ -93,14 +96,14 @@ def test_a_fixed_batch_runs_in_every_lowering(tmp_path: Path) -> None:
     place = tmp_path / "fixed"
     bundle = moexport.export(model, place, k=2, lowering="conditional", batch=str(len(X)))
     graph = GraphFile(path=bundle.path / "model.onnx", threads=1)
-    with OpenVinoLoader(graph)() as runner:
+    with SessionLoader(graph, IN_OPENVINO)() as runner:
         np.testing.assert_allclose(runner.infer(X), bundle.session()(X), atol=1e-6)
 
 
 def test_what_openvino_cannot_load_is_told_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"no graph")
     with pytest.raises(EngineError, match=re.escape("OpenVINO cannot load model.onnx: ")) as told:
-        OpenVinoLoader(GraphFile(path=tmp_path / "model.onnx"))()
+        SessionLoader(GraphFile(path=tmp_path / "model.onnx"), IN_OPENVINO)()
     assert "Exception from" not in told.value.message
     assert "src/" not in told.value.message
 

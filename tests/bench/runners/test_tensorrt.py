@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import moexport
 import numpy as np
@@ -17,9 +18,9 @@ from moexport.bench.request import BenchRequest
 from moexport.bench.runners.base import in_batches
 from moexport.bench.runners.candidates import from_bundle
 from moexport.bench.runners.exported import exported
+from moexport.bench.runners.graphs import SessionLoader
 from moexport.bench.runners.models import loaders
-from moexport.bench.runners.onnxruntime import OnnxLoader
-from moexport.bench.runners.tensorrt import EngineLoader
+from moexport.bench.runners.tensorrt import EngineLoader, EngineRunner
 from moexport.errors import BundleError, EngineError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import Manifest
@@ -27,7 +28,9 @@ from moexport.exporter.doctor import diagnose
 from moexport.exporter.inputs import random_inputs
 from moexport.exporter.model import Model
 from moexport.exporter.tensorrt.backends import first_gpu
+from moexport.exporter.tensorrt.profiles import Profile
 from moexport.exporter.tensorrt.records import EngineRecord, engines_of
+from moexport.exporter.tensorrt.session import EngineSession
 from moexport.tests.exporter.tensorrt.engines import needs_rtx
 from moexport.tests.recorded import read_case
 
@@ -113,8 +116,8 @@ def test_onnx_runtimes_tensorrt_and_tensorrt_itself_do_not_meet(model: Model) ->
                 assert Bundle.open(source.loader.graph.path.parent).manifest.target == "tensorrt"
                 folder = source.loader.graph.path.parent
             else:
-                assert isinstance(source.loader, OnnxLoader)
-                assert source.loader.provider == "TensorrtExecutionProvider"
+                assert isinstance(source.loader, SessionLoader)
+                assert source.loader.options.provider == "TensorrtExecutionProvider"
                 assert source.loader.graph.path.is_file()
                 folder = source.loader.graph.path.parent
             folders[source.engine, source.precision] = folder
@@ -160,6 +163,33 @@ def test_batches_that_an_engine_does_not_take_are_filled_up() -> None:
     assert seen == [4, 4, 4]
     np.testing.assert_array_equal(in_batches(run, x[:1], most=4, takes=lambda size: size == 1), 0)
     assert seen[3:] == [1]
+
+
+class BatchesOfFour:
+    """An engine without a GPU: it doubles inputs in batches of four, and chooses two experts."""
+
+    output_names = ("output", "layer/selected")
+    profiles = (Profile("input", (4, 1), (4, 1), (4, 1)),)
+
+    def run(self, x: np.ndarray, k: int | None, outputs: Any) -> dict[str, np.ndarray]:
+        assert len(x) == 4
+        found = {"output": 2 * x, "layer/selected": np.stack([x[:, 0] + 1, x[:, 0]], 1)}
+        return {name: found[name] for name in outputs}
+
+    def gpu_ms(self, x: np.ndarray, k: int | None) -> float:
+        return float(len(x))
+
+
+def test_what_fills_a_batch_up_is_in_no_output_and_no_choice() -> None:
+    session = cast(EngineSession, BatchesOfFour())
+    runner = EngineRunner(session, None, {"layer": "layer/selected"}, {"layer": 12})
+    x = np.arange(10, dtype=np.float32).reshape(10, 1)
+    np.testing.assert_array_equal(runner.infer(x), 2 * x)
+    chosen = runner.selected(x)
+    assert chosen is not None
+    np.testing.assert_array_equal(chosen["layer"], np.hstack([x, x + 1]))
+    assert runner.device_ms(x) == 12
+    assert EngineRunner(session, None).selected(x) is None
 
 
 def test_absent_engines_have_the_reason_that_doctor_gives() -> None:

@@ -11,9 +11,10 @@ import moexport
 import numpy as np
 import pytest
 from moexport.errors import BundleError, FeedError
+from moexport.exporter.bundle.batches import SessionByBatch
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import MANIFEST_FILE, GraphRecord
-from moexport.exporter.session import Session, SessionByBatch, SessionOptions
+from moexport.exporter.session import Session, SessionOptions
 from moexport.tests.command import run
 from moexport.tests.recorded import many_experts
 

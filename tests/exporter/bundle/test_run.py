@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from moexport.errors import FeedError
+from moexport.errors import FeedError, UsageError
 from moexport.exporter.bundle.run import in_batches
 from moexport.exporter.inputs import AxisRange
+from moexport.exporter.requests import RunRequest
 from moexport.exporter.session import Session
 from moexport.tests.command import run
 
@@ -28,6 +30,38 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Session, "run", spy)
     return seen
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"engine": "onnxruntime", "device": "gpu"}, "--device: it is OpenVINO's"),
+        (
+            {"engine": "openvino", "provider": "cuda"},
+            "--provider: it is ONNX Runtime's, and OpenVINO runs it",
+        ),
+        (
+            {"engine": "tensorrt", "cache": "kept"},
+            "--cache: it is OpenVINO's, and tensorrt runs the engine",
+        ),
+        (
+            {"engine": "tensorrt", "threads": 2},
+            "--threads: it is ONNX Runtime's, and tensorrt runs the engine",
+        ),
+    ],
+)
+def test_an_option_of_another_runtime_is_refused_with_whose_it_is(
+    asked: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError) as told:
+        RunRequest(**asked)
+    assert told.value.message == message
+
+
+def test_what_the_runtime_takes_is_not_refused() -> None:
+    RunRequest(engine="openvino", device="gpu", cache="kept", threads=2)
+    RunRequest(engine="onnxruntime", provider="cuda", threads=2)
+    RunRequest(device="gpu", provider="cuda", cache="kept")  # the bundle says who runs it
 
 
 def test_batches_are_no_larger_than_the_bundle_was_exported_for(
