@@ -35,10 +35,18 @@ from ..graphs.lowerings.base import AnyLowering
 from ..graphs.lowerings.cost import machine_for
 from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
-from .bundle.distance import FEW_NUMBERS
 from .bundle.footprint import with_peak_memory
 from .bundle.manifest import MANIFEST_FILE
-from .bundle.parity_record import MOST_KEPT, PARITY_FILE, Reference, sized_file, unreached
+from .bundle.parity_record import (
+    MOST_KEPT,
+    PARITY_FILE,
+    Parity,
+    Reference,
+    Tolerance,
+    describe,
+    sized_file,
+    unreached,
+)
 from .bundle.readme import with_readme
 from .bundle.recipe import RECIPE_FILE
 from .bundle.runtimes import with_engines
@@ -48,7 +56,7 @@ from .inputs import DEFAULT_TOKENS, AxisRange, of_tokens, parity_batches
 from .job import ExportJob
 from .model import Model
 from .options import ExportOptions
-from .parity import MOST_TIES, Comparison, Parity, Tolerance, describe
+from .parity import FEW_NUMBERS, MOST_TIES, Comparison
 from .plan import GraphPlan, Plan, copied_bytes, plan, plan_graph
 from .quantization.calibrate import calibrate
 from .reference import (

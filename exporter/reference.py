@@ -25,12 +25,21 @@ from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, moe_layers, 
 from ..graphs.layers.margins import GroupRouter
 from ..graphs.lower import LayerValues
 from ..graphs.targets import runtime_of
-from .bundle.parity_record import Reference, Rounded, by_expert, chunks
+from .bundle.parity_record import (
+    GPU_RTOL,
+    TOLERANCES,
+    Reference,
+    Rounded,
+    Tolerance,
+    by_expert,
+    chunks,
+    describe,
+)
 from .bundle.runtimes import opened
 from .inputs import PARITY_BATCHES, SAMPLES, Inputs, completed, random_arrays
 from .job import ExportJob
 from .model import Model
-from .parity import GPU_RTOL, TOLERANCES, Tolerance, compare, describe
+from .parity import compare
 from .session import SessionOptions
 
 

@@ -18,13 +18,13 @@ from ...common.user_code import names_code
 from ...common.writing import scratch_folder
 from ...errors import CalibrationError, LoweringError, MoexportError, ParityError, UsageError
 from ...exporter.bundle.manifest import MANIFEST_FILE
+from ...exporter.bundle.parity_record import TOLERANCES, Tolerance, on_gpu, recorded
 from ...exporter.bundle.verify import selected_values
 from ...exporter.export import found_ranges
 from ...exporter.inputs import AxisRange
 from ...exporter.job import ExportJob, export_job
 from ...exporter.model import Model
 from ...exporter.options import AUTO, ExportOptions, KOption, PrecisionOptions
-from ...exporter.parity import TOLERANCES, Tolerance, on_gpu, recorded
 from ...exporter.plan import GraphPlan, plan, plan_graph
 from ...exporter.reference import depends_on_batch
 from ...exporter.tensorrt.backends import BACKENDS

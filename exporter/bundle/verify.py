@@ -13,23 +13,10 @@ from google.protobuf.message import DecodeError
 
 from ...common.environment import cpu_features
 from ...common.files import sha256
-from ...errors import (
-    MoexportError,
-)
+from ...errors import MoexportError
 from ...graphs.targets import Runtime, for_cpus, runtime_of
 from ..inputs import DEFAULT_BATCH, PARITY_BATCHES, parse_range
-from ..parity import (
-    ROUNDED_RTOL,
-    TOLERANCES,
-    Comparison,
-    Parity,
-    Tolerance,
-    describe,
-    on_gpu,
-    recorded,
-    recorded_sizes,
-    tolerance_of,
-)
+from ..parity import Comparison
 from ..session import CPU, Session, SessionOptions
 from .manifest import (
     MANIFEST_FILE,
@@ -43,9 +30,17 @@ from .manifest import (
 )
 from .parity_record import (
     PARITY_FILE,
+    ROUNDED_RTOL,
+    TOLERANCES,
+    Parity,
     Reference,
+    Tolerance,
+    describe,
     not_compared,
+    on_gpu,
+    recorded,
     sized_files,
+    tolerance_of,
     unreached,
 )
 from .runtimes import RUNTIMES, engine_checks, opened
@@ -128,39 +123,6 @@ def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> st
     return None if check.passed else check.detail
 
 
-def graph_comparison(
-    directory: Path,
-    graph: GraphRecord,
-    expected: Reference,
-    *,
-    batch: int,
-    probed: Sequence[int] = (),
-    together: int = 1,
-    k_input: bool,
-    tolerance: Tolerance,
-    runtime: Runtime = "onnxruntime",
-    threads: int | None = None,
-    rounded: bool = True,
-) -> Comparison:
-    """Opens a graph of a bundle, or of one being written, for references like this one.
-
-    Inputs are compared in batches of `batch`, and the first of them in those of `probed`, too; so
-    many are computed `together`.
-    """
-    observe = expected.observed(graph.selected)
-    return Comparison(
-        checking_session(
-            directory, graph, observe=observe, runtime=runtime, threads=threads, rounded=rounded
-        ),
-        graph.selected,
-        batch=batch,
-        tolerance=tolerance,
-        k=expected.main_k if k_input else None,
-        probed=probed,
-        together=together,
-    )
-
-
 def checking_session(
     directory: Path,
     graph: GraphRecord,
@@ -202,17 +164,15 @@ def _hash_check(directory: Path, file: str, expected: str, size: int) -> Check:
     name, path = f"hash of {file}", directory / file
     if not path.is_file():
         return Check(name, False, "the file is missing")
-    trust = _trust_words() if path.suffix == ".plan" else ""
+    trust = ""
+    if path.suffix == ".plan":
+        from ..tensorrt.trust import TRUST  # loaded where a bundle has an engine
+
+        trust = f"; `moexport run` with {TRUST}"
     if path.stat().st_size != size:
         return Check(name, False, f"{path.stat().st_size} bytes, not {size}{trust}")
     same = sha256(path) == expected
     return Check(name, same, AS_RECORDED if same else f"{CHANGED}{trust}")
-
-
-def _trust_words() -> str:
-    from ..tensorrt.trust import TRUST  # loaded where a bundle has an engine
-
-    return f"; `moexport run` with {TRUST}"
 
 
 def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Check:
@@ -375,7 +335,8 @@ def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]
     of = port.groups_of or 1
     known = parse_range(manifest.batch, "--batch") if manifest.batch else DEFAULT_BATCH
     usual = known.compared(of)
-    compared = recorded_sizes(graph.parity, "batches")
+    sizes = (graph.parity or {}).get("batches", ())
+    compared = [size for size in sizes if isinstance(size, int) and size > 0]
     return usual, compared or [known.nearest(size * of) for size in PARITY_BATCHES]
 
 
@@ -389,18 +350,17 @@ def _compared(
     rounded: bool,
 ) -> Parity:
     """How far a graph is off on this machine, or with `rounded` as `checking_session` has it."""
+    observe, runtime = expected.observed(graph.selected), runtime_of(manifest.target)
+    session = checking_session(directory, graph, observe=observe, runtime=runtime, rounded=rounded)
     batch, probed = _batches(manifest, graph)
-    comparison = graph_comparison(
-        directory,
-        graph,
-        expected,
+    comparison = Comparison(
+        session,
+        graph.selected,
         batch=batch,
+        tolerance=bounds,
+        k=expected.main_k if manifest.k == "input" else None,
         probed=probed,
         together=manifest.inputs[0].groups_of or 1,
-        k_input=manifest.k == "input",
-        tolerance=bounds,
-        runtime=runtime_of(manifest.target),
-        rounded=rounded,
     )
     comparison.add(expected)
     for tokens, file in sized_files(manifest.files).items():

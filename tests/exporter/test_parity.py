@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from moexport.exporter.bundle.distance import cosines
-from moexport.exporter.bundle.parity_record import Reference, Rounded
+from moexport.exporter.bundle.parity_record import TOLERANCES, Parity, Reference, Rounded, describe
 from moexport.exporter.inputs import Inputs
-from moexport.exporter.parity import TOLERANCES, Comparison, Parity, compare, describe
+from moexport.exporter.parity import Comparison, compare, cosines
 from moexport.graphs.targets import Precision
 from moexport.tests.command import run
 from moexport.tests.recorded import read_case
