@@ -18,7 +18,7 @@ from ..common.console import Progress
 from ..common.environment import environment
 from ..graphs.builder import Builder
 from ..graphs.layers.stored import LayerOf
-from ..graphs.lower import Lowered, LoweringRequest, lower
+from ..graphs.lower import Lowered, LoweringRequest, lower, selected_values
 from ..graphs.names import K_INPUT, SELECTED, STEER_INPUT
 from ..graphs.precision.types import FLOAT_TYPES, ComputeTypes
 from ..graphs.targets import for_cpus, runtime_of
@@ -33,7 +33,7 @@ from .bundle.manifest import (
     axis_within,
 )
 from .bundle.parity_record import Parity, Reference, not_compared
-from .bundle.verify import checking_session, selected_values
+from .bundle.verify import checking_session
 from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_layer
 from .job import ExportJob
 from .parity import Comparison

@@ -69,6 +69,12 @@ class Tolerance:
         least = -1.0 if wider else self.least_cosine
         return replace(self, atol=atol, rtol=rtol, least_cosine=least)
 
+    def no_wider(self, than: Tolerance) -> Tolerance:
+        """Returns these bounds, with those of another where they are wider, or not a number."""
+        pairs = {name: (getattr(than, name), value) for name, value in asdict(self).items()}
+        at_least = ("routing", "least_cosine")
+        return Tolerance(**{n: max(p) if n in at_least else min(p) for n, p in pairs.items()})
+
 
 _IN_INTEGERS = {"outlier": 3.0, "least_cosine": 0.8}
 

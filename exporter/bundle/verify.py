@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import onnx
 from google.protobuf.message import DecodeError
@@ -44,9 +44,6 @@ from .parity_record import (
     unreached,
 )
 from .runtimes import RUNTIMES, engine_checks, opened
-
-if TYPE_CHECKING:
-    from ...graphs.lower import LayerValues
 
 AS_RECORDED = "SHA-256 as recorded"
 
@@ -155,11 +152,6 @@ def is_large(directory: Path) -> bool:
     return weights * len(list(directory.glob("*.onnx"))) >= LARGE_WEIGHTS_BYTES
 
 
-def selected_values(values: Mapping[str, LayerValues]) -> dict[str, str]:
-    """Returns the names of the values that hold what was chosen, of the layers that choose."""
-    return {key: name for layer in values.values() for key, name in layer.choices.items()}
-
-
 def _hash_check(directory: Path, file: str, expected: str, size: int) -> Check:
     name, path = f"hash of {file}", directory / file
     if not path.is_file():
@@ -257,17 +249,9 @@ def _bounds(
     fp32 = usual == TOLERANCES["fp32"]
     if fp32 and bounds.rtol > usual.rtol and graph is not None and _rounds(directory / graph.file):
         usual = replace(usual, rtol=ROUNDED_RTOL)
-    by_user = (atol, rtol) != (None, None) and fp32
-    held = Tolerance(
-        atol=min(usual.atol, bounds.atol),
-        rtol=min(usual.rtol, bounds.rtol),
-        routing=max(usual.routing, bounds.routing),
-        tie=min(usual.tie, bounds.tie),
-        coefficient=min(usual.coefficient, bounds.coefficient),
-        roundings=math.inf if by_user else min(usual.roundings, bounds.roundings),
-        outlier=min(usual.outlier, bounds.outlier),
-        least_cosine=max(usual.least_cosine, bounds.least_cosine),
-    )
+    held = bounds.no_wider(usual)
+    if fp32 and (atol, rtol) != (None, None):
+        held = replace(held, roundings=math.inf)
     return held.asked(atol, rtol)
 
 
@@ -293,12 +277,11 @@ def _parity_check(
 ) -> Check:
     name = f"parity of {graph.file}"
     here = for_cpus(manifest.target)
+    compared = partial(_compared, directory, manifest, graph, expected, bounds)
     try:
-        parity = _compared(directory, manifest, graph, expected, bounds, rounded=not here)
-        twin = here and not parity.passed and (manifest.numbers.get("rest") == "fp16")
-        meant = parity
-        if twin:
-            meant = _compared(directory, manifest, graph, expected, bounds, rounded=True)
+        parity = meant = compared(rounded=not here)
+        if here and not parity.passed and manifest.numbers.get("rest") == "fp16":
+            meant = compared(rounded=True)
     except MoexportError as error:
         return Check(name, False, error.message)
     detail = describe(parity)
@@ -308,7 +291,9 @@ def _parity_check(
     if bounds.rtol == ROUNDED_RTOL > tolerance_of(manifest.precision).rtol:
         detail += f"; held to {bounds.rtol:g} of max|y|, since the graph rounds to BF16"
     if not parity.passed:
-        detail += f"; computed by {_computed_by(manifest)}"
+        runtime = runtime_of(manifest.target)
+        provider = CPU if runtime == "onnxruntime" else RUNTIMES[runtime].title
+        detail += f"; computed by {provider} on {cpu_features()}"
     if meant.passed and not parity.passed:
         detail += (
             f", which sums its FP16 products in FP16: in FP32, rounded to FP16, the same graph is "
@@ -366,10 +351,3 @@ def _compared(
     for tokens, file in sized_files(manifest.files).items():
         comparison.add_sized(Reference.load(directory / file), tokens)
     return comparison.parity()
-
-
-def _computed_by(manifest: Manifest) -> str:
-    """What ran a graph here: its runtime's provider, and the CPU's instructions."""
-    runtime = runtime_of(manifest.target)
-    provider = CPU if runtime == "onnxruntime" else RUNTIMES[runtime].title
-    return f"{provider} on {cpu_features()}"

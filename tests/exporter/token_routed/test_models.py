@@ -27,7 +27,7 @@ from moexport.exporter.bundle.parity_record import TIE
 from moexport.exporter.checkpoints import floats
 from moexport.exporter.inputs import completed
 from moexport.exporter.model import Model
-from moexport.exporter.reference import routed_margins
+from moexport.graphs.layers.margins import routed_margins
 from moexport.plugins.token_routed.experts import canonical, check_layer, experts_modules
 from moexport.tests.command import run
 from moexport.tests.exporter.token_routed.architectures import (
