@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,31 +88,31 @@ MOST_SECONDS = 60.0
 """What PyTorch may take for inputs of a size beyond the usual, as far as it is foreseen."""
 
 
+@dataclass(slots=True)
 class Budget:
     """Which sizes are compared: those that take no more memory and time than a check may.
 
     What larger sizes take is foreseen from the inputs before, of which `timed` computes the
-    reference.
+    reference. `copied_bytes` are those of the weights that a graph copies for a batch of tokens.
     """
 
-    def __init__(
-        self, job: ExportJob, copied_bytes: Callable[[int, int], float] = lambda *_: 0.0
-    ) -> None:
-        """`copied_bytes` are those of the weights that a graph copies for a batch of tokens."""
-        self._job, self._row_bytes, self._grown = job, 0, 0
-        self._copied_bytes = copied_bytes
-        self._last = (1, 1, 0.0)  # inputs, their tokens, and seconds
-        self._beyond: dict[str, list[int]] = {}
-        self.batches: tuple[int, ...] = ()
+    job: ExportJob
+    copied_bytes: Callable[[int, int], float]
+    batches: tuple[int, ...] = ()
+    _last: tuple[int, int, float] = (1, 1, 0.0)
+    """Inputs, their tokens, and seconds."""
+    _row_bytes: int = 0
+    _grown: int = 0
+    _beyond: dict[str, list[int]] = field(default_factory=dict)
 
     def timed(self, x: Inputs, *, every_k: bool = True) -> Reference:
         """Returns what PyTorch computes for inputs (`torch_reference`)."""
         began = time.thread_time()  # what others do on the machine does not count
         with grown_memory() as memory:
-            expected = torch_reference(self._job, x, every_k=every_k)
+            expected = torch_reference(self.job, x, every_k=every_k)
         self._grown = memory.nbytes
         seconds = time.thread_time() - began
-        spec = self._job.model.input
+        spec = self.job.model.input
         at = spec.shape.index("tokens") if "tokens" in spec.shape else None
         self._last = len(expected.x), 1 if at is None else expected.x.shape[at], seconds
         self._row_bytes = sum(
@@ -120,12 +120,12 @@ class Budget:
         )
         return expected
 
-    def choose_batches(self, expected: Reference, changes: Sequence[int]) -> None:
+    def choose_batches(self, changes: Sequence[int]) -> None:
         """Chooses the batch sizes of the job that are compared."""
         rows, tokens, _ = self._last
         self.batches = tuple(
             size
-            for size in self._job.probed_batches(changes)
+            for size in self.job.probed_batches(changes)
             if size <= rows or self.affords(size, tokens, axis="batch")
         )
 
@@ -138,12 +138,12 @@ class Budget:
         """
         last_rows, last_tokens, seconds = self._last
         longer = tokens / last_tokens
-        specs = [layer.spec for layer in self._job.model.layers.values()]
+        specs = [layer.spec for layer in self.job.model.layers.values()]
         widest = max(spec.experts * max(spec.hidden, spec.dim) for spec in specs)
         floats = rows * max(tokens * widest, self._row_bytes // 4 * longer, HEADS * tokens**2)
         quick = needed or seconds * rows / last_rows * longer <= MOST_SECONDS
         grows = self._grown * rows / last_rows * longer <= MEMORY_SHARE * available_bytes()
-        copied = self._copied_bytes(rows, tokens) <= MOST_COPIED_BYTES
+        copied = self.copied_bytes(rows, tokens) <= MOST_COPIED_BYTES
         fits = 4 * floats <= MOST_BYTES and copied and grows and quick
         if not fits:
             self._beyond.setdefault(axis, []).append(rows if axis == "batch" else tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -65,9 +65,12 @@ class Tolerance:
     def asked(self, atol: float | None, rtol: float | None) -> Tolerance:
         """Returns these bounds with those that a user gives; wider ones allow any direction."""
         atol, rtol = (self.atol if atol is None else atol), (self.rtol if rtol is None else rtol)
-        wider = atol > self.atol or rtol > self.rtol
-        least = -1.0 if wider else self.least_cosine
-        return replace(self, atol=atol, rtol=rtol, least_cosine=least)
+        asked = replace(self, atol=atol, rtol=rtol)
+        return replace(asked, least_cosine=-1.0) if asked.wider_than(self) else asked
+
+    def wider_than(self, other: Tolerance) -> bool:
+        """Whether these bounds allow larger differences than others."""
+        return self.atol > other.atol or self.rtol > other.rtol
 
     def no_wider(self, than: Tolerance) -> Tolerance:
         """Returns these bounds, with those of another where they are wider, or not a number."""
@@ -347,13 +350,12 @@ def places(chosen: np.ndarray, *others: np.ndarray) -> np.ndarray:
 FIRST = ""
 """Stands for the first input, whatever it is called."""
 
-
 MOST_KEPT = 32
 """Inputs that a bundle keeps to be verified with, where fewer do not reach every expert."""
 
-
 MOST_BYTES_AT_A_K = 16 << 20
-"""What a bundle keeps of the outputs with another k: a text model's are large."""
+"""What a bundle keeps of the outputs with another k, of one input at least: a text model's are
+large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,7 +498,8 @@ class Reference:
             own = other._own_arrays()
             if np.array_equal(other.y, self.dense):  # as with all experts: once is enough
                 del own["y"]
-            count = _fitting(own.values())
+            bytes_of_one = sum(array[:1].nbytes for array in own.values())
+            count = max(1, MOST_BYTES_AT_A_K // max(1, bytes_of_one))
             arrays |= {f"k={k}/{name}": array[:count] for name, array in own.items()}
         # np.savez takes names as keywords; its own first parameter is positional.
         np.savez(path, **arrays, **kept)  # type: ignore[arg-type]
@@ -619,12 +622,6 @@ class Reference:
 def holds_coefficients(chosen: np.ndarray) -> bool:
     """Whether a choice holds coefficients [s, m, n], not the indices of a set [s, k]."""
     return chosen.dtype.kind == "f"
-
-
-def _fitting(arrays: Collection[np.ndarray]) -> int:
-    """How many inputs' arrays fit into `MOST_BYTES_AT_A_K`, one at least."""
-    bytes_of_one = sum(array.nbytes // len(array) for array in arrays)
-    return max(1, MOST_BYTES_AT_A_K // max(1, bytes_of_one))
 
 
 _AT_K = re.compile(r"(k=[1-9]\d*/)")

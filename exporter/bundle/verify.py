@@ -110,10 +110,9 @@ def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> st
     """
     if graph.parity is None or PARITY_FILE not in manifest.files:
         return None
-    tolerances = recorded(manifest.parity, manifest.precision)
     bounds = _bounds(directory, manifest, graph, None, None)
     # They may be wider, as whoever exported it chose.
-    if tolerances.atol > bounds.atol or tolerances.rtol > bounds.rtol:
+    if recorded(manifest.parity, manifest.precision).wider_than(bounds):
         return None
     expected = Reference.load(directory / PARITY_FILE)
     check = _parity_check(directory, manifest, graph, expected, bounds)
@@ -243,9 +242,8 @@ def _bounds(
     BF16: whoever changes a bundle may write anything.
     """
     usual = tolerance_of(manifest.precision)
-    bounds = usual
-    if manifest.parity is not None:
-        bounds = recorded(manifest.parity, manifest.precision)
+    known = manifest.parity is not None
+    bounds = recorded(manifest.parity, manifest.precision) if known else usual
     fp32 = usual == TOLERANCES["fp32"]
     if fp32 and bounds.rtol > usual.rtol and graph is not None and _rounds(directory / graph.file):
         usual = replace(usual, rtol=ROUNDED_RTOL)
@@ -301,7 +299,7 @@ def _parity_check(
             "computed in FP32"
         )
     exported = recorded(manifest.parity, manifest.precision)
-    if not parity.passed and (exported.atol > bounds.atol or exported.rtol > bounds.rtol):
+    if not parity.passed and exported.wider_than(bounds):
         detail += (
             f"; it was exported with wider bounds than {manifest.precision} has by itself: "
             f"`verify --atol {exported.atol:g} --rtol {exported.rtol:g}` compares with those"
