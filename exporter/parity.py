@@ -1,6 +1,9 @@
 """Compares a graph with what PyTorch computed: names, shapes, values, and what its layers chose.
 
-None of it needs PyTorch, whose part is in a record (`bundle.parity_record.Reference`): so `verify`
+A `Comparison` runs the graph, at several sizes, and compares in that order: `_run` takes outputs
+and choices by their names, `_compared` their shapes, `Distance` the values, `_part_result` the
+choices; `_Rounding` is a second bound, of what the graph's numbers allow. `_parity` is the verdict.
+None of it needs PyTorch, whose part is a record (`bundle.parity_record.Reference`): so `verify`
 does what an export did.
 """
 
@@ -257,7 +260,7 @@ class Comparison:
         rows = self._probed_rows(size)
         near = (
             one.like(other, rows, self.tolerance)
-            for one, other in zip(probe.same, _outputs(self._results), strict=True)
+            for one, other in zip(probe.same, _by_output(self._results), strict=True)
         )
         return not all(near) or self._missed_routing(probe, rows) or self._chooses_far(probe, FAR)
 
@@ -268,7 +271,7 @@ class Comparison:
         """
         near = (
             one.near(usual, self.tolerance)
-            for one, usual in zip(probe.same, _outputs(self._results), strict=True)
+            for one, usual in zip(probe.same, _by_output(self._results), strict=True)
         )
         share = FLIPS_AT_TOKENS * (1 - self.tolerance.routing)
         return (
@@ -312,7 +315,7 @@ def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
     agreeing = choices - sum(int(part.wrong.sum()) for part in parts)
     tied = sum(part.tied for part in parts)
     everything = Distance.of([part.everything for part in parts])
-    outputs = _outputs(parts)
+    outputs = _by_output(parts)
     if tokens and not outputs[0].inputs:  # every input has a token that chose otherwise
         outputs = (everything,)
     same = max(outputs, key=lambda output: (not output.within(bounds), output.max_rel))
@@ -355,7 +358,7 @@ def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
     )
 
 
-def _outputs(parts: Sequence[_PartResult]) -> tuple[Distance, ...]:
+def _by_output(parts: Sequence[_PartResult]) -> tuple[Distance, ...]:
     """How far each output is off, over the inputs of all parts."""
     by_output = zip(*(part.same for part in parts), strict=True)
     return tuple(Distance.of(list(distances)) for distances in by_output)
@@ -503,12 +506,10 @@ class Distance:
 
     @property
     def inputs(self) -> int:
-        """How many inputs are counted."""
         return int(self.counted.sum())
 
     @property
     def max_abs(self) -> float:
-        """The largest difference."""
         return float(self.off.max(initial=0.0))
 
     @property
@@ -529,7 +530,6 @@ class Distance:
 
     @property
     def least_cosine(self) -> float:
-        """The smallest cosine of an input's outputs."""
         return float(self.cosine[self.counted].min(initial=1.0))
 
     def within(self, bounds: Tolerance) -> bool:
