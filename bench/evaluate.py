@@ -14,8 +14,8 @@ import numpy as np
 from ..calibration.feeds import IGNORED, Array, Labels, check_classes
 from ..common.console import Progress, Silent
 from ..errors import FeedError, in_one_line
+from ..exporter.bundle.parity_record import TIE, Tolerance
 from ..exporter.inputs import Inputs
-from ..exporter.parity import TIE, Tolerance
 from .data import Labelled
 from .engines import ModelEngine, engine_of
 from .metrics import (

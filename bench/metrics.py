@@ -16,7 +16,8 @@ import numpy as np
 
 from ..calibration.feeds import IGNORED, Array, Labels
 from ..errors import FeedError, ParityError
-from ..exporter.parity import Tolerance, jaccard
+from ..exporter.bundle.parity_record import Tolerance
+from ..exporter.parity import jaccard
 from .results import (
     MOST_LOSING,
     Accuracy,

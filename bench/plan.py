@@ -10,9 +10,9 @@ from typing import Any
 from ..common import timing
 from ..errors import UsageError
 from ..exporter.bundle.manifest import Dimension
+from ..exporter.bundle.parity_record import Tolerance
 from ..exporter.job import ExportJob
 from ..exporter.model import Model
-from ..exporter.parity import Tolerance
 from ..graphs.layers.base import MoESpec, moe_layers
 from .engines import (
     KINDS,

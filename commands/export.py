@@ -94,9 +94,9 @@ def _say_exported(
     runtimes: Sequence[RuntimeRecord],
 ) -> None:
     """Says what was written and how well it does, but for what was `shown` before."""
+    from ..exporter.bundle.parity_record import Parity, describe
     from ..exporter.bundle.weights import WEIGHTS_FILE
     from ..exporter.edits import Edits
-    from ..exporter.parity import Parity, describe
 
     for text in _edited(Edits.from_records(manifest.edits, "manifest.json").texts()):
         console.note(text)
@@ -115,7 +115,7 @@ def _say_exported(
     for text in backbone_departures(manifest):
         console.note(text)
     if manifest.parity is not None:
-        console.note(describe(Parity(**manifest.parity)))
+        console.note(describe(Parity.of(manifest.parity)))
     for note in manifest.notes[len(shown) :]:
         console.note(note)
     weights = manifest.files.get(WEIGHTS_FILE)

@@ -35,10 +35,18 @@ from ..graphs.lowerings.base import AnyLowering
 from ..graphs.lowerings.cost import machine_for
 from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
-from .bundle.distance import FEW_NUMBERS
 from .bundle.footprint import with_peak_memory
 from .bundle.manifest import MANIFEST_FILE
-from .bundle.parity_record import MOST_KEPT, PARITY_FILE, Reference, sized_file, unreached
+from .bundle.parity_record import (
+    MOST_KEPT,
+    PARITY_FILE,
+    Parity,
+    Reference,
+    Tolerance,
+    describe,
+    sized_file,
+    unreached,
+)
 from .bundle.readme import with_readme
 from .bundle.recipe import RECIPE_FILE
 from .bundle.runtimes import with_engines
@@ -48,7 +56,7 @@ from .inputs import DEFAULT_TOKENS, AxisRange, of_tokens, parity_batches
 from .job import ExportJob
 from .model import Model
 from .options import ExportOptions
-from .parity import MOST_TIES, Comparison, Parity, Tolerance, describe
+from .parity import FEW_NUMBERS, MOST_TIES, Comparison
 from .plan import GraphPlan, Plan, copied_bytes, plan, plan_graph
 from .quantization.calibrate import calibrate
 from .reference import (
@@ -362,7 +370,7 @@ def _parities(
     for x in _inputs(job):
         expected = budget.timed(x)
         if not comparisons:
-            budget.choose_batches(expected, _changes(planned, "batch"))
+            budget.choose_batches(_changes(planned, "batch"))
             check_network(job, expected, budget.batches)
             comparisons = {graph.file: opened(graph, expected) for graph in planned.graphs}
             rounded = next((opened(graph, expected) for graph in beside), None)
@@ -384,8 +392,7 @@ def _parities(
     parities = {file: comparison.parity() for file, comparison in comparisons.items()}
     for file, parity in parities.items():
         if not parity.passed:
-            worst = comparisons[file].worst
-            raise _differs(job, directory / file, lowered[file], parity, worst)
+            raise _differs(job, directory / file, lowered[file], parity, comparisons[file].worst)
     alike = [one for one in compared if one.shapes() == compared[0].shapes()]
     if alike and not all(one.alone(kept).passed for one in comparisons.values()):
         # Of few inputs more may be outliers, or choose otherwise, than of all: `verify` needs them.
@@ -535,7 +542,7 @@ def _give_back(directory: Path) -> None:
 
 
 def _differs(
-    job: ExportJob, path: Path, lowered: Lowered, parity: Parity, worst: Reference | None
+    job: ExportJob, path: Path, lowered: Lowered, parity: Parity, worst: Reference
 ) -> ParityError:
     """The error for a graph that misses its bounds, on the `worst` inputs furthest.
 
@@ -548,7 +555,6 @@ def _differs(
             "so almost nothing can be compared",
             hint="give real inputs with --data; an untrained router ties everywhere",
         )
-    assert worst is not None, "something was compared"
     check_network(job, worst, job.probed_batches())
     where = parity.first_difference or first_different_layer(job, path, lowered.values, worst)
     bounds = job.options.tolerance

@@ -26,6 +26,7 @@ from ..graphs.names import DOMAIN, PAST, operand_of
 from ..graphs.precision.weights import not_in_blocks
 from ..graphs.targets import TARGETS
 from .bundle.destination import check_destination
+from .bundle.parity_record import ROUNDED_RTOL
 from .bundle.runtimes import check_computes, check_engine
 from .bundle.steps import STEPS, Step
 from .inputs import (
@@ -39,7 +40,6 @@ from .inputs import (
 )
 from .model import Model, TensorSpec, check_given_inputs, check_one_input, edited, fingerprint
 from .options import CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
-from .parity import ROUNDED_RTOL
 from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
 from .requests import CalibrateRequest
 

@@ -37,12 +37,12 @@ from ..graphs.targets import (
     Scope,
     Target,
 )
+from .bundle.parity_record import TOLERANCES, Tolerance
 from .bundle.recipe import Recipe, file_beside, read_recipe
 from .bundle.steps import layout_step
 from .bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
 from .edits import NO_EDITS, Edits, read_edits
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
-from .parity import TOLERANCES, Tolerance
 from .requests import ExportRequest, TextLayout
 
 if TYPE_CHECKING:

@@ -1,26 +1,30 @@
-"""Compares an exported graph with its PyTorch model: the values, and what its layers chose.
+"""Compares a graph with what PyTorch computed: names, shapes, values, and what its layers chose.
 
-What PyTorch computed is recorded once (`bundle.parity_record`); the bounds are those of the
-precision.
+A `Comparison` runs the graph, at several sizes, and compares in that order: `_run` takes outputs
+and choices by their names, `_compared` their shapes, `Distance` the values, `_part_result` the
+choices; `_Rounding` is a second bound, of what the graph's numbers allow. `_parity` is the verdict.
+None of it needs PyTorch, whose part is a record (`bundle.parity_record.Reference`): so `verify`
+does what an export did.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..common.documents import from_data
-from ..errors import BundleError, ParityError
-from .bundle.distance import OUTLIERS, Distance, cosines, distance
+from ..errors import ParityError
 from .bundle.parity_record import (
     FIRST,
+    OUTLIERS,
+    TOLERANCES,
+    Parity,
     Reference,
     Rounded,
+    Tolerance,
     by_expert,
     chunks,
     holds_coefficients,
@@ -29,11 +33,7 @@ from .bundle.parity_record import (
 from .inputs import again
 
 if TYPE_CHECKING:
-    from ..graphs.targets import Precision
     from .session import GraphSession
-
-
-ChosenBy = Literal["inputs", "tokens"]
 
 MOST_TIES = 0.75
 """Of the inputs, or of what their tokens choose, so many may differ by ties, and no more: what ties
@@ -50,203 +50,34 @@ FLIPS_AT_TOKENS = 3.0
 """Of the choices at another number of tokens so many times the share may differ that may of all,
 and one by chance. Sound graphs reach 1.3."""
 
-TIE = 1e-5
-"""FP32 scores this close, relative to the k-th, are a tie: rounding may order them either way."""
 
+def compare(
+    session: GraphSession,
+    expected: Reference,
+    selected_values: Mapping[str, str],
+    *,
+    batch: int,
+    tolerance: Tolerance,
+    k: int | None = None,
+) -> Parity:
+    """Runs a graph on the reference's inputs and returns how far it is off (`Comparison`).
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Bounds of a parity check.
-
-    Outputs agree where |difference| ≤ `atol` + `rtol` · max|y|, of each input and each output by
-    itself: in their own scale, unless an absolute difference is allowed. One input in twenty may be
-    `outlier` times as far off, and none may have a cosine below `least_cosine`.
-
-    `routing` is the least share of inputs in which every layer must choose the same experts. A
-    choice between scores that are closer than `tie`, relative to the k-th, is a tie: what comes
-    before the layer is rounded, and may order them either way. A muMoE layer's coefficients, which
-    sum to 1, are the same choice where none differs by more than `coefficient`; below FP32 only
-    those count that one of both has dropped, and `routing` is of tokens.
-
-    A graph is also compared with what its own numbers should give (`Rounded`): it may be
-    `roundings` times as far from that as that is from PyTorch. Where that is less than once, the
-    last bit of its floats is allowed as well.
+    The session may be of any runtime, which rounds as it likes within the bounds. Outputs with
+    another k are not compared.
     """
-
-    atol: float
-    rtol: float
-    routing: float
-    tie: float
-    coefficient: float = 1e-3
-    roundings: float = 2.0
-    outlier: float = 1.0
-    least_cosine: float = 0.99
-
-    def asked(self, atol: float | None, rtol: float | None) -> Tolerance:
-        """Returns these bounds with those that a user gives; wider ones allow any direction."""
-        atol, rtol = (self.atol if atol is None else atol), (self.rtol if rtol is None else rtol)
-        wider = atol > self.atol or rtol > self.rtol
-        least = -1.0 if wider else self.least_cosine
-        return replace(self, atol=atol, rtol=rtol, least_cosine=least)
+    expected = replace(expected, rounded=None, at_other_k={})
+    comparison = Comparison(session, selected_values, batch=batch, tolerance=tolerance, k=k)
+    comparison.add(expected)
+    return comparison.parity()
 
 
-def tolerance_of(precision: str) -> Tolerance:
-    """Returns the bounds of a precision; of one that is not known, those of FP32."""
-    known = (bounds for name, bounds in TOLERANCES.items() if name == precision)
-    return next(known, TOLERANCES["fp32"])
+def furthest_off(parities: Mapping[int, Parity]) -> Parity:
+    """Returns what is known of a graph that was compared with each k: the parity of the worst."""
+    k = max(parities, key=lambda k: (not parities[k].passed, parities[k].max_rel))
+    return replace(parities[k], k=k, ks=tuple(sorted(parities)))
 
 
-def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Tolerance:
-    """Returns the bounds that a manifest's `parity` holds; without one, none may differ.
-
-    What an older one does not hold is that of the precision. Raises `BundleError` for what are no
-    bounds.
-    """
-    bounds = asdict(tolerance_of(precision)) | {"atol": 0.0, "rtol": 0.0}
-    return from_data(
-        Tolerance, bounds | dict(parity or {}), "manifest.json", at="parity", error=BundleError
-    )
-
-
-_IN_INTEGERS = {"outlier": 3.0, "least_cosine": 0.8}
-
-ROUNDED_RTOL = 1e-3
-"""What values on the boundary of a rounding to BF16 may change, in FP32 graphs that do so."""
-
-
-def recorded_sizes(parity: Mapping[str, Any] | None, name: str) -> list[int]:
-    """Returns the sizes that a graph's record of parity holds by a name; none where it has none."""
-    sizes = (parity or {}).get(name, ())
-    return [size for size in sizes if isinstance(size, int) and size > 0]
-
-
-TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
-    {
-        "fp32": Tolerance(atol=0.0, rtol=1e-4, routing=1.0, tie=1e-5, roundings=16.0),
-        "fp16": Tolerance(atol=0.0, rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
-        "bf16": Tolerance(atol=0.0, rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
-        "int8": Tolerance(
-            atol=0.0,
-            rtol=1e-1,
-            routing=0.98,
-            tie=1e-2,
-            coefficient=5e-2,
-            roundings=1.5,
-            **_IN_INTEGERS,
-        ),
-        "fp8": Tolerance(
-            atol=0.0, rtol=2e-1, routing=0.95, tie=2e-2, coefficient=5e-2, **_IN_INTEGERS
-        ),
-        "int4": Tolerance(
-            atol=0.0, rtol=3e-1, routing=0.9, tie=5e-2, roundings=0.25, **_IN_INTEGERS
-        ),
-    }
-)
-"""FP32: rounding in another order. FP16 keeps 11 bits and BF16 8, over a network's depth. INT8 has
-about 1% of error in each layer, INT4 10%. The ties are what such an error moves a score by.
-
-`roundings`: where each of two graphs rounds values of its own, as 16-bit floats do, and INT8 on
-another CPU once some layers have passed on what differs by the last bit, they are √2 times as far
-from each other as from what is exact. INT4 rounds weights, which are the same in both. In FP32
-PyTorch's own rounding is the measure, and other orders of summing round more or less than that."""
-
-
-GPU_RTOL = 1e-3
-"""FP32 on a GPU: products are summed in another order than PyTorch sums them on a CPU."""
-
-
-def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Tolerance:
-    """Returns the bounds of a comparison that runs on a GPU: the one statement of them.
-
-    FP32 may be `GPU_RTOL` off. TF32 keeps as many bits of a factor as FP16 does, and has its
-    bounds. Other precisions round more than any order of summing: theirs are the same everywhere.
-    """
-    if precision != "fp32":
-        return bounds
-    half = TOLERANCES["fp16"]
-    if tf32:
-        return replace(bounds, rtol=max(bounds.rtol, half.rtol), routing=half.routing, tie=half.tie)
-    return replace(bounds, rtol=max(bounds.rtol, GPU_RTOL))
-
-
-@dataclass(frozen=True, slots=True)
-class Parity:
-    """How far a graph is from its reference.
-
-    `max_abs` is the largest difference of an output where the experts are the same, `max_rel` the
-    largest over max|y| of the same input, `cosine` the smallest cosine of a sample's outputs;
-    `all_…` are those over all inputs, whatever was chosen. `routing_agreement` is the share of
-    samples in which every layer chose the same set, and of a muMoE below FP32 the share of the
-    choices that its tokens make: the share `agreeing` of `choices`, `chosen_by` inputs or tokens.
-    `ties` counts the samples that differ only where scores were equal up to rounding, `differing`
-    all that differ anywhere.
-    `first_difference` names the layer where the first wrong set appears. `untouched_cosine`
-    compares with the model before Algorithm 1. `jaccard` is the mean overlap of the sets, and
-    `flip_margin` the largest margin, relative to the k-th score, of a set that differs (0 where
-    none does). `routing` and `tie` are the bounds (`Tolerance`). Records that are older do not tell
-    what is None here.
-    """
-
-    max_abs: float
-    max_rel: float
-    cosine: float
-    routing_agreement: float
-    samples: int
-    ties: int
-    atol: float
-    rtol: float
-    passed: bool
-    first_difference: str | None
-    untouched_cosine: float
-    jaccard: float = 1.0
-    flip_margin: float = 0.0
-    routing: float = 1.0
-    tie: float = TIE
-    coefficient: float = 1e-3
-    roundings: float = 2.0
-    compared: int | None = None
-    """Inputs of which anything was compared."""
-    all_max_abs: float | None = None
-    all_max_rel: float | None = None
-    all_cosine: float | None = None
-    differing: int | None = None
-    chosen_by: ChosenBy = "inputs"
-    choices: int | None = None
-    agreeing: int | None = None
-    tied: int = 0
-    """Of `choices`, those that differ by a tie: they agree, and nothing of them was compared."""
-    batches: tuple[int, ...] = ()
-    """The batch sizes at which the graph was compared."""
-    outlier: float = 1.0
-    least_cosine: float = -1.0
-    usual_rel: float | None = None
-    """What 95% of the inputs are within, as `max_rel` is."""
-    loudness: tuple[float, float] | None = None
-    """max|y| of the quietest input that is compared and of the loudest."""
-    ks: tuple[int, ...] = ()
-    """Each k that was compared, where it is an input of the graph."""
-    k: int | None = None
-    """The one of `ks` whose figures these are: the furthest off."""
-    batch: int | None = None
-    """The batch size that misses the bounds where another meets them."""
-    token_counts: tuple[int, ...] = ()
-    """The numbers of tokens at which the graph was compared, besides those of the inputs."""
-    tokens: int | None = None
-    """The number of tokens that misses the bounds where another meets them."""
-    apart: float | None = None
-    """How far the graph is from what its numbers should give (`Rounded`), over how far that is from
-    PyTorch."""
-    computed_in: str | None = None
-    """What the runtime says that it computed matrix products in."""
-    whole_differing: float | None = None
-    """Of outputs of whole numbers (classes, masks), the share of the numbers that differ."""
-
-    @property
-    def mostly_ties(self) -> bool:
-        """Whether more was left out as a tie than was compared."""
-        return self.choices is not None and self.tied > self.choices / 2
-
-
+@dataclass(slots=True, eq=False)
 class Comparison:
     """A graph that is compared with its reference, some inputs at a time.
 
@@ -257,165 +88,115 @@ class Comparison:
     many are computed `together` stay so there.
     """
 
-    def __init__(
-        self,
-        session: GraphSession,
-        selected_values: Mapping[str, str],
-        *,
-        batch: int,
-        tolerance: Tolerance,
-        k: int | None = None,
-        probed: Sequence[int] = (),
-        together: int = 1,
-    ) -> None:
-        self._session, self._values = session, selected_values
-        self._batch, self._tolerance, self._k = batch, tolerance, k
-        self._together = together
-        self._results: list[_PartResult] = []
-        self._probed = tuple(size for size in probed if size != batch)
-        self._probes: dict[int, _PartResult] = {}
-        self._sized: dict[int, _PartResult] = {}
-        self._first: Reference | None = None
-        self._worst: Reference | None = None
-        self._furthest = 0.0
-        self._at_other_k: dict[int, Comparison] = {}
+    session: GraphSession
+    selected_values: Mapping[str, str]
+    _: KW_ONLY
+    batch: int
+    tolerance: Tolerance
+    k: int | None = None
+    probed: Sequence[int] = ()
+    together: int = 1
+    _results: list[_PartResult] = field(default_factory=list, init=False)
+    _in_batches: dict[int, _PartResult] = field(default_factory=dict, init=False)
+    """Of the first inputs, by each size of `probed`."""
+    _at_tokens: dict[int, _PartResult] = field(default_factory=dict, init=False)
+    """By each other number of tokens."""
+    _at_other_k: dict[int, Comparison] = field(default_factory=dict, init=False)
+    _first: Reference = field(init=False, repr=False)
+    _worst: Reference = field(init=False, repr=False)
+    _furthest: float = field(default=0.0, init=False)
 
     def add(self, expected: Reference) -> None:
         """Runs the graph on the reference's inputs, with each k that it holds outputs of."""
-        result = self._compared(expected, self._batch)
-        furthest = result.everything.max_rel
-        if self._first is None or furthest > self._furthest:
+        result = self._compared(expected, self.batch)
+        furthest, is_first = result.everything.max_rel, not self._results
+        if is_first or furthest > self._furthest:
             self._worst, self._furthest = expected, furthest
         self._results.append(result)
-        if self._first is None:
+        if is_first:
             self._first = expected
-            for size in self._probed:
-                self._probes[size] = self._compared(self._probe(size), size)
+            for size in self.probed:
+                if size != self.batch:
+                    self._in_batches[size] = self._compared(self._probe(size), size)
         for k, other in expected.at_other_k.items():
             if k not in self._at_other_k:
-                self._at_other_k[k] = self._again(k)
+                self._at_other_k[k] = replace(self, k=k, probed=())
             self._at_other_k[k].add(other)
 
     def add_sized(self, expected: Reference, tokens: int) -> bool:
         """Runs the graph on inputs with another number of tokens; whether it is within bounds."""
-        result = self._sized[tokens] = self._compared(expected, len(expected.x))
-        return not self._missed(result)
+        result = self._at_tokens[tokens] = self._compared(expected, len(expected.x))
+        return not self._missed_at_tokens(result)
 
-    def _missed(self, probe: _PartResult) -> bool:
-        """Whether inputs with another number of tokens miss the bounds where all others meet them.
+    def with_rounded(self, expected: Reference) -> Reference:
+        """Returns a reference with what the graph gives and chooses, for each k that it is of.
 
-        What chooses otherwise is not compared, so that little of it may, at each number by itself.
+        That is the reference of other graphs in the same numbers.
         """
-        near = (
-            one.near(usual, self._tolerance)
-            for one, usual in zip(probe.same, _outputs(self._results), strict=True)
-        )
-        wrong = probe.choices - probe.agreeing
-        share = FLIPS_AT_TOKENS * (1 - self._tolerance.routing)
-        return (
-            not all(near)
-            or self._missed_routing(probe)
-            or self._chooses_far(probe, FAR_AT_TOKENS)
-            or wrong > max(1.0, share * probe.choices)
-        )
-
-    def _missed_routing(self, probe: _PartResult, rows: np.ndarray | None = None) -> bool:
-        """Whether too many choices are wrong; `rows` tells which inputs of the first part they are.
-
-        Of a few inputs one may choose otherwise by chance: the share is of all of them. What is
-        wrong for an input in the usual batch, too, is counted there, however often it comes again.
-        """
-        parts = [*self._results, *self._probes.values(), *self._sized.values()]
-        pooled, least = self._parity(parts), self._tolerance.routing
-        differing = probe.whole[0] > 0 and (pooled.whole_differing or 0.0) > 1 - least
-        agreement = pooled.routing_agreement
-        if rows is not None:
-            more = int(probe.wrong.sum()) - int(self._results[0].wrong[rows].sum())
-            agreement = self._parity(self._results).routing_agreement
-            agreement -= max(0, more) / sum(part.choices for part in parts)
-        return differing or (agreement < least and probe.first is not None)
+        values, sets = self._run(expected, self.batch)
+        sets = {
+            name: chosen if holds_coefficients(chosen) else np.sort(chosen, axis=-1)
+            for name, chosen in sets.items()
+        }
+        others = {
+            k: replace(self, k=k, probed=()).with_rounded(other)
+            for k, other in expected.at_other_k.items()
+        }
+        rounded = Rounded(next(iter(values.values())), sets)
+        return replace(expected, rounded=rounded, at_other_k=others)
 
     def alone(self, expected: Reference) -> Parity:
         """Returns how far the graph is off on these inputs without all others of their size."""
-        other = self._again(self._k, self._probed)
-        other._sized = self._sized
+        other = replace(self)
+        other._at_tokens = self._at_tokens
         other.add(expected)
         return other.parity()
 
-    def _again(self, k: int | None, probed: Sequence[int] = ()) -> Comparison:
-        """The same comparison with some k, to which nothing was added."""
-        return Comparison(
-            self._session,
-            self._values,
-            batch=self._batch,
-            tolerance=self._tolerance,
-            k=k,
-            probed=probed,
-            together=self._together,
-        )
-
     @property
-    def worst(self) -> Reference | None:
+    def worst(self) -> Reference:
         """The inputs with the largest difference, as many as one batch where that matters."""
-        if self._first is None:
-            return None
         parity = self.parity()
         if parity.k in self._at_other_k:
             return self._at_other_k[parity.k].worst
         return self._worst if parity.batch is None else self._probe(parity.batch)
 
-    def _probe(self, size: int) -> Reference:
-        """The first inputs, and `again` where there are fewer than `size`."""
-        assert self._first is not None, "something was added"
-        return self._first.rows(self._probed_rows(size))
+    def parity(self) -> Parity:
+        """Returns how far the graph is off, over all that was added.
 
-    def _probed_rows(self, size: int) -> np.ndarray:
-        assert self._first is not None, "something was added"
-        return again(len(self._first.x), size, self._together)
+        It is that of one batch size where that alone misses the bounds, and of the k with which the
+        graph is furthest off, or misses them.
+        """
+        mine = self._at_one_k()
+        if not self._at_other_k:
+            return mine
+        assert self.k is not None, "references of several k are of a graph that takes it"
+        parities = {self.k: mine, **{k: one.parity() for k, one in self._at_other_k.items()}}
+        return furthest_off(parities)
 
     def _compared(self, expected: Reference, batch: int) -> _PartResult:
-        values, sets = self._outputs(expected, batch)
-        wanted = {self._session.output_names[0]: expected.y, **expected.outputs}
-        for name, array in wanted.items():
-            if values[name].shape != array.shape:
+        """Compares names and shapes, then values and what was chosen (`_part_result`)."""
+        values, sets = self._run(expected, batch)
+        wanted = (expected.y, *expected.outputs.values())
+        outputs = list(zip(wanted, values.values(), strict=True))
+        for array, actual in outputs:
+            if actual.shape != array.shape:
                 raise ParityError(
-                    f"the graph gives outputs {values[name].shape}, the reference holds "
-                    f"{array.shape}"
+                    f"the graph gives outputs {actual.shape}, the reference holds {array.shape}"
                 )
-        first, *further = values.values()
-        return _compared(expected, first, further, sets, self._tolerance)
+        return _part_result(expected, outputs, sets, self.tolerance)
 
-    def rounded(self, expected: Reference) -> Rounded:
-        """Returns what the graph gives and chooses: the reference of others in its numbers."""
-        values, sets = self._outputs(expected, self._batch)
-        sets = {
-            name: chosen if holds_coefficients(chosen) else np.sort(chosen, axis=-1)
-            for name, chosen in sets.items()
-        }
-        return Rounded(next(iter(values.values())), sets)
-
-    def with_rounded(self, expected: Reference) -> Reference:
-        """Returns a reference with what the graph gives, with every k that it is of."""
-        others = {
-            k: replace(other, rounded=self._again(k).rounded(other))
-            for k, other in expected.at_other_k.items()
-        }
-        return replace(expected, rounded=self.rounded(expected), at_other_k=others)
-
-    def _outputs(
+    def _run(
         self, expected: Reference, batch: int
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """The graph's outputs by name, and what its layers chose."""
         # With k as an input a layer may choose at run time what it keeps whole at the k compared.
-        compared = {n: v for n, v in self._values.items() if n in expected.selected}
-        names = [*self._session.output_names[:1], *expected.outputs]
+        compared = {n: v for n, v in self.selected_values.items() if n in expected.selected}
+        names = [*self.session.output_names[:1], *expected.outputs]
         outputs: dict[str, list[np.ndarray]] = {name: [] for name in names}
         chosen: dict[str, list[np.ndarray]] = {name: [] for name in compared}
         for part in chunks(expected.feeds(FIRST), batch):
             x = part.pop(FIRST)
-            values = self._session.run(
-                {self._session.input_name: x, **part} if part else x, self._k
-            )
+            values = self.session.run({self.session.input_name: x, **part} if part else x, self.k)
             for name in names:
                 outputs[name].append(values[name])
             for name, value in compared.items():
@@ -445,47 +226,76 @@ class Comparison:
             {name: np.concatenate(parts) for name, parts in chosen.items()},
         )
 
-    def parity(self) -> Parity:
-        """Returns how far the graph is off, over all that was added.
+    def _probe(self, size: int) -> Reference:
+        """The first inputs, and `again` where there are fewer than `size`."""
+        return self._first.rows(self._probed_rows(size))
 
-        It is that of one batch size where that alone misses the bounds, and of the k with which the
-        graph is furthest off, or misses them.
-        """
-        mine = self._at_one_k()
-        if not self._at_other_k:
-            return mine
-        assert self._k is not None, "references of several k are of a graph that takes it"
-        parities = {self._k: mine, **{k: one.parity() for k, one in self._at_other_k.items()}}
-        return furthest_off(parities)
+    def _probed_rows(self, size: int) -> np.ndarray:
+        return again(len(self._first.x), size, self.together)
 
     def _at_one_k(self) -> Parity:
-        """How far the graph is off with the k of this comparison."""
-        # Engines and PyTorch do not say it.
-        said = getattr(self._session, "computed_in", None)
-        whole = replace(self._parity(self._results), computed_in=said)
-        whole = replace(
-            whole,
-            batches=tuple(sorted({self._batch, *self._probes})),
-            token_counts=tuple(sorted(self._sized)),
-        )
+        """How far the graph is off with the k of this comparison.
+
+        A size that misses the bounds where the usual one meets them decides.
+        """
+        known: dict[str, Any] = {
+            "computed_in": getattr(self.session, "computed_in", None),  # PyTorch does not say it
+            "batches": tuple(sorted({self.batch, *self._in_batches})),
+            "token_counts": tuple(sorted(self._at_tokens)),
+        }
+        whole = replace(_parity(self._results, self.tolerance), **known)
         if not whole.passed:
             return whole
-        for size, probe in self._probes.items():
+        known["passed"] = False
+        for size, probe in self._in_batches.items():
             if self._missed_in_batch(size, probe):
-                return self._at_size(whole, probe, batch=size)
-        for size, probe in self._sized.items():
-            if self._missed(probe):
-                return self._at_size(whole, probe, tokens=size)
+                return replace(_parity([probe], self.tolerance), batch=size, **known)
+        for size, probe in self._at_tokens.items():
+            if self._missed_at_tokens(probe):
+                return replace(_parity([probe], self.tolerance), tokens=size, **known)
         return whole
 
     def _missed_in_batch(self, size: int, probe: _PartResult) -> bool:
         """Whether inputs in another batch are further off than is allowed, or choose otherwise."""
         rows = self._probed_rows(size)
         near = (
-            one.like(other, rows, self._tolerance)
-            for one, other in zip(probe.same, _outputs(self._results), strict=True)
+            one.like(other, rows, self.tolerance)
+            for one, other in zip(probe.same, _by_output(self._results), strict=True)
         )
         return not all(near) or self._missed_routing(probe, rows) or self._chooses_far(probe, FAR)
+
+    def _missed_at_tokens(self, probe: _PartResult) -> bool:
+        """Whether inputs with another number of tokens miss the bounds where all others meet them.
+
+        What chooses otherwise is not compared, so that little of it may, at each number by itself.
+        """
+        near = (
+            one.near(usual, self.tolerance)
+            for one, usual in zip(probe.same, _by_output(self._results), strict=True)
+        )
+        share = FLIPS_AT_TOKENS * (1 - self.tolerance.routing)
+        return (
+            not all(near)
+            or self._missed_routing(probe)
+            or self._chooses_far(probe, FAR_AT_TOKENS)
+            or int(probe.wrong.sum()) > max(1.0, share * probe.choices)
+        )
+
+    def _missed_routing(self, probe: _PartResult, rows: np.ndarray | None = None) -> bool:
+        """Whether too many choices are wrong; `rows` tells which inputs of the first part they are.
+
+        Of a few inputs one may choose otherwise by chance: the share is of all of them. What is
+        wrong for an input in the usual batch, too, is counted there, however often it comes again.
+        """
+        parts = [*self._results, *self._in_batches.values(), *self._at_tokens.values()]
+        pooled, least = _parity(parts, self.tolerance), self.tolerance.routing
+        differing = probe.whole[0] > 0 and (pooled.whole_differing or 0.0) > 1 - least
+        agreement = pooled.routing_agreement
+        if rows is not None:
+            more = int(probe.wrong.sum()) - int(self._results[0].wrong[rows].sum())
+            agreement = _parity(self._results, self.tolerance).routing_agreement
+            agreement -= max(0, more) / sum(part.choices for part in parts)
+        return differing or (agreement < least and probe.first is not None)
 
     def _chooses_far(self, probe: _PartResult, ties: float) -> bool:
         """Whether inputs of another size choose what no rounding makes them choose.
@@ -494,179 +304,364 @@ class Comparison:
         apart, by more than so many ties, and where no input chooses so at the usual size.
         """
         usual = max(part.margin for part in self._results)
-        return probe.margin > max(usual, ties * self._tolerance.tie)
-
-    def _at_size(
-        self, whole: Parity, probe: _PartResult, batch: int | None = None, tokens: int | None = None
-    ) -> Parity:
-        """The parity of a size that misses the bounds, with what is known of all."""
-        return replace(
-            self._parity([probe]),
-            passed=False,
-            batch=batch,
-            tokens=tokens,
-            batches=whole.batches,
-            token_counts=whole.token_counts,
-            computed_in=whole.computed_in,
-        )
-
-    def _parity(self, parts: Sequence[_PartResult]) -> Parity:
-        bounds = self._tolerance
-        samples = sum(part.samples for part in parts)
-        tokens = any(part.by_token for part in parts)
-        choices = sum(part.choices for part in parts)
-        agreeing = sum(part.agreeing for part in parts)
-        tied = sum(part.tied for part in parts)
-        everything = Distance.of([part.everything for part in parts])
-        outputs = _outputs(parts)
-        if tokens and not outputs[0].inputs:  # every input has a token that chose otherwise
-            outputs = (everything,)
-        same = max(outputs, key=lambda output: (not output.within(bounds), output.max_rel))
-        numbers = sum(part.whole[1] for part in parts)
-        wrong = sum(part.whole[0] for part in parts) / numbers if numbers else None
-        apart = _Rounding.times([part.rounding for part in parts if part.rounding is not None])
-        return Parity(
-            max_abs=same.max_abs,
-            max_rel=same.max_rel,
-            cosine=same.least_cosine,
-            usual_rel=same.usual_rel,
-            loudness=same.loudness,
-            routing_agreement=agreeing / choices,
-            samples=samples,
-            ties=sum(part.ties for part in parts),
-            passed=bool(
-                all(output.within(bounds) for output in outputs)
-                and agreeing / choices >= bounds.routing
-                and same.inputs
-                and tied <= MOST_TIES * choices
-                and (wrong is None or wrong <= 1 - bounds.routing)
-                and (apart is None or apart <= bounds.roundings)
-            ),
-            first_difference=next((part.first for part in parts if part.first), None),
-            untouched_cosine=min(part.untouched_cosine for part in parts),
-            jaccard=sum(part.samples * part.jaccard for part in parts) / samples,
-            flip_margin=max(part.margin for part in parts),
-            **asdict(bounds),
-            compared=same.inputs,
-            all_max_abs=everything.max_abs,
-            all_max_rel=everything.max_rel,
-            all_cosine=everything.least_cosine,
-            differing=sum(part.differing for part in parts),
-            chosen_by="tokens" if tokens else "inputs",
-            choices=choices,
-            agreeing=agreeing,
-            tied=tied,
-            apart=apart,
-            whole_differing=wrong,
-        )
+        return probe.margin > max(usual, ties * self.tolerance.tie)
 
 
-def compare(
-    session: GraphSession,
-    expected: Reference,
-    selected_values: Mapping[str, str],
-    *,
-    batch: int,
-    tolerance: Tolerance,
-    k: int | None = None,
-) -> Parity:
-    """Runs a graph on the reference's inputs and returns how far it is off (`Comparison`).
-
-    The session may be of any runtime, which rounds as it likes within the bounds. Outputs with
-    another k are not compared.
-    """
-    expected = replace(expected, rounded=None, at_other_k={})
-    comparison = Comparison(session, selected_values, batch=batch, tolerance=tolerance, k=k)
-    comparison.add(expected)
-    return comparison.parity()
-
-
-def furthest_off(parities: Mapping[int, Parity]) -> Parity:
-    """Returns what is known of a graph that was compared with each k: the parity of the worst."""
-    k = max(parities, key=lambda k: (not parities[k].passed, parities[k].max_rel))
-    return replace(parities[k], k=k, ks=tuple(sorted(parities)))
-
-
-def describe(parity: Parity) -> str:
-    """One line about a parity result: the outputs of which inputs, and who chose what."""
-    p, inputs = parity, f"{parity.samples} inputs"
-    values = differences(p.max_abs, p.max_rel, p.cosine, p.usual_rel)
-    if p.differing == 0:
-        text = f"{values} over all {inputs}"
-    elif p.compared == 0:  # outputs of other experts differ, which says nothing
-        text = "no output was compared, because no input selects the same experts"
-    elif p.all_max_abs is None or p.all_max_rel is None or p.all_cosine is None:
-        text = values
-    else:
-        whole = differences(p.all_max_abs, p.all_max_rel, p.all_cosine)
-        text = f"{values} where the experts are the same; {whole} over all {inputs}"
-    if p.choices is None:
-        text += f"; same experts in {p.routing_agreement:.0%}"
-    elif p.chosen_by == "tokens":
-        text += f"; same experts in {p.agreeing:,} of the {p.choices:,} choices of tokens"
-    else:
-        text += f"; same experts in {p.agreeing:,} of {p.choices:,} inputs"
-    if p.ties:
-        text += f" ({p.ties} tied, not compared)"
-    if p.mostly_ties:
-        what = "choices of tokens" if p.chosen_by == "tokens" else "inputs"
-        text += (
-            f"; MOST WAS NOT COMPARED: {p.tied:,} of {p.choices:,} {what} are ties (scores within "
-            f"{p.tie:g} of the k-th)"
-        )
-    text = _at_size(p) + text + _whole(p) + _apart(p)
-    if p.k is not None:
-        text = f"with k = {p.k}, the furthest off of {', '.join(map(str, p.ks))}: {text}"
-    if p.first_difference:
-        text += f"; first difference in layer {p.first_difference}"
-    if p.flip_margin:
-        text += f"; flips at margins up to {p.flip_margin:.1g} of the k-th score"
-    return text
-
-
-def _at_size(p: Parity) -> str:
-    """Which size misses the bounds where others meet them."""
-    if p.tokens is not None:
-        return f"with {p.tokens} tokens: "
-    return "" if p.batch is None else f"in a batch of {p.batch}: "
-
-
-def _whole(p: Parity) -> str:
-    """What is said of outputs of whole numbers."""
-    if not p.whole_differing:
-        return ""
-    return f"; {p.whole_differing:.2%} of the whole numbers that it gives differ"
-
-
-def _apart(p: Parity) -> str:
-    """What is said of a graph that rounds otherwise than another lowering."""
-    if p.apart is None or p.apart <= p.roundings:
-        return ""
-    if p.routing == 1.0:  # FP32
-        return (
-            f"; {p.apart:.2g} TIMES as far from float64 as PyTorch's float32 is, where "
-            f"{p.roundings:g} times is the most"
-        )
-    return (
-        f"; {p.apart:.2g} TIMES as far from what another lowering gives in the same numbers as "
-        f"that is from PyTorch, where {p.roundings:g} times is the most"
+def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
+    """The verdict over all parts."""
+    samples = sum(part.samples for part in parts)
+    tokens = any(part.by_token for part in parts)
+    choices = sum(part.choices for part in parts)
+    agreeing = choices - sum(int(part.wrong.sum()) for part in parts)
+    tied = sum(part.tied for part in parts)
+    everything = Distance.of([part.everything for part in parts])
+    outputs = _by_output(parts)
+    if tokens and not outputs[0].inputs:  # every input has a token that chose otherwise
+        outputs = (everything,)
+    same = max(outputs, key=lambda output: (not output.within(bounds), output.max_rel))
+    numbers = sum(part.whole[1] for part in parts)
+    wrong = sum(part.whole[0] for part in parts) / numbers if numbers else None
+    apart = _Rounding.times([part.rounding for part in parts if part.rounding is not None])
+    return Parity(
+        max_abs=same.max_abs,
+        max_rel=same.max_rel,
+        cosine=same.least_cosine,
+        usual_rel=same.usual_rel,
+        loudness=same.loudness,
+        routing_agreement=agreeing / choices,
+        samples=samples,
+        ties=sum(part.ties for part in parts),
+        passed=bool(
+            all(output.within(bounds) for output in outputs)
+            and agreeing / choices >= bounds.routing
+            and same.inputs
+            and tied <= MOST_TIES * choices
+            and (wrong is None or wrong <= 1 - bounds.routing)
+            and (apart is None or apart <= bounds.roundings)
+        ),
+        first_difference=next((part.first for part in parts if part.first), None),
+        untouched_cosine=min(part.untouched_cosine for part in parts),
+        jaccard=sum(part.samples * part.jaccard for part in parts) / samples,
+        flip_margin=max(part.margin for part in parts),
+        bounds=bounds,
+        compared=same.inputs,
+        all_max_abs=everything.max_abs,
+        all_max_rel=everything.max_rel,
+        all_cosine=everything.least_cosine,
+        differing=sum(part.differing for part in parts),
+        chosen_by="tokens" if tokens else "inputs",
+        choices=choices,
+        agreeing=agreeing,
+        tied=tied,
+        apart=apart,
+        whole_differing=wrong,
     )
 
 
-def differences(
-    max_abs: float, max_rel: float, cosine: float, usual_rel: float | None = None
-) -> str:
-    """Returns how far outputs are off, in words."""
-    shown = f"{max_rel:.2g} of max|y|"
-    if usual_rel is not None and usual_rel < max_rel / 2:
-        shown += f", {usual_rel:.2g} in {1 - OUTLIERS:.0%} of the inputs"
-    return f"max |difference| {max_abs:.2g} ({shown}), cosine {cosine:.7f}"
-
-
-def _outputs(parts: Sequence[_PartResult]) -> tuple[Distance, ...]:
+def _by_output(parts: Sequence[_PartResult]) -> tuple[Distance, ...]:
     """How far each output is off, over the inputs of all parts."""
     by_output = zip(*(part.same for part in parts), strict=True)
     return tuple(Distance.of(list(distances)) for distances in by_output)
+
+
+@dataclass(frozen=True, slots=True)
+class _PartResult:
+    """What one part of the inputs gave.
+
+    `ties` samples differ by a tie alone, `differing` anywhere. Of `choices`, made by each input or
+    `by_token`, so many of each input are `wrong`, and `tied` differ by a tie; `first` is the first
+    layer that truly differs, `jaccard` the mean overlap of the sets, `margin` the largest of a
+    choice that differs. `same` is of each output where the experts are the same, and `everything`
+    of the first, whatever was chosen.
+    """
+
+    samples: int
+    ties: int
+    differing: int
+    choices: int
+    wrong: np.ndarray
+    tied: int
+    by_token: bool
+    first: str | None
+    jaccard: float
+    margin: float
+    same: tuple[Distance, ...]
+    everything: Distance
+    untouched_cosine: float
+    rounding: _Rounding | None
+    whole: tuple[int, int]
+    """Of the outputs of whole numbers, how many numbers differ, and how many there are."""
+
+
+def _part_result(
+    expected: Reference,
+    outputs: Sequence[tuple[np.ndarray, np.ndarray]],
+    sets: Mapping[str, np.ndarray],
+    tolerance: Tolerance,
+) -> _PartResult:
+    """Compares values, each output beside what is expected of it, and what was chosen.
+
+    After the first difference of a sample its later layers see other inputs, so only the first
+    counts as a tie or a miss; all count for the overlap. Of tokens that choose for themselves,
+    and may differ here and there, each counts by itself.
+    """
+    y = outputs[0][1]
+    # By layer, each [s, places that choose]; what differs by more than a tie is wrong.
+    differs = {name: _different(sets[name], expected.selected[name], tolerance) for name in sets}
+    margins = {name: expected.margin[name].reshape(differs[name].shape) for name in sets}
+    wrong = {name: differs[name] & (margins[name] > tolerance.tie) for name in sets}
+    ties, misses, apart = (np.zeros(len(expected.x), dtype=bool) for _ in range(3))
+    first: str | None = None
+    margin = 0.0
+    for name in sets:
+        fresh = differs[name] & ~(ties | misses)[:, None]
+        margin = max(margin, float(margins[name][fresh].max(initial=0.0)))
+        missed = (fresh & wrong[name]).any(axis=1)
+        if first is None and missed.any():
+            first = name
+        ties |= fresh.any(axis=1) & ~missed
+        misses |= missed
+        apart |= differs[name].any(axis=1)
+    choices, of_input = misses.size, misses.astype(int)
+    same, tied = ~(ties | misses), int(ties.sum())
+    by_token = tolerance.routing < 1.0 and any(chosen.ndim > 2 for chosen in sets.values())
+    if by_token:
+        counted = {name: places(expected.selected[name], sets[name]) for name in sets}
+        choices = sum(int(mask.sum()) for mask in counted.values())
+        of_input = sum((counted[name] & wrong[name]).sum(axis=1) for name in sets)
+        same = _same_tokens([*differs.values()], expected.y.shape)
+        tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
+    # Of classes and masks none is nearly right: they are counted.
+    samples = np.logical_and.reduce(same.reshape(len(y), -1), axis=1)
+    whole = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
+    overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
+    return _PartResult(
+        samples=len(y),
+        ties=int(ties.sum()),
+        differing=int(apart.sum()),
+        choices=choices,
+        wrong=of_input,
+        tied=tied,
+        by_token=by_token,
+        first=first,
+        jaccard=float(np.mean(overlaps)) if overlaps else 1.0,
+        margin=margin,
+        same=(
+            distance(expected.y, y, same),
+            # Where tokens differ by themselves others have their places elsewhere.
+            *(distance(wanted, actual, samples) for wanted, actual in outputs[1:]),
+        ),
+        everything=distance(expected.y, y, np.ones(len(y), dtype=bool)),
+        untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
+        rounding=_Rounding.of(expected, y, sets, tolerance),
+        whole=(sum(int((a != b).sum()) for a, b in whole), sum(a.size for a, b in whole)),
+    )
+
+
+def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.ndarray:
+    """What is to be compared where tokens choose for themselves and some may differ.
+
+    Those are the tokens [s, m] that chose alike in every layer, where outputs of this shape have
+    these tokens; else the samples [s] all of whose tokens did.
+    """
+    tokens = all(mask.shape == output[:2] and len(output) > mask.ndim for mask in differs)
+    each_alike = [~mask if tokens else ~mask.any(axis=1) for mask in differs]
+    same: np.ndarray = np.logical_and.reduce(each_alike)
+    return same
+
+
+FEW_NUMBERS = 8
+"""Of fewer numbers the largest may be near zero by chance, and their direction says little."""
+
+SILENT = 1e-3
+"""Of what quiet inputs give: less than that is no scale, since rounding leaves as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far one output is off, by input [s]: the largest difference, and the cosine.
+
+    `own` is the largest number that was expected of an input, and `numbers` how many there are.
+    Inputs are `counted` of which anything was compared.
+    """
+
+    off: np.ndarray
+    own: np.ndarray
+    cosine: np.ndarray
+    counted: np.ndarray
+    numbers: int
+
+    def scale(self) -> np.ndarray:
+        """Returns what the difference of each input is relative to: its own largest number.
+
+        An output of few numbers has the scale of most inputs at least, and one of zeros that of the
+        quiet inputs: the largest number of all would hide whatever happens to the others.
+        """
+        some = self.own[self.counted & (self.own > 0)]
+        if not some.size:
+            return np.ones_like(self.own)
+        quiet = float(np.quantile(some, 0.1))
+        least = float(np.median(some)) if self.numbers < FEW_NUMBERS else SILENT * quiet
+        return np.maximum(np.where(self.own > 0, self.own, quiet), least)
+
+    @property
+    def inputs(self) -> int:
+        return int(self.counted.sum())
+
+    @property
+    def max_abs(self) -> float:
+        return float(self.off.max(initial=0.0))
+
+    @property
+    def max_rel(self) -> float:
+        """The largest difference in the scale of its input."""
+        return float(self._beyond().max(initial=0.0))
+
+    @property
+    def usual_rel(self) -> float:
+        """What all inputs but the outliers are within, in their scales."""
+        return _usual(self._beyond())
+
+    @property
+    def loudness(self) -> tuple[float, float]:
+        """The largest number of the quietest input and of the loudest."""
+        own = self.own[self.counted]
+        return float(own.min(initial=np.inf)) if own.size else 0.0, float(own.max(initial=0.0))
+
+    @property
+    def least_cosine(self) -> float:
+        return float(self.cosine[self.counted].min(initial=1.0))
+
+    def within(self, bounds: Tolerance) -> bool:
+        """Whether the inputs are within the bounds, each in its own scale."""
+        usual = _usual(self._beyond(bounds.atol)) <= bounds.rtol
+        return usual and self.within_outliers(bounds)
+
+    def within_outliers(self, bounds: Tolerance) -> bool:
+        """Whether each of a few inputs is as near as an outlier may be."""
+        largest = float(self._beyond(bounds.atol).max(initial=0.0))
+        return largest <= bounds.outlier * bounds.rtol and not self.turned(bounds.least_cosine)
+
+    def near(self, usual: Distance, bounds: Tolerance) -> bool:
+        """Whether a few inputs with another number of tokens are no far outliers.
+
+        They may be further off where the furthest at the usual number are so, too.
+        """
+        largest = float(self._beyond(bounds.atol).max(initial=0.0))
+        most = max(OUTLIER_AT_TOKENS * bounds.rtol, FURTHER_AT_TOKENS * usual.max_rel)
+        return largest <= most and self.within_outliers(bounds)
+
+    def _beyond(self, atol: float = 0.0) -> np.ndarray:
+        """By how much more than `atol` each input that is counted is off, in its scale."""
+        excess: np.ndarray = (np.maximum(0.0, self.off - atol) / self.scale())[self.counted]
+        return excess
+
+    def turned(self, least: float) -> bool:
+        """Whether the outputs of an input point elsewhere, as far as they have a direction."""
+        if self.numbers < FEW_NUMBERS:
+            return False
+        heard = self.counted & (self.own >= self.scale())
+        return bool((self.cosine[heard] < least).any())
+
+    def like(self, other: Distance, rows: np.ndarray, bounds: Tolerance) -> bool:
+        """Whether inputs in another batch are as near as the bounds allow, or as they are anyway.
+
+        They are those `rows` of an other, which tells their scales: a few of them say little.
+        """
+        allowed, off = bounds.atol + bounds.rtol * other.scale()[rows], other.off[rows]
+        return bool((self.off <= np.where(off > allowed, OUTLIER_IN_A_BATCH * off, allowed)).all())
+
+    @staticmethod
+    def of(parts: Sequence[Distance]) -> Distance:
+        """Returns the distance over the inputs of all parts."""
+        joined = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in ("off", "own", "cosine", "counted")
+        }
+        return Distance(**joined, numbers=min(part.numbers for part in parts))
+
+
+OUTLIER_AT_TOKENS = 1.5
+"""How far a few inputs may be off at another number of tokens, over what most may be off."""
+
+FURTHER_AT_TOKENS = 2.0
+"""The same, over what the furthest are off at the usual number."""
+
+OUTLIER_IN_A_BATCH = 1.5
+"""How far an outlier may be off in a batch of another size, over what it is off anyway."""
+
+
+def _usual(relative: np.ndarray) -> float:
+    """What all are within but the outliers."""
+    if not relative.size:
+        return 0.0
+    return float(np.sort(relative)[len(relative) - 1 - int(OUTLIERS * len(relative))])
+
+
+def distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> Distance:
+    """How far outputs are off in the samples [s] or tokens [s, m] that are `same`.
+
+    Whole numbers are no distances: whoever compares counts those that differ.
+    """
+    if expected.dtype.kind != "f":
+        expected = y = np.zeros(expected.shape)
+    spread = same.reshape(*same.shape, *(1,) * (y.ndim - same.ndim))
+    actual = np.where(spread, y, 0.0).astype(np.float64).reshape(len(y), -1)
+    wanted = np.where(spread, expected, 0.0).astype(np.float64).reshape(len(y), -1)
+    off = np.abs(actual - wanted).max(axis=1, initial=0.0)
+    return Distance(
+        off=np.where(np.isfinite(off), off, np.inf),
+        own=np.abs(wanted).max(axis=1, initial=0.0),
+        cosine=cosines(actual, wanted),
+        counted=np.asarray(same.reshape(len(y), -1).any(axis=1)),
+        numbers=actual.shape[1],
+    )
+
+
+def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns the cosine of each sample's outputs, [s, …], [s, …] → [s], in float64.
+
+    1 where both are zero, 0 where one is, or where a number is not finite.
+    """
+    a, b = (part.reshape(len(part), -1).astype(np.float64) for part in (a, b))
+    zero = ~a.any(axis=1) & ~b.any(axis=1)
+    with np.errstate(invalid="ignore"):
+        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+        cosine = np.where(zero, 1.0, (a * b).sum(axis=1) / np.where(norms == 0, 1.0, norms))
+    return np.where(np.isfinite(cosine), cosine, 0.0)
+
+
+def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The mean overlap of two choices: of sets of experts [s, k], or of non-zero coefficients."""
+    if holds_coefficients(expected):
+        one, other = actual > 0, expected > 0
+        shares = (one & other).sum(axis=-1) / np.maximum(1, (one | other).sum(axis=-1))
+        return float(shares.mean())
+    k = expected.shape[-1]
+    return float(jaccard(actual.reshape(-1, k), expected.reshape(-1, k)).mean())
+
+
+def jaccard(chosen: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Returns |A∩B| / |A∪B| of the sets in each row: [b, k], [b, k] to [b]; order is ignored."""
+    common = (chosen[:, :, None] == reference[:, None, :]).any(axis=2).sum(axis=1)
+    shares: np.ndarray = common / (chosen.shape[1] + reference.shape[1] - common)
+    return shares
+
+
+def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -> np.ndarray:
+    """Where two choices differ: [s, 1] for sets of experts [s, k], [s, m] for those of tokens.
+
+    Below FP32 the rounding before a layer moves its coefficients, so that experts count which only
+    one of both has kept.
+    """
+    if holds_coefficients(expected):
+        off = np.abs(actual - expected)
+        if tolerance.routing < 1.0:
+            off = np.where((actual > 0) == (expected > 0), 0.0, off)
+        different: np.ndarray = (off > tolerance.coefficient).any(axis=-1)
+        return different
+    other: np.ndarray = (np.sort(actual, axis=-1) != expected).any(axis=-1)
+    return other.reshape(len(other), -1)
 
 
 CHOICES_BY_CHANCE = 0.005
@@ -762,145 +757,3 @@ def _size(y: np.ndarray, less: np.ndarray | float = 0.0) -> tuple[float, float]:
 
 def _length(squares: Sequence[float]) -> float:
     return math.sqrt(math.fsum(squares))
-
-
-@dataclass(frozen=True, slots=True)
-class _PartResult:
-    """What one part of the inputs gave.
-
-    `ties` samples differ by a tie alone, `differing` anywhere. Of `choices`, made by each input or
-    `by_token`, so many are `agreeing`, of which `tied` differ by a tie, and so many of each input
-    are `wrong`; `first` is the first layer that truly differs, `jaccard` the mean overlap of the
-    sets, `margin` the largest of a choice that differs. `same` is of each output where the experts
-    are the same, and `everything` of the first, whatever was chosen.
-    """
-
-    samples: int
-    ties: int
-    differing: int
-    choices: int
-    agreeing: int
-    wrong: np.ndarray
-    tied: int
-    by_token: bool
-    first: str | None
-    jaccard: float
-    margin: float
-    same: tuple[Distance, ...]
-    everything: Distance
-    untouched_cosine: float
-    rounding: _Rounding | None
-    whole: tuple[int, int]
-    """Of the outputs of whole numbers, how many numbers differ, and how many there are."""
-
-
-def _compared(
-    expected: Reference,
-    y: np.ndarray,
-    further: Sequence[np.ndarray],
-    sets: Mapping[str, np.ndarray],
-    tolerance: Tolerance,
-) -> _PartResult:
-    """Compares outputs, and what was chosen, with the reference.
-
-    After the first difference of a sample its later layers see other inputs, so only the first
-    counts as a tie or a miss; all count for the overlap. Of tokens that choose for themselves,
-    and may differ here and there, each counts by itself.
-    """
-    # By layer, each [s, places that choose]; what differs by more than a tie is wrong.
-    differs = {name: _different(sets[name], expected.selected[name], tolerance) for name in sets}
-    margins = {name: expected.margin[name].reshape(differs[name].shape) for name in sets}
-    wrong = {name: differs[name] & (margins[name] > tolerance.tie) for name in sets}
-    ties, misses, apart = (np.zeros(len(expected.x), dtype=bool) for _ in range(3))
-    first: str | None = None
-    margin = 0.0
-    for name in sets:
-        fresh = differs[name] & ~(ties | misses)[:, None]
-        margin = max(margin, float(margins[name][fresh].max(initial=0.0)))
-        missed = (fresh & wrong[name]).any(axis=1)
-        if first is None and missed.any():
-            first = name
-        ties |= fresh.any(axis=1) & ~missed
-        misses |= missed
-        apart |= differs[name].any(axis=1)
-    choices, of_input = misses.size, misses.astype(int)
-    same, tied = ~(ties | misses), int(ties.sum())
-    by_token = tolerance.routing < 1.0 and any(chosen.ndim > 2 for chosen in sets.values())
-    if by_token:
-        counted = {name: places(expected.selected[name], sets[name]) for name in sets}
-        choices = sum(int(mask.sum()) for mask in counted.values())
-        of_input = sum((counted[name] & wrong[name]).sum(axis=1) for name in sets)
-        same = _same_tokens([*differs.values()], expected.y.shape)
-        tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
-    outputs = [(expected.y, y), *zip(expected.outputs.values(), further, strict=True)]
-    # Of classes and masks none is nearly right: they are counted.
-    samples = np.logical_and.reduce(same.reshape(len(y), -1), axis=1)
-    whole = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
-    overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
-    return _PartResult(
-        samples=len(y),
-        ties=int(ties.sum()),
-        differing=int(apart.sum()),
-        choices=choices,
-        agreeing=choices - int(of_input.sum()),
-        wrong=of_input,
-        tied=tied,
-        by_token=by_token,
-        first=first,
-        jaccard=float(np.mean(overlaps)) if overlaps else 1.0,
-        margin=margin,
-        same=(
-            distance(expected.y, y, same),
-            # Where tokens differ by themselves others have their places elsewhere.
-            *(distance(wanted, actual, samples) for wanted, actual in outputs[1:]),
-        ),
-        everything=distance(expected.y, y, np.ones(len(y), dtype=bool)),
-        untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
-        rounding=_Rounding.of(expected, y, sets, tolerance),
-        whole=(sum(int((a != b).sum()) for a, b in whole), sum(a.size for a, b in whole)),
-    )
-
-
-def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.ndarray:
-    """What is to be compared where tokens choose for themselves and some may differ.
-
-    Those are the tokens [s, m] that chose alike in every layer, where outputs of this shape have
-    these tokens; else the samples [s] all of whose tokens did.
-    """
-    tokens = all(mask.shape == output[:2] and len(output) > mask.ndim for mask in differs)
-    each_alike = [~mask if tokens else ~mask.any(axis=1) for mask in differs]
-    same: np.ndarray = np.logical_and.reduce(each_alike)
-    return same
-
-
-def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The mean overlap of two choices: of sets of experts [s, k], or of non-zero coefficients."""
-    if holds_coefficients(expected):
-        one, other = actual > 0, expected > 0
-        shares = (one & other).sum(axis=-1) / np.maximum(1, (one | other).sum(axis=-1))
-        return float(shares.mean())
-    k = expected.shape[-1]
-    return float(jaccard(actual.reshape(-1, k), expected.reshape(-1, k)).mean())
-
-
-def jaccard(chosen: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Returns |A∩B| / |A∪B| of the sets in each row: [b, k], [b, k] to [b]; order is ignored."""
-    common = (chosen[:, :, None] == reference[:, None, :]).any(axis=2).sum(axis=1)
-    shares: np.ndarray = common / (chosen.shape[1] + reference.shape[1] - common)
-    return shares
-
-
-def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -> np.ndarray:
-    """Where two choices differ: [s, 1] for sets of experts [s, k], [s, m] for those of tokens.
-
-    Below FP32 the rounding before a layer moves its coefficients, so that experts count which only
-    one of both has kept.
-    """
-    if holds_coefficients(expected):
-        off = np.abs(actual - expected)
-        if tolerance.routing < 1.0:
-            off = np.where((actual > 0) == (expected > 0), 0.0, off)
-        different: np.ndarray = (off > tolerance.coefficient).any(axis=-1)
-        return different
-    other: np.ndarray = (np.sort(actual, axis=-1) != expected).any(axis=-1)
-    return other.reshape(len(other), -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,29 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import TorchFunctionMode
 
 from ..calibration.shards import Fields
 from ..common.environment import available_bytes, grown_memory
 from ..errors import MoexportError, ParityError, UsageError, in_one_line, tells_of_memory
-from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, moe_layers, recorded_choices
-from ..graphs.layers.margins import GroupRouter
+from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, recorded_choices
+from ..graphs.layers.margins import routed_margins
 from ..graphs.lower import LayerValues
 from ..graphs.targets import runtime_of
-from .bundle.parity_record import Reference, Rounded, by_expert, chunks
+from .bundle.parity_record import (
+    GPU_RTOL,
+    TOLERANCES,
+    Reference,
+    Rounded,
+    Tolerance,
+    by_expert,
+    chunks,
+    describe,
+)
 from .bundle.runtimes import opened
 from .inputs import PARITY_BATCHES, SAMPLES, Inputs, completed, random_arrays
 from .job import ExportJob
 from .model import Model
-from .parity import GPU_RTOL, TOLERANCES, Tolerance, compare, describe
+from .parity import compare
 from .session import SessionOptions
 
 
@@ -80,31 +88,31 @@ MOST_SECONDS = 60.0
 """What PyTorch may take for inputs of a size beyond the usual, as far as it is foreseen."""
 
 
+@dataclass(slots=True)
 class Budget:
     """Which sizes are compared: those that take no more memory and time than a check may.
 
     What larger sizes take is foreseen from the inputs before, of which `timed` computes the
-    reference.
+    reference. `copied_bytes` are those of the weights that a graph copies for a batch of tokens.
     """
 
-    def __init__(
-        self, job: ExportJob, copied_bytes: Callable[[int, int], float] = lambda *_: 0.0
-    ) -> None:
-        """`copied_bytes` are those of the weights that a graph copies for a batch of tokens."""
-        self._job, self._row_bytes, self._grown = job, 0, 0
-        self._copied_bytes = copied_bytes
-        self._last = (1, 1, 0.0)  # inputs, their tokens, and seconds
-        self._beyond: dict[str, list[int]] = {}
-        self.batches: tuple[int, ...] = ()
+    job: ExportJob
+    copied_bytes: Callable[[int, int], float]
+    batches: tuple[int, ...] = ()
+    _last: tuple[int, int, float] = (1, 1, 0.0)
+    """Inputs, their tokens, and seconds."""
+    _row_bytes: int = 0
+    _grown: int = 0
+    _beyond: dict[str, list[int]] = field(default_factory=dict)
 
     def timed(self, x: Inputs, *, every_k: bool = True) -> Reference:
         """Returns what PyTorch computes for inputs (`torch_reference`)."""
         began = time.thread_time()  # what others do on the machine does not count
         with grown_memory() as memory:
-            expected = torch_reference(self._job, x, every_k=every_k)
+            expected = torch_reference(self.job, x, every_k=every_k)
         self._grown = memory.nbytes
         seconds = time.thread_time() - began
-        spec = self._job.model.input
+        spec = self.job.model.input
         at = spec.shape.index("tokens") if "tokens" in spec.shape else None
         self._last = len(expected.x), 1 if at is None else expected.x.shape[at], seconds
         self._row_bytes = sum(
@@ -112,12 +120,12 @@ class Budget:
         )
         return expected
 
-    def choose_batches(self, expected: Reference, changes: Sequence[int]) -> None:
+    def choose_batches(self, changes: Sequence[int]) -> None:
         """Chooses the batch sizes of the job that are compared."""
         rows, tokens, _ = self._last
         self.batches = tuple(
             size
-            for size in self._job.probed_batches(changes)
+            for size in self.job.probed_batches(changes)
             if size <= rows or self.affords(size, tokens, axis="batch")
         )
 
@@ -130,12 +138,12 @@ class Budget:
         """
         last_rows, last_tokens, seconds = self._last
         longer = tokens / last_tokens
-        specs = [layer.spec for layer in self._job.model.layers.values()]
+        specs = [layer.spec for layer in self.job.model.layers.values()]
         widest = max(spec.experts * max(spec.hidden, spec.dim) for spec in specs)
         floats = rows * max(tokens * widest, self._row_bytes // 4 * longer, HEADS * tokens**2)
         quick = needed or seconds * rows / last_rows * longer <= MOST_SECONDS
         grows = self._grown * rows / last_rows * longer <= MEMORY_SHARE * available_bytes()
-        copied = self._copied_bytes(rows, tokens) <= MOST_COPIED_BYTES
+        copied = self.copied_bytes(rows, tokens) <= MOST_COPIED_BYTES
         fits = 4 * floats <= MOST_BYTES and copied and grows and quick
         if not fits:
             self._beyond.setdefault(axis, []).append(rows if axis == "batch" else tokens)
@@ -167,14 +175,12 @@ EXACT_BYTES = 512 << 20
 
 def with_exact(job: ExportJob, expected: Reference) -> Reference:
     """Returns a reference with what PyTorch computes in float64, with every k that it is of."""
-    others = {
-        k: replace(other, rounded=exact(job, other)) for k, other in expected.at_other_k.items()
-    }
-    return replace(expected, rounded=exact(job, expected), at_other_k=others)
+    others = {k: with_exact(job, other) for k, other in expected.at_other_k.items()}
+    return replace(expected, rounded=_exact(job, expected), at_other_k=others)
 
 
-def exact(job: ExportJob, expected: Reference) -> Rounded | None:
-    """Returns what PyTorch computes for the inputs of a reference in float64.
+def _exact(job: ExportJob, expected: Reference) -> Rounded | None:
+    """What PyTorch computes for the inputs of a reference in float64.
 
     None where weights are larger than `EXACT_BYTES`, or the network cannot be run so.
     """
@@ -184,10 +190,13 @@ def exact(job: ExportJob, expected: Reference) -> Rounded | None:
         return None
     y: list[np.ndarray] = []
     selected: dict[str, list[np.ndarray]] = {}
+    # Few inputs at once, but no fewer than a batch may be.
+    few = max(SAMPLES // job.least_batch, 1) * job.least_batch
+    batch = job.whole_batch or min(few, job.largest_batch)
     network = _InFloat64(model, model.module, expected.kept, renormalize=job.options.renormalize)
     with _pages_given_back(model):
         try:
-            for part in chunks(expected.feeds(model.input.name), _exact_batch(job)):
+            for part in chunks(expected.feeds(model.input.name), batch):
                 computed = network.computed(part)
                 y.append(computed.outputs[0])
                 for name, sets in expected.selected.items():
@@ -200,12 +209,6 @@ def exact(job: ExportJob, expected: Reference) -> Rounded | None:
     if outputs.dtype != np.float64 or not np.isfinite(outputs).all():
         return None
     return Rounded(outputs, {name: np.concatenate(parts) for name, parts in selected.items()})
-
-
-def _exact_batch(job: ExportJob) -> int:
-    """How many inputs are computed at once in float64: few, but no fewer than a batch may be."""
-    few = max(SAMPLES // job.least_batch, 1) * job.least_batch
-    return job.whole_batch or min(few, job.largest_batch)
 
 
 def kept_experts(job: ExportJob, shared: int | None = None) -> dict[str, int]:
@@ -508,115 +511,6 @@ class _InFloat64(_Network):
         tensors = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
         values = all_outputs(functional_call(module, weights, tuple(tensors)))
         return [value.numpy() for value in values[: len(self._model.outputs)]]
-
-
-@contextmanager
-def routed_margins(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Within the context, each forward writes by how much token-routed experts were chosen, [t].
-
-    The router is code of the network around the layer. What it ranks is seen as it calls PyTorch's
-    `topk` or `max`: the margin of a token is the least gap between the last score that was taken
-    and the next, relative to the largest, over all rankings since the layer before. A router whose
-    choices depend on other tokens tells it itself (`GroupRouter`).
-    """
-    margins: dict[str, torch.Tensor] = {}
-    layers = {n: m for n, m in moe_layers(module).items() if m.spec.flat}
-    if not layers:
-        yield margins
-        return
-    by_group = {each.layer: each for each in module.modules() if isinstance(each, GroupRouter)}
-    with _Rankings() as rankings, ExitStack() as hooks:
-
-        def record(_: nn.Module, args: tuple[Any, ...], name: str) -> None:
-            margin = rankings.margin(args[1])
-            if name not in by_group:
-                margins[name] = margin
-
-        def record_groups(
-            router: nn.Module, args: tuple[Any, ...], named: dict[str, Any], _: Any, name: str
-        ) -> None:
-            assert isinstance(router, GroupRouter)
-            margins[name] = router.margin(*args, **named).flatten(0, 1)
-
-        for name, layer in layers.items():
-            hooks.enter_context(layer.register_forward_pre_hook(partial(record, name=name)))
-        for name, router in by_group.items():
-            hook = partial(record_groups, name=name)
-            hooks.enter_context(router.register_forward_hook(hook, with_kwargs=True))
-        yield margins
-
-
-_SORTS = (torch.sort, torch.Tensor.sort)
-_LARGEST = (torch.max, torch.Tensor.max, torch.argmax, torch.Tensor.argmax)
-
-
-class _Rankings(TorchFunctionMode):
-    """Keeps what is ranked: the scores and how many of them were taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: list[tuple[torch.Tensor, int | None]] | None = []
-
-    def __torch_function__(
-        self, function: Any, _: Any, arguments: tuple[Any, ...] = (), keywords: Any = None
-    ) -> Any:
-        named = keywords or {}
-        if self._seen is not None:
-            ranking = _ranking(function, arguments, named)
-            if ranking is not None:
-                self._seen.append(ranking)
-        return function(*arguments, **named)
-
-    def margin(self, index: torch.Tensor) -> torch.Tensor:
-        """Returns [t] for what was chosen, [t, k], and forgets what led to it.
-
-        Where masks leave fewer scores than were taken, no rounding changes the choice.
-        """
-        least = torch.full(index.shape[:1], torch.inf)
-        # What is ranked here is no ranking of the network: nothing is kept on the way.
-        rankings, self._seen = self._seen or [], None
-        for scores, listed in rankings:
-            taken = index.shape[-1] if listed is None else listed
-            rows = scores.detach().float().reshape(-1, scores.shape[-1])
-            if len(rows) != len(index) or not 0 < taken < rows.shape[1]:
-                continue
-            masked = rows <= _MASKED
-            top = rows.masked_fill(masked, -torch.inf).topk(taken + 1).values
-            largest = rows.masked_fill(masked | rows.isinf(), 0).abs().amax(dim=-1).clamp(min=1e-30)
-            gap = top[:, taken - 1] - top[:, taken]
-            gap = gap.nan_to_num(nan=torch.inf, posinf=torch.inf)
-            least = torch.minimum(least, gap / largest)
-        self._seen = []
-        return least
-
-
-_MASKED = torch.finfo(torch.float32).min / 2
-"""Masks are -inf, or the least number of the type, to which a score may have been added."""
-
-
-def _ranking(
-    function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]
-) -> tuple[torch.Tensor, int | None] | None:
-    """The scores that a call ranks, along their last axis, and how many of them it takes.
-
-    None of a sort, of which as many are taken as are chosen.
-    """
-    scores = arguments[0] if arguments else named.get("input")
-    if not isinstance(scores, torch.Tensor):
-        return None
-    if function in (torch.topk, torch.Tensor.topk):
-        taken = arguments[1] if len(arguments) > 1 else named["k"]
-        axis = arguments[2] if len(arguments) > 2 else named.get("dim", -1)
-        largest = arguments[3] if len(arguments) > 3 else named.get("largest", True)
-        ranked = scores if largest else -scores
-        return ranked.movedim(axis, -1), int(taken)
-    if function in _SORTS and named.get("descending"):
-        return scores.movedim(named.get("dim", -1), -1), None
-    if function in _LARGEST:
-        axis = arguments[1] if len(arguments) > 1 else named.get("dim")
-        if isinstance(axis, int):  # the larger of two tensors ranks nothing
-            return scores.movedim(axis, -1), 1
-    return None
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +18,7 @@ from ..common.console import Progress
 from ..common.environment import environment
 from ..graphs.builder import Builder
 from ..graphs.layers.stored import LayerOf
-from ..graphs.lower import Lowered, LoweringRequest, lower
+from ..graphs.lower import Lowered, LoweringRequest, lower, selected_values
 from ..graphs.names import K_INPUT, SELECTED, STEER_INPUT
 from ..graphs.precision.types import FLOAT_TYPES, ComputeTypes
 from ..graphs.targets import for_cpus, runtime_of
@@ -32,12 +32,12 @@ from .bundle.manifest import (
     TensorSpec,
     axis_within,
 )
-from .bundle.parity_record import Reference, not_compared
+from .bundle.parity_record import Parity, Reference, not_compared
 from .bundle.runtimes import RUNTIMES
-from .bundle.verify import graph_comparison, selected_values
+from .bundle.verify import checking_session
 from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_layer
 from .job import ExportJob
-from .parity import Comparison, Parity
+from .parity import Comparison
 from .plan import GraphPlan, LayerPlan, Plan
 from .quantization.precision import precision_record
 from .trace import HELD, Held
@@ -193,7 +193,7 @@ def graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None = Non
         file=graph.file,
         lowerings={layer.name: layer.choice.lowering.name for layer in graph.layers},
         selected=selected_values(lowered.values),
-        parity=None if parity is None else asdict(parity),
+        parity=None if parity is None else parity.record(),
         batches=list(graph.batches or ()),
     )
 
@@ -209,18 +209,23 @@ def opened_comparison(
 
     It is compared in `batches` of these sizes, by default in all those that a job names.
     """
-    return graph_comparison(
+    target = job.options.target
+    session = checking_session(
         directory,
         graph,
-        expected,
+        observe=expected.observed(graph.selected),
+        runtime=runtime_of(target),
+        threads=torch.get_num_threads(),
+        rounded=not for_cpus(target),
+    )
+    return Comparison(
+        session,
+        graph.selected,
         batch=job.checked_batch,
+        tolerance=job.options.tolerance,
+        k=expected.main_k if job.options.k == "input" else None,
         probed=job.probed_batches() if batches is None else batches,
         together=job.model.batch_of,
-        k_input=job.options.k == "input",
-        tolerance=job.options.tolerance,
-        runtime=runtime_of(job.options.target),
-        threads=torch.get_num_threads(),
-        rounded=not for_cpus(job.options.target),
     )
 
 
@@ -270,7 +275,7 @@ def manifest_of(
             *(_port(spec, job) for spec in model.outputs),
             *map(_added_port, lowered[main.file].model.graph.outputs[len(model.outputs) :]),
         ],
-        parity=None if parity is None else asdict(parity),
+        parity=None if parity is None else parity.record(),
         files={path.name: FileRecord.of(path) for path in sorted(directory.iterdir())},
         environment=environment(),
         notes=_notes(plan, parities, unreached or {}),

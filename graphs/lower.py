@@ -92,6 +92,11 @@ class LayerValues:
         return LayerValues(x, y, choices)
 
 
+def selected_values(values: Mapping[str, LayerValues]) -> dict[str, str]:
+    """Returns the names of the values that hold what was chosen, of the layers that choose."""
+    return {key: name for layer in values.values() for key, name in layer.choices.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """A graph for a target, and its layers' values by layer name."""

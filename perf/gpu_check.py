@@ -37,8 +37,16 @@ import numpy as np
 from moexport.common.environment import environment
 from moexport.common.writing import write_text
 from moexport.errors import MissingExtraError, MoexportError
-from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference, settled
-from moexport.exporter.parity import TOLERANCES, Parity, compare, on_gpu, recorded
+from moexport.exporter.bundle.parity_record import (
+    PARITY_FILE,
+    TOLERANCES,
+    Parity,
+    Reference,
+    on_gpu,
+    recorded,
+    settled,
+)
+from moexport.exporter.parity import compare
 from moexport.exporter.session import PROVIDERS, Session, SessionOptions
 from moexport.exporter.tensorrt import cache, cuda
 from moexport.exporter.tensorrt.backends import BACKENDS, TENSORRT, Backend, Gpu, first_gpu

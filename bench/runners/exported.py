@@ -18,13 +18,12 @@ from ...common.user_code import names_code
 from ...common.writing import scratch_folder
 from ...errors import CalibrationError, LoweringError, MoexportError, ParityError, UsageError
 from ...exporter.bundle.manifest import MANIFEST_FILE
-from ...exporter.bundle.verify import selected_values
+from ...exporter.bundle.parity_record import TOLERANCES, Tolerance, on_gpu, recorded
 from ...exporter.export import found_ranges
 from ...exporter.inputs import AxisRange
 from ...exporter.job import ExportJob, export_job
 from ...exporter.model import Model
 from ...exporter.options import AUTO, ExportOptions, KOption, PrecisionOptions
-from ...exporter.parity import TOLERANCES, Tolerance, on_gpu, recorded
 from ...exporter.plan import GraphPlan, plan, plan_graph
 from ...exporter.reference import depends_on_batch
 from ...exporter.tensorrt.backends import BACKENDS
@@ -32,6 +31,7 @@ from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
 from ...exporter.trace import trace
 from ...exporter.write import manifest_of, write_graphs
+from ...graphs.lower import selected_values
 from ...graphs.lowerings import lowering_of
 from ...graphs.targets import Precision
 from ..engines import KINDS, GraphEngine

@@ -18,8 +18,9 @@ from ...common.libraries import keep_compiled_code_private
 from ...errors import FeedError
 from ...exporter.inputs import Inputs, completed
 from ...exporter.model import OURS, Host, Model, TensorSpec
-from ...exporter.reference import all_outputs, first_output, routed_margins
+from ...exporter.reference import all_outputs, first_output
 from ...graphs.layers.base import Algorithm, MoELayer, moe_layers, recorded_choices, sharing_weights
+from ...graphs.layers.margins import routed_margins
 from .base import Runner, first_of, in_batches
 
 CUDA = "cuda"  # the provider of rows on an NVIDIA GPU, as PyTorch calls the device

@@ -1,25 +1,316 @@
-"""What PyTorch computed, as a bundle keeps it: the record that graphs are compared with.
+"""What a bundle keeps of its comparison with PyTorch: the bounds, the result and the reference.
 
-It is made once, in PyTorch (`exporter.reference`): the outputs with Algorithm 1, each layer's
-chosen experts with the margin by which they were chosen, and the untouched model's outputs. So a
-bundle can be verified where its checkpoint and PyTorch are not.
+The bounds (`Tolerance`) and the result (`Parity`) are a section of the manifest; what PyTorch
+computed (`Reference`) is `parity.npz`. It is made once, in PyTorch (`exporter.reference`), so that
+a bundle can be verified where its checkpoint and PyTorch are not (`exporter.parity`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import onnx
 
 from ...calibration.feeds import npz_arrays
 from ...calibration.shards import Fields
+from ...common.documents import from_data
 from ...errors import BundleError, FeedError
+
+if TYPE_CHECKING:
+    from ...graphs.targets import Precision
+
+TIE = 1e-5
+"""FP32 scores this close, relative to the k-th, are a tie: rounding may order them either way."""
+
+
+ROUNDED_RTOL = 1e-3
+"""What values on the boundary of a rounding to BF16 may change, in FP32 graphs that do so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Bounds of a parity check.
+
+    Outputs agree where |difference| ≤ `atol` + `rtol` · max|y|, of each input and each output by
+    itself: in their own scale, unless an absolute difference is allowed. One input in twenty may be
+    `outlier` times as far off, and none may have a cosine below `least_cosine`.
+
+    `routing` is the least share of inputs in which every layer must choose the same experts. A
+    choice between scores that are closer than `tie`, relative to the k-th, is a tie: what comes
+    before the layer is rounded, and may order them either way. A muMoE layer's coefficients, which
+    sum to 1, are the same choice where none differs by more than `coefficient`; below FP32 only
+    those count that one of both has dropped, and `routing` is of tokens.
+
+    A graph is also compared with what its own numbers should give (`Rounded`): it may be
+    `roundings` times as far from that as that is from PyTorch. Where that is less than once, the
+    last bit of its floats is allowed as well.
+    """
+
+    atol: float
+    rtol: float
+    routing: float
+    tie: float
+    coefficient: float = 1e-3
+    roundings: float = 2.0
+    outlier: float = 1.0
+    least_cosine: float = 0.99
+
+    def asked(self, atol: float | None, rtol: float | None) -> Tolerance:
+        """Returns these bounds with those that a user gives; wider ones allow any direction."""
+        atol, rtol = (self.atol if atol is None else atol), (self.rtol if rtol is None else rtol)
+        asked = replace(self, atol=atol, rtol=rtol)
+        return replace(asked, least_cosine=-1.0) if asked.wider_than(self) else asked
+
+    def wider_than(self, other: Tolerance) -> bool:
+        """Whether these bounds allow larger differences than others."""
+        return self.atol > other.atol or self.rtol > other.rtol
+
+    def no_wider(self, than: Tolerance) -> Tolerance:
+        """Returns these bounds, with those of another where they are wider, or not a number."""
+        pairs = {name: (getattr(than, name), value) for name, value in asdict(self).items()}
+        at_least = ("routing", "least_cosine")
+        return Tolerance(**{n: max(p) if n in at_least else min(p) for n, p in pairs.items()})
+
+
+_IN_INTEGERS = {"outlier": 3.0, "least_cosine": 0.8}
+
+TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
+    {
+        "fp32": Tolerance(atol=0.0, rtol=1e-4, routing=1.0, tie=1e-5, roundings=16.0),
+        "fp16": Tolerance(atol=0.0, rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
+        "bf16": Tolerance(atol=0.0, rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
+        "int8": Tolerance(
+            atol=0.0,
+            rtol=1e-1,
+            routing=0.98,
+            tie=1e-2,
+            coefficient=5e-2,
+            roundings=1.5,
+            **_IN_INTEGERS,
+        ),
+        "fp8": Tolerance(
+            atol=0.0, rtol=2e-1, routing=0.95, tie=2e-2, coefficient=5e-2, **_IN_INTEGERS
+        ),
+        "int4": Tolerance(
+            atol=0.0, rtol=3e-1, routing=0.9, tie=5e-2, roundings=0.25, **_IN_INTEGERS
+        ),
+    }
+)
+"""FP32: rounding in another order. FP16 keeps 11 bits and BF16 8, over a network's depth. INT8 has
+about 1% of error in each layer, INT4 10%. The ties are what such an error moves a score by.
+
+`roundings`: where each of two graphs rounds values of its own, as 16-bit floats do, and INT8 on
+another CPU once some layers have passed on what differs by the last bit, they are √2 times as far
+from each other as from what is exact. INT4 rounds weights, which are the same in both. In FP32
+PyTorch's own rounding is the measure, and other orders of summing round more or less than that."""
+
+
+def tolerance_of(precision: str) -> Tolerance:
+    """Returns the bounds of a precision; of one that is not known, those of FP32."""
+    known = (bounds for name, bounds in TOLERANCES.items() if name == precision)
+    return next(known, TOLERANCES["fp32"])
+
+
+def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Tolerance:
+    """Returns the bounds that a manifest's `parity` holds; without one, none may differ.
+
+    What an older one does not hold is that of the precision. Raises `BundleError` for what are no
+    bounds.
+    """
+    bounds = asdict(tolerance_of(precision)) | {"atol": 0.0, "rtol": 0.0}
+    return from_data(
+        Tolerance, bounds | dict(parity or {}), "manifest.json", at="parity", error=BundleError
+    )
+
+
+GPU_RTOL = 1e-3
+"""FP32 on a GPU: products are summed in another order than PyTorch sums them on a CPU."""
+
+
+def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Tolerance:
+    """Returns the bounds of a comparison that runs on a GPU: the one statement of them.
+
+    FP32 may be `GPU_RTOL` off. TF32 keeps as many bits of a factor as FP16 does, and has its
+    bounds. Other precisions round more than any order of summing: theirs are the same everywhere.
+    """
+    if precision != "fp32":
+        return bounds
+    half = TOLERANCES["fp16"]
+    if tf32:
+        return replace(bounds, rtol=max(bounds.rtol, half.rtol), routing=half.routing, tie=half.tie)
+    return replace(bounds, rtol=max(bounds.rtol, GPU_RTOL))
+
+
+OUTLIERS = 0.05
+"""Of the inputs so many, rounded down, may be outliers where a precision allows any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """How far a graph is from its reference.
+
+    `max_abs` is the largest difference of an output where the experts are the same, `max_rel` the
+    largest over max|y| of the same input, `cosine` the smallest cosine of a sample's outputs;
+    `all_…` are those over all inputs, whatever was chosen. `routing_agreement` is the share of
+    samples in which every layer chose the same set, and of a muMoE below FP32 the share of the
+    choices that its tokens make: the share `agreeing` of `choices`, `chosen_by` inputs or tokens.
+    `ties` counts the samples that differ only where scores were equal up to rounding, `differing`
+    all that differ anywhere.
+    `first_difference` names the layer where the first wrong set appears. `untouched_cosine`
+    compares with the model before Algorithm 1. `jaccard` is the mean overlap of the sets, and
+    `flip_margin` the largest margin, relative to the k-th score, of a set that differs (0 where
+    none does). Records that are older do not tell what is None here.
+    """
+
+    max_abs: float
+    max_rel: float
+    cosine: float
+    routing_agreement: float
+    samples: int
+    ties: int
+    bounds: Tolerance
+    passed: bool
+    first_difference: str | None
+    untouched_cosine: float
+    jaccard: float = 1.0
+    flip_margin: float = 0.0
+    compared: int | None = None
+    """Inputs of which anything was compared."""
+    all_max_abs: float | None = None
+    all_max_rel: float | None = None
+    all_cosine: float | None = None
+    differing: int | None = None
+    chosen_by: Literal["inputs", "tokens"] = "inputs"
+    choices: int | None = None
+    agreeing: int | None = None
+    tied: int = 0
+    """Of `choices`, those that differ by a tie: they agree, and nothing of them was compared."""
+    batches: tuple[int, ...] = ()
+    """The batch sizes at which the graph was compared."""
+    usual_rel: float | None = None
+    """What 95% of the inputs are within, as `max_rel` is."""
+    loudness: tuple[float, float] | None = None
+    """max|y| of the quietest input that is compared and of the loudest."""
+    ks: tuple[int, ...] = ()
+    """Each k that was compared, where it is an input of the graph."""
+    k: int | None = None
+    """The one of `ks` whose figures these are: the furthest off."""
+    batch: int | None = None
+    """The batch size that misses the bounds where another meets them."""
+    token_counts: tuple[int, ...] = ()
+    """The numbers of tokens at which the graph was compared, besides those of the inputs."""
+    tokens: int | None = None
+    """The number of tokens that misses the bounds where another meets them."""
+    apart: float | None = None
+    """How far the graph is from what its numbers should give (`Rounded`), over how far that is from
+    PyTorch."""
+    computed_in: str | None = None
+    """What the runtime says that it computed matrix products in."""
+    whole_differing: float | None = None
+    """Of outputs of whole numbers (classes, masks), the share of the numbers that differ."""
+
+    @property
+    def mostly_ties(self) -> bool:
+        """Whether more was left out as a tie than was compared."""
+        return self.choices is not None and self.tied > self.choices / 2
+
+    def record(self) -> dict[str, Any]:
+        """Returns what a manifest holds, where the bounds stand among the results."""
+        found: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            found |= {} if name == "bounds" else {name: value}
+            found |= {bound: getattr(self.bounds, bound) for bound in _BOUNDS_AFTER.get(name, ())}
+        return found
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> Parity:
+        """Returns the result that a manifest of any version holds."""
+        bounds = {each.name for each in fields(Tolerance)}
+        held = {name: value for name, value in record.items() if name in bounds}
+        rest = {name: value for name, value in record.items() if name not in bounds}
+        return Parity(**rest, bounds=Tolerance(**{"routing": 1.0, "tie": TIE, **held}))
+
+
+_BOUNDS_AFTER = {
+    "ties": ("atol", "rtol"),
+    "flip_margin": ("routing", "tie", "coefficient", "roundings"),
+    "batches": ("outlier", "least_cosine"),
+}
+"""The places of the bounds in a manifest, since its first schema."""
+
+
+def describe(parity: Parity) -> str:
+    """One line about a parity result: the outputs of which inputs, and who chose what."""
+    p, inputs = parity, f"{parity.samples} inputs"
+    values = differences(p.max_abs, p.max_rel, p.cosine, p.usual_rel)
+    if p.differing == 0:
+        text = f"{values} over all {inputs}"
+    elif p.compared == 0:  # outputs of other experts differ, which says nothing
+        text = "no output was compared, because no input selects the same experts"
+    elif p.all_max_abs is None or p.all_max_rel is None or p.all_cosine is None:
+        text = values
+    else:
+        whole = differences(p.all_max_abs, p.all_max_rel, p.all_cosine)
+        text = f"{values} where the experts are the same; {whole} over all {inputs}"
+    if p.choices is None:
+        text += f"; same experts in {p.routing_agreement:.0%}"
+    elif p.chosen_by == "tokens":
+        text += f"; same experts in {p.agreeing:,} of the {p.choices:,} choices of tokens"
+    else:
+        text += f"; same experts in {p.agreeing:,} of {p.choices:,} inputs"
+    text += f" ({p.ties} tied, not compared)" if p.ties else ""
+    if p.mostly_ties:
+        what = "choices of tokens" if p.chosen_by == "tokens" else "inputs"
+        text += (
+            f"; MOST WAS NOT COMPARED: {p.tied:,} of {p.choices:,} {what} are ties (scores within "
+            f"{p.bounds.tie:g} of the k-th)"
+        )
+    if p.whole_differing:
+        text += f"; {p.whole_differing:.2%} of the whole numbers that it gives differ"
+    size = "" if p.batch is None else f"in a batch of {p.batch}: "
+    size = size if p.tokens is None else f"with {p.tokens} tokens: "
+    text = size + text + _apart(p)
+    if p.k is not None:
+        text = f"with k = {p.k}, the furthest off of {', '.join(map(str, p.ks))}: {text}"
+    if p.first_difference:
+        text += f"; first difference in layer {p.first_difference}"
+    if p.flip_margin:
+        text += f"; flips at margins up to {p.flip_margin:.1g} of the k-th score"
+    return text
+
+
+def _apart(p: Parity) -> str:
+    """What is said of a graph that rounds otherwise than another lowering."""
+    most = p.bounds.roundings
+    if p.apart is None or p.apart <= most:
+        return ""
+    if p.bounds.routing == 1.0:  # FP32
+        return (
+            f"; {p.apart:.2g} TIMES as far from float64 as PyTorch's float32 is, where "
+            f"{most:g} times is the most"
+        )
+    return (
+        f"; {p.apart:.2g} TIMES as far from what another lowering gives in the same numbers as "
+        f"that is from PyTorch, where {most:g} times is the most"
+    )
+
+
+def differences(
+    max_abs: float, max_rel: float, cosine: float, usual_rel: float | None = None
+) -> str:
+    """Returns how far outputs are off, in words."""
+    shown = f"{max_rel:.2g} of max|y|"
+    if usual_rel is not None and usual_rel < max_rel / 2:
+        shown += f", {usual_rel:.2g} in {1 - OUTLIERS:.0%} of the inputs"
+    return f"max |difference| {max_abs:.2g} ({shown}), cosine {cosine:.7f}"
+
 
 Item = TypeVar("Item")
 
@@ -39,18 +330,6 @@ def sized_files(files: Iterable[str]) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-FIRST = ""
-"""Stands for the first input, whatever it is called."""
-
-
-MOST_KEPT = 32
-"""Inputs that a bundle keeps to be verified with, where fewer do not reach every expert."""
-
-
-MOST_BYTES_AT_A_K = 16 << 20
-"""What a bundle keeps of the outputs with another k: a text model's are large."""
-
-
 def by_expert(chosen: np.ndarray) -> np.ndarray:
     """Returns what all experts chose, e or e + n, [..., n] in any order, as [..., n, 1]."""
     order = (chosen % chosen.shape[-1]).argsort(axis=-1)
@@ -66,6 +345,17 @@ def places(chosen: np.ndarray, *others: np.ndarray) -> np.ndarray:
     experts = chosen.shape[-2]
     taken: np.ndarray = np.logical_or.reduce([indices < experts for indices in (chosen, *others)])
     return taken.reshape(shape)
+
+
+FIRST = ""
+"""Stands for the first input, whatever it is called."""
+
+MOST_KEPT = 32
+"""Inputs that a bundle keeps to be verified with, where fewer do not reach every expert."""
+
+MOST_BYTES_AT_A_K = 16 << 20
+"""What a bundle keeps of the outputs with another k, of one input at least: a text model's are
+large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +498,8 @@ class Reference:
             own = other._own_arrays()
             if np.array_equal(other.y, self.dense):  # as with all experts: once is enough
                 del own["y"]
-            count = _fitting(own.values())
+            bytes_of_one = sum(array[:1].nbytes for array in own.values())
+            count = max(1, MOST_BYTES_AT_A_K // max(1, bytes_of_one))
             arrays |= {f"k={k}/{name}": array[:count] for name, array in own.items()}
         # np.savez takes names as keywords; its own first parameter is positional.
         np.savez(path, **arrays, **kept)  # type: ignore[arg-type]
@@ -311,8 +602,6 @@ class Reference:
 
     def _problems_of_choices(self) -> Iterator[str]:
         """In what its choices are none."""
-        if any(array.dtype.kind == "u" for array in self.selected.values()):
-            yield "its choices are neither indices nor weights"
         for name, sets in (self.rounded.selected if self.rounded else {}).items():
             if name not in self.selected or sets.shape != self.selected[name].shape:
                 yield f"'rounded/{name}' is of shape {sets.shape}"
@@ -333,12 +622,6 @@ class Reference:
 def holds_coefficients(chosen: np.ndarray) -> bool:
     """Whether a choice holds coefficients [s, m, n], not the indices of a set [s, k]."""
     return chosen.dtype.kind == "f"
-
-
-def _fitting(arrays: Collection[np.ndarray]) -> int:
-    """How many inputs' arrays fit into `MOST_BYTES_AT_A_K`, one at least."""
-    bytes_of_one = sum(array.nbytes // len(array) for array in arrays)
-    return max(1, MOST_BYTES_AT_A_K // max(1, bytes_of_one))
 
 
 _AT_K = re.compile(r"(k=[1-9]\d*/)")

@@ -11,10 +11,9 @@ from ...graphs.names import K_INPUT, PRESENT
 from ...graphs.targets import for_cpus, runtime_of
 from ..edits import Edits
 from ..inputs import PAST_AXIS
-from ..parity import Parity, describe
 from ..session import CPU, CUDA, NO_KLEIDIAI
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
-from .parity_record import sized_files
+from .parity_record import Parity, describe, sized_files
 from .recipe import RECIPE_FILE
 from .runtimes import RUNTIMES
 from .steps import Step
@@ -165,7 +164,7 @@ def _parity(manifest: Manifest) -> str:
     record = manifest.parity
     if record is None:
         return "**Not checked**: it was exported with `--no-verify`."
-    text = describe(Parity(**record))
+    text = describe(Parity.of(record))
     return f"{text[0].upper()}{text[1:]}."
 
 

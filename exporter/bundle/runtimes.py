@@ -18,9 +18,8 @@ from .manifest import Check, Manifest
 
 if TYPE_CHECKING:
     from ...common.console import Progress
-    from ..parity import Tolerance
     from ..tensorrt.options import EngineOptions
-    from .parity_record import Reference
+    from .parity_record import Reference, Tolerance
 
 
 def _onnxruntime_options(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import onnx
 from google.protobuf.message import DecodeError
@@ -16,18 +16,7 @@ from ...common.files import sha256
 from ...errors import MissingExtraError, MoexportError, PluginError
 from ...graphs.targets import Runtime, for_cpus, runtime_of
 from ..inputs import DEFAULT_BATCH, PARITY_BATCHES, parse_range
-from ..parity import (
-    ROUNDED_RTOL,
-    TOLERANCES,
-    Comparison,
-    Parity,
-    Tolerance,
-    describe,
-    on_gpu,
-    recorded,
-    recorded_sizes,
-    tolerance_of,
-)
+from ..parity import Comparison
 from ..session import CPU, Session, SessionOptions
 from .manifest import (
     MANIFEST_FILE,
@@ -41,15 +30,20 @@ from .manifest import (
 )
 from .parity_record import (
     PARITY_FILE,
+    ROUNDED_RTOL,
+    TOLERANCES,
+    Parity,
     Reference,
+    Tolerance,
+    describe,
     not_compared,
+    on_gpu,
+    recorded,
     sized_files,
+    tolerance_of,
     unreached,
 )
 from .runtimes import RUNTIMES, engine_checks, opened
-
-if TYPE_CHECKING:
-    from ...graphs.lower import LayerValues
 
 AS_RECORDED = "SHA-256 as recorded"
 
@@ -116,47 +110,13 @@ def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> st
     """
     if graph.parity is None or PARITY_FILE not in manifest.files:
         return None
-    tolerances = recorded(manifest.parity, manifest.precision)
     bounds = _bounds(directory, manifest, graph, None, None)
     # They may be wider, as whoever exported it chose.
-    if tolerances.atol > bounds.atol or tolerances.rtol > bounds.rtol:
+    if recorded(manifest.parity, manifest.precision).wider_than(bounds):
         return None
     expected = Reference.load(directory / PARITY_FILE)
     check = _parity_check(directory, manifest, graph, expected, bounds)
     return None if check.passed else check.detail
-
-
-def graph_comparison(
-    directory: Path,
-    graph: GraphRecord,
-    expected: Reference,
-    *,
-    batch: int,
-    probed: Sequence[int] = (),
-    together: int = 1,
-    k_input: bool,
-    tolerance: Tolerance,
-    runtime: Runtime = "onnxruntime",
-    threads: int | None = None,
-    rounded: bool = True,
-) -> Comparison:
-    """Opens a graph of a bundle, or of one being written, for references like this one.
-
-    Inputs are compared in batches of `batch`, and the first of them in those of `probed`, too; so
-    many are computed `together`.
-    """
-    observe = expected.observed(graph.selected)
-    return Comparison(
-        checking_session(
-            directory, graph, observe=observe, runtime=runtime, threads=threads, rounded=rounded
-        ),
-        graph.selected,
-        batch=batch,
-        tolerance=tolerance,
-        k=expected.main_k if k_input else None,
-        probed=probed,
-        together=together,
-    )
 
 
 def checking_session(
@@ -191,26 +151,19 @@ def is_large(directory: Path) -> bool:
     return weights * len(list(directory.glob("*.onnx"))) >= LARGE_WEIGHTS_BYTES
 
 
-def selected_values(values: Mapping[str, LayerValues]) -> dict[str, str]:
-    """Returns the names of the values that hold what was chosen, of the layers that choose."""
-    return {key: name for layer in values.values() for key, name in layer.choices.items()}
-
-
 def _hash_check(directory: Path, file: str, expected: str, size: int) -> Check:
     name, path = f"hash of {file}", directory / file
     if not path.is_file():
         return Check(name, False, "the file is missing")
-    trust = _trust_words() if path.suffix == ".plan" else ""
+    trust = ""
+    if path.suffix == ".plan":
+        from ..tensorrt.trust import TRUST  # loaded where a bundle has an engine
+
+        trust = f"; `moexport run` with {TRUST}"
     if path.stat().st_size != size:
         return Check(name, False, f"{path.stat().st_size} bytes, not {size}{trust}")
     same = sha256(path) == expected
     return Check(name, same, AS_RECORDED if same else f"{CHANGED}{trust}")
-
-
-def _trust_words() -> str:
-    from ..tensorrt.trust import TRUST  # loaded where a bundle has an engine
-
-    return f"; `moexport run` with {TRUST}"
 
 
 def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Check:
@@ -289,23 +242,14 @@ def _bounds(
     BF16: whoever changes a bundle may write anything.
     """
     usual = tolerance_of(manifest.precision)
-    bounds = usual
-    if manifest.parity is not None:
-        bounds = recorded(manifest.parity, manifest.precision)
+    known = manifest.parity is not None
+    bounds = recorded(manifest.parity, manifest.precision) if known else usual
     fp32 = usual == TOLERANCES["fp32"]
     if fp32 and bounds.rtol > usual.rtol and graph is not None and _rounds(directory / graph.file):
         usual = replace(usual, rtol=ROUNDED_RTOL)
-    by_user = (atol, rtol) != (None, None) and fp32
-    held = Tolerance(
-        atol=min(usual.atol, bounds.atol),
-        rtol=min(usual.rtol, bounds.rtol),
-        routing=max(usual.routing, bounds.routing),
-        tie=min(usual.tie, bounds.tie),
-        coefficient=min(usual.coefficient, bounds.coefficient),
-        roundings=math.inf if by_user else min(usual.roundings, bounds.roundings),
-        outlier=min(usual.outlier, bounds.outlier),
-        least_cosine=max(usual.least_cosine, bounds.least_cosine),
-    )
+    held = bounds.no_wider(usual)
+    if fp32 and (atol, rtol) != (None, None):
+        held = replace(held, roundings=math.inf)
     return held.asked(atol, rtol)
 
 
@@ -331,12 +275,11 @@ def _parity_check(
 ) -> Check:
     name = f"parity of {graph.file}"
     here = for_cpus(manifest.target)
+    compared = partial(_compared, directory, manifest, graph, expected, bounds)
     try:
-        parity = _compared(directory, manifest, graph, expected, bounds, rounded=not here)
-        twin = here and not parity.passed and (manifest.numbers.get("rest") == "fp16")
-        meant = parity
-        if twin:
-            meant = _compared(directory, manifest, graph, expected, bounds, rounded=True)
+        parity = meant = compared(rounded=not here)
+        if here and not parity.passed and manifest.numbers.get("rest") == "fp16":
+            meant = compared(rounded=True)
     except MoexportError as error:
         absent = isinstance(error, MissingExtraError | PluginError)
         return Check(name, False, error.message, error.hint if absent else None)
@@ -347,7 +290,9 @@ def _parity_check(
     if bounds.rtol == ROUNDED_RTOL > tolerance_of(manifest.precision).rtol:
         detail += f"; held to {bounds.rtol:g} of max|y|, since the graph rounds to BF16"
     if not parity.passed:
-        detail += f"; computed by {_computed_by(manifest)}"
+        runtime = runtime_of(manifest.target)
+        provider = CPU if runtime == "onnxruntime" else RUNTIMES[runtime].title
+        detail += f"; computed by {provider} on {cpu_features()}"
     if meant.passed and not parity.passed:
         detail += (
             f", which sums its FP16 products in FP16: in FP32, rounded to FP16, the same graph is "
@@ -355,7 +300,7 @@ def _parity_check(
             "computed in FP32"
         )
     exported = recorded(manifest.parity, manifest.precision)
-    if not parity.passed and (exported.atol > bounds.atol or exported.rtol > bounds.rtol):
+    if not parity.passed and exported.wider_than(bounds):
         detail += (
             f"; it was exported with wider bounds than {manifest.precision} has by itself: "
             f"`verify --atol {exported.atol:g} --rtol {exported.rtol:g}` compares with those"
@@ -374,7 +319,8 @@ def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]
     of = port.groups_of or 1
     known = parse_range(manifest.batch, "--batch") if manifest.batch else DEFAULT_BATCH
     usual = known.compared(of)
-    compared = recorded_sizes(graph.parity, "batches")
+    sizes = (graph.parity or {}).get("batches", ())
+    compared = [size for size in sizes if isinstance(size, int) and size > 0]
     return usual, compared or [known.nearest(size * of) for size in PARITY_BATCHES]
 
 
@@ -388,27 +334,19 @@ def _compared(
     rounded: bool,
 ) -> Parity:
     """How far a graph is off on this machine, or with `rounded` as `checking_session` has it."""
+    observe, runtime = expected.observed(graph.selected), runtime_of(manifest.target)
+    session = checking_session(directory, graph, observe=observe, runtime=runtime, rounded=rounded)
     batch, probed = _batches(manifest, graph)
-    comparison = graph_comparison(
-        directory,
-        graph,
-        expected,
+    comparison = Comparison(
+        session,
+        graph.selected,
         batch=batch,
+        tolerance=bounds,
+        k=expected.main_k if manifest.k == "input" else None,
         probed=probed,
         together=manifest.inputs[0].groups_of or 1,
-        k_input=manifest.k == "input",
-        tolerance=bounds,
-        runtime=runtime_of(manifest.target),
-        rounded=rounded,
     )
     comparison.add(expected)
     for tokens, file in sized_files(manifest.files).items():
         comparison.add_sized(Reference.load(directory / file), tokens)
     return comparison.parity()
-
-
-def _computed_by(manifest: Manifest) -> str:
-    """What ran a graph here: its runtime's provider, and the CPU's instructions."""
-    runtime = runtime_of(manifest.target)
-    provider = CPU if runtime == "onnxruntime" else RUNTIMES[runtime].title
-    return f"{provider} on {cpu_features()}"

@@ -32,13 +32,13 @@ from ...common.writing import scratch_folder
 from ...errors import FeedError, ParityError, UsageError
 from ...graphs.layers.base import algorithm_1
 from ...graphs.targets import Runtime, runtime_of
-from ..bundle.distance import cosines
 from ..bundle.manifest import GraphRecord
 from ..bundle.verify import checking_session
 from ..inputs import Inputs, feed_inputs, fitted
 from ..job import ExportJob, export_job
 from ..model import Model
 from ..options import AUTO, TUNE, ExportOptions, KOption, PrecisionOptions
+from ..parity import cosines
 from ..plan import plan
 from ..reference import first_output, torch_reference
 from ..trace import trace

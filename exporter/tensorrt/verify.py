@@ -14,8 +14,16 @@ from ...errors import (
     UsageError,
 )
 from ..bundle.manifest import Check, Manifest
-from ..bundle.parity_record import Reference, settled
-from ..parity import Parity, Tolerance, compare, describe, differences, furthest_off, recorded
+from ..bundle.parity_record import (
+    Parity,
+    Reference,
+    Tolerance,
+    describe,
+    differences,
+    recorded,
+    settled,
+)
+from ..parity import compare, furthest_off
 from .backends import backend_named, first_gpu
 from .records import EngineRecord, engines_of
 from .session import EngineSession

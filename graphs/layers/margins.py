@@ -1,8 +1,17 @@
-"""Routers that tell how clear their choices are."""
+"""How clear the choices of routers are: told by the router, or seen as it ranks its scores."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .base import moe_layers
 
 
 class GroupRouter(nn.Module):
@@ -20,3 +29,112 @@ class GroupRouter(nn.Module):
         [b, m, n] of a router by which each expert chooses for itself.
         """
         raise NotImplementedError
+
+
+@contextmanager
+def routed_margins(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Within the context, each forward writes by how much token-routed experts were chosen, [t].
+
+    The router is code of the network around the layer. What it ranks is seen as it calls PyTorch's
+    `topk` or `max`: the margin of a token is the least gap between the last score that was taken
+    and the next, relative to the largest, over all rankings since the layer before. A router whose
+    choices depend on other tokens tells it itself (`GroupRouter`).
+    """
+    margins: dict[str, Tensor] = {}
+    layers = {n: m for n, m in moe_layers(module).items() if m.spec.flat}
+    if not layers:
+        yield margins
+        return
+    by_group = {each.layer: each for each in module.modules() if isinstance(each, GroupRouter)}
+    with _Rankings() as rankings, ExitStack() as hooks:
+
+        def record(_: nn.Module, args: tuple[Any, ...], name: str) -> None:
+            margin = rankings.margin(args[1])
+            if name not in by_group:
+                margins[name] = margin
+
+        def record_groups(
+            router: nn.Module, args: tuple[Any, ...], named: dict[str, Any], _: Any, name: str
+        ) -> None:
+            assert isinstance(router, GroupRouter)
+            margins[name] = router.margin(*args, **named).flatten(0, 1)
+
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(record, name=name)))
+        for name, router in by_group.items():
+            hook = partial(record_groups, name=name)
+            hooks.enter_context(router.register_forward_hook(hook, with_kwargs=True))
+        yield margins
+
+
+_SORTS = (torch.sort, torch.Tensor.sort)
+_LARGEST = (torch.max, torch.Tensor.max, torch.argmax, torch.Tensor.argmax)
+
+
+class _Rankings(TorchFunctionMode):
+    """Keeps what is ranked: the scores and how many of them were taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[tuple[Tensor, int | None]] | None = []
+
+    def __torch_function__(
+        self, function: Any, _: Any, arguments: tuple[Any, ...] = (), keywords: Any = None
+    ) -> Any:
+        named = keywords or {}
+        if self._seen is not None:
+            ranking = _ranking(function, arguments, named)
+            if ranking is not None:
+                self._seen.append(ranking)
+        return function(*arguments, **named)
+
+    def margin(self, index: Tensor) -> Tensor:
+        """Returns [t] for what was chosen, [t, k], and forgets what led to it.
+
+        Where masks leave fewer scores than were taken, no rounding changes the choice.
+        """
+        least = torch.full(index.shape[:1], torch.inf)
+        # What is ranked here is no ranking of the network: nothing is kept on the way.
+        rankings, self._seen = self._seen or [], None
+        for scores, listed in rankings:
+            taken = index.shape[-1] if listed is None else listed
+            rows = scores.detach().float().reshape(-1, scores.shape[-1])
+            if len(rows) != len(index) or not 0 < taken < rows.shape[1]:
+                continue
+            masked = rows <= _MASKED
+            top = rows.masked_fill(masked, -torch.inf).topk(taken + 1).values
+            largest = rows.masked_fill(masked | rows.isinf(), 0).abs().amax(dim=-1).clamp(min=1e-30)
+            gap = top[:, taken - 1] - top[:, taken]
+            gap = gap.nan_to_num(nan=torch.inf, posinf=torch.inf)
+            least = torch.minimum(least, gap / largest)
+        self._seen = []
+        return least
+
+
+_MASKED = torch.finfo(torch.float32).min / 2
+"""Masks are -inf, or the least number of the type, to which a score may have been added."""
+
+
+def _ranking(
+    function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[Tensor, int | None] | None:
+    """The scores that a call ranks, along their last axis, and how many of them it takes.
+
+    None of a sort, of which as many are taken as are chosen.
+    """
+    scores = arguments[0] if arguments else named.get("input")
+    if not isinstance(scores, Tensor):
+        return None
+    if function in (torch.topk, torch.Tensor.topk):
+        taken = arguments[1] if len(arguments) > 1 else named["k"]
+        axis = arguments[2] if len(arguments) > 2 else named.get("dim", -1)
+        largest = arguments[3] if len(arguments) > 3 else named.get("largest", True)
+        ranked = scores if largest else -scores
+        return ranked.movedim(axis, -1), int(taken)
+    if function in _SORTS and named.get("descending"):
+        return scores.movedim(named.get("dim", -1), -1), None
+    if function in _LARGEST:
+        axis = arguments[1] if len(arguments) > 1 else named.get("dim")
+        if isinstance(axis, int):  # the larger of two tensors ranks nothing
+            return scores.movedim(axis, -1), 1
+    return None

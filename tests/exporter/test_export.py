@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from moexport.common.threads import with_threads
+from moexport.exporter.bundle.parity_record import TOLERANCES, Parity
 from moexport.exporter.export import way_out
 from moexport.exporter.options import ExportOptions, PrecisionOptions
-from moexport.exporter.parity import Parity
 from moexport.graphs.targets import Precision
 from moexport.tests.recorded import DATA
 from moexport.tests.threads import SlowOnManyThreads
@@ -40,8 +40,7 @@ def missed(routing_agreement: float) -> Parity:
         routing_agreement=routing_agreement,
         samples=8,
         ties=0,
-        atol=1e-6,
-        rtol=1e-4,
+        bounds=TOLERANCES["fp32"],
         passed=False,
         first_difference=None,
         untouched_cosine=0.9,

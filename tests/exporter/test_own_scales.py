@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.exporter.bundle.parity_record import Reference
+from moexport.exporter.bundle.parity_record import TOLERANCES, Parity, Reference, describe
 from moexport.exporter.inputs import Inputs
-from moexport.exporter.parity import TOLERANCES, Comparison, Parity, describe
+from moexport.exporter.parity import Comparison
 from moexport.graphs.targets import Precision
 from moexport.tests.command import run
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from moexport.exporter.bundle.distance import cosines
-from moexport.exporter.bundle.parity_record import Reference, Rounded
+from moexport.exporter.bundle.parity_record import TOLERANCES, Parity, Reference, Rounded, describe
 from moexport.exporter.inputs import Inputs
-from moexport.exporter.parity import TOLERANCES, Comparison, Parity, compare, describe
+from moexport.exporter.parity import Comparison, compare, cosines
 from moexport.graphs.targets import Precision
 from moexport.tests.command import run
 from moexport.tests.recorded import read_case
@@ -164,6 +165,15 @@ def test_a_cosine_is_a_number_whatever_a_graph_gives(y: np.ndarray, cosine: floa
     found = parity(y)
     assert (found.cosine, found.untouched_cosine) == pytest.approx((cosine, cosine))
     assert found.passed == (y is Y)
+
+
+def test_bounds_are_held_to_others_but_where_they_are_narrower() -> None:
+    """Whoever changes a manifest may write anything, no numbers among it."""
+    usual = TOLERANCES["int8"]
+    wide = replace(usual, atol=1.0, rtol=math.nan, routing=0.1, least_cosine=math.nan)
+    assert wide.no_wider(usual) == usual
+    narrow = replace(usual, rtol=1e-3, routing=1.0, least_cosine=0.9)
+    assert narrow.no_wider(usual) == narrow
 
 
 def test_small_outputs_are_judged_in_their_own_scale() -> None:

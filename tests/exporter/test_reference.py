@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import ParityError
-from moexport.exporter.reference import routed_margins
+from moexport.graphs.layers.margins import routed_margins
 from moexport.plugins.token_routed.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from torch import Tensor, nn
 

@@ -18,10 +18,16 @@ from moexport.common.files import sha256
 from moexport.errors import BundleError, EngineError, MoexportError, ParityError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import MANIFEST_FILE, FileRecord
-from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference, sized_files
+from moexport.exporter.bundle.parity_record import (
+    PARITY_FILE,
+    TOLERANCES,
+    Reference,
+    describe,
+    sized_files,
+)
 from moexport.exporter.bundle.verify import checking_session
 from moexport.exporter.inputs import again
-from moexport.exporter.parity import TOLERANCES, Comparison, describe, recorded_sizes
+from moexport.exporter.parity import Comparison
 from moexport.exporter.write import opened_comparison
 from moexport.graphs.targets import Precision, for_cpus, runtime_of
 
@@ -189,7 +195,8 @@ def compared(base: Base, bundle: Bundle) -> Comparison:
 
 def batches(base: Base) -> list[int]:
     """Returns the sizes of batches that the export compared."""
-    return recorded_sizes(base.bundle.manifest.graphs[0].parity, "batches")
+    parity = base.bundle.manifest.graphs[0].parity
+    return [] if parity is None else list(parity["batches"])
 
 
 def by_tokens(base: Base) -> dict[int, Reference]:

@@ -9,8 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.exporter.bundle.parity_record import MOST_KEPT, Reference, not_compared, unreached
-from moexport.exporter.parity import TOLERANCES
+from moexport.exporter.bundle.parity_record import (
+    MOST_KEPT,
+    TOLERANCES,
+    Reference,
+    not_compared,
+    unreached,
+)
 from moexport.graphs.targets import Precision, Target
 
 from .bases import Base, bases, subjects

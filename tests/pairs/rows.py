@@ -26,9 +26,9 @@ from moexport.common.files import sha256
 from moexport.common.interrupts import INTERRUPTED
 from moexport.errors import MoexportError
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.parity_record import TOLERANCES
 from moexport.exporter.bundle.recipe import LayerRecipe, Recipe
 from moexport.exporter.model import Model, fingerprint
-from moexport.exporter.parity import TOLERANCES
 from moexport.graphs.lowerings import all_names
 from moexport.graphs.names import K_INPUT
 from moexport.graphs.targets import TARGETS, Precision

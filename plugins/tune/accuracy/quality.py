@@ -23,8 +23,8 @@ from ....bench.runners.base import first_of
 from ....calibration.feeds import IGNORED, Array, Labels, check_classes
 from ....common.user_code import callable_named
 from ....errors import FeedError, UsageError
-from ....exporter.bundle.distance import cosines
 from ....exporter.inputs import Inputs
+from ....exporter.parity import cosines
 from .holdout import Holdout, batch_size, in_batches
 
 MetricName = Literal["accuracy", "perplexity", "agreement", "function"]

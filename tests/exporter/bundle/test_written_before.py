@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import moexport
 import numpy as np
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import Manifest
+from moexport.exporter.bundle.parity_record import Parity
 from moexport.tests.recorded import DATA
 
 BUNDLE = DATA / "bundle_0_1_0"
@@ -27,6 +29,15 @@ def test_a_bundle_verifies_and_runs() -> None:
 
 def test_its_manifest_is_written_again_as_it_was() -> None:
     assert Manifest.read(BUNDLE).to_json() == (BUNDLE / "manifest.json").read_text()
+
+
+def test_the_result_of_its_comparison_is_read_and_written_where_it_was() -> None:
+    """The bounds stand among the results, in the places that they had."""
+    record = Manifest.read(BUNDLE).parity
+    assert record is not None
+    again = json.loads(json.dumps(Parity.of(record).record()))
+    assert [name for name in again if name in record] == list(record)
+    assert {name: again[name] for name in record} == record
 
 
 def test_its_edits_and_measurements_are_read() -> None:

@@ -17,8 +17,13 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import EngineError, FeedError, MissingExtraError, UsageError
-from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference
-from moexport.exporter.parity import GPU_RTOL, TOLERANCES, on_gpu
+from moexport.exporter.bundle.parity_record import (
+    GPU_RTOL,
+    PARITY_FILE,
+    TOLERANCES,
+    Reference,
+    on_gpu,
+)
 from moexport.exporter.session import PROVIDERS, SessionOptions
 from moexport.exporter.tensorrt import cache, cuda
 from moexport.exporter.tensorrt.backends import (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from moexport.bench.engines import requirements
 from moexport.errors import EngineError
-from moexport.exporter.parity import GPU_RTOL, TOLERANCES, on_gpu
+from moexport.exporter.bundle.parity_record import GPU_RTOL, TOLERANCES, on_gpu
 from moexport.exporter.session import TENSORRT
 from moexport.exporter.tensorrt import cache, cuda
 from moexport.exporter.tensorrt.backends import Gpu, first_gpu

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import Manifest
-from moexport.exporter.parity import TOLERANCES
+from moexport.exporter.bundle.parity_record import TOLERANCES
 from moexport.exporter.tensorrt.engines import DEFAULT_CARDS, FP8_CARDS
 from moexport.tests.command import Outcome, run
 from moexport.tests.exporter.tensorrt.engines import needs_rtx

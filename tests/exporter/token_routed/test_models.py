@@ -23,11 +23,11 @@ from moexport.errors import (
 )
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import TensorSpec
+from moexport.exporter.bundle.parity_record import TIE
 from moexport.exporter.checkpoints import floats
 from moexport.exporter.inputs import completed
 from moexport.exporter.model import Model
-from moexport.exporter.parity import TIE
-from moexport.exporter.reference import routed_margins
+from moexport.graphs.layers.margins import routed_margins
 from moexport.plugins.token_routed.experts import canonical, check_layer, experts_modules
 from moexport.tests.command import run
 from moexport.tests.exporter.token_routed.architectures import (
