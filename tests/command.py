@@ -71,7 +71,7 @@ def start(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Popen[s
 def run_program(*arguments: str | Path, cwd: Path | None = None) -> Outcome:
     """Runs the program to its end."""
     process = start(*arguments, cwd=cwd)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     return Outcome(process.returncode, out, err)
 
 

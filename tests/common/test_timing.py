@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -99,27 +100,59 @@ class Waiting(TimedCall):
         return (time.thread_time_ns() - begun) / 1e6
 
 
-def test_a_round_begins_when_the_threads_of_the_case_before_sleep() -> None:
-    spinning: list[threading.Thread] = []
-    beside: list[bool] = []
+class Spinning:
+    """A clock of a process whose threads go on spinning for 60 ms when a call has ended."""
 
-    def spin(seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            pass
+    def __init__(self) -> None:
+        self.now = self.used = self.until = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def process_time(self) -> float:
+        return self.used
+
+    def sleep(self, seconds: float) -> None:
+        self.used += min(seconds, max(0.0, self.until - self.now))
+        self.now += seconds
+
+
+def test_a_round_begins_when_the_threads_of_the_case_before_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, beside = Spinning(), list[bool]()
+    monkeypatch.setattr(timing, "time", clock)
 
     def spins(index: int) -> None:
         del index
-        spinning.append(threading.Thread(target=spin, args=(0.06,)))
-        spinning[-1].start()
+        clock.until = clock.now + 0.06
 
     def looks(index: int) -> None:
         del index
-        beside.append(any(each.is_alive() for each in spinning))
+        beside.append(clock.now < clock.until)
 
-    measure({"spins": spins, "looks": looks}, Protocol(warmup=0, round_s=0.0))
-    # Where other programs have the cores, a thread that waits for one looks as if it slept.
-    assert len(spinning) == len(beside) == 10 and sum(beside) <= 2
+    calls = {"spins": spins, "looks": looks}
+    protocol = Protocol(warmup=0, round_s=0.0)
+    measure(calls, protocol, clock_ns=lambda: int(1e9 * clock.now))
+    assert len(beside) == 10 and not any(beside)
+    # One that never sleeps is not waited for.
+    clock.until = math.inf
+    began = clock.now
+    measure({"looks": looks}, protocol, clock_ns=lambda: int(1e9 * clock.now))
+    assert clock.now - began == pytest.approx(5 * timing.LONGEST_S, rel=0.1)
+
+
+def test_what_threads_spin_is_in_the_processors_time() -> None:
+    def spin() -> None:
+        end = time.thread_time() + 0.06
+        while time.thread_time() < end:
+            pass
+
+    before = time.process_time()
+    thread = threading.Thread(target=spin)
+    thread.start()
+    thread.join()
+    assert time.process_time() - before > 0.06 - 1e-6
 
 
 def test_a_device_that_tells_its_time_is_asked_as_often_in_the_same_rounds() -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -391,18 +392,25 @@ def test_a_line_a_request_and_counts_are_kept(out: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_server_that_writes_texts_ends_within_two_seconds(out: Path, tmp_path: Path) -> None:
+def test_a_server_that_writes_texts_ends_before_they_do(out: Path, tmp_path: Path) -> None:
     with Server(out, tmp_path) as server:
         asked = request({"prompt": PROMPT, "max_tokens": CONTEXT - 8, "stream": True})
         clients = [opened(server.port, asked) for _ in range(8)]
         wait_until(lambda: texts(server) == 8)
-        begun = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(20)
-        assert time.monotonic() - begun < 2
-        for client in clients:
-            client.close()
+        written = [rest(client) for client in clients]
+    assert all(written) and not any(b"[DONE]" in each for each in written)
     assert "Traceback" not in server.log.read_text()
+
+
+def rest(client: socket.socket) -> bytes:
+    """All that a client was sent until its connection ended."""
+    found = b""
+    with client, contextlib.suppress(ConnectionResetError):
+        while part := client.recv(1 << 16):
+            found += part
+    return found
 
 
 def texts(server: Server) -> int:
@@ -412,8 +420,8 @@ def texts(server: Server) -> int:
     return int(found[1])
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    """Waits for something that holds soon."""
+def wait_until(holds: Callable[[], bool], seconds: float = 120) -> None:
+    """Waits for something that holds soon, or on a busy machine some time later."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
