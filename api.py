@@ -222,7 +222,9 @@ def build_plan(bundle: Bundle | AnyPath, request: BuildRequest) -> list[EnginePl
     from .exporter.tensorrt.engines import plan_engines
     from .exporter.tensorrt.options import EngineOptions
 
-    manifest = Manifest.read(_folder(bundle))
+    folder = _folder(bundle)
+    manifest = Manifest.read(folder)
+    manifest.check_target(folder)
     sizes = {"batch": request.batch, "tokens": request.tokens}
     ranges = {
         axis: parse_range(str(size), f"--{axis}")

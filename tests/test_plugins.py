@@ -350,6 +350,23 @@ def test_a_target_whose_plugin_is_left_out_is_refused_in_words(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_bundle_whose_target_is_left_out_is_still_inspected(tmp_path: Path) -> None:
+    model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
+    moexport.export(model, tmp_path / "out", target="openvino", lowering="dense", verify=False)
+    shown = [
+        subprocess.run(
+            [sys.executable, "-m", "moexport", "inspect", tmp_path / "out"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "MOEXPORT_PLUGINS": plugins},
+        ).stdout
+        for plugins in ("on", "off")
+    ]
+    assert shown[0] == shown[1]
+    assert "openvino" in shown[1]
+
+
 def test_two_plugins_of_one_name_are_an_error_that_names_both(tmp_path: Path) -> None:
     found = outcome_with(tmp_path, READER.replace("mine", "vmoe"), {"vmoe": "theirs:MINE"})
     message, hint = found["error"]

@@ -39,7 +39,9 @@ class Bundle:
     def open(path: Path | str, *, check: bool = True) -> Bundle:
         """Opens a bundle, whose folder may be a URL's; `BundleError` when it is none."""
         directory = local_bundle(path)
-        return Bundle(directory, Manifest.read(directory), check)
+        manifest = Manifest.read(directory)
+        manifest.check_target(directory)
+        return Bundle(directory, manifest, check)
 
     def graph(self, name: str | None = None) -> GraphRecord:
         """Returns the graph of a file or lowering, the main one by default.

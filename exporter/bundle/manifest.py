@@ -308,15 +308,19 @@ class Manifest:
         what = f"{path}: not a complete manifest"
         content["tuning"] = content.get("tuning") or None
         manifest = from_data(Manifest, content, what, error=BundleError)
-        if manifest.target not in TARGETS:
-            raise BundleError(
-                f"{path}: target is {manifest.target!r}, which nothing that is installed brings",
-                hint="install the plugin that runs it, or the version of moexport that wrote it; "
-                f"there is {', '.join(TARGETS.names)}{left_out()}",
-            )
         for problem in manifest._problems():
             raise BundleError(f"{what}: {problem}")
         return manifest
+
+    def check_target(self, directory: Path) -> None:
+        """Raises `BundleError` for the manifest in a folder where nothing here knows its target."""
+        if self.target not in TARGETS:
+            raise BundleError(
+                f"{directory / MANIFEST_FILE}: target is {self.target!r}, which nothing that is "
+                "installed brings",
+                hint="install the plugin that runs it, or the version of moexport that wrote it; "
+                f"there is {', '.join(TARGETS.names)}{left_out()}",
+            )
 
     def graph_for(self, batch: int) -> GraphRecord:
         """Returns the graph for a batch of some size: the main one, or the nearest of several."""
