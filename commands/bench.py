@@ -1,4 +1,4 @@
-"""`bench`, `specialise`, `report` and `demo`; `cli.py` adds them to the program."""
+"""`bench`, on this machine and on others."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..bench.calls import bench_as, bench_on_nodes, report_as
+from ..bench.calls import bench_as, bench_on_nodes
 from ..bench.executors import Executor, executor_of
-from ..bench.request import BenchRequest, ReportRequest
+from ..bench.request import BenchRequest
 from ..common.console import Console, show
 from ..common.option import Request, changed, declared, option, panels_of, refuse_changed
 from ..errors import UsageError
@@ -21,7 +21,6 @@ from .options import (
     json_text,
     output_option,
     typed_command,
-    typed_path,
     typed_source,
 )
 
@@ -132,39 +131,3 @@ def _print_results(results: Results, text: str, output: Path, *, as_json: bool) 
     page = output / "report.html"
     where = f"report: {page}" if results.rows else f"results: {output / 'results.json'}"
     show(to_json(results) if as_json else f"{text}\n\n{where}")
-
-
-def report(
-    *,
-    results: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RESULTS.JSON…",
-            parser=typed_path,
-            help="What bench wrote; further runs or machines are drawn beside the first.",
-        ),
-    ],
-    output: Annotated[
-        Path, output_option("REPORT.HTML", "The page; Markdown, CSV and figures go next to it.")
-    ],
-    request: ReportRequest,
-    as_json: AsJson = False,
-    verbosity: Verbosity,
-) -> None:
-    """Rebuild the report of a results file, compare two, or draw several in one."""
-    from ..bench.report.page import can_draw
-
-    console = verbosity.console()
-    first, *others = results
-    paths, comparison = report_as(first, output, replace(request, beside=others))
-    result = {"files": [str(path) for path in paths]}
-    if not any(path.suffix == ".png" for path in paths) and not can_draw():
-        console.note("no figures beside the page: Matplotlib is not installed")
-    if comparison is not None:
-        changes = [change.label for change in comparison.notable]
-        result |= {"changed": [comparison.sentence, *changes, *comparison.notes]}
-        if not as_json:
-            show("\n  ".join(result["changed"]))
-    if as_json:
-        show(json_text(result))
-    console.note(f"wrote {', '.join(str(path) for path in paths)}")

@@ -1,4 +1,4 @@
-"""`build` and `triton`: make engines, or a model repository, from a bundle."""
+"""`build`: engines of a bundle's graphs."""
 
 from __future__ import annotations
 

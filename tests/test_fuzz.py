@@ -28,7 +28,7 @@ from moexport.bench.report.text import rows_table, to_csv, to_markdown
 from moexport.bench.results import Accuracy, ModelInfo, OutputParity, Perplexity, Results, Row
 from moexport.calibration.feeds import batches, count, labelled_batches
 from moexport.calibration.table import CalibrationTable, is_table
-from moexport.commands.look import bundle_text, engine_text
+from moexport.commands.inspect import bundle_text, engine_text
 from moexport.common.files import sha256
 from moexport.common.timing import summarise
 from moexport.errors import MoexportError, UsageError

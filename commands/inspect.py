@@ -1,33 +1,28 @@
-"""`inspect`, `verify`, `run` and `doctor`, and what they print of models, bundles and engines."""
+"""`inspect`, and what commands print of models, bundles and engines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from .. import api
 from ..common.console import show
 from ..common.text import count, lines, size, table
-from ..errors import CheckError, UsageError
-from ..exporter.requests import InspectRequest, RunRequest, VerifyRequest
+from ..errors import UsageError
+from ..exporter.requests import InspectRequest
 from .options import (
     AsJson,
-    BundleArgument,
     ModelArgument,
     TrustEngine,
     Verbosity,
     json_text,
-    output_option,
     refuse_idle,
 )
 
 if TYPE_CHECKING:
-    from ..exporter.bundle.manifest import Check, Manifest, Tuning
-    from ..exporter.doctor import Diagnosis
+    from ..exporter.bundle.manifest import Manifest, Tuning
     from ..exporter.inspect import ModelReport
 
 
@@ -210,99 +205,6 @@ def engine_text(facts: Mapping[str, Any]) -> str:
         why = f"Not loaded: {facts['not_loaded']}."
         source += f"\n{lines(why)}"
     return "\n".join((lines(*head), *listed, "", source))
-
-
-def verify(
-    *,
-    bundle: BundleArgument,
-    request: VerifyRequest,
-    as_json: AsJson = False,
-    verbosity: Verbosity,
-) -> None:
-    """Check a bundle: hashes, graphs, parity with PyTorch.
-
-    Exits with 3 if a check fails.
-    """
-    checks = []
-    for check in api.verify(bundle, request):
-        checks.append(check)
-        if not as_json and not verbosity.quiet:
-            show(check_text(check))
-    others = api.others_in(bundle)
-    if others:
-        verbosity.console().note(f"not of the bundle, and not checked: {', '.join(others[:6])}")
-    passed = all(check.passed for check in checks)
-    if as_json:
-        show(json_text({"passed": passed, "checks": [told(check) for check in checks]}))
-    if not passed:
-        from ..common.locations import url_of
-
-        failed = [check for check in checks if not check.passed]
-        first = f"{failed[0].name}: {failed[0].detail}"
-        raise CheckError(
-            f"{url_of(bundle) or bundle}: {len(failed)} of {len(checks)} checks failed; {first}",
-            hint=failed[0].hint or "export the bundle again, or copy it again",
-        )
-
-
-def told(check: Check) -> dict[str, Any]:
-    """A check as JSON, with a hint where it has one."""
-    return {name: value for name, value in asdict(check).items() if value is not None}
-
-
-def check_text(check: Check) -> str:
-    """One line of `verify`."""
-    return lines(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")
-
-
-def run(
-    *,
-    bundle: BundleArgument,
-    input_file: Annotated[
-        Path, typer.Option("--input", "-i", metavar="X.NPZ", help="An .npz with the inputs.")
-    ],
-    output: Annotated[Path, output_option("Y.NPZ", "The .npz to write.")],
-    request: RunRequest,
-    as_json: AsJson = False,
-    verbosity: Verbosity,
-) -> None:
-    """Run a bundle on the inputs in an .npz file."""
-    with verbosity.console() as console:
-        written = api.run(bundle, input_file, output, replace(request, progress=console))
-    if as_json:
-        facts = {name: fact for name, fact in asdict(written).items() if fact != {}}
-        show(json_text({"output": str(output), **facts}))
-    else:
-        further = "".join(f", {name} {shape}" for name, shape in written.further.items())
-        console.note(f"{output}: output of shape {written.shape}{further}")
-    if written.not_finite:
-        console.note(
-            f"{written.not_finite} values of the output are NaN or infinite: look at the inputs; "
-            "a 16-bit graph overflows beyond what was calibrated"
-        )
-
-
-def doctor(*, as_json: AsJson = False, verbosity: Verbosity) -> None:
-    """Show what this machine can build and run, and what is missing."""
-    del verbosity
-    diagnosis = api.doctor()
-    show(json_text(diagnosis.as_json()) if as_json else diagnosis_text(diagnosis))
-
-
-def diagnosis_text(diagnosis: Diagnosis) -> str:
-    """What `doctor` says."""
-    facts = diagnosis.environment
-    rows = [("yes" if a.available else "no", a.name, a.detail) for a in diagnosis.abilities]
-    return "\n".join(
-        (
-            table(("", "can", "because"), rows),
-            "",
-            f"python {facts['python']}, {facts['cpu']['model']}, {facts['cpu']['cores']} cores",
-            ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
-            *diagnosis.outside,
-            *diagnosis.plugins,
-        )
-    )
 
 
 def precisions_text(layers: Iterable[tuple[str, str, str]]) -> str:

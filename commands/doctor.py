@@ -1,0 +1,36 @@
+"""The command `doctor`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import api
+from ..common.console import show
+from ..common.text import table
+from .options import AsJson, Verbosity, json_text
+
+if TYPE_CHECKING:
+    from ..exporter.doctor import Diagnosis
+
+
+def doctor(*, as_json: AsJson = False, verbosity: Verbosity) -> None:
+    """Show what this machine can build and run, and what is missing."""
+    del verbosity
+    diagnosis = api.doctor()
+    show(json_text(diagnosis.as_json()) if as_json else diagnosis_text(diagnosis))
+
+
+def diagnosis_text(diagnosis: Diagnosis) -> str:
+    """What `doctor` says."""
+    facts = diagnosis.environment
+    rows = [("yes" if a.available else "no", a.name, a.detail) for a in diagnosis.abilities]
+    return "\n".join(
+        (
+            table(("", "can", "because"), rows),
+            "",
+            f"python {facts['python']}, {facts['cpu']['model']}, {facts['cpu']['cores']} cores",
+            ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
+            *diagnosis.outside,
+            *diagnosis.plugins,
+        )
+    )
