@@ -362,7 +362,6 @@ class _Kinds(Mapping[str, EngineKind]):
 
     def __init__(self) -> None:
         self._own = {kind.name: kind for kind in (*_KINDS, *_ENGINES)}
-        self._further: dict[str, EngineKind] = {}
 
     def __iter__(self) -> Iterator[str]:
         named = (record.runtime for record in TARGETS)
@@ -375,13 +374,10 @@ class _Kinds(Mapping[str, EngineKind]):
         return sum(1 for _ in self)
 
     def __getitem__(self, name: str) -> EngineKind:
-        if name in self._own:
-            return self._own[name]
-        if name not in self._further:
-            self._further[name] = _of_runtime(name)
-        return self._further[name]
+        return self._own[name] if name in self._own else _of_runtime(name)
 
 
+@functools.cache
 def _of_runtime(name: str) -> GraphEngine:
     """The engine that runs graphs in the runtime of a plugin, for the first target that names it.
 
