@@ -44,12 +44,12 @@ from moexport.bench.engines import KINDS
 
 names = list(KINDS)
 loaded = [name for name in sys.modules if name.startswith("moexport.plugins.")]
-print(json.dumps([names, loaded, KINDS["openvino"].missing()]))
+print(json.dumps([names, loaded]))
 """
 
 
 @pytest.mark.parametrize("plugins", ["", "off"])
-def test_a_runtime_of_a_plugin_is_listed_without_it_and_without_loading_it(plugins: str) -> None:
+def test_a_runtime_of_a_plugin_is_listed_without_loading_it(plugins: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LISTED],
         capture_output=True,
@@ -57,6 +57,6 @@ def test_a_runtime_of_a_plugin_is_listed_without_it_and_without_loading_it(plugi
         check=True,
         env={**os.environ, "MOEXPORT_PLUGINS": plugins},
     )
-    names, loaded, missing = json.loads(done.stdout)
-    assert (names, loaded) == (list(KINDS), [])
-    assert ("nothing that is installed is called 'openvino'" in (missing or "")) == bool(plugins)
+    names, loaded = json.loads(done.stdout)
+    assert names == [name for name in KINDS if not plugins or name != "openvino"]
+    assert "moexport.plugins.openvino.runtime" not in loaded
