@@ -26,12 +26,15 @@ class ModelLoader:
     `config.json`. `finds` returns the family of its model, or None for a source of another kind; it
     reads no weights. `loads` returns the model, with the configuration that was given. `settings`
     are the keys of a model's configuration that load it again as it was: its files say the rest.
+    `refuses` raises `UsageError` for options of its own (`common.option.Panel`) beside a source, as
+    it was typed, that they are not for.
     """
 
     name: str
     finds: Callable[[str | Path], str | None]
     loads: Callable[[str | Path, Mapping[str, Any], LoadRequest], Model]
     settings: tuple[str, ...] = ()
+    refuses: Callable[[str, LoadRequest], None] | None = None
 
 
 LOADERS = Registry("moexport.loaders", ModelLoader)
@@ -54,6 +57,13 @@ def loader_of(source: str | Path) -> tuple[ModelLoader, str] | None:
             hint=f"remove all but one of them; {PLUGINS}=off runs without any plugin",
         )
     return found[0] if found else None
+
+
+def check_options(source: str, request: LoadRequest) -> None:
+    """Raises `UsageError` for options of a loader beside a source that they are not for."""
+    for loader in LOADERS if request.further else ():
+        if loader.refuses is not None:
+            loader.refuses(source, request)
 
 
 def _has_config(place: Path) -> bool:
