@@ -26,7 +26,7 @@ from ..inputs import Example
 from ..model import Model, Source
 from ..requests import LoadRequest
 from .files import local_checkpoint
-from .loaders import LOADERS, MISSING, check_options, loader_of
+from .loaders import LOADERS, MISSING, loader_of
 from .state_dict import Checkpoint, read_checkpoint
 
 
@@ -103,7 +103,7 @@ load = takes(LoadRequest)(load_as)
 def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
     family, example, values = request.family, request.example, request.values
     file, sets = read_config(request.config), read_config(sets=request.sets)
-    check_options(os.fspath(source), request)
+    _check_options(os.fspath(source), request)
     if names_code(str(source)):
         return _load_code(str(source), {**file, **sets}, request)
     path = local_checkpoint(source)
@@ -124,6 +124,13 @@ def _load_code(source: str, config: Mapping[str, Any], request: LoadRequest) -> 
             f"{source}: no plugin that is installed loads networks that code names", hint=MISSING
         )
     return found[0].loads(source, config, request)
+
+
+def _check_options(source: str, request: LoadRequest) -> None:
+    """Raises `UsageError` for options of a loader beside a source that they are not for."""
+    for loader in LOADERS if request.further else ():
+        if loader.refuses is not None:
+            loader.refuses(source, request)
 
 
 def _is_unknown(folder: Path) -> bool:

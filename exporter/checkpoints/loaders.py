@@ -59,13 +59,6 @@ def loader_of(source: str | Path) -> tuple[ModelLoader, str] | None:
     return found[0] if found else None
 
 
-def check_options(source: str, request: LoadRequest) -> None:
-    """Raises `UsageError` for options of a loader beside a source that they are not for."""
-    for loader in LOADERS if request.further else ():
-        if loader.refuses is not None:
-            loader.refuses(source, request)
-
-
 def _has_config(place: Path) -> bool:
     """Whether a `config.json` lies in a folder, or beside a file: else no plugin is imported."""
     return ((place if place.is_dir() else place.parent) / "config.json").is_file()
