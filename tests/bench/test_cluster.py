@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import moexport
 import numpy as np
 import pytest
 from moexport import calls
@@ -139,12 +140,12 @@ def test_values_are_those_of_one_machine_although_a_node_is_killed_and_the_run_i
     out = tmp_path / "out"
     asked |= {"out": out, "ray": nodes.address}
     with pytest.raises(KeyboardInterrupt):
-        calls.bench_on_ray(WEIGHTS, **asked, progress=Killer())
+        moexport.bench_on_ray(WEIGHTS, **asked, progress=Killer())
     assert doomed not in nodes.worker_nodes
     assert any("2 nodes with CPU" in step for step in steps)
     assert not (out / "results.json").exists()
     steps.clear()
-    found = calls.bench_on_ray(WEIGHTS, **asked, before=local, progress=Follower())
+    found = moexport.bench_on_ray(WEIGHTS, **asked, before=local, progress=Follower())
     assert "going on with an unfinished run: 2 measurements are done" in steps
     assert not any("accuracy" in step for step in steps)  # no shard was evaluated again
     results = found["CPU"]
@@ -236,7 +237,7 @@ def test_what_a_cluster_cannot_do_is_said_at_once(
 ) -> None:
     def bench(**asked: Any) -> None:
         given = ASKED | {"data": data} | asked
-        calls.bench_on_ray(given.pop("model", WEIGHTS), ray=nodes.address, **given)
+        moexport.bench_on_ray(given.pop("model", WEIGHTS), ray=nodes.address, **given)
 
     started = time.monotonic()
     with pytest.raises(ClusterError, match="--on accelerator_type:L4: no node") as caught:
@@ -328,7 +329,7 @@ def test_cells_whose_nodes_die_again_and_again_are_named(
     asked = ASKED | {"data": data, "on": "second", "round_s": 1.0}
     lost = r"not measured: .*weights\.pt, (accuracy, shard 1/1|batch 1): "
     with pytest.raises(ClusterError, match=lost):
-        calls.bench_on_ray(WEIGHTS, ray=nodes.address, **asked)
+        moexport.bench_on_ray(WEIGHTS, ray=nodes.address, **asked)
 
 
 def test_without_a_cluster_or_without_ray_the_user_is_told(
@@ -339,11 +340,11 @@ def test_without_a_cluster_or_without_ray_the_user_is_told(
         address = f"127.0.0.1:{server.getsockname()[1]}"
     started = time.monotonic()
     with pytest.raises(ClusterError, match=rf"--ray {address}: no cluster"):
-        calls.bench_on_ray(WEIGHTS, ray=address, data=data, **ASKED)
+        moexport.bench_on_ray(WEIGHTS, ray=address, data=data, **ASKED)
     assert time.monotonic() - started < 10  # Ray itself tries for half a minute
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError) as caught:
-        calls.bench_on_ray(WEIGHTS, data=data, **ASKED)
+        moexport.bench_on_ray(WEIGHTS, data=data, **ASKED)
     assert caught.value.hint == "pip install '.[ray]' in a clone of moexport"
 
 
