@@ -46,8 +46,6 @@ if TYPE_CHECKING:
         build,
         doctor,
         export,
-        inspect,
-        load,
         plan,
         run,
         sensitivity,
@@ -56,7 +54,7 @@ if TYPE_CHECKING:
     from .common.option import takes
     from .exporter.bundle.bundle import Bundle
     from .exporter.model import Model
-    from .exporter.requests import CalibrateRequest
+    from .exporter.requests import CalibrateRequest, InspectRequest, LoadRequest
     from .exporter.session import Session
     from .exporter.tensorrt.options import EngineOptions
     from .plugins.cluster.calls import bench_on_ray_as
@@ -67,6 +65,7 @@ if TYPE_CHECKING:
     from .plugins.own_layers.descriptions import MuMoEDescription as MuMoE
     from .plugins.own_layers.descriptions import SoftMoEDescription as SoftMoE
     from .plugins.own_layers.first_adapter.calls import adapt
+    from .plugins.own_layers.request import NetworkOptions
     from .plugins.service.request import ServiceOptions
     from .plugins.studies.calls import specialise
     from .plugins.studies.request import StudyOptions
@@ -77,12 +76,20 @@ if TYPE_CHECKING:
 
     # What plugins of our own add to calls: type checkers know these keywords, too.
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class _Bench(BenchRequest, StudyOptions, ServiceOptions, ClusterOptions):
+    class _Bench(BenchRequest, NetworkOptions, StudyOptions, ServiceOptions, ClusterOptions):
         """Everything that `bench` takes."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class _Calibrate(CalibrateRequest, ClusterOptions):
         """Everything that `calibrate` takes."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class _Inspect(InspectRequest, NetworkOptions):
+        """Everything that `inspect` takes."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class _Load(LoadRequest, NetworkOptions):
+        """Everything that `load` takes."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class _Tune(TuneRequest, ClusterOptions):
@@ -91,6 +98,8 @@ if TYPE_CHECKING:
     bench = takes(_Bench)(bench_as)
     bench_on_ray = takes(_Bench)(bench_on_ray_as)
     calibrate = takes(_Calibrate)(api.calibrate)
+    inspect = takes(_Inspect)(api.inspect)
+    load = takes(_Load)(api.load)
     tune = takes(_Tune)(tune_as)
 
 __all__ = [

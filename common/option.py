@@ -151,15 +151,21 @@ def spelled(request: type[Any], name: str) -> str:
     return str(shell.get("flag", f"--{name.replace('_', '-')}")).partition("/")[0]
 
 
+def shell_options(request: type[Any]) -> list[str]:
+    """Returns the names of the options of a request that a shell has."""
+    return [name for name, (_, said) in declared(request).items() if said.shell is not None]
+
+
 def changed(request: Any) -> list[str]:
     """Returns the names of the options that a shell has and that are not their defaults.
 
     Those of plugins are not among them: `changed` of their own record has them.
     """
+    options = declared(type(request))
     return [
         name
-        for name, (field, said) in declared(type(request)).items()
-        if said.shell is not None and _says(getattr(request, name), field.default)
+        for name in shell_options(type(request))
+        if _says(getattr(request, name), options[name][0].default)
     ]
 
 

@@ -122,26 +122,26 @@ OURS = Host()
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model came from: its files, or the factory that built it and its `weights`.
+    """Where a model came from: its files, or the code that built it.
 
     `mapped` are the files that its weights may be mapped from: those, and one of converted weights.
-    `adapters` name the functions that said what layers of the factory's network are.
-    `watched` are the files as they were loaded. `host` is what its loader knows of the model.
+    `further` are the options of plugins that load it again. It is `importable` but where it needs
+    code of a notebook or this script. `watched` are the files as they were loaded. `host` is what
+    its loader knows of the model.
     """
 
     path: str
     files: tuple[Path, ...]
-    weights: str | None = None
     mapped: tuple[Path, ...] = ()
-    adapters: tuple[str, ...] = ()
+    further: tuple[Any, ...] = ()
+    importable: bool = True
     watched: Watched | None = None
     host: Host = field(default=OURS, compare=False, repr=False)
 
     @property
     def elsewhere(self) -> bool:
-        """Whether another process can load it: not where code is of a notebook or this script."""
-        by_name = all(names_code(a) and not a.startswith("__main__:") for a in self.adapters)
-        return by_name and bool(self.files or names_code(self.path))
+        """Whether another process can load it."""
+        return self.importable and bool(self.files or names_code(self.path))
 
     def sha256(self) -> str:
         """Returns the SHA-256 of the files as they were loaded; empty where there are none.

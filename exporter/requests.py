@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -22,9 +22,6 @@ AnyPath = str | Path
 
 K = int | float | str | Sequence[int]
 """k as a user says it: a number, a share, `n`, `n/4`, `input`, or a number per layer."""
-
-Adapter = Callable[[Any], Any]
-"""A user's function that says what a layer of the user's own is."""
 
 Engine = Literal["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
 """Who runs a bundle."""
@@ -52,7 +49,7 @@ class LoadRequest(Request):
     family: str | None = option(
         None,
         "Skip detection: soft-moe-vit, mumoe-gpt2, …",
-        unset="detected from keys and shapes",
+        unset="by keys and shapes",
         heading="Reading MODEL",
     )
     config: Mapping[str, Any] | AnyPath | None = option(
@@ -67,16 +64,6 @@ class LoadRequest(Request):
         unset="none",
         flag="--set",
         metavar="KEY=VALUE",
-    )
-    weights: AnyPath | None = option(
-        None, "Weights for a package.module:factory.", unset="those of the factory"
-    )
-    adapter: Adapter | str | Sequence[Adapter | str] = option(
-        (),
-        "Adapter for the factory's own MoE layers.",
-        unset="none",
-        kind=list[str],
-        metavar="MODULE:FUNCTION",
     )
     example: Example | None = option(
         None,
@@ -261,7 +248,7 @@ class ExportRequest(Request):
     data: Feed | None = option(
         None,
         FEED,
-        unset="a few random inputs for the parity check",
+        unset="a few random ones",
         heading="Inputs and parity check",
         kind=str,
         metavar="FEED",

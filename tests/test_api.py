@@ -16,7 +16,7 @@ import pytest
 from moexport import calls, errors
 from moexport.commands.export import export as export_command
 from moexport.commands.options import Verbosity, flattened
-from moexport.common.option import declared
+from moexport.common.option import declared, panels_of
 from moexport.errors import UsageError
 from moexport.exporter.requests import LoadRequest
 from moexport.exporter.tensorrt.options import EngineOptions
@@ -202,7 +202,8 @@ ELSEWHERE = {
 
 def test_every_option_of_export_is_a_parameter_of_the_python_call() -> None:
     ours = set(inspect.signature(flattened(export_command)).parameters)
-    loading = declared(LoadRequest).keys()  # of `moexport.load`
+    loading = {*declared(LoadRequest)}  # of `moexport.load`
+    loading |= {name for panel in panels_of(LoadRequest) for name in declared(panel.options)}
     building = declared(EngineOptions).keys() - {"expose_routing"}
     saying = {field.name for field in fields(Verbosity)}  # what `progress` does with it
     options = ours - loading - building - saying - ELSEWHERE.keys()
@@ -210,4 +211,4 @@ def test_every_option_of_export_is_a_parameter_of_the_python_call() -> None:
     assert options <= keywords
     # A list of layers, which a search finds; and what plugins add.
     assert keywords - options == {"keep_floating", "of_plugins"}
-    assert loading <= parameters("load").keys()
+    assert declared(LoadRequest).keys() <= parameters("load").keys()

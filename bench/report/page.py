@@ -21,10 +21,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ...common.option import panels_of, shell_options, spelled
 from ...common.text import count, size
 from ...common.user_code import names_code
 from ...common.writing import check_file, output_errors, write_text
 from ...errors import UsageError
+from ...exporter.requests import LoadRequest
 from ..engines import GraphEngine, engine_of
 from ..results import TOKEN_ROUTED, ModelInfo, Results, Row, as_json, write
 from .compare import ResultsComparison
@@ -216,10 +218,6 @@ def _limit(row: Row) -> str:
     return f"at least {milliseconds(row.limit_ms)} ms: {moved}"
 
 
-CARRIED = ("--family", "--config", "--set", "--weights", "--adapter")
-"""Options of `bench` that an export of the same model needs, too."""
-
-
 def export_command(results: Results, row: Row) -> str | None:
     """Returns the command that exports what a row measured; None for PyTorch's own rows.
 
@@ -272,10 +270,13 @@ def recipe_command(source: str, recipe: str, bundle: str, typed: Sequence[str]) 
 
 
 def _carried(typed: Sequence[str]) -> list[str]:
-    """What a command says of how its model is read."""
+    """What a command says of how its model is read: an export of the same model needs it, too."""
+    panels = panels_of(LoadRequest)
+    records: list[type[Any]] = [LoadRequest, *(panel.options for panel in panels)]
+    options = (spelled(record, name) for record in records for name in shell_options(record))
     return [
         word
-        for option in CARRIED
+        for option in options
         for value in _values_of(typed, option)
         for word in (option, value)
     ]

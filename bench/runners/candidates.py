@@ -21,11 +21,12 @@ from ...exporter.edits import Edits
 from ...exporter.job import export_job
 from ...exporter.model import Model
 from ...exporter.options import AUTO, ExportOptions, KOption
+from ...exporter.requests import LoadRequest
 from ..measure.roofline import integer_linears
 from ..plan import Candidate, whole_k
 from ..request import BenchRequest
 from .exported import exported, graph_engines, graph_source, largest_k, rounded_linears, told_apart
-from .models import loaded_as
+from .models import loaded_again
 from .other_exporters import with_other_exporters
 
 
@@ -245,7 +246,8 @@ def _source_of(bundle: Bundle) -> Model:
             "part of every benchmark",
             hint=f"name the checkpoint before the bundle: moexport bench CHECKPOINT {bundle.path}",
         )
-    model = loaded_as(source.path, family=source.family, config=source.config)
+    request = LoadRequest(family=source.family, config=source.config)
+    model = loaded_again(source.path, request)
     if model.source.sha256() != source.sha256:
         raise UsageError(
             f"{path}: is not the checkpoint that {bundle.path} was made from (SHA-256 differs)",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ...common.user_code import names_code
 from ...errors import UsageError
-from ...exporter.checkpoints.load import load
+from ...exporter.checkpoints.load import load_as
 from ...exporter.checkpoints.loaders import loader_of
 from ...exporter.model import Model
+from ...exporter.requests import LoadRequest
 from ..engines import ModelEngine, engine_of
 from ..plan import Candidate, Case
 from .base import Loader, ModelRun, Runner
@@ -62,31 +62,29 @@ class TorchLoader(Loader):
         if self.model is None or not self.model.source.elsewhere:
             raise TypeError("a model without a source cannot be opened by another process")
         source, by_code = self.model.source, names_code(self.model.source.path)
-        again = functools.partial(
-            _loaded_again,
-            source.path,
-            self.case.provider,
-            weights=source.weights,
+        request = LoadRequest(
             family=None if by_code else self.model.family,
             config=self.model.config,
             example=self.model.example if by_code else None,
-            adapter=source.adapters,
+            further=source.further,
         )
+        again = functools.partial(_loaded_on, source.path, self.case.provider, request)
         return TorchLoader, (self.case, self.batches, self.renormalize, again, None, self.k)
 
 
-def _loaded_again(source: str, provider: str, **options: Any) -> Model:
-    model = loaded_as(source, **options)
+def _loaded_on(source: str, provider: str, request: LoadRequest) -> Model:
+    model = loaded_again(source, request)
     return on_device(model, CUDA) if provider == CUDA else model
 
 
-def loaded_as(source: str, *, family: str | None, config: Mapping[str, Any], **more: Any) -> Model:
-    """Returns the model of a source again, as its family and configuration were found then."""
-    found = None if family is None else loader_of(Path(source))
-    if found is not None and found[1] == family:  # its files say the rest
+def loaded_again(source: str, request: LoadRequest) -> Model:
+    """Returns the model of a source, whose family and configuration a request has from then."""
+    found = None if request.family is None else loader_of(Path(source))
+    if found is not None and found[1] == request.family:  # its files say the rest
+        config = request.config if isinstance(request.config, Mapping) else {}
         settings = {key: config[key] for key in found[0].settings if key in config}
-        return load(source, config=settings, **more)
-    return load(source, family=family, config=config, **more)
+        request = replace(request, family=None, config=settings)
+    return load_as(source, request)
 
 
 def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, Loader]:

@@ -103,9 +103,9 @@ load = takes(LoadRequest)(load_as)
 def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
     family, example, values = request.family, request.example, request.values
     file, sets = read_config(request.config), read_config(sets=request.sets)
+    _check_options(os.fspath(source), request)
     if names_code(str(source)):
         return _load_code(str(source), {**file, **sets}, request)
-    _check_no_network(source, request)
     path = local_checkpoint(source)
     found = None if family is not None else loader_of(path)
     if found is not None and _is_unknown(path):
@@ -126,18 +126,11 @@ def _load_code(source: str, config: Mapping[str, Any], request: LoadRequest) -> 
     return found[0].loads(source, config, request)
 
 
-def _check_no_network(source: str | os.PathLike[str], request: LoadRequest) -> None:
-    """Raises `UsageError` for options of a network beside a checkpoint."""
-    if request.weights is not None:
-        raise UsageError(
-            f"--weights goes with package.module:factory, and {source} is a checkpoint already",
-            hint="leave --weights out",
-        )
-    if request.adapter:
-        raise UsageError(
-            f"--adapter says what the layers of a network are, and {source} holds weights alone",
-            hint=f"give the network: package.module:factory --weights {source}",
-        )
+def _check_options(source: str, request: LoadRequest) -> None:
+    """Raises `UsageError` for options of a loader beside a source that they are not for."""
+    for loader in LOADERS if request.further else ():
+        if loader.refuses is not None:
+            loader.refuses(source, request)
 
 
 def _is_unknown(folder: Path) -> bool:

@@ -26,12 +26,15 @@ class ModelLoader:
     `config.json`. `finds` returns the family of its model, or None for a source of another kind; it
     reads no weights. `loads` returns the model, with the configuration that was given. `settings`
     are the keys of a model's configuration that load it again as it was: its files say the rest.
+    `refuses` raises `UsageError` for options of its own (`common.option.Panel`) beside a source, as
+    it was typed, that they are not for.
     """
 
     name: str
     finds: Callable[[str | Path], str | None]
     loads: Callable[[str | Path, Mapping[str, Any], LoadRequest], Model]
     settings: tuple[str, ...] = ()
+    refuses: Callable[[str, LoadRequest], None] | None = None
 
 
 LOADERS = Registry("moexport.loaders", ModelLoader)

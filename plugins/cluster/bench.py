@@ -43,6 +43,7 @@ from ...errors import UsageError, in_one_line
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.bundle.manifest import is_bundle
 from ...exporter.model import Model
+from .paths import paths_in
 from .ray import Cluster, NodeKind, Task, connected, kinds_of
 
 BatchStates = dict[str, dict[int, EvaluationState]]
@@ -142,7 +143,7 @@ def _what(cells: Sequence[Cells]) -> dict[str, Any]:
         "models": [(model, state_of(model)) for one in cells for model in one.models],
         "data": [(str(file), state_of(file)) for file in files],
         "settings": request.measured,
-        "loading": [(str(v), state_of(v)) for v in (request.config, request.weights)],
+        "loading": [(str(v), state_of(v)) for v in paths_in(request)],
         "packages": versions(PACKAGES),
     }
 

@@ -12,6 +12,7 @@ from ...common.console import Silent
 from ...common.option import Request
 from ...errors import UsageError
 from ...exporter.requests import AnyPath, CalibrateRequest, LoadRequest
+from .paths import everywhere, with_paths_everywhere
 from .request import ClusterOptions
 
 if TYPE_CHECKING:
@@ -20,12 +21,6 @@ if TYPE_CHECKING:
     from ...calibration.table import CalibrationTable
 
 API = 1
-
-
-def _everywhere(where: Any) -> Any:
-    """A path as nodes with another working directory see it; all else as it is."""
-    here = isinstance(where, str | Path) and Path(where).exists()
-    return str(Path(where).absolute()) if here else where
 
 
 def _calibrate(model: object, data: object, request: CalibrateRequest) -> CalibrationTable:
@@ -39,14 +34,9 @@ def _calibrate(model: object, data: object, request: CalibrateRequest) -> Calibr
             hint="name both",
         )
     source = CalibrationSource(
-        model=str(_everywhere(model)),
-        loading=replace(
-            request.loading,
-            progress=None,
-            config=_everywhere(request.loading.config),
-            weights=_everywhere(request.loading.weights),
-        ),
-        data=str(_everywhere(data)),
+        model=str(everywhere(model)),
+        loading=replace(with_paths_everywhere(request.loading), progress=None),
+        data=str(everywhere(data)),
         options=replace(request, progress=None, further=(), loading=LoadRequest()),
     )
     return calibrate_on_ray(
@@ -78,13 +68,8 @@ def _bench(models: Sequence[AnyPath], request: BenchRequest) -> dict[str, Result
             write_all(results, folder, None if old is None else compare(old, results))
 
     results_by_kind = sweep_on_ray(
-        [str(_everywhere(name)) for name in models],
-        replace(
-            request,
-            data=_everywhere(request.data),
-            config=_everywhere(request.config),
-            weights=_everywhere(request.weights),
-        ),
+        [str(everywhere(name)) for name in models],
+        replace(with_paths_everywhere(request), data=everywhere(request.data)),
         address=options.ray or "auto",
         on=kinds,
         keep=keep,

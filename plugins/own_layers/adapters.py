@@ -15,8 +15,8 @@ from torch import nn
 
 from ...common.user_code import callable_named
 from ...errors import MoexportError, UsageError
-from ...exporter.requests import Adapter
 from .descriptions import Description
+from .request import Adapter
 
 PAGE = "docs/own-layer.md"
 

@@ -15,11 +15,11 @@ from torch import nn
 from ...errors import FamilyError, UsageError
 from ...exporter.families import all_names, layouts
 from ...exporter.families.base import find_layers
-from ...exporter.requests import Adapter
 from ...graphs.layers.base import MoELayer, a_layer, moe_layers, sharing_weights
 from ..token_routed.own_forward import Code
 from .adapters import EXAMPLE, adapter_name, adapter_of, describe
 from .descriptions import Description, ExpertsDescription
+from .request import Adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...common.files import Reading
-from ...common.user_code import module_made
+from ...common.user_code import module_made, names_code
 from ...errors import CheckpointError, FamilyError, MoexportError
 from ...exporter.checkpoints.state_dict import Checkpoint, check_finite, read_checkpoint
 from ...exporter.inputs import Example
 from ...exporter.model import Model, Source, TensorSpec
-from ...exporter.requests import Adapter
 from ...graphs.layers.base import MoELayer, sharing_weights
 from ..token_routed.own_forward import OwnForward, RouterHost
 from .adapters import EXAMPLE, adapter_name, adapters_for, describe
@@ -40,6 +39,7 @@ from .lengths import with_token_axis
 from .mismatch import CLOSE, difference
 from .moved import move_out
 from .ports import INPUT, ported, with_flat_outputs
+from .request import Adapter, NetworkOptions
 
 ARGUMENTS = "--config and --set are passed to the factory as its arguments"
 
@@ -117,9 +117,9 @@ def load_factory(
         source=Source(
             path=source,
             files=files,
-            weights=None if weights is None else str(weights),
             mapped=mapped,
-            adapters=tuple(used),
+            further=_asked_again(weights, tuple(used)),
+            importable=all(map(_importable, used)),
             host=FactoryHost(),
         ),
         inputs=_ports(passes[0].inputs),
@@ -129,6 +129,19 @@ def load_factory(
         example=arrays if len(arrays) > 1 or not form.plain else arrays[INPUT],
         order=layers,
     )
+
+
+def _asked_again(weights: Path | None, adapters: tuple[str, ...]) -> tuple[NetworkOptions, ...]:
+    """The options with which another process loads the network again; none where it needs none."""
+    if weights is None and not adapters:
+        return ()
+    named = None if weights is None else str(weights)
+    return (NetworkOptions(weights=named, adapter=adapters),)
+
+
+def _importable(adapter: str) -> bool:
+    """Whether another process finds an adapter: not that of a notebook, or of this script."""
+    return names_code(adapter) and not adapter.startswith("__main__:")
 
 
 def _ports(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:

@@ -129,8 +129,8 @@ def test_the_help_of_a_command_with_many_options_has_sections_and_fits_two_scree
     monkeypatch.setenv("COLUMNS", "100")
     lines = run("export", "--help").out.splitlines()
     assert headings(lines) == [
-        *("Arguments", "Reading MODEL", "Graph", "Precision", "Inputs and parity check"),
-        "Options",
+        *("Arguments", "Reading MODEL", "Your own network", "Graph", "Precision"),
+        *("Inputs and parity check", "Options"),
     ]
     assert len(lines) <= 80
     assert max(map(len, lines)) <= 100

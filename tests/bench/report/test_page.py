@@ -281,6 +281,8 @@ def test_a_row_comes_with_the_command_that_exports_it(results: Results, row: Row
         "moexport export digits.pt -o digits-k4-int8 --k 4 --target ort-cpu --lowering grouped "
         "--precision int8 --batch 1:64:64 --data test.npz --family soft-moe-vit --set num_heads=4"
     )
+    own = "moexport bench own:net --weights w.pt --adapter=own:adapt --rounds 9 -o r"
+    assert str(told(own, results.rows[2])).endswith(" --weights w.pt --adapter own:adapt")
     whole = told("moexport demo", row(16, 1.0, 1.0, precision="int8"), calibration="a b.npz")
     assert whole is not None
     assert "--k n " in whole

@@ -13,7 +13,8 @@ import onnx_ir as ir
 import pytest
 import torch
 from moexport.common import registry
-from moexport.errors import FamilyError, PluginError
+from moexport.common.option import PANELS
+from moexport.errors import FamilyError, PluginError, UsageError
 from moexport.exporter.checkpoints.loaders import LOADERS, loader_of
 from moexport.exporter.inputs import AxisRange
 from moexport.exporter.inspect import token_counts
@@ -21,15 +22,17 @@ from moexport.exporter.job import export_job
 from moexport.exporter.model import Host, Model
 from moexport.exporter.options import ExportOptions
 from moexport.exporter.trace import trace
+from moexport.tests.command import run
 from moexport.tests.recorded import DATA
 from torch import nn
 
 WEIGHTS = DATA / "soft_moe_lucidrains" / "weights.pt"
 
 THEIRS = f"""
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 import moexport
+from moexport.common.option import Panel, option
 from moexport.exporter.checkpoints.loaders import ModelLoader
 API = 1
 
@@ -42,7 +45,17 @@ def loads(source, config, request):
     model = moexport.load({str(WEIGHTS)!r})
     return replace(model, family="theirs", config={{"source": str(source), **config}})
 
-MINE = ModelLoader("mine", finds, loads, settings=("kept",))
+def refuses(source, request):
+    options = request.asked(Options)
+    if options.depth is not None and source != "theirs:network":
+        raise moexport.UsageError(f"--depth: {{source}} has none")
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    depth: int | None = option(None, "How deep.")
+
+MINE = ModelLoader("mine", finds, loads, settings=("kept",), refuses=refuses)
+PANEL = Panel("mine", "Theirs", ("load",), Options)
 """
 
 
@@ -88,6 +101,18 @@ def test_without_a_config_no_plugin_is_asked(theirs: Path) -> None:
 def test_a_source_that_two_plugins_take_is_an_error_that_names_both(theirs: Path) -> None:
     with pytest.raises(PluginError, match="theirs:network: the plugins factory and mine all load"):
         moexport.load("theirs:network")
+
+
+def test_options_of_a_loader_are_refused_beside_a_model_that_it_does_not_load(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_points(monkeypatch, EntryPoint("mine", "theirs:PANEL", PANELS.group))
+    with pytest.raises(UsageError, match=r"--depth: .*weights\.pt has none"):
+        moexport.load(WEIGHTS, depth=3)  # type: ignore[call-arg]
+    assert moexport.load(WEIGHTS, depth=None).layers  # type: ignore[call-arg]
+    outcome = run("export", WEIGHTS, "-o", theirs / "out", "--depth", "3")
+    assert outcome.code == 2
+    assert outcome.error.startswith("--depth: ")
 
 
 def test_without_plugins_code_and_unknown_folders_are_refused(

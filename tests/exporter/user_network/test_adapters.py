@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ import moexport
 import numpy as np
 import pytest
 import torch
+from moexport import load
 from moexport.bench.plan import Candidate
 from moexport.bench.runners.models import loaders
 from moexport.errors import FamilyError, FeedError, ParityError, UsageError
-from moexport.exporter.checkpoints.load import load
 from moexport.plugins.own_layers.adapters import adapts
+from moexport.plugins.own_layers.request import NetworkOptions
 from moexport.tests.command import Outcome, run
 from torch import nn
 
@@ -457,7 +457,7 @@ def test_an_adapter_is_picked_up_when_its_module_is_imported() -> None:
     Path("decorated.py").write_text(f"{code}moexport.adapts(own.Mixer)(own.adapt)\n")
     assert run("inspect", "decorated:build", "--data", FEED).code == 0
     model = load("decorated:build", example=FEED)
-    assert model.source.adapters == ("own:adapt",)
+    assert model.source.further == (NetworkOptions(adapter=("own:adapt",)),)
     assert "mix replaced as what the adapter own:adapt says" in model.notes
     assert list(model.layers) == ["mix"]
 
@@ -489,7 +489,10 @@ def test_a_benchmark_opens_the_layer_in_another_process_too() -> None:
         Candidate("own", model, (2,), (), engines=("pytorch-algorithm-2",))
     ).values():
         assert pickle.loads(pickle.dumps(loader))() is not None
-    here = replace(model, source=replace(model.source, adapters=("__main__:adapt",)))
+    adapt = vars(sys.modules["own"])["adapt"]
+    assert load("own:soft", example=FEED, adapter=adapt).source.elsewhere
+    adapt.__module__ = "__main__"  # as one that a notebook holds
+    here = load("own:soft", example=FEED, adapter=adapt)
     loader, *_ = loaders(Candidate("own", here, (2,), ())).values()
     with pytest.raises(TypeError, match="another process"):
         pickle.dumps(loader)

@@ -10,8 +10,8 @@ import moexport
 import numpy as np
 import pytest
 import torch
+from moexport import load
 from moexport.errors import ParityError, UsageError
-from moexport.exporter.checkpoints.load import load
 from moexport.plugins.own_layers.examples import differ, made_up
 from torch import Tensor
 

@@ -9,9 +9,9 @@ import moexport
 import numpy as np
 import pytest
 import torch
+from moexport import load
 from moexport.common.user_code import names_code
 from moexport.errors import CheckpointError, FamilyError, ParityError, UsageError
-from moexport.exporter.checkpoints.load import load
 from moexport.graphs.layers.soft_moe import SoftMoE, soft_moe_layers
 
 CODE = '''
