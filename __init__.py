@@ -45,10 +45,8 @@ if TYPE_CHECKING:
     from .calls import (
         build,
         doctor,
-        export,
         inspect,
         load,
-        plan,
         run,
         sensitivity,
         verify,
@@ -56,7 +54,7 @@ if TYPE_CHECKING:
     from .common.option import takes
     from .exporter.bundle.bundle import Bundle
     from .exporter.model import Model
-    from .exporter.requests import CalibrateRequest
+    from .exporter.requests import CalibrateRequest, ExportRequest
     from .exporter.session import Session
     from .exporter.tensorrt.options import EngineOptions
     from .plugins.cluster.calls import bench_on_ray_as
@@ -71,6 +69,7 @@ if TYPE_CHECKING:
     from .plugins.studies.calls import specialise
     from .plugins.studies.request import StudyOptions
     from .plugins.text.calls import generate, serve
+    from .plugins.text.request import LayoutOptions
     from .plugins.triton.calls import triton
     from .plugins.tune.calls import tune_as
     from .plugins.tune.request import TuneRequest
@@ -85,12 +84,18 @@ if TYPE_CHECKING:
         """Everything that `calibrate` takes."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)
+    class _Export(ExportRequest, LayoutOptions):
+        """Everything that `export` and `plan` take."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
     class _Tune(TuneRequest, ClusterOptions):
         """Everything that `tune` takes."""
 
     bench = takes(_Bench)(bench_as)
     bench_on_ray = takes(_Bench)(bench_on_ray_as)
     calibrate = takes(_Calibrate)(api.calibrate)
+    export = takes(_Export)(api.export)
+    plan = takes(_Export)(api.plan)
     tune = takes(_Tune)(tune_as)
 
 __all__ = [

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 
 from ..calibration.table import CALIBRATION_FILE
-from ..common.option import Mistake, declared, refuse, refuse_changed
+from ..common.option import Mistake, declared, record_in, refuse, refuse_changed
 from ..common.text import listed, near_miss
 from ..errors import FeedError, LoweringError, UsageError
 from ..graphs.lowerings import check_name
@@ -38,12 +38,11 @@ from ..graphs.targets import (
     Target,
 )
 from .bundle.recipe import Recipe, file_beside, read_recipe
-from .bundle.steps import layout_step
 from .bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
 from .edits import NO_EDITS, Edits, read_edits
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from .parity import TOLERANCES, Tolerance
-from .requests import ExportRequest, TextLayout
+from .requests import ExportRequest
 
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed
@@ -51,11 +50,11 @@ if TYPE_CHECKING:
     from ..graphs.layers.base import MoESpec
     from .tensorrt.options import EngineOptions
 
+T = TypeVar("T")
+
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 FLOATS: tuple[FloatName, ...] = get_args(FloatName)
-
-LAYOUTS: tuple[TextLayout, ...] = get_args(TextLayout)
 
 WEIGHT_BITS = (7, 8)
 
@@ -235,6 +234,7 @@ class ExportOptions:
     `destination` is None where nothing is to be left behind. A `recipe` says the lowering of each
     layer, and everything else that `recipe_options` takes from it. `opset` is raised to what the
     graph needs; with `exact_opset` no op of a later opset is written, whatever it would save.
+    `further` are the records of plugins, as a request has them (`bundle.steps`).
     """
 
     k: KOption = "n"
@@ -258,9 +258,9 @@ class ExportOptions:
     method: Method | None = None
     engine: EngineOptions | bool | None = None
     destination: Path | None = None
-    layout: TextLayout | None = None
     force: bool = False
     recipe: Recipe | None = None
+    further: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for what cannot be meant, whatever the model."""
@@ -276,6 +276,11 @@ class ExportOptions:
             object.__setattr__(self, "opset", max(self.opset, self._least_opset))
         refuse(self._mistakes())
         refuse(self._mistakes_of_checking())
+
+    def asked(self, options: type[T]) -> T:
+        """Returns what was given of a plugin's options, else its defaults."""
+        record = record_in(self.further, options)
+        return options() if record is None else record
 
     @property
     def reads(self) -> int:
@@ -322,14 +327,6 @@ class ExportOptions:
                 "--lowering tune: ONNX Runtime's CPU provider has no BF16 kernels to time",
                 "use auto, or another --precision",
             )
-        if self.layout is not None:
-            _one_of("--layout", self.layout, LAYOUTS)
-            served = layout_step(self.layout).precisions
-            if self.precision.name not in served:
-                yield (
-                    f"--layout {self.layout}: it has no name for --precision {self.precision.name}",
-                    f"--precision is one of {', '.join(served)}",
-                )
         if self.k == "input" and self.precision.min_retention is not None:
             yield (
                 "--min-retention with --k input: retention needs one k, and this graph accepts any",
@@ -410,7 +407,7 @@ class ExportOptions:
         return self.precision.name == "fp32" and self.atol is None and self.rtol is None
 
 
-def requested(request: ExportRequest, destination: Path | None) -> ExportOptions:
+def parsed(request: ExportRequest, destination: Path | None) -> ExportOptions:
     """Returns the options of an export, parsed, those of a recipe read from its file.
 
     Raises `UsageError` for what cannot be meant.
@@ -450,8 +447,8 @@ def requested(request: ExportRequest, destination: Path | None) -> ExportOptions
         method=request.method,
         engine=request.engine,
         destination=destination,
-        layout=request.layout,
         force=request.force,
+        further=request.further,
     )
     if recipe is None:
         return options

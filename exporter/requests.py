@@ -35,9 +35,6 @@ Provider = Literal["cpu", "cuda", "tensorrt"]
 OpenVinoDevice = Literal["cpu", "gpu", "npu"]
 """Where OpenVINO runs a graph."""
 
-TextLayout = Literal["transformers-js", "optimum"]
-"""Whose names and folders: each is written by the step of that name (`bundle.steps`)."""
-
 SIZES = "MIN:OPT:MAX"
 
 FEED = "Inputs: an .npz, a folder of .npy, shards (.tar, .parquet) or package.module:iterable."
@@ -331,7 +328,6 @@ class ExportRequest(Request):
         kind=bool,
         flag="--engine/--no-engine",
     )
-    layout: TextLayout | None = option(None, "Also write a folder for this program.", unset="none")
     force: bool = option(False, "Replace an existing bundle.")
 
 
