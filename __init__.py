@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from .plugins.own_layers.first_adapter.calls import adapt
     from .plugins.service.request import ServiceOptions
     from .plugins.studies.calls import specialise
-    from .plugins.studies.request import StudyOptions
+    from .plugins.studies.request import EditOptions, StudyOptions
     from .plugins.text.calls import generate, serve
     from .plugins.text.request import LayoutOptions
     from .plugins.triton.calls import triton
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
         """Everything that `calibrate` takes."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class _Export(ExportRequest, LayoutOptions):
+    class _Export(ExportRequest, EditOptions, LayoutOptions):
         """Everything that `export` and `plan` take."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)

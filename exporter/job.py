@@ -372,12 +372,6 @@ def _mistakes(model: Model, options: ExportOptions) -> Iterator[Mistake]:
             f"model has {len(model.inputs)}",
             "use --target ort-cuda for a GPU, or ort-cpu",
         )
-    if options.edits.at_run_time and (engines or options.precision.integers):
-        option = f"target {options.target}" if engines else f"precision {options.precision.name}"
-        yield (
-            f"--steer input with --{option}: it supports only graphs with one input",
-            "give the strengths in the export: --steer LAYER:EXPERT:STRENGTH",
-        )
     recipe = options.recipe
     if recipe is not None and (
         [*model.layers] != [*recipe.layers] or (recipe.model and recipe.model != fingerprint(model))

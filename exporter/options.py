@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import numpy as np
 
 from ..calibration.table import CALIBRATION_FILE
-from ..common.option import Mistake, declared, record_in, refuse, refuse_changed
+from ..common.option import Mistake, changed, record_in, refuse, refuse_changed
 from ..common.text import listed, near_miss
 from ..errors import FeedError, LoweringError, UsageError
 from ..graphs.lowerings import check_name
@@ -39,7 +39,7 @@ from ..graphs.targets import (
 )
 from .bundle.recipe import Recipe, file_beside, read_recipe
 from .bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
-from .edits import NO_EDITS, Edits, read_edits
+from .edits import NO_EDITS, Edits
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from .parity import TOLERANCES, Tolerance
 from .requests import ExportRequest
@@ -414,8 +414,9 @@ def parsed(request: ExportRequest, destination: Path | None) -> ExportOptions:
     """
     recipe = None if request.recipe is None else Path(request.recipe)
     if recipe is not None:
-        names = declared(ExportRequest).keys() - _BESIDE_A_RECIPE
-        refuse_changed(request, names, " with --recipe: the recipe already sets it")
+        for record in (request, *request.further):
+            names = {*changed(record)} - _BESIDE_A_RECIPE
+            refuse_changed(record, names, " with --recipe: the recipe already sets it")
     table = request.calibration
     options = ExportOptions(
         k=parse_k(request.k),
@@ -432,7 +433,6 @@ def parsed(request: ExportRequest, destination: Path | None) -> ExportOptions:
         verify=request.verify,
         verify_samples=request.verify_samples,
         threads=request.threads,
-        edits=read_edits(request.ablate, request.rewrite, request.steer),
         precision=PrecisionOptions(
             name=request.precision,
             rest=request.rest,

@@ -297,29 +297,6 @@ class ExportRequest(Request):
     opset: int | None = option(
         None, "The ONNX opset, 20 to 23.", unset="20; 23 for language models with --target ort-cpu"
     )
-    ablate: str | Sequence[str] = option(
-        (),
-        "Experts to remove, counted from 0: LAYER:EXPERT or LAYER:3,5.",
-        unset="none",
-        heading="Edits",
-        kind=list[str],
-        metavar="LAYER:EXPERT",
-    )
-    rewrite: AnyPath | Sequence[Mapping[str, Any]] | None = option(
-        None,
-        "Outputs of muMoE layers to rewrite: a JSON file, or its entries.",
-        unset="none",
-        kind=Path,
-        metavar="FILE",
-    )
-    steer: str | Sequence[str] = option(
-        (),
-        "Move every token of a muMoE layer towards an expert; --steer input makes the strengths an "
-        "input of the graph.",
-        unset="none",
-        kind=list[str],
-        metavar="LAYER:EXPERT[:STRENGTH]",
-    )
     engine: EngineOptions | bool | None = option(
         None,
         "Compile TensorRT engines, with the options of `build`; in Python, `EngineOptions`.",
