@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from .plugins.text.request import LayoutOptions
     from .plugins.triton.calls import triton
     from .plugins.tune.calls import tune_as
-    from .plugins.tune.request import TuneRequest
+    from .plugins.tune.request import RecipeOptions, TuneRequest
 
     # What plugins of our own add to calls: type checkers know these keywords, too.
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
         """Everything that `calibrate` takes."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class _Export(ExportRequest, EditOptions, LayoutOptions):
+    class _Export(ExportRequest, EditOptions, RecipeOptions, LayoutOptions):
         """Everything that `export` and `plan` take."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)

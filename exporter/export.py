@@ -40,7 +40,6 @@ from .bundle.footprint import with_peak_memory
 from .bundle.manifest import MANIFEST_FILE
 from .bundle.parity_record import MOST_KEPT, PARITY_FILE, Reference, sized_file, unreached
 from .bundle.readme import with_readme
-from .bundle.recipe import RECIPE_FILE
 from .bundle.runtimes import with_engines
 from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
 from .bundle.verify import LARGE_WEIGHTS_BYTES, is_large
@@ -172,8 +171,6 @@ def _written(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bun
         )
         if planned.table is not None:
             planned.table.write(directory / CALIBRATION_FILE)
-        if options.recipe is not None:
-            options.recipe.write(directory / RECIPE_FILE)
         constants = substitutes_bytes(options.edits)
         if constants:
             (directory / SUBSTITUTES_FILE).write_bytes(constants)

@@ -372,14 +372,6 @@ def _mistakes(model: Model, options: ExportOptions) -> Iterator[Mistake]:
             f"model has {len(model.inputs)}",
             "use --target ort-cuda for a GPU, or ort-cpu",
         )
-    recipe = options.recipe
-    if recipe is not None and (
-        [*model.layers] != [*recipe.layers] or (recipe.model and recipe.model != fingerprint(model))
-    ):
-        yield (
-            "--recipe: it is of another model, or of this one with other weights or configuration",
-            "give the checkpoint and the settings that it was found with, or tune again",
-        )
 
 
 def _mistakes_of_job(job: ExportJob) -> Iterator[Mistake]:

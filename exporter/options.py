@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-import numpy as np
-
-from ..calibration.table import CALIBRATION_FILE
-from ..common.option import Mistake, changed, record_in, refuse, refuse_changed
+from ..common.option import Mistake, record_in, refuse
 from ..common.text import listed, near_miss
 from ..errors import FeedError, LoweringError, UsageError
 from ..graphs.lowerings import check_name
@@ -37,8 +34,6 @@ from ..graphs.targets import (
     Scope,
     Target,
 )
-from .bundle.recipe import Recipe, file_beside, read_recipe
-from .bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
 from .edits import NO_EDITS, Edits
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from .parity import TOLERANCES, Tolerance
@@ -225,14 +220,15 @@ class ExportOptions:
     """The options of `export`; `parse_*` make its fields from what is typed.
 
     `lowerings` names the graphs to write, `auto`, `tune` or a name each; the first is `model.onnx`.
+    A layer in `layer_lowerings` has the lowering that is named there, with the reason; without one,
+    the lowering's own.
     Parity holds where |difference| ≤ atol + rtol · max|y|; None stands for what the precision
     allows (`tolerance`), over so many inputs of `data` at the most (None: `VERIFY_SAMPLES`), with
     so many `threads` (None: those with which the untouched model is fastest).
     `precision` says in what numbers the graph computes. INT8 takes its ranges from `calibration`, a
     table or its file, or finds them on `data` by `method`; FP16 looks in either for what would
     overflow. With `expose_routing` what every layer chooses is an output of the graphs.
-    `destination` is None where nothing is to be left behind. A `recipe` says the lowering of each
-    layer, and everything else that `recipe_options` takes from it. `opset` is raised to what the
+    `destination` is None where nothing is to be left behind. `opset` is raised to what the
     graph needs; with `exact_opset` no op of a later opset is written, whatever it would save.
     `further` are the records of plugins, as a request has them (`bundle.steps`).
     """
@@ -240,6 +236,7 @@ class ExportOptions:
     k: KOption = "n"
     target: Target = "onnx"
     lowerings: tuple[str, ...] = (AUTO,)
+    layer_lowerings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     batch: AxisRange = DEFAULT_BATCH
     tokens: AxisRange = DEFAULT_TOKENS
     opset: int = MIN_OPSET
@@ -259,7 +256,6 @@ class ExportOptions:
     engine: EngineOptions | bool | None = None
     destination: Path | None = None
     force: bool = False
-    recipe: Recipe | None = None
     further: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
@@ -408,17 +404,9 @@ class ExportOptions:
 
 
 def parsed(request: ExportRequest, destination: Path | None) -> ExportOptions:
-    """Returns the options of an export, parsed, those of a recipe read from its file.
-
-    Raises `UsageError` for what cannot be meant.
-    """
-    recipe = None if request.recipe is None else Path(request.recipe)
-    if recipe is not None:
-        for record in (request, *request.further):
-            names = {*changed(record)} - _BESIDE_A_RECIPE
-            refuse_changed(record, names, " with --recipe: the recipe already sets it")
+    """Returns the options of an export, parsed; raises `UsageError` for what cannot be meant."""
     table = request.calibration
-    options = ExportOptions(
+    return ExportOptions(
         k=parse_k(request.k),
         target=request.target,
         lowerings=parse_lowerings(request.lowering),
@@ -449,47 +437,6 @@ def parsed(request: ExportRequest, destination: Path | None) -> ExportOptions:
         destination=destination,
         force=request.force,
         further=request.further,
-    )
-    if recipe is None:
-        return options
-    content = read_recipe(recipe)
-    ranges = file_beside(recipe, content.calibration, CALIBRATION_FILE)
-    beside = file_beside(recipe, content.substitutes, SUBSTITUTES_FILE)
-    substitutes = None if beside is None else read_substitutes(beside.parent)
-    return replace(recipe_options(content, options, substitutes), calibration=ranges)
-
-
-_BESIDE_A_RECIPE = frozenset(
-    {"recipe", "data", "atol", "rtol", "verify", "verify_samples", "steer", "engine", "force"}
-    | {"expose_routing", "layout", "threads"}
-)
-"""Options that a recipe leaves open."""
-
-
-def recipe_options(
-    recipe: Recipe, options: ExportOptions, substitutes: Mapping[str, np.ndarray] | None = None
-) -> ExportOptions:
-    """Returns options in which everything that decides graphs and weights is a recipe's.
-
-    `substitutes` are what takes the places of experts (`Edits.substitutes`).
-    """
-    integers = recipe.precision in ("int8", "int4", "fp8")
-    return replace(
-        options,
-        recipe=recipe,
-        k=tuple(layer.k for layer in recipe.layers.values()),
-        target=recipe.target,
-        lowerings=(AUTO,),
-        batch=parse_range(recipe.batch, "--recipe: batch"),
-        tokens=parse_range(recipe.tokens, "--recipe: tokens"),
-        opset=recipe.opset,
-        renormalize=False,
-        precision=PrecisionOptions(
-            recipe.precision,
-            scope=recipe.quantize,
-            floating=recipe.floating if integers else frozenset(),
-        ),
-        edits=recipe.edits.with_substitutes(substitutes or {}),
     )
 
 

@@ -220,12 +220,6 @@ class ExportRequest(Request):
         "Add the selected experts of every layer as outputs of the graphs and their engines; for a "
         "muMoE layer, its coefficients.",
     )
-    recipe: AnyPath | None = option(
-        None,
-        "The recipe.yaml that tune wrote: what each layer is to be.",
-        unset="none",
-        metavar="RECIPE.YAML",
-    )
     precision: Precision = option(
         "fp32",
         "The precision of the graph. int8 and fp8 (engines only) need data or a calibration; int4 "

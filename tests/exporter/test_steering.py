@@ -12,9 +12,9 @@ import pytest
 import torch
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.recipe import LayerRecipe, Recipe
 from moexport.exporter.model import fingerprint
 from moexport.graphs.layers.mumoe import MuMoE
+from moexport.plugins.tune.recipe import LayerRecipe, Recipe
 from moexport.tests.command import run
 from moexport.tests.commands.test_errors import assert_refused
 from moexport.tests.graphs.mumoe_layers import mumoe_layers

@@ -26,12 +26,12 @@ from moexport.common.files import sha256
 from moexport.common.interrupts import INTERRUPTED
 from moexport.errors import MoexportError
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.recipe import LayerRecipe, Recipe
 from moexport.exporter.model import Model, fingerprint
 from moexport.exporter.parity import TOLERANCES
 from moexport.graphs.lowerings import all_names
 from moexport.graphs.names import K_INPUT
 from moexport.graphs.targets import TARGETS, Precision, Target
+from moexport.plugins.tune.recipe import LayerRecipe, Recipe
 from moexport.tests.command import Outcome, run
 from moexport.tests.pairs import networks
 from moexport.tests.pairs.sources import FORETELL, NAMES, OWN, Source, Wanted, source

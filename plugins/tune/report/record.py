@@ -8,8 +8,8 @@ from typing import Any
 
 from ....bench.results import Interval
 from ....common.documents import from_data
-from ....exporter.bundle.recipe import LayerRecipe
 from ....graphs.targets import RUNTIME_TITLES, Runtime
+from ..recipe import LayerRecipe
 
 TUNING = "tuning"
 """Where a search stands among the analyses of `results.json`."""
