@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from .calls import (
         build,
         doctor,
-        export,
-        plan,
         run,
         sensitivity,
         verify,
@@ -54,7 +52,7 @@ if TYPE_CHECKING:
     from .common.option import takes
     from .exporter.bundle.bundle import Bundle
     from .exporter.model import Model
-    from .exporter.requests import CalibrateRequest, InspectRequest, LoadRequest
+    from .exporter.requests import CalibrateRequest, ExportRequest, InspectRequest, LoadRequest
     from .exporter.session import Session
     from .exporter.tensorrt.options import EngineOptions
     from .plugins.cluster.calls import bench_on_ray_as
@@ -68,11 +66,12 @@ if TYPE_CHECKING:
     from .plugins.own_layers.request import NetworkOptions
     from .plugins.service.request import ServiceOptions
     from .plugins.studies.calls import specialise
-    from .plugins.studies.request import StudyOptions
+    from .plugins.studies.request import EditOptions, StudyOptions
     from .plugins.text.calls import generate, serve
+    from .plugins.text.request import LayoutOptions
     from .plugins.triton.calls import triton
     from .plugins.tune.calls import tune_as
-    from .plugins.tune.request import TuneRequest
+    from .plugins.tune.request import RecipeOptions, TuneRequest
 
     # What plugins of our own add to calls: type checkers know these keywords, too.
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +81,10 @@ if TYPE_CHECKING:
     @dataclass(frozen=True, slots=True, kw_only=True)
     class _Calibrate(CalibrateRequest, ClusterOptions):
         """Everything that `calibrate` takes."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class _Export(ExportRequest, EditOptions, RecipeOptions, LayoutOptions):
+        """Everything that `export` and `plan` take."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class _Inspect(InspectRequest, NetworkOptions):
@@ -98,8 +101,10 @@ if TYPE_CHECKING:
     bench = takes(_Bench)(bench_as)
     bench_on_ray = takes(_Bench)(bench_on_ray_as)
     calibrate = takes(_Calibrate)(api.calibrate)
+    export = takes(_Export)(api.export)
     inspect = takes(_Inspect)(api.inspect)
     load = takes(_Load)(api.load)
+    plan = takes(_Export)(api.plan)
     tune = takes(_Tune)(tune_as)
 
 __all__ = [

@@ -173,8 +173,7 @@ def export(model: AnyModel, destination: AnyPath, request: ExportRequest) -> Bun
     """
     check_pytorch("export")
     from .exporter.export import export as run
-    from .exporter.job import export_job
-    from .exporter.options import requested
+    from .exporter.job import export_job, requested
 
     return run(export_job(model, requested(request, Path(destination))), request.progress)
 
@@ -187,8 +186,7 @@ def plan(model: AnyModel, destination: AnyPath, request: ExportRequest) -> Plan:
     check_pytorch("export")
     from .exporter.export import export_plan
     from .exporter.inputs import parity_batches
-    from .exporter.job import export_job
-    from .exporter.options import requested
+    from .exporter.job import export_job, requested
 
     job = export_job(model, requested(replace(request, force=True), Path(destination)))
     options = job.options

@@ -104,12 +104,18 @@ class Request:
 
     def asked(self, options: type[T]) -> T:
         """Returns what was given of a plugin's options, else its defaults."""
-        return next((each for each in self.further if isinstance(each, options)), options())
+        record = record_in(self.further, options)
+        return options() if record is None else record
 
     def asking(self, record: Any) -> Self:
         """Returns the request with a plugin's options in place of those that it has."""
         others = (each for each in self.further if type(each) is not type(record))
         return replace(self, further=(*others, record))
+
+
+def record_in(further: Iterable[Any], kind: type[T]) -> T | None:
+    """Returns the record of a kind among those of plugins; None where none was given."""
+    return next((each for each in further if isinstance(each, kind)), None)
 
 
 def declared(request: type[Any]) -> dict[str, tuple[Field[Any], Declared]]:

@@ -1,4 +1,4 @@
-"""The edits of an export as people write them: `--ablate`, `--steer`, and the file of `--rewrite`.
+"""The edits of an export, as a manifest holds them.
 
 Experts and outputs are counted from 0, as in every array; levels from 1, as `inspect` does.
 """
@@ -6,16 +6,13 @@ Experts and outputs are counted from 0, as in every array; levels from 1, as `in
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..common.documents import read_document
 from ..errors import BundleError, UsageError
 from ..graphs.rewrites import Rewrite
 
@@ -23,19 +20,15 @@ ABLATE, REWRITE, KEEP, MERGE, STEER = "ablate", "rewrite", "keep", "merge", "ste
 AT_RUN_TIME = "input"
 """The word for strengths that are an input of the graph."""
 
-_STEERED = re.compile(r"(.+?):(?:(\d+)\.)?(\d+)(?::([^:]+))?")
-_STEER_WRITTEN = (
-    "--steer LAYER:EXPERT or LAYER:EXPERT:STRENGTH, LAYER:LEVEL.EXPERT of a hierarchy; more after "
-    "commas; --steer input beside them for strengths that are an input of the graph"
-)
-_EXPERT = re.compile(r"(?:(\d+)\.)?(\d+)")
-_WRITTEN = "--ablate LAYER:EXPERT, or LAYER:LEVEL.EXPERT of a hierarchy; more after commas"
 _KEYS = ("layer", "output", "coefficients", "lambda")
-_ENTRY = (
+REWRITTEN = (
     'the file is a list of {"layer": NAME, "output": INDEX, "coefficients": [[…]], "lambda": λ}, '
     "with one list of coefficients per level"
 )
-_LARGEST = float(np.finfo(np.float32).max)
+"""How a file has re-written outputs."""
+
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number that an edit may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +231,7 @@ class Edits:
             try:
                 entry = {key: value for key, value in record.items() if key != "edit"}
                 if record["edit"] == REWRITE:
-                    rewrites.append(_rewrite(entry, "a re-written output"))
+                    rewrites.append(rewrite_of(entry, "a re-written output"))
                 elif record["edit"] == KEEP:
                     entry["experts"] = tuple(map(int, entry["experts"]))
                     kept.append(KeptExperts(**entry))
@@ -267,108 +260,19 @@ class Edits:
 NO_EDITS = Edits()
 
 
-def read_edits(
-    ablate: str | Sequence[str] = (),
-    rewrite: str | Path | Sequence[Mapping[str, Any]] | None = None,
-    steer: str | Sequence[str] = (),
-) -> Edits:
-    """Returns the edits of `--ablate` and `--steer` texts and of a `--rewrite` file or its entries.
-
-    Raises UsageError for what cannot be meant, whatever the model.
-    """
-    texts = [ablate] if isinstance(ablate, str) else ablate
-    ablations = [ablation for text in texts for ablation in _parse_ablate(text)]
-    steers = _parse_steers([steer] if isinstance(steer, str) else steer)
-    if rewrite is None:
-        return Edits(tuple(dict.fromkeys(ablations)), steers=steers)
-    where = str(rewrite) if isinstance(rewrite, str | Path) else "rewrite"
-    entries = _read_json(Path(rewrite)) if isinstance(rewrite, str | Path) else rewrite
-    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise UsageError(f"{where}: holds no re-written outputs", hint=_ENTRY)
-    return Edits(
-        tuple(dict.fromkeys(ablations)),
-        tuple(_rewrite(entry, f"{where}: entry {i}") for i, entry in enumerate(entries)),
-        steers=steers,
-    )
-
-
-def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
-    """`layer:3`, `layer:3:2.5`, `blocks.1.mlp:2.0:-1`, and `input` for strengths at run time."""
-    parts = [part.strip() for text in texts for part in text.split(",")]
-    at_run_time = AT_RUN_TIME in parts
-    steers: list[Steer] = []
-    for part in (entry for entry in parts if entry != AT_RUN_TIME):
-        match = _STEERED.fullmatch(part)
-        if match is None:
-            raise UsageError(f"--steer {part}: names no expert of a layer", hint=_STEER_WRITTEN)
-        layer, level, expert, strength = match.groups()
-        if at_run_time and strength is not None:
-            raise UsageError(
-                f"--steer {part}: with --steer input its strength is given at run time",
-                hint=f"leave :{strength} out, or leave --steer input out",
-            )
-        value = None if at_run_time else _strength(part, strength or "1")
-        steers.append(Steer(layer, int(expert), None if level is None else int(level), value))
-        if [steer.name for steer in steers].count(steers[-1].name) > 1:
-            raise UsageError(
-                f"--steer {part}: this expert is named twice", hint="give the sum of its strengths"
-            )
-    if at_run_time and not steers:
-        raise UsageError(
-            "--steer input: no expert is named that could be steered by", hint=_STEER_WRITTEN
-        )
-    return tuple(steers)
-
-
-def _strength(part: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise UsageError(f"--steer {part}: {text} is not a strength", hint=_STEER_WRITTEN) from None
-    if not abs(value) <= _LARGEST:  # false for NaN, too
-        raise UsageError(
-            f"--steer {part}: a strength of {value} is not finite",
-            hint="about 1 moves tokens by as much as the expert's cluster centre is long",
-        )
-    return value
-
-
-def _parse_ablate(text: str) -> list[Ablation]:
-    """`blocks.6.mlp:3,5,blocks.7.mlp:2.4`: an expert without a layer is of the one before it."""
-    ablations: list[Ablation] = []
-    for part in text.split(","):
-        layer, colon, number = part.strip().rpartition(":")
-        expert = _EXPERT.fullmatch(number)
-        if expert is None or (not layer and (colon or not ablations)):
-            raise UsageError(
-                f"--ablate {text}: '{part.strip()}' names no expert of a layer", hint=_WRITTEN
-            )
-        level = None if expert[1] is None else int(expert[1])
-        ablations.append(Ablation(layer or ablations[-1].layer, int(expert[2]), level))
-    return ablations
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return read_document(path, "json", lambda said: UsageError(said, hint=_ENTRY))
-    except OSError as error:
-        raise UsageError(
-            f"{path}: cannot be read: {error.strerror}", hint="check --rewrite"
-        ) from error
-
-
-def _rewrite(entry: Any, where: str) -> LayerRewrite:
+def rewrite_of(entry: Any, where: str) -> LayerRewrite:
+    """Returns a re-written output as a file or a manifest has it; `UsageError` names `where`."""
     if not isinstance(entry, Mapping):
-        raise UsageError(f"{where} is a {type(entry).__name__}, not an object", hint=_ENTRY)
+        raise UsageError(f"{where} is a {type(entry).__name__}, not an object", hint=REWRITTEN)
     for what, keys in (
         ("lacks", [key for key in _KEYS if key not in entry]),
         ("has the unknown key", [str(key) for key in entry if key not in _KEYS]),
     ):
         if keys:
-            raise UsageError(f"{where} {what} {', '.join(keys)}", hint=_ENTRY)
+            raise UsageError(f"{where} {what} {', '.join(keys)}", hint=REWRITTEN)
     layer, output = entry["layer"], entry["output"]
     if not isinstance(layer, str):
-        raise UsageError(f"{where}: layer is {layer!r}, not a name", hint=_ENTRY)
+        raise UsageError(f"{where}: layer is {layer!r}, not a name", hint=REWRITTEN)
     if not isinstance(output, int) or isinstance(output, bool) or output < 0:
         raise UsageError(
             f"{where}: output is {output!r}, not an index", hint="outputs are counted from 0"
@@ -376,7 +280,7 @@ def _rewrite(entry: Any, where: str) -> LayerRewrite:
     strength = _number(entry["lambda"], f"{where}: lambda")
     coefficients = entry["coefficients"]
     if not isinstance(coefficients, Sequence) or isinstance(coefficients, str) or not coefficients:
-        raise UsageError(f"{where}: coefficients are not lists of numbers", hint=_ENTRY)
+        raise UsageError(f"{where}: coefficients are not lists of numbers", hint=REWRITTEN)
     nested = any(isinstance(vector, Sequence) for vector in coefficients)
     # Without the outer brackets they are the only level's.
     vectors = coefficients if nested else [coefficients]
@@ -395,7 +299,7 @@ def _rewrite(entry: Any, where: str) -> LayerRewrite:
 
 def _vector(values: Any, what: str) -> tuple[float, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise UsageError(f"{what} are {values!r}, not a list of numbers", hint=_ENTRY)
+        raise UsageError(f"{what} are {values!r}, not a list of numbers", hint=REWRITTEN)
     return tuple(_number(value, f"{what}, number {i}") for i, value in enumerate(values))
 
 
@@ -403,8 +307,8 @@ def _number(value: Any, what: str) -> float:
     """A finite float32 number; JSON as Python reads it may hold NaN and Infinity."""
     is_number: bool = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number:
-        raise UsageError(f"{what} is {value!r}, not a number", hint=_ENTRY)
-    if not abs(value) <= _LARGEST:  # false for NaN, too
+        raise UsageError(f"{what} is {value!r}, not a number", hint=REWRITTEN)
+    if not abs(value) <= LARGEST:  # false for NaN, too
         raise UsageError(
             f"{what} is {value}, not a number that float32 holds",
             hint="a mean over no inputs is not a number",

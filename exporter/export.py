@@ -48,7 +48,6 @@ from .bundle.parity_record import (
     unreached,
 )
 from .bundle.readme import with_readme
-from .bundle.recipe import RECIPE_FILE
 from .bundle.runtimes import with_engines
 from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
 from .bundle.verify import LARGE_WEIGHTS_BYTES, is_large
@@ -180,8 +179,6 @@ def _written(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bun
         )
         if planned.table is not None:
             planned.table.write(directory / CALIBRATION_FILE)
-        if options.recipe is not None:
-            options.recipe.write(directory / RECIPE_FILE)
         constants = substitutes_bytes(options.edits)
         if constants:
             (directory / SUBSTITUTES_FILE).write_bytes(constants)

@@ -28,7 +28,7 @@ from ..graphs.targets import TARGETS
 from .bundle.destination import check_destination
 from .bundle.parity_record import ROUNDED_RTOL
 from .bundle.runtimes import check_computes, check_engine
-from .bundle.steps import STEPS, Step
+from .bundle.steps import STEPS, Step, asked
 from .inputs import (
     BATCH,
     DEFAULT_BATCH,
@@ -39,9 +39,9 @@ from .inputs import (
     AxisRange,
 )
 from .model import Model, TensorSpec, check_given_inputs, check_one_input, edited, fingerprint
-from .options import CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
+from .options import CHOOSERS, ExportOptions, check_renormalize, parse_k, parsed, resolve_k
 from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
-from .requests import CalibrateRequest
+from .requests import CalibrateRequest, ExportRequest
 
 PEAK_SAMPLES = 64
 """Inputs whose largest values tell whether FP16 overflows, with `fp16.HEADROOM` to spare."""
@@ -129,21 +129,17 @@ class ExportJob:
     @property
     def decodes(self) -> bool:
         """Whether the model writes texts, a token at a time, with a cache of the earlier ones."""
-        cached = any(spec.name.startswith(PAST) for spec in self.model.inputs)
-        return self.model.host.of_tokens and cached and "tokens" not in self.fixed
+        return decodes(self.model, self.options)
 
     @property
     def writes_text(self) -> bool:
         """Whether that is all it takes: a decoder alone also reads what its encoder gives."""
-        return self.decodes and self.model.input.name == "input_ids"
+        return writes_text(self.model, self.options)
 
     @property
     def steps(self) -> list[Step]:
-        """What adds files to the bundle: what the model brings along, then the layout."""
-        layout = self.options.layout
-        own = self.model.host.steps
-        names = own if layout is None else (*own, layout)
-        return [STEPS[name] for name in names]
+        """What plugins do in it: what the model brings along, then what is asked for."""
+        return _steps(self.model, self.options)
 
     def work(self, layer: str, tokens: int, *, fixed: bool = False) -> AnyWork:
         """What a layer has to compute for one batch, of `tokens` m where its input has them.
@@ -189,6 +185,33 @@ def _tokens_of_an_input(size: int | ir.SymbolicDim | None, batch: int) -> int | 
     return int(of_batch[1] or 1) if of_batch else None
 
 
+def decodes(model: Model, options: ExportOptions) -> bool:
+    """Whether a model's graphs write texts, a token at a time, with a cache of the earlier ones."""
+    cached = any(spec.name.startswith(PAST) for spec in model.inputs)
+    fixed = options.tokens.fixed and "tokens" in model.input.dynamic_axes
+    return model.host.of_tokens and cached and not fixed
+
+
+def writes_text(model: Model, options: ExportOptions) -> bool:
+    """Whether that is all they take: a decoder alone also reads what its encoder gives."""
+    return decodes(model, options) and model.input.name == "input_ids"
+
+
+def _steps(model: Model, options: ExportOptions) -> list[Step]:
+    return [*(STEPS[name] for name in model.host.steps), *asked(options)]
+
+
+def requested(request: ExportRequest, destination: Path | None) -> ExportOptions:
+    """Returns the options of an export, parsed, with what those of plugins stand for.
+
+    Raises `UsageError` for what cannot be meant.
+    """
+    options = parsed(request, destination)
+    for step in asked(options):
+        options = step.change(options, request)
+    return options
+
+
 def export_job(
     model: Model | Callable[[], Model], options: ExportOptions | None = None, **more: Any
 ) -> ExportJob:
@@ -204,6 +227,8 @@ def export_job(
     """
     options = replace(options or ExportOptions(), **more)
     options.precision.check(options.target)
+    for step in asked(options):
+        refuse(step.check(options, None))
     options.check_inputs()
     check_engine(options.target, options.engine)
     if options.verify:  # what compares, computes
@@ -215,6 +240,8 @@ def export_job(
         table, where = CalibrationTable.read(table), str(table)
     loaded = model if isinstance(model, Model) else model()
     refuse(_mistakes(loaded, options))
+    for step in _steps(loaded, options):
+        refuse(step.check(options, loaded))
     options = _in_groups(loaded, options)
     if loaded.rounded and options.held_to_rounding:
         options = replace(options, rtol=ROUNDED_RTOL)
@@ -345,20 +372,6 @@ def _mistakes(model: Model, options: ExportOptions) -> Iterator[Mistake]:
             f"model has {len(model.inputs)}",
             "use --target ort-cuda for a GPU, or ort-cpu",
         )
-    if options.edits.at_run_time and (engines or options.precision.integers):
-        option = f"target {options.target}" if engines else f"precision {options.precision.name}"
-        yield (
-            f"--steer input with --{option}: it supports only graphs with one input",
-            "give the strengths in the export: --steer LAYER:EXPERT:STRENGTH",
-        )
-    recipe = options.recipe
-    if recipe is not None and (
-        [*model.layers] != [*recipe.layers] or (recipe.model and recipe.model != fingerprint(model))
-    ):
-        yield (
-            "--recipe: it is of another model, or of this one with other weights or configuration",
-            "give the checkpoint and the settings that it was found with, or tune again",
-        )
 
 
 def _mistakes_of_job(job: ExportJob) -> Iterator[Mistake]:
@@ -372,8 +385,6 @@ def _mistakes_of_job(job: ExportJob) -> Iterator[Mistake]:
             "to expose",
             "leave --expose-routing out, or choose a k below n",
         )
-    for step in job.steps:
-        yield from step.check(job)
 
 
 def _check_layers(job: ExportJob) -> None:

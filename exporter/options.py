@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-import numpy as np
-
-from ..calibration.table import CALIBRATION_FILE
-from ..common.option import Mistake, declared, refuse, refuse_changed
+from ..common.option import Mistake, record_in, refuse
 from ..common.registry import left_out
 from ..common.text import listed, near_miss
 from ..errors import FeedError, LoweringError, UsageError
@@ -38,12 +35,9 @@ from ..graphs.targets import (
     Target,
 )
 from .bundle.parity_record import TOLERANCES, Tolerance
-from .bundle.recipe import Recipe, file_beside, read_recipe
-from .bundle.steps import layout_step
-from .bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
-from .edits import NO_EDITS, Edits, read_edits
+from .edits import NO_EDITS, Edits
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
-from .requests import ExportRequest, TextLayout
+from .requests import ExportRequest
 
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed
@@ -51,11 +45,11 @@ if TYPE_CHECKING:
     from ..graphs.layers.base import MoESpec
     from .tensorrt.options import EngineOptions
 
+T = TypeVar("T")
+
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 FLOATS: tuple[FloatName, ...] = get_args(FloatName)
-
-LAYOUTS: tuple[TextLayout, ...] = get_args(TextLayout)
 
 WEIGHT_BITS = (7, 8)
 
@@ -226,20 +220,23 @@ class ExportOptions:
     """The options of `export`; `parse_*` make its fields from what is typed.
 
     `lowerings` names the graphs to write, `auto`, `tune` or a name each; the first is `model.onnx`.
+    A layer in `layer_lowerings` has the lowering that is named there, with the reason; without one,
+    the lowering's own.
     Parity holds where |difference| ≤ atol + rtol · max|y|; None stands for what the precision
     allows (`tolerance`), over so many inputs of `data` at the most (None: `VERIFY_SAMPLES`), with
     so many `threads` (None: those with which the untouched model is fastest).
     `precision` says in what numbers the graph computes. INT8 takes its ranges from `calibration`, a
     table or its file, or finds them on `data` by `method`; FP16 looks in either for what would
     overflow. With `expose_routing` what every layer chooses is an output of the graphs.
-    `destination` is None where nothing is to be left behind. A `recipe` says the lowering of each
-    layer, and everything else that `recipe_options` takes from it. `opset` is raised to what the
+    `destination` is None where nothing is to be left behind. `opset` is raised to what the
     graph needs; with `exact_opset` no op of a later opset is written, whatever it would save.
+    `further` are the records of plugins, as a request has them (`bundle.steps`).
     """
 
     k: KOption = "n"
     target: Target = "onnx"
     lowerings: tuple[str, ...] = (AUTO,)
+    layer_lowerings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     batch: AxisRange = DEFAULT_BATCH
     tokens: AxisRange = DEFAULT_TOKENS
     opset: int = MIN_OPSET
@@ -258,9 +255,8 @@ class ExportOptions:
     method: Method | None = None
     engine: EngineOptions | bool | None = None
     destination: Path | None = None
-    layout: TextLayout | None = None
     force: bool = False
-    recipe: Recipe | None = None
+    further: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for what cannot be meant, whatever the model."""
@@ -276,6 +272,11 @@ class ExportOptions:
             object.__setattr__(self, "opset", max(self.opset, self._least_opset))
         refuse(self._mistakes())
         refuse(self._mistakes_of_checking())
+
+    def asked(self, options: type[T]) -> T:
+        """Returns what was given of a plugin's options, else its defaults."""
+        record = record_in(self.further, options)
+        return options() if record is None else record
 
     @property
     def reads(self) -> int:
@@ -322,14 +323,6 @@ class ExportOptions:
                 "--lowering tune: ONNX Runtime's CPU provider has no BF16 kernels to time",
                 "use auto, or another --precision",
             )
-        if self.layout is not None:
-            _one_of("--layout", self.layout, LAYOUTS)
-            served = layout_step(self.layout).precisions
-            if self.precision.name not in served:
-                yield (
-                    f"--layout {self.layout}: it has no name for --precision {self.precision.name}",
-                    f"--precision is one of {', '.join(served)}",
-                )
         if self.k == "input" and self.precision.min_retention is not None:
             yield (
                 "--min-retention with --k input: retention needs one k, and this graph accepts any",
@@ -410,17 +403,10 @@ class ExportOptions:
         return self.precision.name == "fp32" and self.atol is None and self.rtol is None
 
 
-def requested(request: ExportRequest, destination: Path | None) -> ExportOptions:
-    """Returns the options of an export, parsed, those of a recipe read from its file.
-
-    Raises `UsageError` for what cannot be meant.
-    """
-    recipe = None if request.recipe is None else Path(request.recipe)
-    if recipe is not None:
-        names = declared(ExportRequest).keys() - _BESIDE_A_RECIPE
-        refuse_changed(request, names, " with --recipe: the recipe already sets it")
+def parsed(request: ExportRequest, destination: Path | None) -> ExportOptions:
+    """Returns the options of an export, parsed; raises `UsageError` for what cannot be meant."""
     table = request.calibration
-    options = ExportOptions(
+    return ExportOptions(
         k=parse_k(request.k),
         target=request.target,
         lowerings=parse_lowerings(request.lowering),
@@ -435,7 +421,6 @@ def requested(request: ExportRequest, destination: Path | None) -> ExportOptions
         verify=request.verify,
         verify_samples=request.verify_samples,
         threads=request.threads,
-        edits=read_edits(request.ablate, request.rewrite, request.steer),
         precision=PrecisionOptions(
             name=request.precision,
             rest=request.rest,
@@ -450,49 +435,8 @@ def requested(request: ExportRequest, destination: Path | None) -> ExportOptions
         method=request.method,
         engine=request.engine,
         destination=destination,
-        layout=request.layout,
         force=request.force,
-    )
-    if recipe is None:
-        return options
-    content = read_recipe(recipe)
-    ranges = file_beside(recipe, content.calibration, CALIBRATION_FILE)
-    beside = file_beside(recipe, content.substitutes, SUBSTITUTES_FILE)
-    substitutes = None if beside is None else read_substitutes(beside.parent)
-    return replace(recipe_options(content, options, substitutes), calibration=ranges)
-
-
-_BESIDE_A_RECIPE = frozenset(
-    {"recipe", "data", "atol", "rtol", "verify", "verify_samples", "steer", "engine", "force"}
-    | {"expose_routing", "layout", "threads"}
-)
-"""Options that a recipe leaves open."""
-
-
-def recipe_options(
-    recipe: Recipe, options: ExportOptions, substitutes: Mapping[str, np.ndarray] | None = None
-) -> ExportOptions:
-    """Returns options in which everything that decides graphs and weights is a recipe's.
-
-    `substitutes` are what takes the places of experts (`Edits.substitutes`).
-    """
-    integers = recipe.precision in ("int8", "int4", "fp8")
-    return replace(
-        options,
-        recipe=recipe,
-        k=tuple(layer.k for layer in recipe.layers.values()),
-        target=recipe.target,
-        lowerings=(AUTO,),
-        batch=parse_range(recipe.batch, "--recipe: batch"),
-        tokens=parse_range(recipe.tokens, "--recipe: tokens"),
-        opset=recipe.opset,
-        renormalize=False,
-        precision=PrecisionOptions(
-            recipe.precision,
-            scope=recipe.quantize,
-            floating=recipe.floating if integers else frozenset(),
-        ),
-        edits=recipe.edits.with_substitutes(substitutes or {}),
+        further=request.further,
     )
 
 

@@ -24,9 +24,6 @@ from .quantization.precision import PrecisionPlan, Retention, apply_precision
 DENSE = "dense"
 """The lowering that copies no weights, beside one that copies more the larger k is."""
 
-RECIPE = "recipe"
-"""Where the lowering of each layer is that of the recipe."""
-
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
@@ -168,16 +165,11 @@ def plan(
     if fuses(job):
         join_products(traced.graph)
     tuning = None
-    if job.options.recipe is not None:
-        graph = plan_graph(job, traced, RECIPE, MAIN_GRAPH)
-        return _loadable(
-            Plan(job=job, traced=traced, table=table, precision=precision, graphs=(graph,))
-        )
     if TUNE in job.options.lowerings:
         from .measured_lowerings import measure_lowerings  # for `tune` alone
 
         tuning = measure_lowerings(job, traced, precision, progress)
-    if job.options.lowerings == (AUTO,):
+    if job.options.lowerings == (AUTO,) and not job.options.layer_lowerings:
         graphs = plan_auto(job, traced)
     else:
         graphs = tuple(
@@ -293,11 +285,10 @@ def plan_graph(
     batches = () if TARGETS[job.options.target].compiled else (batch.min, batch.opt, batch.max)
 
     def chosen(work: AnyWork) -> LoweringChoice:
-        if name == RECIPE:
-            assert job.options.recipe is not None, "a recipe names the lowerings"
-            layer = job.options.recipe.layers[work.spec.name]
-            choice = check(layer.lowering, work, job.options.target)
-            return replace(choice, reason=layer.why or choice.reason)
+        if work.spec.name in job.options.layer_lowerings:
+            lowering, why = job.options.layer_lowerings[work.spec.name]
+            choice = check(lowering, work, job.options.target)
+            return replace(choice, reason=why or choice.reason)
         if name == AUTO:
             return choose(work, job.options.target, batches, decodes=job.decodes)
         if name == TUNE:

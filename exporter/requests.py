@@ -32,9 +32,6 @@ Provider = Literal["cpu", "cuda", "tensorrt"]
 OpenVinoDevice = Literal["cpu", "gpu", "npu"]
 """Where OpenVINO runs a graph."""
 
-TextLayout = Literal["transformers-js", "optimum"]
-"""Whose names and folders: each is written by the step of that name (`bundle.steps`)."""
-
 SIZES = "MIN:OPT:MAX"
 
 FEED = "Inputs: an .npz, a folder of .npy, shards (.tar, .parquet) or package.module:iterable."
@@ -212,12 +209,6 @@ class ExportRequest(Request):
         "Add the selected experts of every layer as outputs of the graphs and their engines; for a "
         "muMoE layer, its coefficients.",
     )
-    recipe: AnyPath | None = option(
-        None,
-        "The recipe.yaml that tune wrote: what each layer is to be.",
-        unset="none",
-        metavar="RECIPE.YAML",
-    )
     precision: Precision = option(
         "fp32",
         "The precision of the graph. int8 and fp8 (engines only) need data or a calibration; int4 "
@@ -289,29 +280,6 @@ class ExportRequest(Request):
     opset: int | None = option(
         None, "The ONNX opset, 20 to 23.", unset="20; 23 for language models with --target ort-cpu"
     )
-    ablate: str | Sequence[str] = option(
-        (),
-        "Experts to remove, counted from 0: LAYER:EXPERT or LAYER:3,5.",
-        unset="none",
-        heading="Edits",
-        kind=list[str],
-        metavar="LAYER:EXPERT",
-    )
-    rewrite: AnyPath | Sequence[Mapping[str, Any]] | None = option(
-        None,
-        "Outputs of muMoE layers to rewrite: a JSON file, or its entries.",
-        unset="none",
-        kind=Path,
-        metavar="FILE",
-    )
-    steer: str | Sequence[str] = option(
-        (),
-        "Move every token of a muMoE layer towards an expert; --steer input makes the strengths an "
-        "input of the graph.",
-        unset="none",
-        kind=list[str],
-        metavar="LAYER:EXPERT[:STRENGTH]",
-    )
     engine: EngineOptions | bool | None = option(
         None,
         "Compile TensorRT engines, with the options of `build`; in Python, `EngineOptions`.",
@@ -320,7 +288,6 @@ class ExportRequest(Request):
         kind=bool,
         flag="--engine/--no-engine",
     )
-    layout: TextLayout | None = option(None, "Also write a folder for this program.", unset="none")
     force: bool = option(False, "Replace an existing bundle.")
 
 

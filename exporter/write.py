@@ -280,7 +280,6 @@ def manifest_of(
         environment=environment(),
         notes=_notes(plan, parities, unreached or {}),
         edits=model.edits.records(),
-        contract={} if options.recipe is None else options.recipe.contract,
         tuning=plan.tuning,
     )
 

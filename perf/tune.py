@@ -28,7 +28,6 @@ from moexport.common.text import markdown
 from moexport.common.timing import Latency, Protocol
 from moexport.common.timing import measure as measure_calls
 from moexport.errors import MoexportError
-from moexport.exporter.bundle.recipe import LayerRecipe
 from moexport.exporter.export import export
 from moexport.exporter.families.mumoe_mixer import MixerSpec
 from moexport.exporter.job import export_job
@@ -44,6 +43,7 @@ from moexport.plugins.tune.accuracy.confirm import SearchResult, contract, front
 from moexport.plugins.tune.accuracy.quality import Quality, Tally
 from moexport.plugins.tune.budget import Clock, spin_for
 from moexport.plugins.tune.prepare import SearchJob, prepare
+from moexport.plugins.tune.recipe import LayerRecipe
 from moexport.plugins.tune.request import SearchOptions
 from moexport.plugins.tune.search import search
 from moexport.plugins.tune.space import AROUND, RANGED, Point, Trial

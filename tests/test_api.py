@@ -18,7 +18,7 @@ from moexport.commands.export import export as export_command
 from moexport.commands.options import Verbosity, flattened
 from moexport.common.option import declared, panels_of
 from moexport.errors import UsageError
-from moexport.exporter.requests import LoadRequest
+from moexport.exporter.requests import ExportRequest, LoadRequest
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.tests.recorded import DATA, VIT_CONFIG
 
@@ -206,7 +206,9 @@ def test_every_option_of_export_is_a_parameter_of_the_python_call() -> None:
     loading |= {name for panel in panels_of(LoadRequest) for name in declared(panel.options)}
     building = declared(EngineOptions).keys() - {"expose_routing"}
     saying = {field.name for field in fields(Verbosity)}  # what `progress` does with it
-    options = ours - loading - building - saying - ELSEWHERE.keys()
+    # Keywords, too, which are looked up when they are used.
+    theirs = {name for panel in panels_of(ExportRequest) for name in declared(panel.options)}
+    options = ours - loading - building - saying - theirs - ELSEWHERE.keys()
     keywords = parameters("export").keys() - {"destination", "progress"}
     assert options <= keywords
     # A list of layers, which a search finds; and what plugins add.

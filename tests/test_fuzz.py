@@ -35,16 +35,16 @@ from moexport.errors import MoexportError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.destination import check_destination
 from moexport.exporter.bundle.manifest import FileRecord, Manifest
-from moexport.exporter.bundle.recipe import LayerRecipe, Recipe, read_recipe
 from moexport.exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
 from moexport.exporter.bundle.verify import verify
 from moexport.exporter.checkpoints.load import load, read_config
-from moexport.exporter.edits import read_edits
 from moexport.exporter.model import TensorSpec
 from moexport.exporter.session import SessionOptions
 from moexport.exporter.tensorrt.plan_file import engine_facts
+from moexport.plugins.studies.edits import read_edits
 from moexport.plugins.triton.repository import write_repository
 from moexport.plugins.triton.request import ServingBackend, TritonRequest
+from moexport.plugins.tune.recipe import LayerRecipe, Recipe, read_recipe
 from moexport.tests.command import run
 from moexport.tests.exporter.tensorrt.engines import with_plan
 from moexport.tests.fuzzing import Subject, attempt, fuzz

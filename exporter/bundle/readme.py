@@ -14,7 +14,6 @@ from ..inputs import PAST_AXIS
 from ..session import CPU, CUDA, NO_KLEIDIAI
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
 from .parity_record import Parity, describe, sized_files
-from .recipe import RECIPE_FILE
 from .runtimes import RUNTIMES
 from .steps import Step
 from .substitutes import SUBSTITUTES_FILE
@@ -25,7 +24,6 @@ CONTENTS = {
     "weights.bin": "the weights, shared by all graphs; keep it in the same folder",
     "parity.npz": "reference inputs and PyTorch's outputs, which `moexport verify` uses",
     "calibration.json": "the value ranges of tensors that quantisation used",
-    RECIPE_FILE: "what `moexport tune` found for each layer, to export it again",
     SUBSTITUTES_FILE: "what takes the places of experts that were dropped or merged",
     MANIFEST_FILE: "everything above and more, for programs; the hash of every file",
 }

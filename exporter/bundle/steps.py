@@ -1,4 +1,4 @@
-"""The door for what adds files to a bundle beside its graphs, such as those that write text."""
+"""The door for steps of an export: options of plugins, and files beside a bundle's graphs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...common.option import Mistake
 from ...common.registry import Registry
-from ...errors import PluginError
-from ...graphs.precision.types import PRECISIONS
-from ...graphs.targets import Precision
 from .manifest import Manifest
 
 if TYPE_CHECKING:
     from ..model import Model
+    from ..options import ExportOptions
+    from ..requests import ExportRequest
 
 
 class Export(Protocol):
@@ -27,23 +26,38 @@ class Export(Protocol):
     @property
     def model(self) -> Model: ...
     @property
+    def options(self) -> ExportOptions: ...
+    @property
     def writes_text(self) -> bool: ...
+
+
+def _unchanged(options: ExportOptions, request: ExportRequest) -> ExportOptions:
+    del request
+    return options
+
+
+def _no_files(export: Export, directory: Path, manifest: Manifest) -> Manifest:
+    del export, directory
+    return manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a model brings along for its bundles (`Host.steps`), or `--layout` asks for by name.
+    """What a plugin does in an export.
 
-    `finish` writes files into the folder of a bundle that is otherwise complete, and returns the
-    manifest that lists them. `check` yields why it cannot, before any work is done. It serves
-    `precisions`, and writes the weights so many times again as there are `copies`. `contents` is
-    what the bundle's page says of files, by their names.
+    Its options ask for it (`asked`), or a model brings it along (`Host.steps`). `change` returns
+    the options of the export with what the plugin's own options stand for. `check` yields what
+    cannot be meant: of the options alone, and again when the model is loaded, both before any work
+    is done. `finish` writes files into the folder of a bundle that is otherwise complete, and
+    returns the manifest that lists them; the weights are written so many times again as there are
+    `copies`. `contents` is what the bundle's page says of files, by their names.
     """
 
     name: str
-    finish: Callable[[Export, Path, Manifest], Manifest]
-    check: Callable[[Export], Iterable[Mistake]] = lambda _: ()
-    precisions: tuple[Precision, ...] = PRECISIONS
+    asked: Callable[[ExportOptions], bool] = lambda _: False
+    change: Callable[[ExportOptions, ExportRequest], ExportOptions] = _unchanged
+    check: Callable[[ExportOptions, Model | None], Iterable[Mistake]] = lambda _options, _model: ()
+    finish: Callable[[Export, Path, Manifest], Manifest] = _no_files
     copies: int = 0
     contents: Mapping[str, str] = field(default_factory=dict)
 
@@ -52,13 +66,6 @@ STEPS = Registry("moexport.steps", Step)
 """All are plugins'."""
 
 
-def layout_step(layout: str) -> Step:
-    """Returns the step of `--layout`; raises `PluginError` where its plugin is not there."""
-    try:
-        return STEPS[layout]
-    except PluginError as error:
-        raise PluginError(
-            f"--layout {layout}: moexport's plugin for texts writes it, and is not there: "
-            f"{error.message}",
-            hint=error.hint,
-        ) from error
+def asked(options: ExportOptions) -> list[Step]:
+    """Returns the steps that the options of plugins ask for."""
+    return [step for step in STEPS if step.asked(options)] if options.further else []

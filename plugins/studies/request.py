@@ -1,12 +1,15 @@
-"""What is asked of experts: options of `bench`, and of `specialise`. Importing loads nothing."""
+"""What is asked of experts: options of `bench`, `export` and `specialise`. Loads nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ...common.option import Panel, Request, option
 from ...errors import UsageError
+from ...exporter.requests import AnyPath
 
 API = 1
 
@@ -32,6 +35,37 @@ class StudyOptions:
 
 
 PANEL = Panel("studies", "Experts", ("bench",), StudyOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditOptions:
+    """Which experts an export removes, re-writes or steers by (`edits.py`)."""
+
+    ablate: str | Sequence[str] = option(
+        (),
+        "Experts to remove, counted from 0: LAYER:EXPERT or LAYER:3,5.",
+        unset="none",
+        kind=list[str],
+        metavar="LAYER:EXPERT",
+    )
+    rewrite: AnyPath | Sequence[Mapping[str, Any]] | None = option(
+        None,
+        "Outputs of muMoE layers to rewrite: a JSON file, or its entries.",
+        unset="none",
+        kind=Path,
+        metavar="FILE",
+    )
+    steer: str | Sequence[str] = option(
+        (),
+        "Move every token of a muMoE layer towards an expert; --steer input makes the strengths an "
+        "input of the graph.",
+        unset="none",
+        kind=list[str],
+        metavar="LAYER:EXPERT[:STRENGTH]",
+    )
+
+
+EDITS = Panel("edits", "Edits", ("export",), EditOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,10 +27,10 @@ from ...bench.metrics import one_per_sample
 from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
 from ...errors import FeedError, UsageError
-from ...exporter.edits import read_edits
 from ...exporter.inputs import check_array, with_axes
 from ...exporter.model import Model, check_one_input, edited
 from ...graphs.layers.base import NO_EDITS, LayerEdits, MoELayer, moe_layers, sharing_weights
+from .edits import read_edits
 from .fairness import (
     Fairness,
     Rewriting,

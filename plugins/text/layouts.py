@@ -17,6 +17,7 @@ from ...common.documents import object_in
 from ...common.option import Mistake
 from ...exporter.bundle.manifest import FileRecord, Manifest
 from ...exporter.bundle.steps import Export, Step
+from ...exporter.job import writes_text
 from ...graphs.names import PAST
 from ..token_routed import CONFIG_FILE, GENERATION_FILE
 from .files import (
@@ -27,11 +28,13 @@ from .files import (
     TOKENIZER_FILES,
     write_object,
 )
+from .request import LayoutOptions, TextLayout
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from ...exporter.requests import TextLayout
+    from ...exporter.model import Model
+    from ...exporter.options import ExportOptions
     from ...graphs.targets import Precision
 
 API = 1
@@ -84,14 +87,26 @@ LAYOUTS: Mapping[TextLayout, LayoutRecord] = {
 }
 
 
-def _check(layout: TextLayout, job: Export) -> Iterator[Mistake]:
-    """What keeps a job's bundle from having a layout."""
-    if not job.writes_text:
+def _asked(layout: TextLayout, options: ExportOptions) -> bool:
+    return options.asked(LayoutOptions).layout == layout
+
+
+def _check(layout: TextLayout, options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
+    """What keeps a bundle from having a layout."""
+    precision, served = options.precision.name, LAYOUTS[layout].suffixes
+    if precision not in served:
+        yield (
+            f"--layout {layout}: it has no name for --precision {precision}",
+            f"--precision is one of {', '.join(served)}",
+        )
+    if model is None:
+        return
+    if not writes_text(model, options):
         yield (
             f"--layout {layout}: it is of causal language models with a cache, and this is none",
             "leave --layout out",
         )
-    folder = job.model.source.files[0].parent
+    folder = model.source.files[0].parent
     if not (folder / TOKENIZER_FILE).is_file():
         yield (
             f"--layout {layout}: {folder} holds no {TOKENIZER_FILE}",
@@ -99,9 +114,11 @@ def _check(layout: TextLayout, job: Export) -> Iterator[Mistake]:
         )
 
 
-def with_layout(layout: TextLayout, job: Export, directory: Path, manifest: Manifest) -> Manifest:
+def with_layout(
+    layout: TextLayout, export: Export, directory: Path, manifest: Manifest
+) -> Manifest:
     """Writes the folder of a layout into a bundle's and returns the manifest that lists it."""
-    del job
+    del export
     import onnx
 
     record, precision = LAYOUTS[layout], cast("Precision", manifest.precision)
@@ -165,9 +182,9 @@ def _moved(model: ModelProto, weights: str) -> set[str]:
 def _step(layout: TextLayout) -> Step:
     return Step(
         layout,
-        finish=partial(with_layout, layout),
+        asked=partial(_asked, layout),
         check=partial(_check, layout),
-        precisions=tuple(LAYOUTS[layout].suffixes),
+        finish=partial(with_layout, layout),
         copies=1,
     )
 

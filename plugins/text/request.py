@@ -1,16 +1,41 @@
-"""How a language model continues a text, and how it is served. Importing this loads nothing."""
+"""What is asked of a language model: texts, serving, a folder for a program. Loads nothing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from ...common.option import Request, option, spelled
+from ...common.option import Panel, Request, option, spelled
+from ...common.text import near_miss
 from ...errors import UsageError
+
+API = 1
+
+TextLayout = Literal["transformers-js", "optimum"]
+"""Whose names and folders: each is written by the step of that name (`layouts.py`)."""
 
 LEAST_TOP_P = 2.0**-149
 """The smallest 32-bit number above 0, which would draw from all tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions:
+    """Which programs find the files of a bundle of texts."""
+
+    layout: TextLayout | None = option(None, "Also write a folder for this program.", unset="none")
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for a program that is none of them."""
+        names = get_args(TextLayout)
+        if self.layout not in (None, *names):
+            raise UsageError(
+                f"--layout {self.layout}: unknown value", hint=near_miss(str(self.layout), names)
+            )
+
+
+PANEL = Panel("text", "Text", ("export",), LayoutOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ around, and how each layer is computed.
    fastest that holds: in two sequences that were fixed before, each up to the first that does not,
    which together err in 5% of cases at the most.
 6. `tune.py` is the order of all this. What was found becomes a recipe, on disk before anything else
-   (`exporter.bundle.recipe`), which is exported as any model is, and results with the whole front,
+   (`recipe.py`), which is exported as any model is, and results with the whole front,
    which the report draws (`findings.py`).
 
 Every finished piece is kept in a journal: a search that was ended goes on where it stopped.

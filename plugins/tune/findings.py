@@ -21,12 +21,12 @@ from ...calibration.table import CALIBRATION_FILE
 from ...common.environment import environment
 from ...common.text import size, table
 from ...common.writing import remove_folder
-from ...exporter.bundle.recipe import RECIPE_FILE
 from ...graphs.targets import runtime_of
 from ..service.findings import as_analyses, best
 from .accuracy.confirm import Confirmed
 from .accuracy.quality import Quality
 from .graphs import UNTOUCHED
+from .recipe import RECIPE_FILE
 from .report.record import TUNING, FrontPoint, TuningRecord
 from .space import Trial
 from .substitutes.substitutes import FOLDER

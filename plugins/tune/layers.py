@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ...bench.data import LabelledData
 from ...bench.runners.pytorch import PyTorch
 from ...calibration.feeds import Array
-from ...exporter.bundle.recipe import LayerRecipe
 from ...exporter.inputs import Inputs
 from ...exporter.model import Model
 from ...graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
@@ -29,6 +28,7 @@ from ...graphs.layers.mumoe import MuMoE
 from ...graphs.layers.soft_moe import Chooser, SoftMoE
 from .accuracy.holdout import batch_size, in_batches
 from .accuracy.quality import Metric, Quality, Tally
+from .recipe import LayerRecipe
 from .routed import asked_for, routed_layers
 from .substitutes.substitutes import Seen
 

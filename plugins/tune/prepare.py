@@ -25,7 +25,6 @@ from ...common.files import STEP_BYTES
 from ...common.threads import Threads
 from ...common.writing import held, make_folder, remove_folder, scratch_folder
 from ...errors import UsageError
-from ...exporter.bundle.recipe import LayerRecipe
 from ...exporter.export import prepared
 from ...exporter.job import ExportJob, calibration_job, export_job
 from ...exporter.model import Model, fingerprint
@@ -38,6 +37,7 @@ from ...graphs.targets import Precision, Target
 from .accuracy.holdout import Holdout, untouched_outputs
 from .accuracy.quality import Metric, check_enough, metric_for
 from .budget import RANGES_SHARE, TRACE, Clock, End
+from .recipe import LayerRecipe
 from .request import SearchOptions
 from .routed import routed_layers
 from .space import RANGED, Point, Space, Trial, computed_on, ks_of, space_of

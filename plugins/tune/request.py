@@ -1,4 +1,7 @@
-"""What is asked of a search, declared once: bounds, metric, what may vary, how long it may take."""
+"""What is asked of a search, declared once: bounds, metric, what may vary, how long it may take.
+
+And what an export takes of a search.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ...common.option import (
     Mistake,
+    Panel,
     Request,
     option,
     parse_seconds,
@@ -31,10 +35,27 @@ def _usual_range(axis: str) -> AxisRange:
     return inputs.DEFAULT_BATCH if axis == "batch" else inputs.DEFAULT_TOKENS
 
 
+API = 1
+
 DEFAULT_KEEP = 0.99
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
 """What is tried, where the target computes it and the model's layers take it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """What an export takes of a search."""
+
+    recipe: AnyPath | None = option(
+        None,
+        "The recipe.yaml that tune wrote: what each layer is to be.",
+        unset="none",
+        metavar="RECIPE.YAML",
+    )
+
+
+RECIPE = Panel("recipe", "Graph", ("export",), RecipeOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

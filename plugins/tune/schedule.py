@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...exporter.bundle.recipe import LayerRecipe
 from ...graphs.targets import Precision
+from .recipe import LayerRecipe
 from .space import AROUND, Point
 
 MOST_PREDICTED = 512

@@ -18,7 +18,6 @@ import numpy as np
 
 from ...common.console import Progress
 from ...errors import MoexportError
-from ...exporter.bundle.recipe import LayerRecipe
 from ...graphs.targets import Precision, Target
 from .accuracy.confirm import ContractError, SearchResult, shortlist, would_decide
 from .budget import (
@@ -36,6 +35,7 @@ from .budget import (
 from .graphs import Graphs
 from .layers import Replay, in_turn
 from .prepare import SearchJob
+from .recipe import LayerRecipe
 from .schedule import (
     Option,
     PartOptions,

@@ -15,19 +15,19 @@ import numpy as np
 import onnx_ir as ir
 
 from ...errors import MoexportError, UsageError
-from ...exporter.bundle.recipe import LayerRecipe, Recipe
 from ...exporter.bundle.runtimes import RUNTIMES, check_computes
 from ...exporter.bundle.weights import layer_bytes
 from ...exporter.edits import Edits, KeptExperts, MergedExperts
 from ...exporter.job import ExportJob
 from ...exporter.model import edited
-from ...exporter.options import ExportOptions, recipe_options
+from ...exporter.options import ExportOptions
 from ...exporter.quantization.precision import apply_precision
 from ...graphs.layers.base import MoELayer
 from ...graphs.layers.mumoe import MuMoESpec
 from ...graphs.precision.types import FP32
 from ...graphs.targets import Precision, Scope, Target, runtime_of
 from .accuracy.quality import Quality
+from .recipe import LayerRecipe, Recipe, recipe_options
 from .request import SearchOptions
 from .routed import asked_for, may_choose, routed_layers
 

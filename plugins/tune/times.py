@@ -12,12 +12,12 @@ import numpy as np
 from ...common.console import Progress
 from ...common.timing import Protocol
 from ...exporter.bundle.manifest import TunedLayers
-from ...exporter.bundle.recipe import LayerRecipe
 from ...exporter.measured_lowerings import Measuring, Tokens, measure_lowerings
 from ...exporter.quantization.precision import apply_precision
 from ...graphs.targets import Precision, Target
 from .budget import SPIN_MS, TIMES_SHARE
 from .prepare import SearchJob
+from .recipe import LayerRecipe
 from .space import Point, covering_models, unlowered
 from .substitutes.substitutes import Substitutes
 

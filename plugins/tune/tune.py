@@ -26,12 +26,11 @@ from ...common.writing import (
 from ...errors import MoexportError, ParityError
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.bundle.destination import check_destination
-from ...exporter.bundle.recipe import RECIPE_FILE
 from ...exporter.bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
 from ...exporter.export import export
 from ...exporter.job import export_job
 from ...exporter.model import Model, fingerprint
-from ...exporter.options import ExportOptions, recipe_options
+from ...exporter.options import ExportOptions
 from ..service.findings import ServiceFindings
 from .accuracy.confirm import (
     Confirmed,
@@ -45,6 +44,7 @@ from .accuracy.quality import Metric
 from .budget import EACH_SIDE, TRAINING_S, TRIALS, VERIFIED, Clock
 from .layers import BATCH, MOST
 from .prepare import CALIBRATED, SearchJob, base_job, kept_in, prepare, threads_of
+from .recipe import RECIPE_FILE, recipe_in, recipe_options, with_recipe
 from .request import SearchOptions
 from .routed import routed_layers
 from .search import search
@@ -215,7 +215,7 @@ def export_point(
         digest = hashlib.sha256(substitutes).hexdigest()
         layers = {n: replace(r, constant=bool(r.experts)) for n, r in recipe.layers.items()}
         recipe = replace(recipe, substitutes=digest, layers=layers)
-        export_options = replace(export_options, recipe=recipe)
+        export_options = with_recipe(export_options, recipe)
     inputs = job.holdout.search.head(CALIBRATED).feed
     # Where k is part of the graph, its trace is that of the k which was found.
     traced = None if routed_layers(job.model) else job.traced
@@ -241,7 +241,7 @@ def _recipe_kept(options: ExportOptions, folder: Path) -> Iterator[None]:
 
     A search takes minutes to hours: whatever an export fails of, what was confirmed is not lost.
     """
-    recipe, constants = options.recipe, substitutes_bytes(options.edits)
+    recipe, constants = recipe_in(options), substitutes_bytes(options.edits)
     assert recipe is not None, "a search exports recipes"
     remove_folder(folder)
     make_folder(folder)

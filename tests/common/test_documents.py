@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from moexport.common.documents import MOST_BYTES
 from moexport.errors import UsageError
-from moexport.exporter.bundle.recipe import read_recipe
 from moexport.exporter.checkpoints.load import parse_value, read_config
+from moexport.plugins.tune.recipe import read_recipe
 
 MERGES = "a0: &a0 {x: 1}\n" + "".join(
     f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}], y{i}: 1}}\n" for i in range(1, 20)

@@ -10,9 +10,11 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.errors import FeedError
+from moexport.errors import FeedError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.model import fingerprint
 from moexport.graphs.layers.mumoe import MuMoE
+from moexport.plugins.tune.recipe import LayerRecipe, Recipe
 from moexport.tests.command import run
 from moexport.tests.commands.test_errors import assert_refused
 from moexport.tests.graphs.mumoe_layers import mumoe_layers
@@ -181,3 +183,27 @@ def test_a_manifest_with_a_strength_that_is_none_is_refused(tmp_path: Path) -> N
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     outcome = run("inspect", tmp_path)
     assert outcome.code == 1 and "edit 0" in outcome.error
+
+
+def test_a_recipe_may_be_steered_and_other_edits_beside_it_are_refused(tmp_path: Path) -> None:
+    model, recipe = loaded(CP), tmp_path / "recipe.yaml"
+    Recipe(
+        model=fingerprint(model),
+        data="",
+        target="onnx",
+        batch="1:1:4",
+        tokens="1:5:9",
+        opset=20,
+        precision="fp32",
+        quantize="experts",
+        layers={name: LayerRecipe(k=4, lowering="factorised") for name in model.layers},
+    ).write(recipe)
+    bundle = moexport.export(model, tmp_path / "out", recipe=recipe, steer="layer:3:2.5")
+    assert bundle.manifest.edits == [
+        {"edit": "steer", "layer": "layer", "expert": 3, "strength": 2.5}
+    ]
+    assert bundle.manifest.layers[0].k == 4
+    with pytest.raises(UsageError, match="--ablate with --recipe: the recipe already sets it"):
+        moexport.export(model, tmp_path / "no", recipe=recipe, ablate="layer:3")
+    with pytest.raises(UsageError, match="--k with --recipe: the recipe already sets it"):
+        moexport.export(model, tmp_path / "no", recipe=recipe, k=2)

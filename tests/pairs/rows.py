@@ -27,11 +27,11 @@ from moexport.common.interrupts import INTERRUPTED
 from moexport.errors import MoexportError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.parity_record import TOLERANCES
-from moexport.exporter.bundle.recipe import LayerRecipe, Recipe
 from moexport.exporter.model import Model, fingerprint
 from moexport.graphs.lowerings import all_names
 from moexport.graphs.names import K_INPUT
 from moexport.graphs.targets import TARGETS, Precision
+from moexport.plugins.tune.recipe import LayerRecipe, Recipe
 from moexport.tests.command import Outcome, run
 from moexport.tests.pairs import networks
 from moexport.tests.pairs.sources import FORETELL, NAMES, OWN, Source, Wanted, source

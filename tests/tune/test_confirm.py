@@ -10,7 +10,6 @@ import math
 import numpy as np
 import pytest
 from moexport.bench.metrics import score_interval
-from moexport.exporter.bundle.recipe import LayerRecipe
 from moexport.plugins.tune.accuracy.confirm import (
     Confirmed,
     Sequences,
@@ -19,6 +18,7 @@ from moexport.plugins.tune.accuracy.confirm import (
     worth_confirming,
 )
 from moexport.plugins.tune.accuracy.quality import Quality
+from moexport.plugins.tune.recipe import LayerRecipe
 from moexport.plugins.tune.space import Point, Trial
 
 KEEP, RIGHT = 0.99, 430

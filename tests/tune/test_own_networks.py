@@ -17,11 +17,11 @@ from moexport.bench.data import LabelledData
 from moexport.common import timing
 from moexport.common.console import Silent
 from moexport.errors import BundleError, CalibrationError
-from moexport.exporter.bundle.recipe import LayerRecipe, Recipe, read_recipe
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, fingerprint
-from moexport.exporter.options import ExportOptions, PrecisionOptions, recipe_options
+from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.plugins.demo.digits import load_digits
+from moexport.plugins.tune.recipe import LayerRecipe, Recipe, read_recipe, recipe_options
 from moexport.tests.command import run
 
 pytestmark = pytest.mark.slow

@@ -12,10 +12,10 @@ from moexport.bench.data import LabelledData
 from moexport.bench.runners.base import first_of
 from moexport.common.option import parse_seconds, parse_share, parse_size
 from moexport.errors import UsageError
-from moexport.exporter.bundle.recipe import LayerRecipe
 from moexport.plugins.tune.accuracy.confirm import front_of
 from moexport.plugins.tune.accuracy.holdout import Holdout
 from moexport.plugins.tune.accuracy.quality import Metric, Quality, Tally, metric_for
+from moexport.plugins.tune.recipe import LayerRecipe
 from moexport.plugins.tune.schedule import Option, predicted_front, steps
 from moexport.plugins.tune.space import Point, Trial, ks_of, sizes_measured
 from moexport.plugins.tune.substitutes.constants import given_up

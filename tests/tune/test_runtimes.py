@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from moexport.bench.results import read
 from moexport.errors import UsageError
-from moexport.exporter.bundle.recipe import LayerRecipe
 from moexport.plugins.demo.digits import load_digits
 from moexport.plugins.tune.findings import text
+from moexport.plugins.tune.recipe import LayerRecipe
 from moexport.plugins.tune.report.record import tuning_in
 from moexport.plugins.tune.request import SearchOptions, parse_targets
 from moexport.plugins.tune.times import FormTime, LayerTimes

@@ -8,11 +8,11 @@ import moexport
 import pytest
 from moexport.bench.results import read
 from moexport.errors import UsageError
-from moexport.exporter.bundle.recipe import RECIPE_FILE, read_recipe
 from moexport.plugins.service.findings import services_in
 from moexport.plugins.tune.accuracy import confirm
 from moexport.plugins.tune.accuracy.confirm import ContractError
 from moexport.plugins.tune.findings import text
+from moexport.plugins.tune.recipe import RECIPE_FILE, read_recipe
 from moexport.plugins.tune.request import TuneRequest
 from moexport.plugins.tune.tune import Tuned
 from moexport.tests.tune.small_search import small_search

@@ -20,7 +20,6 @@ from moexport.common.threads import with_threads
 from moexport.common.writing import held, held_place
 from moexport.errors import MoexportError, ParityError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.recipe import LayerRecipe, read_recipe
 from moexport.exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
 from moexport.exporter.export import export
 from moexport.exporter.job import export_job
@@ -32,6 +31,7 @@ from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.graphs.targets import CUDA_PROVIDER
 from moexport.plugins.demo.digits import Digits, Training, load_digits, save, train
 from moexport.plugins.tune.accuracy.confirm import ContractError, holding
+from moexport.plugins.tune.recipe import LayerRecipe, read_recipe
 from moexport.plugins.tune.request import SearchOptions
 from moexport.plugins.tune.space import Point, job_of
 from moexport.plugins.tune.substitutes.substitutes import FOLDER

@@ -17,12 +17,12 @@ from ....bench.runners.pytorch import untouched
 from ....common.console import Progress
 from ....common.timing import Latency, Protocol
 from ....errors import CheckError, FeedError, MoexportError
-from ....exporter.bundle.recipe import LayerRecipe
 from ....exporter.model import Model
 from ...service.findings import ServiceFindings
 from ..budget import protocol_for
 from ..graphs import Graphs, times_as_long
 from ..prepare import SearchJob
+from ..recipe import LayerRecipe
 from ..shards import Batch
 from ..space import Trial
 from ..substitutes.substitutes import FOLDER

@@ -8,9 +8,9 @@ from typing import Any
 
 from ....bench.results import Interval
 from ....common.documents import from_data
-from ....exporter.bundle.recipe import LayerRecipe
 from ....exporter.bundle.runtimes import RUNTIMES
 from ....graphs.targets import Runtime
+from ..recipe import LayerRecipe
 
 TUNING = "tuning"
 """Where a search stands among the analyses of `results.json`."""

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from ....bench.runners.pytorch import PyTorch
 from ....common.files import sha256
 from ....common.writing import make_folder, whole_file
-from ....exporter.bundle.recipe import LayerRecipe
 from ....exporter.edits import Edits, MergedExperts
 from ....exporter.model import Model, edited
 from ....graphs.layers.base import algorithm_1
 from ....graphs.layers.mumoe import MuMoE
 from ....graphs.layers.soft_moe import SoftMoE
+from ..recipe import LayerRecipe
 from ..space import Point, edits_of
 from .constants import ConstantExperts
 from .distill import Samples, distil

@@ -6,18 +6,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import moexport
 import pytest
 from moexport.common import registry
-from moexport.common.option import Mistake
+from moexport.common.option import PANELS, Mistake, Panel, changed, option, refuse_changed
 from moexport.errors import PluginError, UsageError
 from moexport.exporter.bundle.manifest import FileRecord, Manifest
 from moexport.exporter.bundle.steps import STEPS, Export, Step
+from moexport.exporter.job import writes_text
 from moexport.exporter.model import Host, Model
+from moexport.exporter.options import ExportOptions
+from moexport.exporter.requests import ExportRequest
 from moexport.tests.recorded import DATA
 
 API = registry.API
@@ -32,17 +36,45 @@ def finish(job: Export, directory: Path, manifest: Manifest) -> Manifest:
     return replace(manifest, files=files, notes=notes, plugins={"mine": {"words": 3}})
 
 
-def check(job: Export) -> Iterator[Mistake]:
-    if job.writes_text:
+def check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
+    if model is not None and writes_text(model, options):
         yield "mine: is not for texts", "leave it out"
 
 
-def refuse(job: Export) -> Iterator[Mistake]:
-    yield f"never: is for no {job.model.family}", "leave it out"
+def refuse(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
+    del options
+    if model is not None:
+        yield f"never: is for no {model.family}", "leave it out"
 
 
-MINE = Step("mine", finish, check=check, contents={"mine.txt": "what mine wrote"})
-NEVER = Step("never", finish, check=refuse)
+MINE = Step("mine", check=check, finish=finish, contents={"mine.txt": "what mine wrote"})
+NEVER = Step("never", check=refuse, finish=finish)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubling:
+    """An option of a plugin that stands for one of the core's."""
+
+    twice: int | None = option(None, "Half of the experts to compute.", unset="none", min=1)
+
+
+DOUBLING = Panel("doubling", "Theirs", ("export",), Doubling)
+
+
+def doubled(options: ExportOptions, request: ExportRequest) -> ExportOptions:
+    refuse_changed(request, ("k",), " with --twice: it says k")
+    return replace(options, k=2 * (options.asked(Doubling).twice or 0))
+
+
+def few(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
+    del model
+    if options.k == 0:
+        yield "--twice: nothing is computed", "leave it out"
+
+
+TWICE = Step(
+    "twice", asked=lambda options: changed(options.asked(Doubling)) != [], change=doubled, check=few
+)
 
 
 def naming(model: Model, *names: str) -> Model:
@@ -56,12 +88,14 @@ def naming(model: Model, *names: str) -> Model:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
-    """A model, beside a plugin with two steps."""
+    """A model, beside a plugin with three steps, of which one has an option."""
+    names = [*((name, STEPS.group) for name in ("mine", "never", "twice"))]
+    names.append(("doubling", PANELS.group))
     entries = tuple(
         registry.Entry(
-            EntryPoint(name, f"{__name__}:{name.upper()}", STEPS.group), "theirs 1.5", "", False
+            EntryPoint(name, f"{__name__}:{name.upper()}", group), "theirs 1.5", "", False
         )
-        for name in ("mine", "never")
+        for name, group in names
     )
     monkeypatch.setattr(registry, "_found", lambda: entries)
     return moexport.load(WEIGHTS)
@@ -102,6 +136,22 @@ def test_what_a_step_refuses_is_refused_before_any_work(model: Model, tmp_path: 
     assert not [*tmp_path.iterdir()]
 
 
+def test_an_option_of_a_plugin_changes_those_of_the_export(model: Model, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"twice": 1, "verify": False}
+    bundle = moexport.export(model, tmp_path / "out", **options)
+    assert [layer.k for layer in bundle.manifest.layers] == [2] * len(model.layers)
+    with pytest.raises(UsageError, match="--k with --twice: it says k"):
+        moexport.export(model, tmp_path / "both", k=4, **options)
+    never: dict[str, Any] = {"twice": 0}
+    with pytest.raises(UsageError, match="--twice: nothing is computed"):
+        moexport.export(not_loaded, tmp_path / "none", **never)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def not_loaded() -> Model:
+    raise AssertionError("what needs no model is refused before it is loaded")
+
+
 def test_a_bundle_is_opened_without_the_plugin_of_its_files(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,9 +172,7 @@ def test_a_layout_without_plugins_is_refused_in_words(tmp_path: Path) -> None:
         check=False,
         env={**os.environ, "MOEXPORT_PLUGINS": "off"},
     )
-    assert done.returncode == 1
-    assert (
-        "--layout optimum: moexport's plugin for texts writes it, and is not there" in done.stderr
-    )
-    assert "MOEXPORT_PLUGINS=off" in done.stderr
+    assert done.returncode == 2
+    assert "No such option: --layout" in done.stderr
+    assert "MOEXPORT_PLUGINS=off leaves out plugins" in done.stderr
     assert not [*tmp_path.iterdir()]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.recipe import LayerRecipe, Recipe
 from moexport.exporter.model import fingerprint
 from moexport.plugins.demo.experts import trained_tokenizer
+from moexport.plugins.tune.recipe import LayerRecipe, Recipe
 from moexport.tests.exporter.token_routed.architectures import ARCHITECTURES, save, transformers
 
 genai: Any = pytest.importorskip("onnxruntime_genai", reason="the extra generate is not installed")

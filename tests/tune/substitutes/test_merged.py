@@ -15,7 +15,6 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.errors import UsageError
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.recipe import read_recipe
 from moexport.exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
 from moexport.exporter.edits import Edits, MergedExperts
 from moexport.exporter.families.mumoe_mixer import MixerSpec
@@ -23,6 +22,7 @@ from moexport.exporter.model import edited
 from moexport.graphs.layers.mumoe import Form, GateActivation, MuMoESpec
 from moexport.plugins.demo import digits
 from moexport.plugins.demo.mumoe import fit, save, trainable_mixer
+from moexport.plugins.tune.recipe import read_recipe
 from moexport.plugins.tune.substitutes.merged import RIDGE, merged_matrices
 from moexport.plugins.tune.tune import Tuned
 from moexport.tests.command import run

@@ -9,8 +9,8 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.exporter.bundle.recipe import LayerRecipe
 from moexport.exporter.model import Model
+from moexport.plugins.tune.recipe import LayerRecipe
 from moexport.plugins.tune.space import Point
 from moexport.plugins.tune.substitutes.substitutes import Seen, Substitutes
 from moexport.tests.recorded import DATA

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ...calibration.table import CALIBRATION_FILE
 from ...common.documents import from_data, read_document
 from ...common.files import sha256
+from ...common.option import Mistake, changed, record_in, refuse_changed
 from ...common.registry import left_out
 from ...errors import UsageError
+from ...exporter.bundle.manifest import FileRecord, Manifest
+from ...exporter.bundle.steps import Export, Step
+from ...exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
+from ...exporter.edits import Edits, KeptExperts, MergedExperts
+from ...exporter.inputs import parse_range
+from ...exporter.model import Model, fingerprint
+from ...exporter.options import AUTO, ExportOptions, PrecisionOptions
+from ...exporter.requests import ExportRequest
 from ...graphs.targets import TARGETS, Precision, Scope, Target
-from ..edits import Edits, KeptExperts, MergedExperts
+from .request import RecipeOptions
+
+API = 1
 
 RECIPE_FILE = "recipe.yaml"
 
@@ -170,3 +185,95 @@ def file_beside(path: Path, digest: str, file: str) -> Path | None:
             hint=f"copy {file} from the bundle that the recipe is of",
         )
     return place
+
+
+_BESIDE = frozenset(
+    {"recipe", "data", "atol", "rtol", "verify", "verify_samples", "steer", "engine", "force"}
+    | {"expose_routing", "layout", "threads"}
+)
+"""Options that a recipe leaves open."""
+
+
+def recipe_options(
+    recipe: Recipe, options: ExportOptions, substitutes: Mapping[str, np.ndarray] | None = None
+) -> ExportOptions:
+    """Returns options in which everything that decides graphs and weights is a recipe's.
+
+    `substitutes` are what takes the places of experts (`Edits.substitutes`).
+    """
+    integers = recipe.precision in ("int8", "int4", "fp8")
+    edits = recipe.edits.with_substitutes(substitutes or {})
+    return replace(
+        with_recipe(options, recipe),
+        k=tuple(layer.k for layer in recipe.layers.values()),
+        target=recipe.target,
+        lowerings=(AUTO,),
+        layer_lowerings={name: (one.lowering, one.why) for name, one in recipe.layers.items()},
+        batch=parse_range(recipe.batch, "--recipe: batch"),
+        tokens=parse_range(recipe.tokens, "--recipe: tokens"),
+        opset=recipe.opset,
+        renormalize=False,
+        precision=PrecisionOptions(
+            recipe.precision,
+            scope=recipe.quantize,
+            floating=recipe.floating if integers else frozenset(),
+        ),
+        edits=replace(edits, steers=options.edits.steers),
+    )
+
+
+def with_recipe(options: ExportOptions, recipe: Recipe) -> ExportOptions:
+    """Returns options of an export whose bundle holds a recipe."""
+    others = (each for each in options.further if not isinstance(each, Recipe))
+    return replace(options, further=(*others, recipe))
+
+
+def recipe_in(options: ExportOptions) -> Recipe | None:
+    """Returns the recipe of options that `recipe_options` made; None for others."""
+    return record_in(options.further, Recipe)
+
+
+def _asked(options: ExportOptions) -> bool:
+    return recipe_in(options) is not None or options.asked(RecipeOptions).recipe is not None
+
+
+def _change(options: ExportOptions, request: ExportRequest) -> ExportOptions:
+    for record in (request, *request.further):
+        names = {*changed(record)} - _BESIDE
+        refuse_changed(record, names, " with --recipe: the recipe already sets it")
+    path = Path(options.asked(RecipeOptions).recipe or "")
+    recipe = read_recipe(path)
+    ranges = file_beside(path, recipe.calibration, CALIBRATION_FILE)
+    beside = file_beside(path, recipe.substitutes, SUBSTITUTES_FILE)
+    substitutes = None if beside is None else read_substitutes(beside.parent)
+    return replace(recipe_options(recipe, options, substitutes), calibration=ranges)
+
+
+def _check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
+    recipe = recipe_in(options)
+    if model is None or recipe is None:
+        return
+    if [*model.layers] != [*recipe.layers] or recipe.model not in ("", fingerprint(model)):
+        yield (
+            "--recipe: it is of another model, or of this one with other weights or configuration",
+            "give the checkpoint and the settings that it was found with, or tune again",
+        )
+
+
+def _finish(export: Export, directory: Path, manifest: Manifest) -> Manifest:
+    """Writes the recipe into the bundle that it says, to be exported again."""
+    recipe, place = recipe_in(export.options), directory / RECIPE_FILE
+    assert recipe is not None, "an export that was asked for by a recipe has it"
+    recipe.write(place)
+    files = {**manifest.files, place.name: FileRecord.of(place)}
+    return replace(manifest, contract=recipe.contract, files=dict(sorted(files.items())))
+
+
+RECIPE = Step(
+    "recipe",
+    asked=_asked,
+    change=_change,
+    check=_check,
+    finish=_finish,
+    contents={RECIPE_FILE: "what `moexport tune` found for each layer, to export it again"},
+)

@@ -1,0 +1,164 @@
+"""The edits of an export as people write them: `--ablate`, `--steer`, and a `--rewrite` file.
+
+Experts and outputs are counted from 0, as in every array; levels from 1, as `inspect` does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...common.documents import read_document
+from ...common.option import Mistake, changed
+from ...errors import UsageError
+from ...exporter.bundle.steps import Step
+from ...exporter.edits import (
+    AT_RUN_TIME,
+    LARGEST,
+    REWRITTEN,
+    Ablation,
+    Edits,
+    Steer,
+    rewrite_of,
+)
+from ...graphs.targets import TARGETS
+from .request import EditOptions
+
+if TYPE_CHECKING:
+    from ...exporter.model import Model
+    from ...exporter.options import ExportOptions
+    from ...exporter.requests import ExportRequest
+
+API = 1
+
+_STEERED = re.compile(r"(.+?):(?:(\d+)\.)?(\d+)(?::([^:]+))?")
+_STEER_WRITTEN = (
+    "--steer LAYER:EXPERT or LAYER:EXPERT:STRENGTH, LAYER:LEVEL.EXPERT of a hierarchy; more after "
+    "commas; --steer input beside them for strengths that are an input of the graph"
+)
+_EXPERT = re.compile(r"(?:(\d+)\.)?(\d+)")
+_WRITTEN = "--ablate LAYER:EXPERT, or LAYER:LEVEL.EXPERT of a hierarchy; more after commas"
+
+
+def read_edits(
+    ablate: str | Sequence[str] = (),
+    rewrite: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    steer: str | Sequence[str] = (),
+) -> Edits:
+    """Returns the edits of `--ablate` and `--steer` texts and of a `--rewrite` file or its entries.
+
+    Raises UsageError for what cannot be meant, whatever the model.
+    """
+    texts = [ablate] if isinstance(ablate, str) else ablate
+    ablations = [ablation for text in texts for ablation in _parse_ablate(text)]
+    steers = _parse_steers([steer] if isinstance(steer, str) else steer)
+    if rewrite is None:
+        return Edits(tuple(dict.fromkeys(ablations)), steers=steers)
+    where = str(rewrite) if isinstance(rewrite, str | Path) else "rewrite"
+    entries = _read_json(Path(rewrite)) if isinstance(rewrite, str | Path) else rewrite
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
+        raise UsageError(f"{where}: holds no re-written outputs", hint=REWRITTEN)
+    return Edits(
+        tuple(dict.fromkeys(ablations)),
+        tuple(rewrite_of(entry, f"{where}: entry {i}") for i, entry in enumerate(entries)),
+        steers=steers,
+    )
+
+
+def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
+    """`layer:3`, `layer:3:2.5`, `blocks.1.mlp:2.0:-1`, and `input` for strengths at run time."""
+    parts = [part.strip() for text in texts for part in text.split(",")]
+    at_run_time = AT_RUN_TIME in parts
+    steers: list[Steer] = []
+    for part in (entry for entry in parts if entry != AT_RUN_TIME):
+        match = _STEERED.fullmatch(part)
+        if match is None:
+            raise UsageError(f"--steer {part}: names no expert of a layer", hint=_STEER_WRITTEN)
+        layer, level, expert, strength = match.groups()
+        if at_run_time and strength is not None:
+            raise UsageError(
+                f"--steer {part}: with --steer input its strength is given at run time",
+                hint=f"leave :{strength} out, or leave --steer input out",
+            )
+        value = None if at_run_time else _strength(part, strength or "1")
+        steers.append(Steer(layer, int(expert), None if level is None else int(level), value))
+        if [steer.name for steer in steers].count(steers[-1].name) > 1:
+            raise UsageError(
+                f"--steer {part}: this expert is named twice", hint="give the sum of its strengths"
+            )
+    if at_run_time and not steers:
+        raise UsageError(
+            "--steer input: no expert is named that could be steered by", hint=_STEER_WRITTEN
+        )
+    return tuple(steers)
+
+
+def _strength(part: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise UsageError(f"--steer {part}: {text} is not a strength", hint=_STEER_WRITTEN) from None
+    if not abs(value) <= LARGEST:  # false for NaN, too
+        raise UsageError(
+            f"--steer {part}: a strength of {value} is not finite",
+            hint="about 1 moves tokens by as much as the expert's cluster centre is long",
+        )
+    return value
+
+
+def _parse_ablate(text: str) -> list[Ablation]:
+    """`blocks.6.mlp:3,5,blocks.7.mlp:2.4`: an expert without a layer is of the one before it."""
+    ablations: list[Ablation] = []
+    for part in text.split(","):
+        layer, colon, number = part.strip().rpartition(":")
+        expert = _EXPERT.fullmatch(number)
+        if expert is None or (not layer and (colon or not ablations)):
+            raise UsageError(
+                f"--ablate {text}: '{part.strip()}' names no expert of a layer", hint=_WRITTEN
+            )
+        level = None if expert[1] is None else int(expert[1])
+        ablations.append(Ablation(layer or ablations[-1].layer, int(expert[2]), level))
+    return ablations
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return read_document(path, "json", lambda said: UsageError(said, hint=REWRITTEN))
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be read: {error.strerror}", hint="check --rewrite"
+        ) from error
+
+
+def _asked(options: ExportOptions) -> bool:
+    return bool(changed(options.asked(EditOptions)))
+
+
+def _change(options: ExportOptions, request: ExportRequest) -> ExportOptions:
+    del request
+    asked = options.asked(EditOptions)
+    given = read_edits(asked.ablate, asked.rewrite, asked.steer)
+    edits = replace(
+        options.edits,
+        ablations=given.ablations,
+        rewrites=given.rewrites,
+        steers=given.steers,
+    )
+    return replace(options, edits=edits)
+
+
+def _check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
+    del model
+    engines = TARGETS[options.target].compiled
+    if options.edits.at_run_time and (engines or options.precision.integers):
+        option = f"target {options.target}" if engines else f"precision {options.precision.name}"
+        yield (
+            f"--steer input with --{option}: it supports only graphs with one input",
+            "give the strengths in the export: --steer LAYER:EXPERT:STRENGTH",
+        )
+
+
+EDITS = Step("edits", asked=_asked, change=_change, check=_check)
