@@ -167,12 +167,8 @@ def changed(request: Any) -> list[str]:
 
     Those of plugins are not among them: `changed` of their own record has them.
     """
-    options = declared(type(request))
-    return [
-        name
-        for name in shell_options(type(request))
-        if _says(getattr(request, name), options[name][0].default)
-    ]
+    kind, known = type(request), declared(type(request))
+    return [n for n in shell_options(kind) if _says(getattr(request, n), known[n][0].default)]
 
 
 def _says(value: Any, default: Any) -> bool:
