@@ -45,19 +45,25 @@ if TYPE_CHECKING:
     from .calls import (
         build,
         doctor,
-        run,
         sensitivity,
         verify,
     )
     from .common.option import takes
     from .exporter.bundle.bundle import Bundle
     from .exporter.model import Model
-    from .exporter.requests import CalibrateRequest, ExportRequest, InspectRequest, LoadRequest
+    from .exporter.requests import (
+        CalibrateRequest,
+        ExportRequest,
+        InspectRequest,
+        LoadRequest,
+        RunRequest,
+    )
     from .exporter.session import Session
     from .exporter.tensorrt.options import EngineOptions
     from .plugins.cluster.calls import bench_on_ray_as
     from .plugins.cluster.request import ClusterOptions
     from .plugins.demo.calls import demo
+    from .plugins.openvino.request import OpenVinoOptions
     from .plugins.own_layers.adapters import adapts
     from .plugins.own_layers.descriptions import ExpertsDescription as Experts
     from .plugins.own_layers.descriptions import MuMoEDescription as MuMoE
@@ -95,6 +101,10 @@ if TYPE_CHECKING:
         """Everything that `load` takes."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)
+    class _Run(RunRequest, OpenVinoOptions):
+        """Everything that `run` takes."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
     class _Tune(TuneRequest, ClusterOptions):
         """Everything that `tune` takes."""
 
@@ -105,6 +115,7 @@ if TYPE_CHECKING:
     inspect = takes(_Inspect)(api.inspect)
     load = takes(_Load)(api.load)
     plan = takes(_Export)(api.plan)
+    run = takes(_Run)(api.run)
     tune = takes(_Tune)(tune_as)
 
 __all__ = [

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from ..common.option import Request, at_least, changed, option, refuse_changed
 from ..common.text import near_miss
 from ..errors import UsageError
-from ..graphs.targets import TARGETS, FloatName, Method, Precision, Scope, Target, runtime_names
+from ..graphs.targets import (
+    TARGETS,
+    FloatName,
+    Method,
+    Precision,
+    Scope,
+    Target,
+    compiled_names,
+    runtime_names,
+)
 
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed
@@ -23,14 +32,8 @@ AnyPath = str | Path
 K = int | float | str | Sequence[int]
 """k as a user says it: a number, a share, `n`, `n/4`, `input`, or a number per layer."""
 
-Engine = Literal["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
-"""Who runs a bundle."""
-
 Provider = Literal["cpu", "cuda", "tensorrt"]
 """Where ONNX Runtime runs a graph: the names of `exporter.session.PROVIDERS`."""
-
-OpenVinoDevice = Literal["cpu", "gpu", "npu"]
-"""Where OpenVINO runs a graph."""
 
 SIZES = "MIN:OPT:MAX"
 
@@ -354,19 +357,12 @@ class RunRequest(Request):
         heading="Runtime",
         min=1,
     )
-    engine: Engine | None = option(
+    engine: str | None = option(
         None,
         "The runtime.",
         unset="that of the graph",
         flag="--engine/--runtime",
-        further=runtime_names,
-    )
-    device: OpenVinoDevice = option("cpu", "OpenVINO's device.")
-    cache: AnyPath | None = option(
-        None,
-        "A folder in which OpenVINO keeps what it compiled, for the next start.",
-        unset="none",
-        metavar="FOLDER",
+        further=lambda: (*runtime_names(), *compiled_names()),
     )
     provider: Provider = option("cpu", "ONNX Runtime's execution provider.")
     trust_engine: bool = option(
@@ -389,21 +385,30 @@ class RunRequest(Request):
         else:
             why = f": it is ONNX Runtime's, and {self.engine} runs the engine"
             refuse_changed(self, ("threads",), why)
-        own = [name for name in changed(self) if name in ("provider", "device", "cache")]
-        if self.engine is not None and own:
-            self._refuse_what_others_take(self.engine, own)
+        if self.engine is not None:
+            self._refuse_what_others_take(self.engine)
 
     @property
     def runs_graph(self) -> bool:
         """Whether a runtime runs the graph itself, and not an engine that was compiled of it."""
         return self.engine in (None, *runtime_names())
 
-    def _refuse_what_others_take(self, engine: str, own: Sequence[str]) -> None:
+    @property
+    def session_options(self) -> dict[str, Any]:
+        """What was asked of a session, by the names that `Bundle.session` has for it."""
+        named = {name: getattr(each, name) for each in self.further for name in changed(each)}
+        return named | ({} if self.provider == "cpu" else {"provider": self.provider})
+
+    def _refuse_what_others_take(self, engine: str) -> None:
+        asked = self.session_options
+        own = [(e, name) for e in (self, *self.further) for name in changed(e) if name in asked]
+        if not own:
+            return
         from .bundle.runtimes import RUNTIMES, owner_of  # loads the runtimes of plugins
 
         record = RUNTIMES[engine] if self.runs_graph else None
         ran = f", and {record.title} runs it" if record else f", and {engine} runs the engine"
         ran = "" if engine == "onnxruntime" else ran  # who does not choose has that one
-        for name in own:
+        for options, name in own:
             if record is None or name not in record.takes:
-                refuse_changed(self, (name,), f": it is {owner_of(name)[1]}'s{ran}")
+                refuse_changed(options, (name,), f": it is {owner_of(name)[1]}'s{ran}")

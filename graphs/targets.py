@@ -403,6 +403,11 @@ TARGETS = Registry("moexport.targets", TargetRecord, _RECORDS)
 """`onnx` means standard ONNX ops alone, so that any runtime can."""
 
 
+def compiled_names() -> tuple[str, ...]:
+    """Returns the names of the core's targets of whose graphs engines are compiled."""
+    return tuple(record.name for record in TARGETS.own if record.compiled)
+
+
 def runtime_of(target: Target) -> Runtime:
     """Returns what runs the graphs of a target."""
     return TARGETS[target].runtime

@@ -17,7 +17,6 @@ from .runtimes import RUNTIMES, check_options, opened
 
 if TYPE_CHECKING:
     from ...graphs.targets import Runtime
-    from ..requests import OpenVinoDevice as Device
     from ..requests import Provider
     from ..tensorrt.records import EngineRecord
     from ..tensorrt.session import EngineSession
@@ -61,7 +60,7 @@ class Bundle:
         *,
         runtime: Runtime | None = None,
         provider: Provider | None = None,
-        device: Device | None = None,
+        device: str | None = None,
         threads: int | None = None,
         streams: int | None = None,
         cache: Path | str | None = None,

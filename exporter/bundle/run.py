@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from ...common.console import Silent
 from ...common.writing import check_file, whole_file
 from ...errors import FeedError, OutputError, UsageError
 from ...graphs.names import PRESENT
-from ...graphs.targets import Runtime
 from ..inputs import DEFAULT_BATCH, AxisRange, check_array, parse_range, with_axes
 from ..requests import RunRequest
 from ..session import GraphSession
@@ -111,11 +109,9 @@ def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -
     if options.runs_graph:
         return bundle.session(
             options.graph,
-            runtime=cast(Runtime | None, options.engine),
-            provider=options.provider if options.provider != "cpu" else None,
-            device=options.device if options.device != "cpu" else None,
+            runtime=options.engine,
             threads=options.threads,
-            cache=options.cache,
+            **options.session_options,
         )
     assert options.engine is not None
     # What cannot run is refused before anything is loaded, on a machine without a GPU too.

@@ -294,7 +294,7 @@ def test_a_device_that_is_not_there_is_told(device: str, tmp_path: Path) -> None
         pytest.skip(f"this machine has a {device}")
     bundle = exported("soft_moe_vit", tmp_path / "out")
     with pytest.raises(UsageError, match=f"--device {device}: OpenVINO finds no such device"):
-        bundle.session(device=device)(read_case("soft_moe_vit").x)  # type: ignore[arg-type]
+        bundle.session(device=device)(read_case("soft_moe_vit").x)
 
 
 def test_a_bundle_for_another_runtime_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from moexport.common.option import requested
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.bundle.run import in_batches
 from moexport.exporter.inputs import AxisRange
@@ -54,14 +55,16 @@ def test_an_option_of_another_runtime_is_refused_with_whose_it_is(
     asked: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError) as told:
-        RunRequest(**asked)
+        requested(RunRequest, asked)
     assert told.value.message == message
 
 
 def test_what_the_runtime_takes_is_not_refused() -> None:
-    RunRequest(engine="openvino", device="gpu", cache="kept", threads=2)
     RunRequest(engine="onnxruntime", provider="cuda", threads=2)
-    RunRequest(device="gpu", provider="cuda", cache="kept")  # the bundle says who runs it
+    theirs = {"device": "gpu", "cache": "kept"}
+    request = requested(RunRequest, {"engine": "openvino", "threads": 2} | theirs)
+    assert request.session_options == theirs
+    requested(RunRequest, {"provider": "cuda"} | theirs)  # the bundle says who runs it
 
 
 def test_batches_are_no_larger_than_the_bundle_was_exported_for(
