@@ -8,17 +8,15 @@ request by a `Panel`.
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import math
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -29,8 +27,10 @@ from typing import (
     ParamSpec,
     Self,
     TypeVar,
+    Union,
     get_args,
     get_origin,
+    get_type_hints,
     overload,
 )
 
@@ -136,19 +136,35 @@ def kind_of(request: type[Any], name: str) -> Any:
     field, said = declared(request)[name]
     if said.shell is not None and "kind" in said.shell:
         return said.shell["kind"]
-    owner = next(base for base in request.__mro__ if name in inspect.get_annotations(base))
-    text = str(inspect.get_annotations(owner)[name]).removesuffix(" | None")
-    if text == "Sequence[str]":
-        return list[str]
-    kind = vars(sys.modules[owner.__module__]).get(text, vars(builtins).get(text))
-    if kind == str | Path:
+    kind, parts = _annotated(request, name)
+    if set(parts) == {str, Path}:
         return Path
+    if kind in (Sequence[str], list[str], tuple[str, ...]):
+        return list[str]
     further = (said.shell or {}).get("further")
     if further is not None or get_origin(kind) is Literal:
         return Literal[*dict.fromkeys((*get_args(kind), *(further or tuple)()))]
     if isinstance(kind, type):
         return kind
-    return str if field.default is None and "str" in text.split(" | ") else type(field.default)
+    return str if field.default is None else type(field.default)
+
+
+def _annotated(request: type[Any], name: str) -> tuple[Any, Sequence[Any]]:
+    """The type of an option without None, and the types of which it is one, where it is a union.
+
+    None and nothing where it has names that type checkers alone see.
+    """
+    owner = next(base for base in request.__mro__ if name in inspect.get_annotations(base))
+    own = {name: inspect.get_annotations(owner)[name]}
+    alone = type(name, (), {"__annotations__": own, "__module__": owner.__module__})
+    try:
+        kind = get_type_hints(alone)[name]
+    except NameError:
+        return None, ()
+    if get_origin(kind) not in (Union, UnionType):
+        return kind, ()
+    parts = [part for part in get_args(kind) if part is not NoneType]
+    return (parts[0] if len(parts) == 1 else kind), parts
 
 
 def spelled(request: type[Any], name: str) -> str:
