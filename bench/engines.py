@@ -433,5 +433,12 @@ def engine_of(engine: str, provider: str | None) -> EngineKind | None:
 
 
 def requirements() -> tuple[Requirement, ...]:
-    """Returns what the engines need: lines of `moexport doctor`."""
-    return tuple(requirement for kind in KINDS.values() for requirement in kind.requires)
+    """Returns what the engines need: lines of `moexport doctor`.
+
+    Where two claim the name of a target it is what the core's need: the next lines say who.
+    """
+    try:
+        kinds = tuple(KINDS.values())
+    except PluginError:
+        kinds = (*_KINDS, *_ENGINES)
+    return tuple(requirement for kind in kinds for requirement in kind.requires)

@@ -298,7 +298,8 @@ def panels_of(request: type[Request]) -> list[Panel]:
 
     Raises `PluginError` where two plugins, or one and the core, claim an option.
     """
-    panels = [panel for panel in PANELS if not request.offered.isdisjoint(panel.calls)]
+    offered = PANELS if request.offered else ()  # who offers none needs no plugin
+    panels = [panel for panel in offered if not request.offered.isdisjoint(panel.calls)]
     owners = dict.fromkeys(declared(request), "moexport itself")
     for panel in panels:
         for name in declared(panel.options):

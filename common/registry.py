@@ -8,10 +8,10 @@ imported before one of its records is asked for.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, distributions
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -49,7 +49,10 @@ class Unloadable:
     reason: str
 
 
-_UNLOADABLE: dict[tuple[str, str], Unloadable] = {}
+_UNLOADABLE: dict[Entry, Unloadable] = {}
+
+_OWN_NAMES: dict[str, frozenset[str]] = {}
+"""The names of the core's records, by door: of those that were imported so far."""
 
 
 def unloadable() -> tuple[Unloadable, ...]:
@@ -68,11 +71,22 @@ def foreign_plugins() -> dict[str, list[str]]:
         loaded = _loaded(entry, object)
         if loaded and entry.own:
             continue
-        failed = (
-            "" if loaded else f" cannot be loaded: {_UNLOADABLE[entry.group, entry.name].reason}"
-        )
+        failed = "" if loaded else f" cannot be loaded: {_UNLOADABLE[entry].reason}"
         found.setdefault(entry.distribution, []).append(f"{entry.group}: {entry.name}{failed}")
     return found
+
+
+def clashes() -> tuple[str, ...]:
+    """Returns what two packages claim, or one and the core (`_OWN_NAMES`), a line for each."""
+    claimed = dict.fromkeys((entry.group, entry.name) for entry in _found())
+    return tuple(said for claim in claimed if (said := _clash(*claim)))
+
+
+def _clash(group: str, name: str) -> str:
+    """Who brings a record of that name, where it is not one alone; else empty."""
+    sources = ["moexport itself"] if name in _OWN_NAMES.get(group, ()) else []
+    sources += [e.distribution for e in _found() if (e.group, e.name) == (group, name)]
+    return f"{group}: '{name}' comes from {' and from '.join(sources)}" if sources[1:] else ""
 
 
 def _off() -> bool:
@@ -141,6 +155,7 @@ class Registry(Generic[R]):
         self.group = group
         self._kind = kind
         self._own = {record.name: record for record in own}
+        _OWN_NAMES[group] = frozenset(self._own)
 
     @property
     def own(self) -> tuple[R, ...]:
@@ -173,7 +188,7 @@ class Registry(Generic[R]):
             )
         record: R | None = _loaded(entry, self._kind)
         if record is None:
-            failed = _UNLOADABLE[self.group, name]
+            failed = _UNLOADABLE[entry]
             raise PluginError(
                 f"{name}: the plugin of {failed.distribution} cannot be loaded: {failed.reason}",
                 hint=f"install a version that fits, or remove it; {PLUGINS}=off runs without any",
@@ -209,26 +224,24 @@ class Registry(Generic[R]):
         return next((entry for entry in self._entries() if entry.point.name == name), None)
 
     def _refuse_two_of(self, name: str) -> None:
-        sources = ["moexport itself"] if name in self._own else []
-        sources += [entry.distribution for entry in self._entries() if entry.point.name == name]
-        if len(sources) > 1:
+        clash = _clash(self.group, name)
+        if clash:
             raise PluginError(
-                f"{self.group}: '{name}' comes from {' and from '.join(sources)}",
-                hint=f"remove one of them; {PLUGINS}=off runs without any plugin",
+                clash, hint=f"remove one of them; {PLUGINS}=off runs without any plugin"
             )
 
 
 def _loaded(entry: Entry, kind: type[Any]) -> Any:
     """The record of an entry point; None where that fails, which is kept."""
-    key, point = (entry.group, entry.name), entry.point
-    if key in _UNLOADABLE:
+    point = entry.point
+    if entry in _UNLOADABLE:
         return None
     try:
-        record = point.load()
-    except Exception as error:  # noqa: BLE001  a plugin's module may fail in any way
+        api = getattr(import_module(point.module), "API", None)
+        record = point.load() if api == API else None
+    except (Exception, SystemExit) as error:  # noqa: BLE001  it may fail in any way, and end us
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
-        api = getattr(sys.modules[point.module], "API", None)
         if api != API:
             reason = f"{point.module} is for API {api}, and this moexport has API {API}"
         elif not isinstance(record, kind):
@@ -237,5 +250,5 @@ def _loaded(entry: Entry, kind: type[Any]) -> Any:
             reason = f"{point.value} is not named '{point.name}'"
         else:
             return record
-    _UNLOADABLE[key] = Unloadable(*key, entry.distribution, reason)
+    _UNLOADABLE[entry] = Unloadable(entry.group, entry.name, entry.distribution, reason)
     return None

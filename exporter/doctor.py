@@ -49,7 +49,7 @@ class Diagnosis:
     """The result of `moexport doctor`.
 
     `outside` names the packages that are older or newer than what moexport was run with, `plugins`
-    what other distributions add, or fail to.
+    what other distributions add, or fail to, and what two of them claim.
     """
 
     abilities: tuple[Ability, ...]
@@ -65,7 +65,7 @@ class Diagnosis:
 def diagnose(required: Iterable[Requirement]) -> Diagnosis:
     """Returns what works here; looks at the installed packages and the hardware, builds nothing."""
     from ..common.environment import environment
-    from ..common.registry import foreign_plugins
+    from ..common.registry import clashes, foreign_plugins
     from ..common.versions import outside_of_what_was_run
     from .tensorrt.backends import first_gpu
 
@@ -73,7 +73,8 @@ def diagnose(required: Iterable[Requirement]) -> Diagnosis:
     lines = (EXPORT, *dict.fromkeys(required), DEMO)
     abilities = tuple(line.ability(gpu) for line in lines)
     plugins = tuple(f"plugin {name}: {'; '.join(of)}" for name, of in foreign_plugins().items())
-    return Diagnosis(abilities, environment(), tuple(outside_of_what_was_run()), plugins)
+    outside = tuple(outside_of_what_was_run())
+    return Diagnosis(abilities, environment(), outside, (*plugins, *clashes()))
 
 
 def in_onnx_runtime(name: str, provider: str) -> Requirement:

@@ -269,6 +269,8 @@ def test_without_plugins_the_core_is_alone(tmp_path: Path) -> None:
         ("API = 1\nMINE = 3", "theirs:MINE is no Reader"),
         (READER.replace('"mine"', '"other"'), "theirs:MINE is not named 'mine'"),
         ("API = 1", "AttributeError"),
+        ("API = 2", "theirs is for API 2"),  # whose record may have another name
+        ("raise SystemExit(7)", "SystemExit: 7"),
     ],
 )
 def test_a_plugin_that_does_not_load_harms_no_other(
@@ -294,6 +296,23 @@ def test_doctor_names_a_plugin_that_does_not_load(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if "theirs" in line]
     assert "plugin theirs 1.5: moexport.readers: mine cannot be loaded: ModuleNotFound" in line
+
+
+@pytest.mark.parametrize(
+    ("door", "name", "other"),
+    [("targets", "openvino", "moexport 0"), ("targets", "onnx", "moexport itself"),
+     ("options", "cluster", "moexport 0")],
+)  # fmt: skip
+def test_doctor_names_what_two_claim_and_what_has_no_options_of_plugins_works(
+    door: str, name: str, other: str, tmp_path: Path
+) -> None:
+    done = outcome_of(("doctor",), tmp_path, name, "API = 1\nMINE = 3", door)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "comes from" in line]
+    assert line.startswith(f"moexport.{door}: '{name}' comes from {other}")
+    assert line.endswith("theirs 1.5")
+    helped = outcome_of(("verify", "--help"), tmp_path, name, "API = 1\nMINE = 3", door)
+    assert helped.returncode == 0, helped.stderr
 
 
 def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
