@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from ..common.option import Request, declared, option
+from ..common.registry import left_out
 from ..common.text import listed, near_miss
 from ..errors import UsageError
 from ..exporter.requests import AnyPath, LoadRequest
@@ -45,7 +46,7 @@ def _known_entries(
         raise UsageError(f"{option} is empty", hint=near_miss("", known))
     for name in names:
         if name not in known:
-            hint = near_miss(name, known)
+            hint = near_miss(name, known) + left_out()
             raise UsageError(f"{option} {name}: there is no such {what}", hint=hint)
     return names
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
 from numbers import Integral
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ..common.registry import left_out
 from ..errors import BundleError, EngineError, FeedError, UsageError, install
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime, runtime_names
@@ -71,8 +72,8 @@ class SessionOptions:
     `runtime` says who runs it, by the name of its record (`bundle.runtimes`), which says what of
     `OWN_OPTIONS` it takes: `provider` is ONNX Runtime's name for what computes, `device` where
     another runtime computes, `streams` how many calls at a time share the threads, and `cache` a
-    folder for what was compiled, from which it starts again. What else a runtime does not know, it
-    goes without.
+    folder for what was compiled, from which it starts again. `of_plugins` are what plugins' options
+    of `run` say, by name: it takes all of them. What else a runtime does not know, it goes without.
     """
 
     provider: str = CPU
@@ -87,6 +88,7 @@ class SessionOptions:
     profile: Path | None = None
     spin_ms: float | None = None
     rounded: bool = False
+    of_plugins: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for what cannot be a number of threads or a time."""
@@ -98,7 +100,7 @@ class SessionOptions:
         if streams is not None and (not isinstance(streams, Integral) or streams < 1):
             raise UsageError(f"streams={streams!r}: not a number of calls", hint="streams=2")
         if self.runtime not in runtime_names():
-            known = " or ".join(runtime_names())
+            known = " or ".join(runtime_names()) + left_out()
             raise UsageError(f"runtime={self.runtime!r}: unknown runtime", hint=f"use {known}")
         if spin_ms is not None and not (isinstance(spin_ms, int | float) and 0 <= spin_ms < inf):
             raise UsageError(f"spin_ms={spin_ms!r}: not a time", hint="spin_ms=0 lets them rest")

@@ -342,7 +342,11 @@ def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
         (("build", "out"), "MOEXPORT_PLUGINS=off leaves out plugins"),
         (
             ("run", "onnx", "-i", "x.npz", "-o", "y.npz", "--engine", "openvino"),
-            "openvino: nothing that is installed runs graphs under that name",
+            "'openvino' is not one of 'onnxruntime'",
+        ),
+        (
+            ("bench", "w.pt", "-o", "new", "--engine", "openvino"),
+            "all; MOEXPORT_PLUGINS=off leaves out plugins",
         ),
     ],
 )
@@ -415,6 +419,11 @@ def outcome_of(
     about = "Metadata-Version: 2.1\nName: theirs\nVersion: 1.5\nSummary: Twice a number.\n"
     (info / "METADATA").write_text(about)
     (info / "entry_points.txt").write_text(f"[moexport.{door}]\n{name} = theirs:MINE\n")
+    return with_theirs(words, folder)
+
+
+def with_theirs(words: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
+    """What a command prints beside the package in a folder."""
     paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
     return subprocess.run(
         [sys.executable, "-m", "moexport", *words],
@@ -453,6 +462,47 @@ def test_options_of_plugins_have_a_panel_and_one_that_two_claim_names_both(
         assert f"--{field} comes from {' and from '.join(owners)}" in done.stderr
     else:
         assert "Theirs:\n  --depth <int>  Their own." in done.stdout
+
+
+OF_A_RUNTIME = """
+from dataclasses import dataclass
+from moexport.common.option import Panel, option
+from moexport.exporter.bundle.runtimes import RuntimeRecord
+from moexport.exporter.session import Session
+API = 1
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    colour: str = option("red", "The colour.")
+
+PANEL = Panel("mine", "Theirs", ("run",), Options)
+
+def opened(path, options):
+    print("colour", options.of_plugins["colour"])
+    return Session(path)
+
+MINE = RuntimeRecord("mine", "Their runtime", opened, takes=("colour",))
+"""
+
+
+def test_a_runtime_of_somebody_else_gets_its_options_and_others_refuse_them(tmp_path: Path) -> None:
+    model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
+    bundle = moexport.export(model, tmp_path / "out", lowering="dense", verify=False)
+    with pytest.raises(moexport.UsageError, match="devcie: no runtime takes") as told:
+        bundle.session(devcie="gpu")
+    assert "did you mean 'device'" in str(told.value.hint)
+    x, y = tmp_path / "x.npz", tmp_path / "y.npz"
+    np.savez(x, input=np.zeros((1, 4, model.inputs[0].shape[-1]), np.float32))
+    outcome_of((), tmp_path, "mine", OF_A_RUNTIME, "runtimes")
+    with (tmp_path / "theirs-1.5.dist-info" / "entry_points.txt").open("a") as points:
+        points.write("[moexport.options]\nmine = theirs:PANEL\n")
+    words = ("run", str(bundle.path), "-i", str(x), "-o", str(y), "--colour", "blue")
+    done = with_theirs(words, tmp_path)
+    assert done.returncode == 2
+    assert "colour='blue': it is Their runtime's" in done.stderr
+    done = with_theirs((*words, "--engine", "mine"), tmp_path)
+    assert (done.returncode, done.stdout) == (0, "colour blue\n")
+    assert y.exists()
 
 
 def test_a_command_of_somebody_else_is_listed_by_the_package_s_own_words_and_runs(

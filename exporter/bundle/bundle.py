@@ -67,6 +67,7 @@ class Bundle:
         spin_ms: float | None = None,
         prepack: bool | None = None,
         profile: Path | str | None = None,
+        **of_plugins: Any,
     ) -> Session:
         """Returns a graph of the bundle, ready to run in ONNX Runtime or OpenVINO.
 
@@ -90,6 +91,7 @@ class Bundle:
             prepack: Keep a re-ordered copy of each weight: faster, in as much memory again.
                 Default: True.
             profile: Time every node, into a file whose name begins so. Default: no file.
+            of_plugins: Options of the runtime's plugin, as the help of `run` lists them.
 
         Raises:
             UsageError: an argument is invalid.
@@ -112,6 +114,7 @@ class Bundle:
             "prepack": prepack,
             "profile": profile and Path(profile),
             "rounded": rounded or None,
+            "of_plugins": of_plugins or None,
         }
         stated = {name: value for name, value in keywords.items() if value is not None}
         return self._opened(graph, replace(options or SessionOptions(), **stated))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...common.registry import Registry
+from ...common.registry import Registry, left_out
+from ...common.text import near_miss
 from ...errors import UsageError
 from ...graphs.targets import TARGETS, Precision, Target, TargetRecord, runtime_of
 from ..session import OWN_OPTIONS, Session, SessionOptions, check_provider
@@ -44,7 +45,8 @@ class RuntimeRecord:
     """One runtime: `title` is what readers know it by, and `extra` of pyproject.toml installs it.
 
     `open` opens a graph: that is all of a runtime that no target names, and that users name. Of the
-    session options that only some runtimes have (`session.OWN_OPTIONS`) it `takes` those.
+    session options that only some runtimes have (`session.OWN_OPTIONS`, and what panels of plugins
+    add to `run`) it `takes` those.
     `options` says how a target's graphs run, with so many threads that spin for so many ms.
     `check_runs` raises a `MoexportError` where this machine does not run a target's graphs,
     `check_computes` where it does not compute a precision for a target, so that nothing can be
@@ -96,14 +98,20 @@ def owner_of(option: str) -> tuple[str, str]:
 def check_options(options: SessionOptions) -> None:
     """Raises `UsageError` for an option that the runtime which the options name does not take."""
     usual = SessionOptions()
-    for name in OWN_OPTIONS:
-        value = getattr(options, name)
-        if value != getattr(usual, name) and name not in RUNTIMES[options.runtime].takes:
-            runtime, title = owner_of(name)
-            raise UsageError(
-                f"{name}={value!r}: it is {title}'s",
-                hint=f"leave {name} out" + (f", or give runtime='{runtime}'" if runtime else ""),
-            )
+    stated = {name: getattr(options, name) for name in OWN_OPTIONS}
+    stated = {name: value for name, value in stated.items() if value != getattr(usual, name)}
+    for name, value in (stated | {**options.of_plugins}).items():
+        if name in RUNTIMES[options.runtime].takes:
+            continue
+        runtime, title = owner_of(name)
+        if not runtime and name in options.of_plugins:
+            known = (*OWN_OPTIONS, "threads", *(each for of in RUNTIMES for each in of.takes))
+            hint = near_miss(name, dict.fromkeys(known)) + left_out()
+            raise UsageError(f"{name}: no runtime takes such an option", hint=hint)
+        raise UsageError(
+            f"{name}={value!r}: it is {title}'s",
+            hint=f"leave {name} out" + (f", or give runtime='{runtime}'" if runtime else ""),
+        )
 
 
 def opened(path: Path | str, options: SessionOptions | None = None) -> Session:
