@@ -323,7 +323,7 @@ def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
         (("build", "out"), "MOEXPORT_PLUGINS=off leaves out plugins"),
         (
             ("run", "onnx", "-i", "x.npz", "-o", "y.npz", "--engine", "openvino"),
-            "openvino: nothing that is installed runs graphs under that name",
+            "'openvino' is not one of 'onnxruntime'",
         ),
     ],
 )
