@@ -35,7 +35,7 @@ class LayoutOptions:
             )
 
 
-PANEL = Panel("text", "Text", ("export",), LayoutOptions)
+PANEL = Panel("text", "Options", ("export",), LayoutOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
