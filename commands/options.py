@@ -237,7 +237,7 @@ LAST = ("Cluster", "Options")
 """Sections of a command's help that end it."""
 
 FURTHER = ("Numbers", "Engines", "Weights of engines")
-"""Sections that a help of more than two screens leaves to --help-all, beside rare ones of plugins."""
+"""Sections that a help of more than two screens leaves to --help-all, beside rare panels."""
 
 SCREENS = 80
 """Lines of two screens."""
