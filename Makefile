@@ -11,7 +11,7 @@ ORT := $(if $(shell command -v nvidia-smi),gpu,cpu)
 OTHER := $(if $(filter gpu,$(ORT)),onnxruntime,onnxruntime-gpu)
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-mumoe web test test-all lint conformance pairs docs bench fuzz mutants soak siege compat \
+.PHONY: demo demo-mumoe web test test-all test-core lint conformance pairs docs bench fuzz mutants soak siege compat \
 	gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
@@ -50,6 +50,11 @@ test: $(VENV)/ready $(WEB)
 # With the long ones: kills, fuzzing, whole documents, servers, browsers and clusters.
 test-all: $(VENV)/ready $(WEB)
 	$(PYTEST)
+	$(BIN)/python tests/core_alone.py
+
+# The core's own tests, on a copy without plugins.
+test-core: $(VENV)/ready
+	$(BIN)/python tests/core_alone.py
 
 # The server under hostile clients for two minutes, on a quiet machine: how long honest ones wait, too.
 siege: $(VENV)/ready

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..common.console import Console
 from ..common.libraries import check_pytorch
-from ..common.option import Request, changed, declared, kind_of, panels_of, refuse_changed
+from ..common.option import PANELS, Request, changed, declared, kind_of, panels_of, refuse_changed
 from ..common.registry import Registry
 from ..errors import UsageError
 from .command import Command, summaries
@@ -236,8 +236,8 @@ def refuse_idle(*records: Any, why: str, but: Sequence[str] = ()) -> None:
 LAST = ("Cluster", "Options")
 """Sections of a command's help that end it."""
 
-FURTHER = ("Numbers", "Edits", "Engines", "Weights of engines")
-"""Sections that a help of more than two screens leaves to --help-all."""
+FURTHER = ("Numbers", "Engines", "Weights of engines")
+"""Sections that a help of more than two screens leaves to --help-all, beside rare panels."""
 
 SCREENS = 80
 """Lines of two screens."""
@@ -266,7 +266,8 @@ class SectionedCommand(TyperCommand):
                 heading = "Arguments" if argument else heading or "Options"
                 sections.setdefault(heading, []).append(record)
         long = sum(map(len, sections.values())) > SCREENS / 2  # an option takes about two lines
-        left_out = [title for title in FURTHER if title in sections and long and not self.whole]
+        rare = {*FURTHER, *(panel.title for panel in PANELS if panel.rare)}
+        left_out = [title for title in sections if title in rare and long and not self.whole]
         last = [title for title in LAST if title in sections]
         listed = [title for title in sections if title not in (*last, *left_out)]
         for heading in listed + last:

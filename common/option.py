@@ -278,15 +278,17 @@ def parse_share(text: str | float, option: str) -> float:
 class Panel:
     """Options of a plugin: a section of the help of some commands, keywords of their calls.
 
+    Where the core has a section of the `title`, they stand in that one.
     `options` is a frozen dataclass whose fields are declared with `common.option.option`; a request
     of one of the `calls` hands it on (`Request.asked`). `load` stands for every command that reads
-    a model.
+    a model. A help of more than two screens leaves what is `rare` to --help-all.
     """
 
     name: str
     title: str
     calls: tuple[str, ...]
     options: type[Any]
+    rare: bool = False
 
 
 PANELS = Registry("moexport.options", Panel)

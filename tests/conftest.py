@@ -15,6 +15,15 @@ from moexport.tests.command import run
 from moexport.tests.recorded import DATA, SOFT_MOE, VIT_SETS, RecordedCase, read_case
 from moexport.tests.traces import traced_once
 
+ALONE = importlib.util.find_spec("moexport.plugins") is None
+"""The core by itself (`core_alone.py`)."""
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leaves out tests of plugins where there are none."""
+    file = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return (ALONE and file and "moexport.plugins" in collection_path.read_text("utf-8")) or None
+
 
 @pytest.fixture(params=SOFT_MOE)
 def soft_moe_case(request: pytest.FixtureRequest) -> RecordedCase:
@@ -43,7 +52,7 @@ def searches_are_brief() -> Iterator[None]:
 
     What the training does is tested by itself, and no test depends on these times.
     """
-    if importlib.util.find_spec("moexport.plugins") is None:  # the core by itself
+    if ALONE:
         yield
         return
     from moexport.plugins.tune import budget

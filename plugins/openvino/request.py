@@ -10,7 +10,7 @@ from ...common.option import Panel, option
 
 API = 1
 
-Device = Literal["cpu", "gpu", "npu"]
+OpenVinoDevice = Literal["cpu", "gpu", "npu"]
 """Where OpenVINO runs a graph."""
 
 
@@ -18,7 +18,7 @@ Device = Literal["cpu", "gpu", "npu"]
 class OpenVinoOptions:
     """Options of a session (`Bundle.session`) in OpenVINO."""
 
-    device: Device = option("cpu", "OpenVINO's device.")
+    device: OpenVinoDevice = option("cpu", "OpenVINO's device.")
     cache: str | Path | None = option(
         None,
         "A folder in which OpenVINO keeps what it compiled, for the next start.",

@@ -65,7 +65,7 @@ class EditOptions:
     )
 
 
-EDITS = Panel("edits", "Edits", ("export",), EditOptions)
+EDITS = Panel("edits", "Edits", ("export",), EditOptions, rare=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

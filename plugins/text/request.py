@@ -35,7 +35,7 @@ class LayoutOptions:
             )
 
 
-PANEL = Panel("text", "Text", ("export",), LayoutOptions)
+PANEL = Panel("text", "Text", ("export",), LayoutOptions, rare=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,7 +134,7 @@ def test_the_help_of_a_command_with_many_options_has_sections_and_fits_two_scree
     ]
     assert len(lines) <= 80
     assert max(map(len, lines)) <= 100
-    more = "--help-all shows further options: Numbers (4), Edits (3), Engines (9)"
+    more = "--help-all shows further options: Numbers (4), Edits (3), Text (1), Engines (9)"
     assert any(line.startswith(more) for line in lines)
     most = max(text.count("\n  -") for text in "\n".join(lines).split(":\n"))
     assert most <= 12
@@ -142,7 +142,8 @@ def test_the_help_of_a_command_with_many_options_has_sections_and_fits_two_scree
 
 def test_help_all_leaves_out_no_option() -> None:
     lines = run("export", "--help-all").out.splitlines()
-    assert headings(lines)[-5:] == ["Numbers", "Edits", "Engines", "Weights of engines", "Options"]
+    last = ["Numbers", "Edits", "Text", "Engines", "Weights of engines", "Options"]
+    assert headings(lines)[-6:] == last
     listed = {word for line in lines for word in re.findall(r"^  (?:-\w, )?(--[a-z-]+)", line)}
     names = inspect.signature(flattened(export)).parameters
     assert len(listed) == len(names)  # --help takes the place of MODEL

@@ -27,6 +27,8 @@ from moexport.exporter.trace import HELD, Held, trace
 from moexport.tests.recorded import read_case
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.plugins  # the networks are users' own
+
 CODE = '''
 import moexport
 import torch

@@ -259,7 +259,8 @@ def writers(exported: Path, tmp_path: Path) -> dict[str, tuple[str | Path, ...]]
     }
 
 
-NAMES = ("y.npz", "report.html", "table.json", "experts", "bench")
+EXPERTS = pytest.param("experts", marks=pytest.mark.plugins)
+NAMES = ("y.npz", "report.html", "table.json", EXPERTS, "bench")
 
 
 @pytest.mark.parametrize("name", NAMES[:-1])

@@ -223,6 +223,7 @@ def net(softmax=False):
 '''
 
 
+@pytest.mark.plugins
 def test_a_head_behind_a_users_backbone_is_replaced_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

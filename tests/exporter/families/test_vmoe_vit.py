@@ -80,6 +80,7 @@ def config_file(case: JaxCase, folder: Path, *, whole: bool = True) -> Path:
     return file
 
 
+@pytest.mark.plugins  # reads what JAX wrote
 @pytest.mark.parametrize("name", SOFT)
 def test_soft_moe_computes_and_weighs_as_the_authors_do(name: str) -> None:
     case = read_case(name)
