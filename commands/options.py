@@ -266,8 +266,10 @@ class SectionedCommand(TyperCommand):
                 heading = "Arguments" if argument else heading or "Options"
                 sections.setdefault(heading, []).append(record)
         long = sum(map(len, sections.values())) > SCREENS / 2  # an option takes about two lines
-        rare = {*FURTHER, *(panel.title for panel in PANELS if panel.rare)}
-        left_out = [title for title in sections if title in rare and long and not self.whole]
+        rare: set[str] = set()
+        if long and not self.whole:  # a short help needs no plugin
+            rare = {*FURTHER, *(panel.title for panel in PANELS if panel.rare)}
+        left_out = [title for title in sections if title in rare]
         last = [title for title in LAST if title in sections]
         listed = [title for title in sections if title not in (*last, *left_out)]
         for heading in listed + last:

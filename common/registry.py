@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import PluginError
@@ -51,6 +51,8 @@ class Unloadable:
 
 _UNLOADABLE: dict[Entry, Unloadable] = {}
 
+_UNREADABLE: list[str] = []
+
 _OWN_NAMES: dict[str, frozenset[str]] = {}
 """The names of the core's records, by door: of those that were imported so far."""
 
@@ -76,10 +78,13 @@ def foreign_plugins() -> dict[str, list[str]]:
     return found
 
 
-def clashes() -> tuple[str, ...]:
-    """Returns what two packages claim, or one and the core (`_OWN_NAMES`), a line for each."""
+def troubles() -> tuple[str, ...]:
+    """Returns what two packages claim, or one and the core (`_OWN_NAMES`), a line for each.
+
+    After them come the packages whose entry points cannot be read.
+    """
     claimed = dict.fromkeys((entry.group, entry.name) for entry in _found())
-    return tuple(said for claim in claimed if (said := _clash(*claim)))
+    return (*(said for claim in claimed if (said := _clash(*claim))), *_UNREADABLE)
 
 
 def _clash(group: str, name: str) -> str:
@@ -124,15 +129,23 @@ def _found() -> tuple[Entry, ...]:
         return ()
     found: dict[str, list[Entry]] = {}
     for distribution in distributions():
-        if "[moexport." not in (distribution.read_text("entry_points.txt") or ""):
-            continue
-        metadata = distribution.metadata
-        name = metadata["Name"]
-        about = f"{name} {metadata['Version']}", metadata["Summary"] or "", name == OWN
-        points = [each for each in distribution.entry_points if each.group.startswith("moexport.")]
-        found.setdefault(name, [Entry(point, *about) for point in points])
+        try:
+            if "[moexport." in (distribution.read_text("entry_points.txt") or ""):
+                entries = _entries_of(distribution)
+                found.setdefault(distribution.metadata["Name"], entries)
+        except (TypeError, ValueError) as error:  # what importlib raises for damaged ones
+            name = distribution.metadata["Name"]
+            _UNREADABLE.append(f"plugin {name}: its entry_points.txt cannot be read: {error}")
     entries = [entry for several in found.values() for entry in several]
     return tuple(sorted(entries, key=lambda entry: (entry.name, entry.distribution)))
+
+
+def _entries_of(distribution: Distribution) -> list[Entry]:
+    metadata = distribution.metadata
+    name = metadata["Name"]
+    about = f"{name} {metadata['Version']}", metadata["Summary"] or "", name == OWN
+    points = distribution.entry_points
+    return [Entry(point, *about) for point in points if point.group.startswith("moexport.")]
 
 
 def left_out() -> str:

@@ -65,7 +65,7 @@ class Diagnosis:
 def diagnose(required: Iterable[Requirement]) -> Diagnosis:
     """Returns what works here; looks at the installed packages and the hardware, builds nothing."""
     from ..common.environment import environment
-    from ..common.registry import clashes, foreign_plugins
+    from ..common.registry import foreign_plugins, troubles
     from ..common.versions import outside_of_what_was_run
     from .tensorrt.backends import first_gpu
 
@@ -74,7 +74,7 @@ def diagnose(required: Iterable[Requirement]) -> Diagnosis:
     abilities = tuple(line.ability(gpu) for line in lines)
     plugins = tuple(f"plugin {name}: {'; '.join(of)}" for name, of in foreign_plugins().items())
     outside = tuple(outside_of_what_was_run())
-    return Diagnosis(abilities, environment(), outside, (*plugins, *clashes()))
+    return Diagnosis(abilities, environment(), outside, (*plugins, *troubles()))
 
 
 def in_onnx_runtime(name: str, provider: str) -> Requirement:

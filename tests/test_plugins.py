@@ -315,6 +315,15 @@ def test_doctor_names_what_two_claim_and_what_has_no_options_of_plugins_works(
     assert helped.returncode == 0, helped.stderr
 
 
+@pytest.mark.parametrize("points", [b"[moexport.commands]\nmine\n", b"[moexport.commands]\n\xff"])
+def test_entry_points_that_cannot_be_read_harm_nothing_else(points: bytes, tmp_path: Path) -> None:
+    outcome_of((), tmp_path, "mine", "")
+    (tmp_path / "theirs-1.5.dist-info" / "entry_points.txt").write_bytes(points)
+    assert with_theirs(("verify", "--help"), tmp_path).returncode == 0
+    told = with_theirs(("doctor",), tmp_path).stdout
+    assert "plugin theirs: its entry_points.txt cannot be read" in told
+
+
 def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
     words = ("calibrate", "x.pt", "--data", "x.npz", "-o", "t.json", "--ray", "local")
     done = subprocess.run(
