@@ -206,6 +206,8 @@ def requested(request: ExportRequest, destination: Path | None) -> ExportOptions
 
     Raises `UsageError` for what cannot be meant.
     """
+    for step in STEPS if request.further else ():
+        step.refuses(request)
     options = parsed(request, destination)
     for step in asked(options):
         options = step.change(options, request)

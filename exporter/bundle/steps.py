@@ -31,6 +31,10 @@ class Export(Protocol):
     def writes_text(self) -> bool: ...
 
 
+def _refuses_nothing(request: ExportRequest) -> None:
+    del request
+
+
 def _unchanged(options: ExportOptions, request: ExportRequest) -> ExportOptions:
     del request
     return options
@@ -45,16 +49,19 @@ def _no_files(export: Export, directory: Path, manifest: Manifest) -> Manifest:
 class Step:
     """What a plugin does in an export.
 
-    Its options ask for it (`asked`), or a model brings it along (`Host.steps`). `change` returns
-    the options of the export with what the plugin's own options stand for. `check` yields what
-    cannot be meant: of the options alone, and again when the model is loaded, both before any work
-    is done. `finish` writes files into the folder of a bundle that is otherwise complete, and
-    returns the manifest that lists them; the weights are written so many times again as there are
-    `copies`. `contents` is what the bundle's page says of files, by their names.
+    Its options ask for it (`asked`), or a model brings it along (`Host.steps`). `refuses` raises
+    `UsageError` for options that are given beside the plugin's and have no use there, before any of
+    them is parsed. `change` returns the options of the export with what the plugin's own options
+    stand for. `check` yields what cannot be meant: of the options alone, and again when the model
+    is loaded, both before any work is done. `finish` writes files into the folder of a bundle that
+    is otherwise complete, and returns the manifest that lists them; the weights are written so many
+    times again as there are `copies`. `contents` is what the bundle's page says of files, by their
+    names.
     """
 
     name: str
     asked: Callable[[ExportOptions], bool] = lambda _: False
+    refuses: Callable[[ExportRequest], None] = _refuses_nothing
     change: Callable[[ExportOptions, ExportRequest], ExportOptions] = _unchanged
     check: Callable[[ExportOptions, Model | None], Iterable[Mistake]] = lambda _options, _model: ()
     finish: Callable[[Export, Path, Manifest], Manifest] = _no_files

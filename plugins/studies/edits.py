@@ -134,7 +134,9 @@ def _read_json(path: Path) -> Any:
 
 
 def _asked(options: ExportOptions) -> bool:
-    return bool(changed(options.asked(EditOptions)))
+    asked = options.asked(EditOptions)
+    # A list without entries is no default: it is refused.
+    return asked.rewrite is not None or bool(changed(asked))
 
 
 def _change(options: ExportOptions, request: ExportRequest) -> ExportOptions:

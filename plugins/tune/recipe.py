@@ -237,10 +237,16 @@ def _asked(options: ExportOptions) -> bool:
     return recipe_in(options) is not None or options.asked(RecipeOptions).recipe is not None
 
 
-def _change(options: ExportOptions, request: ExportRequest) -> ExportOptions:
+def _refuses(request: ExportRequest) -> None:
+    if request.asked(RecipeOptions).recipe is None:
+        return
     for record in (request, *request.further):
         names = {*changed(record)} - _BESIDE
         refuse_changed(record, names, " with --recipe: the recipe already sets it")
+
+
+def _change(options: ExportOptions, request: ExportRequest) -> ExportOptions:
+    del request
     path = Path(options.asked(RecipeOptions).recipe or "")
     recipe = read_recipe(path)
     ranges = file_beside(path, recipe.calibration, CALIBRATION_FILE)
@@ -272,6 +278,7 @@ def _finish(export: Export, directory: Path, manifest: Manifest) -> Manifest:
 RECIPE = Step(
     "recipe",
     asked=_asked,
+    refuses=_refuses,
     change=_change,
     check=_check,
     finish=_finish,

@@ -14,7 +14,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from moexport.errors import UsageError
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.model import Model
 from moexport.tests.command import Outcome, run
 from moexport.tests.commands.test_errors import assert_refused
 from moexport.tests.graphs.mumoe_layers import mumoe_layers
@@ -253,6 +255,16 @@ def test_a_rewrite_file_that_cannot_be_read(content: str, message: str, tmp_path
     assert message in outcome.error and "rewrite.json" in outcome.error
     assert outcome.hint
     assert "loading" not in outcome.err
+
+
+def test_no_entries_to_rewrite_are_refused() -> None:
+    """They are no default, which would be exported without a word."""
+    with pytest.raises(UsageError, match="rewrite: holds no re-written outputs"):
+        moexport.export(not_loaded, "out", rewrite=[])
+
+
+def not_loaded() -> Model:
+    raise AssertionError("what needs no model is refused before it is loaded")
 
 
 def test_a_rewrite_file_that_is_not_there(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.model import fingerprint
+from moexport.exporter.model import Model, fingerprint
 from moexport.graphs.layers.mumoe import MuMoE
 from moexport.plugins.tune.recipe import LayerRecipe, Recipe
 from moexport.tests.command import run
@@ -207,3 +207,27 @@ def test_a_recipe_may_be_steered_and_other_edits_beside_it_are_refused(tmp_path:
         moexport.export(model, tmp_path / "no", recipe=recipe, ablate="layer:3")
     with pytest.raises(UsageError, match="--k with --recipe: the recipe already sets it"):
         moexport.export(model, tmp_path / "no", recipe=recipe, k=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("rest", "fp16"),
+        ("quantize", "all"),
+        ("weight_bits", 8),
+        ("min_retention", 0.9),
+        ("ablate", "no expert"),
+        ("rewrite", "missing.json"),
+    ],
+)
+def test_what_a_recipe_sets_is_refused_before_it_is_parsed(option: str, value: object) -> None:
+    """Nobody is told to add another option that the recipe excludes, too."""
+    given: Any = {option: value}
+    with pytest.raises(UsageError, match="with --recipe: the recipe already sets it") as refused:
+        moexport.export(not_loaded, "out", recipe="missing.yaml", **given)
+    spelled = f"--{option.replace('_', '-')}"
+    assert refused.value.hint == f"leave {spelled} out"
+
+
+def not_loaded() -> Model:
+    raise AssertionError("what needs no model is refused before it is loaded")
