@@ -153,7 +153,10 @@ def _check(cells: Sequence[Cells]) -> None:
     check_studies(request)
     for study in asked(request):
         if not study.on_nodes:
-            raise UsageError(f"--ray: the study '{study.name}' is measured on one machine")
+            raise UsageError(
+                f"--ray: the study '{study.name}' is measured on one machine",
+                hint="leave --ray out, or the options that ask for the study",
+            )
     if request.data is not None and not isinstance(request.data, str | Path):
         raise UsageError("data in memory: nodes read data by a path, URL or package.module:name")
     listed = [model for one in cells for model in one.models]
