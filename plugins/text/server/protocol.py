@@ -12,7 +12,7 @@ from uuid import uuid4
 import msgspec
 
 from ....common.documents import from_data
-from ....common.option import spelled
+from ....common.option import declared, spelled
 from ....common.text import printable
 from ....errors import MoexportError, UsageError
 from ..request import GenerateRequest
@@ -155,8 +155,8 @@ def asked(body: bytes) -> Asked:
 def in_protocol(error: MoexportError) -> str:
     """Returns an error's message with the protocol's names where it has those of options."""
     message = error.message
-    for field in fields(GenerateRequest):
-        message = message.replace(spelled(GenerateRequest, field.name), field.name)
+    for name in declared(GenerateRequest):
+        message = message.replace(spelled(GenerateRequest, name), name)
     return message
 
 
