@@ -22,6 +22,8 @@ from moexport.tests.commands.test_errors import assert_refused
 from moexport.tests.graphs.mumoe_layers import mumoe_layers
 from moexport.tests.recorded import DATA, ENTMAX, VIT_CONFIG, VIT_SETS, read_case
 
+pytestmark = pytest.mark.plugins  # who types edits needs the plugin that reads them
+
 VIT = DATA / "soft_moe_vit" / "weights.pt"  # blocks.2.mlp and blocks.3.mlp, 8 experts each
 TWO_LEVELS = DATA / "mumoe_tr_2level" / "weights.pt"  # 16 and 4 experts, 24 wide, 10 outputs
 

@@ -48,6 +48,7 @@ def test_a_vit_has_one_op_for_each_attention(
     assert (ops["Attention"], ops["MultiHeadAttention"]) == (joined, apart)
 
 
+@pytest.mark.plugins
 def test_openvino_gets_the_softmax_of_bf16_in_the_type_of_its_products(tmp_path: Path) -> None:
     """It makes one kernel of them then, in which it sums in FP32."""
     case = read_case("soft_moe_vit")

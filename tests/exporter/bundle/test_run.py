@@ -51,6 +51,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ),
     ],
 )
+@pytest.mark.plugins
 def test_an_option_of_another_runtime_is_refused_with_whose_it_is(
     asked: dict[str, Any], message: str
 ) -> None:
@@ -59,6 +60,7 @@ def test_an_option_of_another_runtime_is_refused_with_whose_it_is(
     assert told.value.message == message
 
 
+@pytest.mark.plugins
 def test_what_the_runtime_takes_is_not_refused() -> None:
     RunRequest(engine="onnxruntime", provider="cuda", threads=2)
     theirs = {"device": "gpu", "cache": "kept"}

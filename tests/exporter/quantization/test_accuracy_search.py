@@ -119,6 +119,7 @@ def test_the_layer_that_int8_harms_stays_in_floats_and_the_manifest_says_why(
     assert note in shown
 
 
+@pytest.mark.plugins
 def test_it_is_the_edited_model_that_is_retained(tmp_path: Path) -> None:
     ablated = "second:" + ",".join(map(str, range(EXPERTS)))
     bundle = moexport.export(

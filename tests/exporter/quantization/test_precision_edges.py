@@ -125,6 +125,7 @@ def test_a_backbone_s_weights_beyond_fp16_keep_their_node_in_fp32(tmp_path: Path
     ("target", "lowerings"),
     [("ort-cpu", "dense,gather,grouped,conditional"), ("tensorrt", "dense,gather,conditional")],
 )
+@pytest.mark.plugins
 def test_int8_of_an_ablated_expert_is_zeros(target: str, lowerings: str, tmp_path: Path) -> None:
     """Its columns have no largest weight to take a scale from."""
     np.savez(tmp_path / "x.npz", input=CASE.x)
