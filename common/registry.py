@@ -83,14 +83,14 @@ def troubles() -> tuple[str, ...]:
 
     After them come the packages whose entry points cannot be read.
     """
-    claimed = dict.fromkeys((entry.group, entry.name) for entry in _found())
+    claimed = ((group, name) for group, names in _doors().items() for name in names)
     return (*(said for claim in claimed if (said := _clash(*claim))), *_UNREADABLE)
 
 
 def _clash(group: str, name: str) -> str:
     """Who brings a record of that name, where it is not one alone; else empty."""
     sources = ["moexport itself"] if name in _OWN_NAMES.get(group, ()) else []
-    sources += [e.distribution for e in _found() if (e.group, e.name) == (group, name)]
+    sources += [entry.distribution for entry in _doors().get(group, {}).get(name, ())]
     return f"{group}: '{name}' comes from {' and from '.join(sources)}" if sources[1:] else ""
 
 
@@ -131,8 +131,8 @@ def _found() -> tuple[Entry, ...]:
     for distribution in distributions():
         try:
             if "[moexport." in (distribution.read_text("entry_points.txt") or ""):
-                entries = _entries_of(distribution)
-                found.setdefault(distribution.metadata["Name"], entries)
+                name, entries = _entries_of(distribution)
+                found.setdefault(name, entries)
         except (TypeError, ValueError) as error:  # what importlib raises for damaged ones
             name = distribution.metadata["Name"]
             _UNREADABLE.append(f"plugin {name}: its entry_points.txt cannot be read: {error}")
@@ -140,12 +140,23 @@ def _found() -> tuple[Entry, ...]:
     return tuple(sorted(entries, key=lambda entry: (entry.name, entry.distribution)))
 
 
-def _entries_of(distribution: Distribution) -> list[Entry]:
+@cache
+def _doors() -> dict[str, dict[str, list[Entry]]]:
+    """The entry points by their group and their name: one each, unless two claim it."""
+    doors: dict[str, dict[str, list[Entry]]] = {}
+    for entry in _found():
+        doors.setdefault(entry.group, {}).setdefault(entry.name, []).append(entry)
+    return doors
+
+
+def _entries_of(distribution: Distribution) -> tuple[str, list[Entry]]:
+    """The name of a package, and its entry points in our doors."""
     metadata = distribution.metadata
     name = metadata["Name"]
     about = f"{name} {metadata['Version']}", metadata["Summary"] or "", name == OWN
     points = distribution.entry_points
-    return [Entry(point, *about) for point in points if point.group.startswith("moexport.")]
+    ours = [Entry(point, *about) for point in points if point.group.startswith("moexport.")]
+    return name, ours
 
 
 def left_out() -> str:
@@ -155,7 +166,7 @@ def left_out() -> str:
 
 def names_in(group: str) -> tuple[str, ...]:
     """Returns the names of the plugins' records of a door; imports none."""
-    return tuple(dict.fromkeys(entry.name for entry in _found() if entry.group == group))
+    return tuple(_doors().get(group, ()))
 
 
 class Registry(Generic[R]):
@@ -231,10 +242,10 @@ class Registry(Generic[R]):
         return None if entry is None or entry.own else entry
 
     def _entries(self) -> list[Entry]:
-        return [entry for entry in _found() if entry.point.group == self.group]
+        return [entry for several in _doors().get(self.group, {}).values() for entry in several]
 
     def _entry(self, name: str) -> Entry | None:
-        return next((entry for entry in self._entries() if entry.point.name == name), None)
+        return next(iter(_doors().get(self.group, {}).get(name, ())), None)
 
     def _refuse_two_of(self, name: str) -> None:
         clash = _clash(self.group, name)

@@ -41,9 +41,10 @@ def copied(folder: Path) -> None:
             place = folder / "moexport" / name
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, place)
+    metadata = distribution("moexport").read_text("METADATA") or ""
     about = folder / "moexport-0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text(distribution("moexport").read_text("METADATA") or "")
+    (about / "METADATA").write_text(metadata)
     # Without plugins, and read in place of those of an install.
     points = "[moexport.none]\n[console_scripts]\nmoexport = moexport.__main__:main\n"
     (about / "entry_points.txt").write_text(points)
