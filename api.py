@@ -26,9 +26,9 @@ from .exporter.requests import (
 )
 
 if TYPE_CHECKING:
-    from .calibration.feeds import Feed
     from .calibration.table import CalibrationTable
     from .common.console import Progress
+    from .data.feeds import Feed
     from .exporter.bundle.bundle import Bundle
     from .exporter.bundle.manifest import Check, Manifest
     from .exporter.bundle.run import Outputs

@@ -15,7 +15,9 @@ from typing import Literal, cast, get_args
 
 import numpy as np
 
-from ..calibration.feeds import (
+from ..common.locations import AnyPlace, local
+from ..common.user_code import names_code
+from ..data.feeds import (
     LABEL_NAMES,
     Array,
     Feed,
@@ -30,9 +32,7 @@ from ..calibration.feeds import (
     npz_names,
     rebatched_pairs,
 )
-from ..calibration.shards import IMAGE, IMAGES, shard_batches, shards_of
-from ..common.locations import AnyPlace, local
-from ..common.user_code import names_code
+from ..data.shards import IMAGE, IMAGES, shard_batches, shards_of
 from ..errors import FeedError, UsageError
 from ..exporter.inputs import (
     SIZES,

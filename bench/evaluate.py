@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..calibration.feeds import IGNORED, Array, Labels, check_classes
 from ..common.console import Progress, Silent
+from ..data.feeds import IGNORED, Array, Labels, check_classes
 from ..errors import FeedError, in_one_line
 from ..exporter.bundle.parity_record import TIE, Tolerance
 from ..exporter.inputs import Inputs

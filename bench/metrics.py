@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from ..calibration.feeds import IGNORED, Array, Labels
+from ..data.feeds import IGNORED, Array, Labels
 from ..errors import FeedError, ParityError
 from ..exporter.bundle.parity_record import Tolerance
 from ..exporter.parity import jaccard

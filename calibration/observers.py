@@ -15,15 +15,15 @@ import numpy as np
 import onnx_ir as ir
 
 from ..common.onnx_runtime import ort
+from ..data.feeds import row_count
+from ..data.shards import Fields
 from ..errors import CalibrationError
 from ..graphs.builder import Builder
 from ..graphs.lower import LoweringRequest, lower
 from ..graphs.names import INPUT, is_ranged, range_key
 from ..graphs.precision.backbone import backbone_linears
 from ..graphs.targets import CPU_PROVIDER
-from .feeds import row_count
 from .methods import BINS, HALF, Histogram
-from .shards import Fields
 
 MASK = 1e30
 """Values beyond this are no activations but masks (−inf, or the lowest float, before a softmax)."""

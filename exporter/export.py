@@ -14,12 +14,12 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from ..calibration.feeds import limited, named_batches
-from ..calibration.shards import Fields
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
 from ..common.files import release
 from ..common.threads import Threads, fastest_threads, with_threads
+from ..data.feeds import limited, named_batches
+from ..data.shards import Fields
 from ..errors import (
     EngineError,
     LoweringError,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..calibration.feeds import (
+from ..data.feeds import (
     Feed,
     limited,
     named_batches,
@@ -20,8 +20,8 @@ from ..calibration.feeds import (
     row_count,
     rows_between,
 )
-from ..calibration.shards import Fields
-from ..calibration.shards import Inputs as Inputs  # noqa: PLC0414
+from ..data.shards import Fields
+from ..data.shards import Inputs as Inputs  # noqa: PLC0414
 from ..errors import FeedError, UsageError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from ..calibration.feeds import Feed, rebatched
+from ..data.feeds import Feed, rebatched
 from ..errors import UsageError
 from ..graphs.layers.base import MoELayer, MoESpec, choice_key, recorded_choices, replaced_layers
 from .inputs import DEFAULT_TOKENS, feed_inputs

@@ -14,10 +14,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ..calibration.feeds import Feed
 from ..calibration.methods import DEFAULT_METHOD
 from ..calibration.table import CalibrationTable
 from ..common.option import Mistake, refuse
+from ..data.feeds import Feed
 from ..errors import CalibrationError, LoweringError, UsageError
 from ..graphs.layers.base import MoESpec
 from ..graphs.lowerings.choice import check

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..calibration.shards import Inputs
 from ..common.files import Reading, Watched, hash_files
 from ..common.user_code import names_code
+from ..data.shards import Inputs
 from ..errors import MoexportError, UsageError
 from ..graphs.layers.base import (
     LayerEdits,

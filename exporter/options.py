@@ -40,8 +40,8 @@ from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from .requests import ExportRequest
 
 if TYPE_CHECKING:
-    from ..calibration.feeds import Feed
     from ..calibration.table import CalibrationTable
+    from ..data.feeds import Feed
     from ..graphs.layers.base import MoESpec
     from .tensorrt.options import EngineOptions
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook
 
-from ..calibration.shards import Fields
 from ..common.environment import available_bytes, grown_memory
+from ..data.shards import Fields
 from ..errors import MoexportError, ParityError, UsageError, in_one_line, tells_of_memory
 from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, recorded_choices
 from ..graphs.layers.margins import routed_margins

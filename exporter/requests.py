@@ -22,8 +22,8 @@ from ..graphs.targets import (
 )
 
 if TYPE_CHECKING:
-    from ..calibration.feeds import Feed
     from ..calibration.table import CalibrationTable
+    from ..data.feeds import Feed
     from .inputs import Example
     from .tensorrt.options import EngineOptions
 

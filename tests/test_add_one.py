@@ -253,7 +253,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...calibration.feeds import Array
+from ...data.feeds import Array
 from ...exporter.inputs import Inputs
 from .base import GraphLoader, Runner, first_of
 

@@ -26,11 +26,11 @@ from moexport.bench.report.compare import compare
 from moexport.bench.report.page import html
 from moexport.bench.report.text import rows_table, to_csv, to_markdown
 from moexport.bench.results import Accuracy, ModelInfo, OutputParity, Perplexity, Results, Row
-from moexport.calibration.feeds import batches, count, labelled_batches
 from moexport.calibration.table import CalibrationTable, is_table
 from moexport.commands.inspect import bundle_text, engine_text
 from moexport.common.files import sha256
 from moexport.common.timing import summarise
+from moexport.data.feeds import batches, count, labelled_batches
 from moexport.errors import MoexportError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.destination import check_destination

@@ -12,7 +12,9 @@ import pytest
 from moexport.graphs.targets import TARGETS
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs", "plugins")
+FOLDERS = (
+    *("bench", "calibration", "commands", "common", "data", "exporter", "graphs", "plugins"),
+)
 PAGE = ROOT / "docs" / "architecture.md"
 
 ORDER = (
@@ -26,6 +28,7 @@ ORDER = (
     {"bench"},
     {"exporter"},
     {"calibration"},
+    {"data"},
     {"graphs"},
     {"common"},
     {"errors"},

@@ -24,7 +24,9 @@ from moexport.tests.recorded import DATA, ENTMAX, read_case
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs", "plugins")
+FOLDERS = (
+    *("bench", "calibration", "commands", "common", "data", "exporter", "graphs", "plugins"),
+)
 """All that is part of the package below its root; tests, documents and benchmarks stay behind."""
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")

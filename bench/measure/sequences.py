@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...calibration.feeds import Array
 from ...common.registry import Registry
+from ...data.feeds import Array
 from ...exporter.inputs import Inputs
 from ...exporter.model import Model
 from ..data import LabelledData

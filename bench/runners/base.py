@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from ...calibration.feeds import Array
+from ...data.feeds import Array
 from ...errors import MoexportError
 from ...exporter.inputs import Inputs
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import product, zip_longest
 from pathlib import Path
 
-from ...calibration.feeds import Feed
 from ...common.console import Progress
 from ...common.locations import url_of
 from ...common.user_code import names_code
+from ...data.feeds import Feed
 from ...errors import UsageError
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.bundle.manifest import MANIFEST_FILE

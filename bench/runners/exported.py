@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ...calibration.feeds import Feed
 from ...common.console import Progress, Silent
 from ...common.user_code import names_code
 from ...common.writing import scratch_folder
+from ...data.feeds import Feed
 from ...errors import CalibrationError, LoweringError, MoexportError, ParityError, UsageError
 from ...exporter.bundle.manifest import MANIFEST_FILE
 from ...exporter.bundle.parity_record import TOLERANCES, Tolerance, on_gpu, recorded

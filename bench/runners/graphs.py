@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from ...calibration.feeds import Array
 from ...common.writing import scratch_folder
+from ...data.feeds import Array
 from ...exporter.bundle.runtimes import RUNTIMES, opened
 from ...exporter.inputs import Inputs
 from ...exporter.session import GraphSession, Session, SessionOptions

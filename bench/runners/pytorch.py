@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...calibration.feeds import Array
 from ...common.libraries import keep_compiled_code_private
+from ...data.feeds import Array
 from ...errors import FeedError
 from ...exporter.inputs import Inputs, completed
 from ...exporter.model import OURS, Host, Model, TensorSpec

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...calibration.feeds import Array
+from ...data.feeds import Array
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.inputs import Inputs
 from ...exporter.tensorrt.engines import add_engines, plan_engines

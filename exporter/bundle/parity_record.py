@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import onnx
 
-from ...calibration.feeds import npz_arrays
-from ...calibration.shards import Fields
 from ...common.documents import from_data
+from ...data.feeds import npz_arrays
+from ...data.shards import Fields
 from ...errors import BundleError, FeedError
 
 if TYPE_CHECKING:

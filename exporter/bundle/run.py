@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ...calibration.feeds import batches, count, npz_array, npz_names, rebatched
-from ...calibration.shards import INPUT
 from ...common.console import Silent
 from ...common.writing import check_file, whole_file
+from ...data.feeds import batches, count, npz_array, npz_names, rebatched
+from ...data.shards import INPUT
 from ...errors import FeedError, OutputError, UsageError
 from ...graphs.names import PRESENT
 from ..inputs import DEFAULT_BATCH, AxisRange, check_array, parse_range, with_axes

@@ -25,10 +25,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ...calibration.feeds import npz_arrays
 from ...common.documents import read_document
 from ...common.files import allowed_bytes
 from ...common.locations import beside, local, url_of
+from ...data.feeds import npz_arrays
 from ...errors import CheckpointError, FeedError
 from .readers import ForeignArrays, Reader, formats, found_by_readers
 

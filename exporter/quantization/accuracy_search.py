@@ -15,7 +15,10 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ...calibration.feeds import (
+from ...calibration.table import CalibrationTable
+from ...common.console import Progress, Silent
+from ...common.writing import scratch_folder
+from ...data.feeds import (
     IGNORED,
     Feed,
     Labels,
@@ -25,10 +28,7 @@ from ...calibration.feeds import (
     named_batches,
     rebatched,
 )
-from ...calibration.shards import LABEL, Fields
-from ...calibration.table import CalibrationTable
-from ...common.console import Progress, Silent
-from ...common.writing import scratch_folder
+from ...data.shards import LABEL, Fields
 from ...errors import FeedError, ParityError, UsageError
 from ...graphs.layers.base import algorithm_1
 from ...graphs.targets import Runtime, runtime_of

@@ -10,13 +10,21 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from ...calibration.feeds import Feed, FeedHash, count, limited, rebatched, row_count, rows_between
 from ...calibration.methods import DEFAULT_PERCENTILE, choose
 from ...calibration.observers import Observations, ObservingGraph, observe, observing_graph
-from ...calibration.shards import Fields
 from ...calibration.table import CalibrationTable, Origin, is_table
 from ...common.console import Progress, Silent
 from ...common.writing import check_file, made_folder, output_errors, scratch_folder
+from ...data.feeds import (
+    Feed,
+    FeedHash,
+    count,
+    limited,
+    rebatched,
+    row_count,
+    rows_between,
+)
+from ...data.shards import Fields
 from ...errors import CalibrationError
 from ...graphs.layers.base import MoESpec
 from ...graphs.layers.stored import LayerOf

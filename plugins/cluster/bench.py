@@ -32,13 +32,13 @@ from ...bench.runners.base import Runner
 from ...bench.runners.models import loaders
 from ...bench.runners.pytorch import CUDA, without_tf32
 from ...bench.studies import asked, check_studies
-from ...calibration.shards import shards_of
 from ...common.console import Silent
 from ...common.environment import PACKAGES, versions
 from ...common.locations import state_of
 from ...common.threads import with_threads
 from ...common.user_code import names_code
 from ...common.writing import held
+from ...data.shards import shards_of
 from ...errors import UsageError, in_one_line
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.bundle.manifest import is_bundle

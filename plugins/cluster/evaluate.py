@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ...calibration.feeds import Array
 from ...common.console import Progress
 from ...common.writing import scratch_folder
+from ...data.feeds import Array
 from ...exporter.bundle.manifest import MAIN_GRAPH
 from ...exporter.bundle.runtimes import opened
 from ...exporter.session import Session, SessionOptions

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...bench.data import LabelledData
-from ...calibration.feeds import Array
 from ...common.console import Progress
 from ...common.text import table
 from ...common.threads import with_threads
 from ...common.writing import whole_file
+from ...data.feeds import Array
 from ...exporter.families.mumoe_gpt2 import GPT2, GPT2Block, GPT2Spec
 from ...exporter.families.mumoe_mixer import MixerSpec, MlpMixer, PreNormResidual
 from ...exporter.inspect import support

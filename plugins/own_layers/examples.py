@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...calibration.feeds import named_samples
 from ...common.user_code import user_code
+from ...data.feeds import named_samples
 from ...errors import FeedError, UsageError
 from ...exporter.inputs import WHOLE, Example, by_name, fitted
 from ...exporter.model import TensorSpec

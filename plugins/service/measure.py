@@ -22,11 +22,11 @@ from ...bench.plan import Candidate, Case
 from ...bench.request import BenchRequest
 from ...bench.runners.base import GraphLoader, Loader, Runner, first_of
 from ...bench.runners.models import loaders
-from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
 from ...common.environment import memory_bytes, usable_cores
 from ...common.threads import with_threads
 from ...common.writing import scratch_folder
+from ...data.feeds import Array
 from ...errors import UsageError, in_one_line
 from ...exporter.inputs import Inputs
 from .findings import SERVICE, Layout, OfferedRun, Service, ServiceFindings

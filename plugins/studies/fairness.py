@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ...bench.metrics import wilson
-from ...calibration.feeds import Array, Labels
 from ...common.documents import from_data
+from ...data.feeds import Array, Labels
 from ...errors import FeedError, UsageError
 
 Subgroup = int | bool | str

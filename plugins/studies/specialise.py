@@ -24,8 +24,8 @@ from torch import nn
 
 from ...bench.data import LabelledData, labelled, load_groups
 from ...bench.metrics import one_per_sample
-from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
+from ...data.feeds import Array
 from ...errors import FeedError, UsageError
 from ...exporter.inputs import check_array, with_axes
 from ...exporter.model import Model, check_one_input, edited

@@ -13,8 +13,8 @@ from ...bench.metrics import one_per_sample
 from ...bench.plan import Candidate
 from ...bench.runners.base import Runner
 from ...bench.runners.pytorch import untouched, with_algorithm_1
-from ...calibration.feeds import Array
 from ...common.console import Progress
+from ...data.feeds import Array
 from ...errors import FeedError
 from .fairness import ModelFairness, check_groups, fairness
 

@@ -17,8 +17,8 @@ from ...bench.measure.sequences import SequenceBenchmark
 from ...bench.plan import Phase
 from ...bench.runners.base import first_of
 from ...bench.runners.pytorch import PyTorch
-from ...calibration.feeds import IGNORED, Array, Labels, npy_array
 from ...common.locations import local
+from ...data.feeds import IGNORED, Array, Labels, npy_array
 from ...errors import FeedError, UsageError, in_one_line
 from ...exporter.inputs import Inputs, fitted
 from ...exporter.model import Model

@@ -18,10 +18,10 @@ from ...bench.request import BenchRequest
 from ...bench.runners.base import GraphFile, first_of
 from ...bench.runners.graphs import SessionLoader
 from ...bench.runners.pytorch import untouched
-from ...calibration.feeds import rebatched_pairs
 from ...common.console import Progress
 from ...common.timing import Latency, Protocol, measure
 from ...common.writing import scratch_folder
+from ...data.feeds import rebatched_pairs
 from ...exporter.bundle.manifest import MAIN_GRAPH
 from ...exporter.bundle.runtimes import opened, options_for
 from ...exporter.bundle.weights import WEIGHTS_FILE

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...bench.data import LabelledData
 from ...bench.runners.pytorch import PyTorch
-from ...calibration.feeds import Array
+from ...data.feeds import Array
 from ...exporter.inputs import Inputs
 from ...exporter.model import Model
 from ...graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights

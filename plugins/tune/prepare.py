@@ -17,13 +17,13 @@ import onnx_ir as ir
 from ...bench.data import Labelled, LabelledData
 from ...bench.journal import FILE, Journal
 from ...bench.prepare import threads_for
-from ...calibration.feeds import Array
 from ...calibration.table import CALIBRATION_FILE, CalibrationTable
 from ...common.console import Progress
 from ...common.environment import environment
 from ...common.files import STEP_BYTES
 from ...common.threads import Threads
 from ...common.writing import held, make_folder, remove_folder, scratch_folder
+from ...data.feeds import Array
 from ...errors import UsageError
 from ...exporter.export import prepared
 from ...exporter.job import ExportJob, calibration_job, export_job

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...calibration.feeds import Array, Labels
+from ...data.feeds import Array, Labels
 from ...exporter.inputs import Inputs
 from ...exporter.session import Session
 from .accuracy.quality import Metric, Tally

@@ -16,10 +16,10 @@ from moexport.bench.request import BenchRequest
 from moexport.bench.run import bench
 from moexport.bench.runners.base import Runner, first_of
 from moexport.bench.runners.pytorch import with_algorithm_1
-from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol, Round, measure
 from moexport.common.writing import held
+from moexport.data.feeds import Array
 from moexport.errors import OutputError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model

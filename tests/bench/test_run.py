@@ -20,9 +20,9 @@ from moexport.bench.run import bench, sweep
 from moexport.bench.runners.base import Runner, first_of
 from moexport.bench.runners.candidates import with_distinct_names
 from moexport.bench.runners.pytorch import with_algorithm_1
-from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
 from moexport.common.threads import with_threads
+from moexport.data.feeds import Array
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model

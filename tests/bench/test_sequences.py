@@ -15,8 +15,8 @@ from moexport.bench.plan import Candidate, Phase
 from moexport.bench.prepare import data_of, in_phases
 from moexport.bench.request import BenchRequest
 from moexport.bench.runners.pytorch import PyTorch, untouched
-from moexport.calibration.feeds import Array
 from moexport.common import registry
+from moexport.data.feeds import Array
 from moexport.errors import PluginError, UsageError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Host, Model

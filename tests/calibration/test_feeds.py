@@ -17,7 +17,7 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.calibration.feeds import batches, labelled_batches, samples
+from moexport.data.feeds import batches, labelled_batches, samples
 from moexport.errors import FeedError
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA

@@ -9,8 +9,8 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.calibration.feeds import Feed
 from moexport.calibration.methods import HALF
+from moexport.data.feeds import Feed
 from moexport.errors import CalibrationError
 from moexport.exporter.job import calibration_job
 from moexport.exporter.model import Model

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pytest
 import torch
 from moexport.bench.data import Labelled, open_labelled
-from moexport.calibration.feeds import batches, labelled_batches, named_batches
-from moexport.calibration.footer import row_groups
-from moexport.calibration.shards import _parquet_batch
-from moexport.calibration.tar import tar_members
+from moexport.data.feeds import batches, labelled_batches, named_batches
+from moexport.data.footer import row_groups
+from moexport.data.shards import _parquet_batch
+from moexport.data.tar import tar_members
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import TensorSpec
 from PIL import Image

@@ -18,10 +18,10 @@ import fsspec
 import numpy as np
 import pytest
 from moexport import calls
-from moexport.calibration.feeds import batches, count
 from moexport.common import locations
 from moexport.common.files import hash_files
 from moexport.common.locations import holds, local, state_of, url_of
+from moexport.data.feeds import batches, count
 from moexport.errors import BundleError, CheckpointError, LocationError, MissingExtraError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.command import run

@@ -15,9 +15,9 @@ import pytest
 from moexport.bench.engines import KINDS, titles
 from moexport.bench.journal import Journal
 from moexport.bench.report import figures, sections
-from moexport.calibration.feeds import FeedHash
 from moexport.cli import COMMANDS
 from moexport.commands.options import flattened
+from moexport.data.feeds import FeedHash
 from moexport.exporter.checkpoints import load
 from moexport.exporter.families import all_names
 from moexport.exporter.job import calibration_job

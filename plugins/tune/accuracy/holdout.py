@@ -11,8 +11,8 @@ import numpy as np
 from ....bench.data import InputsAndLabels, Labelled, LabelledData
 from ....bench.runners.base import first_of
 from ....bench.runners.pytorch import outputs_of, untouched
-from ....calibration.feeds import Array, Labels
 from ....common.console import Progress
+from ....data.feeds import Array, Labels
 from ....errors import FeedError
 from ....exporter.inputs import Inputs
 from ....exporter.job import ExportJob

@@ -20,8 +20,8 @@ from ....bench.metrics import (
     wilson,
 )
 from ....bench.runners.base import first_of
-from ....calibration.feeds import IGNORED, Array, Labels, check_classes
 from ....common.user_code import callable_named
+from ....data.feeds import IGNORED, Array, Labels, check_classes
 from ....errors import FeedError, UsageError
 from ....exporter.inputs import Inputs
 from ....exporter.parity import cosines

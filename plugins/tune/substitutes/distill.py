@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ....bench.runners.pytorch import PyTorch
-from ....calibration.feeds import Array
+from ....data.feeds import Array
 from ....exporter.inputs import Inputs
 from ....exporter.reference import first_output
 

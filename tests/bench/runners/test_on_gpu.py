@@ -35,9 +35,9 @@ from moexport.bench.runners.pytorch import (
     with_algorithm_1,
     without_tf32,
 )
-from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
 from moexport.common.timing import summarise
+from moexport.data.feeds import Array
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
 from moexport.exporter.tensorrt.backends import first_gpu

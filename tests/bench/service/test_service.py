@@ -21,7 +21,7 @@ from moexport.bench.results import Results, read
 from moexport.bench.run import bench
 from moexport.bench.runners.base import Runner, first_of
 from moexport.bench.runners.pytorch import PyTorch
-from moexport.calibration.feeds import Array
+from moexport.data.feeds import Array
 from moexport.errors import ResultsError, UsageError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.calibration.feeds import Feed
 from moexport.common.console import Silent
+from moexport.data.feeds import Feed
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.inputs import parse_range
 from moexport.exporter.job import export_job

@@ -1,0 +1,1 @@
+"""Inputs: arrays, files, shards and iterables, in batches of named fields."""
