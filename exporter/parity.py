@@ -176,8 +176,8 @@ class Comparison:
     def _compared(self, expected: Reference, batch: int) -> _PartResult:
         """Compares names and shapes, then values and what was chosen (`_part_result`)."""
         values, sets = self._run(expected, batch)
-        wanted = (expected.y, *expected.outputs.values())
-        outputs = list(zip(wanted, values.values(), strict=True))
+        wanted = {self.session.output_names[0]: expected.y, **expected.outputs}
+        outputs = [(array, values[name]) for name, array in wanted.items()]
         for array, actual in outputs:
             if actual.shape != array.shape:
                 raise ParityError(
@@ -191,7 +191,7 @@ class Comparison:
         """The graph's outputs by name, and what its layers chose."""
         # With k as an input a layer may choose at run time what it keeps whole at the k compared.
         compared = {n: v for n, v in self.selected_values.items() if n in expected.selected}
-        names = [*self.session.output_names[:1], *expected.outputs]
+        names = dict.fromkeys((self.session.output_names[0], *expected.outputs))
         outputs: dict[str, list[np.ndarray]] = {name: [] for name in names}
         chosen: dict[str, list[np.ndarray]] = {name: [] for name in compared}
         for part in chunks(expected.feeds(FIRST), batch):
