@@ -98,7 +98,7 @@ def _off() -> bool:
     return os.environ.get(PLUGINS) == "off"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # each is found once: hashed without a call
 class Entry:
     """A plugin's entry point: of a distribution, its name and version, and its `summary`."""
 
@@ -140,11 +140,15 @@ def _found() -> tuple[Entry, ...]:
     return tuple(sorted(entries, key=lambda entry: (entry.name, entry.distribution)))
 
 
-@cache
 def _doors() -> dict[str, dict[str, list[Entry]]]:
     """The entry points by their group and their name: one each, unless two claim it."""
+    return _by_door(_found())
+
+
+@cache
+def _by_door(entries: tuple[Entry, ...]) -> dict[str, dict[str, list[Entry]]]:
     doors: dict[str, dict[str, list[Entry]]] = {}
-    for entry in _found():
+    for entry in entries:
         doors.setdefault(entry.group, {}).setdefault(entry.name, []).append(entry)
     return doors
 

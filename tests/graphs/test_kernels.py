@@ -16,6 +16,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.plugins
 def test_every_op_of_onnx_runtimes_own_that_graphs_hold_has_its_forms() -> None:
     texts = {
         node.value

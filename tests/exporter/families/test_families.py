@@ -41,6 +41,7 @@ def saved(tmp_path: Path, state: Mapping[str, Any], name: str = "w.pt") -> Path:
 
 @pytest.mark.parametrize("others", [{}, {"loss.weight": torch.ones(10)}], ids=["alone", "beside"])
 @pytest.mark.parametrize("prefix", ["student.", "ema.backbone."])
+@pytest.mark.plugins
 def test_weights_beneath_a_prefix_are_told_how_to_be_saved_alone(
     prefix: str, others: State, tmp_path: Path
 ) -> None:
