@@ -357,7 +357,7 @@ _ENGINES: tuple[EngineKind, ...] = (
 class _Kinds(Mapping[str, EngineKind]):
     """The core's engines, and between them the runtimes of plugins that targets name.
 
-    Those are read from their records when they are asked for, and not for their names.
+    The names come from the targets' records; a runtime's own is loaded when it is asked for.
     """
 
     def __init__(self) -> None:
