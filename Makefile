@@ -11,13 +11,21 @@ ORT := $(if $(shell command -v nvidia-smi),gpu,cpu)
 OTHER := $(if $(filter gpu,$(ORT)),onnxruntime,onnxruntime-gpu)
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-mumoe web test test-all test-core lint conformance pairs docs bench fuzz mutants soak siege compat \
+.PHONY: demo demo-mumoe demo-ready web test test-all test-core lint conformance pairs docs bench fuzz mutants soak siege compat \
 	gpu-check clean
+
+# PyTorch's build for CPUs where there is no NVIDIA GPU: others bring gigabytes of CUDA libraries. Where
+# its index cannot be reached, pip's own index gives what it has.
+TORCH_INDEX ?= $(if $(filter cpu,$(ORT)),https://download.pytorch.org/whl/cpu)
+PIP := $(BIN)/pip --disable-pip-version-check
+TORCH = $(PIP) install $(1) -c constraints.txt $(2) torch
+INSTALL_TORCH = $(if $(TORCH_INDEX),$(call TORCH,$(1),--retries 1 --timeout 15 --index-url $(TORCH_INDEX)) \
+	|| )$(call TORCH,$(1))
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
 $(VENV)/ready: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(call TORCH,--quiet)
 	# In one environment the two packages overwrite one another.
 	! $(BIN)/pip show --quiet $(OTHER) 2>/dev/null || $(BIN)/pip uninstall --quiet --yes onnxruntime onnxruntime-gpu
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,$(ORT)]'
@@ -26,10 +34,20 @@ $(VENV)/ready: constraints.txt pyproject.toml
 	mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/moexport
 	touch $@
 
-demo: $(VENV)/ready
+# What the demo needs alone, with pip's own progress; an environment that has the rest serves as it is.
+$(VENV)/demo-ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(call INSTALL_TORCH)
+	! $(BIN)/pip show --quiet $(OTHER) 2>/dev/null || $(BIN)/pip uninstall --quiet --yes onnxruntime onnxruntime-gpu
+	$(PIP) install -c constraints.txt -e '.[demo,$(ORT)]'
+	touch $@
+
+demo-ready: $(if $(wildcard $(VENV)/ready),$(VENV)/ready,$(VENV)/demo-ready)
+
+demo: demo-ready
 	$(BIN)/moexport demo -o $(DEMO_DIR) --force
 
-demo-mumoe: $(VENV)/ready
+demo-mumoe: demo-ready
 	$(BIN)/moexport demo --family mumoe -o $(DEMO_DIR)-mumoe --force
 
 # What examples/web runs with, from the npm registry; without npm its tests are skipped.
@@ -44,10 +62,12 @@ web: $(WEB)
 # A process per core: most of a test's time is one program on one core.
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
-test: $(VENV)/ready $(WEB)
-	$(PYTEST) -m 'not slow'
+# The core's tests, each with the first of its cases, and one path through each plugin.
+test: $(VENV)/ready
+	$(PYTEST) --brief
 
-# With the long ones: kills, fuzzing, whole documents, servers, browsers and clusters.
+# Every case, the plugins' own tests, tests/hard (mutants, pairs, fuzzing, kills, sieges, versions), and
+# the long ones: whole documents, servers, browsers and clusters.
 test-all: $(VENV)/ready $(WEB)
 	$(PYTEST)
 	$(BIN)/python tests/core_alone.py
@@ -58,7 +78,7 @@ test-core: $(VENV)/ready
 
 # The server under hostile clients for two minutes, on a quiet machine: how long honest ones wait, too.
 siege: $(VENV)/ready
-	MOEXPORT_ALONE=1 $(BIN)/python -m pytest -q -n0 -s tests/exporter/text/test_siege.py -k honest
+	MOEXPORT_ALONE=1 $(BIN)/python -m pytest -q -n0 -s tests/hard/siege/test_siege.py -k honest
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -71,11 +91,11 @@ lint: $(VENV)/ready
 
 # Every architecture with token-routed experts that docs/token-routed.md lists, two models of each.
 conformance: $(VENV)/ready
-	$(PYTEST) tests/exporter/token_routed/all_architectures.py
+	$(PYTEST) plugins/token_routed/tests/all_architectures.py
 
-# Every pair of options once, and what came of it; `make test` runs some of them, others each day.
+# Every pair of options once, and what came of it; `make test-all` runs some of them, others each day.
 pairs: $(VENV)/ready
-	$(BIN)/python -m moexport.tests.pairs
+	$(BIN)/python -m moexport.tests.hard.pairs
 
 # The pages as a site that needs no network to be read: site/index.html.
 docs: $(VENV)/ready
@@ -86,26 +106,26 @@ bench: $(VENV)/ready
 	$(BIN)/python -m perf
 	$(BIN)/python docs/refresh.py performance
 
-# Damaged files of each kind for so many seconds, at low priority; `make test` reads a few hundred.
+# Damaged files of each kind for so many seconds, at low priority; `make test-all` reads a few hundred.
 # FUZZ_KINDS='feeds tables' reads those alone.
 FUZZ_SECONDS ?= 600
 FUZZ_KINDS ?=
 
 fuzz: $(VENV)/ready
-	nice $(BIN)/python -m moexport.tests.fuzzing $(FUZZ_KINDS) --seconds $(FUZZ_SECONDS)
+	nice $(BIN)/python -m moexport.tests.hard.fuzzing $(FUZZ_KINDS) --seconds $(FUZZ_SECONDS)
 
 # A service for so many seconds at 80% of the rate that keeps its bound: memory, errors, p99, overload.
 SOAK_SECONDS ?= 3600
 
 soak: $(VENV)/ready
-	$(BIN)/python -m moexport.tests.soak --seconds $(SOAK_SECONDS)
+	$(BIN)/python -m moexport.tests.hard.soak --seconds $(SOAK_SECONDS)
 
 # Graphs that are damaged and still run, and which of them the checks refuse. MUTANTS='--only mixtral
 # --precision int8' makes those alone.
 MUTANTS ?=
 
 mutants: $(VENV)/ready
-	$(BIN)/python -m moexport.tests.mutants $(MUTANTS)
+	$(BIN)/python -m moexport.tests.hard.mutants $(MUTANTS)
 
 # Chosen tests with other versions of Python and of what moexport needs, an environment for each by uv
 # (6 GB at a time), and the table of docs/install.md. COMPAT=--small: with the pinned PyTorch alone.
@@ -114,18 +134,20 @@ COMPAT ?=
 compat: $(VENV)/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check 'uv>=0.9'
 	failed=0; \
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m moexport.tests.compat $(COMPAT) || failed=1; \
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m moexport.tests.hard.compat $(COMPAT) || failed=1; \
 	$(BIN)/python docs/refresh.py compat; \
 	exit $$failed
 
-# On a machine with an NVIDIA GPU: engines built, compared and timed, and the tests that need one, in
-# 45 minutes together; results in gpu-check.json. TensorRT for servers is on NVIDIA's own index.
-# GPU_CHECK='--precision fp16 --minutes 10' checks less; the same command goes on where it stopped.
+# On a machine with an NVIDIA GPU, in ten minutes: graphs in ONNX Runtime beside PyTorch, engines where
+# TensorRT can be installed (it is on NVIDIA's own index), and the tests that need a GPU. Results in
+# gpu-check.json and gpu-check-rows.json. GPU_CHECK='--minutes 45' checks every precision and lowering
+# of engines; the same command goes on where it stopped.
 GPU_CHECK ?=
 
 gpu-check: $(VENV)/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check \
-		--extra-index-url https://pypi.nvidia.com -e '.[tensorrt]'
+		--extra-index-url https://pypi.nvidia.com -e '.[tensorrt]' \
+		|| echo "TensorRT cannot be installed here: its engines are not checked"
 	$(BIN)/python -m perf.gpu_check -o gpu-check.json $(GPU_CHECK)
 
 clean:

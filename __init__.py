@@ -37,86 +37,29 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from dataclasses import dataclass
-
-    from . import api
-    from .bench.calls import bench_as, report
-    from .bench.request import BenchRequest
-    from .calls import (
-        build,
-        doctor,
-        sensitivity,
-        verify,
-    )
-    from .common.option import takes
+    from .bench.calls import bench, report
+    from .bench.engines import doctor
     from .exporter.bundle.bundle import Bundle
+    from .exporter.bundle.run import run
+    from .exporter.calls import build, verify
+    from .exporter.checkpoints.load import load
+    from .exporter.export import export, plan
+    from .exporter.inspect import inspect
     from .exporter.model import Model
-    from .exporter.requests import (
-        CalibrateRequest,
-        ExportRequest,
-        InspectRequest,
-        LoadRequest,
-        RunRequest,
-    )
+    from .exporter.quantization.calls import calibrate, sensitivity
     from .exporter.session import Session
     from .exporter.tensorrt.options import EngineOptions
-    from .plugins.cluster.calls import bench_on_ray_as
-    from .plugins.cluster.request import ClusterOptions
+    from .plugins.cluster.calls import bench_on_ray
     from .plugins.demo.calls import demo
-    from .plugins.openvino.request import OpenVinoOptions
     from .plugins.own_layers.adapters import adapts
     from .plugins.own_layers.descriptions import ExpertsDescription as Experts
     from .plugins.own_layers.descriptions import MuMoEDescription as MuMoE
     from .plugins.own_layers.descriptions import SoftMoEDescription as SoftMoE
     from .plugins.own_layers.first_adapter.calls import adapt
-    from .plugins.own_layers.request import NetworkOptions
-    from .plugins.service.request import ServiceOptions
     from .plugins.studies.calls import specialise
-    from .plugins.studies.request import EditOptions, StudyOptions
     from .plugins.text.calls import generate, serve
-    from .plugins.text.request import LayoutOptions
     from .plugins.triton.calls import triton
-    from .plugins.tune.calls import tune_as
-    from .plugins.tune.request import RecipeOptions, TuneRequest
-
-    # What plugins of our own add to calls: type checkers know these keywords, too.
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class _Bench(BenchRequest, NetworkOptions, StudyOptions, ServiceOptions, ClusterOptions):
-        """Everything that `bench` takes."""
-
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class _Calibrate(CalibrateRequest, ClusterOptions):
-        """Everything that `calibrate` takes."""
-
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class _Export(ExportRequest, EditOptions, RecipeOptions, LayoutOptions):
-        """Everything that `export` and `plan` take."""
-
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class _Inspect(InspectRequest, NetworkOptions):
-        """Everything that `inspect` takes."""
-
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class _Load(LoadRequest, NetworkOptions):
-        """Everything that `load` takes."""
-
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class _Run(RunRequest, OpenVinoOptions):
-        """Everything that `run` takes."""
-
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class _Tune(TuneRequest, ClusterOptions):
-        """Everything that `tune` takes."""
-
-    bench = takes(_Bench)(bench_as)
-    bench_on_ray = takes(_Bench)(bench_on_ray_as)
-    calibrate = takes(_Calibrate)(api.calibrate)
-    export = takes(_Export)(api.export)
-    inspect = takes(_Inspect)(api.inspect)
-    load = takes(_Load)(api.load)
-    plan = takes(_Export)(api.plan)
-    run = takes(_Run)(api.run)
-    tune = takes(_Tune)(tune_as)
+    from .plugins.tune.calls import tune
 
 __all__ = [
     "Bundle",
@@ -174,7 +117,7 @@ __all__ = [
 
 turn_off_reports()
 
-_ELSEWHERE = {
+_MODULES = {
     "adapts": ".plugins.own_layers.adapters",
     "Bundle": ".exporter.bundle.bundle",
     "EngineOptions": ".exporter.tensorrt.options",
@@ -186,14 +129,35 @@ _ELSEWHERE = {
     "adapt": ".plugins.own_layers.first_adapter.calls",
     "bench": ".bench.calls",
     "bench_on_ray": ".plugins.cluster.calls",
+    "build": ".exporter.calls",
+    "calibrate": ".exporter.quantization.calls",
     "demo": ".plugins.demo.calls",
+    "doctor": ".bench.engines",
+    "export": ".exporter.export",
     "generate": ".plugins.text.calls",
+    "inspect": ".exporter.inspect",
+    "load": ".exporter.checkpoints.load",
+    "plan": ".exporter.export",
     "report": ".bench.calls",
+    "run": ".exporter.bundle.run",
+    "sensitivity": ".exporter.quantization.calls",
     "serve": ".plugins.text.calls",
     "specialise": ".plugins.studies.calls",
     "triton": ".plugins.triton.calls",
     "tune": ".plugins.tune.calls",
+    "verify": ".exporter.calls",
 }
+"""Where each name is, which is another one there after a colon."""
+
+_IN_PYTORCH = {
+    "calibrate": "calibration",
+    "export": "export",
+    "inspect": "inspecting a model",
+    "load": "loading a model",
+    "plan": "export",
+    "sensitivity": "calibration",
+}
+"""The names that cannot be imported without PyTorch, for the error."""
 
 
 def __getattr__(name: str) -> Any:
@@ -201,5 +165,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'moexport' has no attribute '{name}'")
     from importlib import import_module
 
-    module, _, other = _ELSEWHERE.get(name, ".calls").partition(":")
+    if name in _IN_PYTORCH:
+        from .common.libraries import check_pytorch
+
+        check_pytorch(_IN_PYTORCH[name])
+    module, _, other = _MODULES[name].partition(":")
     return getattr(import_module(module, __name__), other or name)

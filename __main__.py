@@ -1,4 +1,4 @@
-"""The program `moexport`: runs the command line and turns what goes wrong into exit codes."""
+"""Runs the command line, and turns failures into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from .common.console import Console
 from .common.interrupts import INTERRUPTED, interrupts
-from .common.text import likest
-from .errors import MoexportError, tells_of_memory, tells_of_threads
+from .common.messages.shell import in_shell
+from .common.text import closest
+from .errors import MoexportError, is_out_of_memory, is_out_of_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,30 +27,27 @@ if TYPE_CHECKING:
     from typer.exceptions import TyperException
 
 UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO)
-"""The system's errors about a path that a user gave, wherever it is first looked at."""
+"""The system's errors about a path that a user gave."""
 
 RESERVE_BYTES = 32 << 20
-"""Address space that is given back when memory ran out, so that it can be said."""
+"""Address space that is freed when memory has run out, so that the message can be printed."""
 
 
 def main() -> None:
     """Runs the command line, and exits with 0 on success or with the code of the error."""
-    if sys.stderr is None:  # a program that starts this one may have closed it
+    if sys.stderr is None:  # the calling program may have closed it
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # Windows' code pages have no ≤ and no ×
         sys.stdout.reconfigure(errors="replace")
     console = Console(verbose=any(re.fullmatch(r"--verbose|-q*v[qv]*", arg) for arg in sys.argv))
-    # Everything goes at the end of the process: looking for cycles in it first takes 0.3 s.
+    # The process ends anyway: a search for reference cycles would take 0.3 s.
     atexit.register(gc.freeze)
     try:
-        # A terminated export cleans up after itself as an interrupted one does.
+        # SIGTERM cleans up as an interrupt does.
         with interrupts(partial(_end, console)) as signals:
             _run(console, signals)
     except KeyboardInterrupt:
-        _tell_interrupted(console)
-        # Python ends by the signal, and not with a code, where the last interrupt came out of an
-        # `exec` of text, which makes dataclasses, for one; the next `exec` forgets it.
-        exec("")
+        _print_interrupted(console)
         sys.exit(INTERRUPTED)
     except SystemExit:
         if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # the parser's, for a closed pipe
@@ -57,13 +55,13 @@ def main() -> None:
         raise
 
 
-def _tell_interrupted(console: Console) -> None:
-    """Removes what the command began to write, and tells what it could not remove."""
+def _print_interrupted(console: Console) -> None:
+    """Removes partial output, and reports what could not be removed."""
     from .common.writing import left_behind, remove_scratch
 
     remove_scratch()
     left = ", ".join(map(str, left_behind()))
-    again = "the same command goes on where it stopped" if _goes_on() else None
+    again = "the same command continues where it stopped" if _can_continue() else None
     if left:
         again = f"{again}; " if again else ""
         hint = f"{again}a run that begins a day later removes what was left behind"
@@ -83,40 +81,40 @@ def _end(console: Console) -> None:
             with suppress(psutil.Error):  # it has just ended
                 child.kill()
         remove_partial()
-        _tell_interrupted(console)
+        _print_interrupted(console)
     finally:
         os._exit(INTERRUPTED)
 
 
-def _goes_on() -> bool:
-    """Whether a command was ended that keeps what it has found in a journal."""
+def _can_continue() -> bool:
+    """Whether the interrupted command keeps its results in a journal."""
     running = sys.modules.get(f"{__package__}.bench.journal")
     return running is not None and running.Journal.kept
 
 
 def _run(console: Console, signals: list[str]) -> None:
-    """Runs the command; what goes wrong is said and ends the process, but for an interrupt."""
-    # Not above: an interrupt while the parser loads is no traceback, either.
+    """Runs the command; any failure but an interrupt is printed and ends the process."""
+    # Imported here, so that an interrupt while the parser loads prints no traceback.
     from typer.exceptions import TyperException
 
     from .cli import app
 
-    reserve = [bytearray(RESERVE_BYTES)]  # never written to, so no memory is taken
+    reserve = [bytearray(RESERVE_BYTES)]  # never written to, so it takes no memory
     try:
         status = _status(app, signals)
     except TyperException as error:
-        _say_usage(console, error)
+        _print_usage(console, error)
         sys.exit(2)
     except MoexportError as error:
         reserve.clear()
         if console.verbose:
             traceback.print_exc()
-        from .common.locations import in_words
+        from .common.locations import with_urls
 
-        console.error(in_words(error.message), error.hint)
+        console.error(with_urls(error.message), error.hint)
         sys.exit(error.EXIT_CODE)
     except BrokenPipeError:
-        # The reader of stdout (head, less) has what it wanted: nothing more to say.
+        # The reader of stdout (head, less) has closed it: exit quietly.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
@@ -125,33 +123,33 @@ def _run(console: Console, signals: list[str]) -> None:
         reserve.clear()
         console.error(*_why(error))
         sys.exit(1)
-    if status == INTERRUPTED:  # what the parser makes of an interrupt
+    if status == INTERRUPTED:  # the parser's status for an interrupt
         raise KeyboardInterrupt
 
 
 def _why(error: Exception) -> tuple[str, str]:
-    """What went wrong that no part of moexport expects, and what to do."""
+    """The message and the hint for an unexpected exception."""
     errors = _chain(error)
     for cause in errors:
         traceback.clear_frames(cause.__traceback__)
-    from .common.writing import FULL  # only now: --help takes no longer than it must
+    from .common.writing import FULL  # imported late to keep --help fast
 
     if isinstance(error, OSError) and error.errno in FULL:
         return (
             f"{error.filename or 'a file'}: cannot be written: {error.strerror}",
-            "free some space beside -o and for temporary files, whose folder TMPDIR names",
+            "free some space for -o and for temporary files (TMPDIR names their folder)",
         )
     if isinstance(error, OSError) and error.errno in UNREADABLE:
         return f"{error.filename}: {error.strerror}", "check the path and its permissions"
-    memory = next(filter(tells_of_memory, errors), None)
+    memory = next(filter(is_out_of_memory, errors), None)
     if memory is not None:
         return (
             f"the machine's memory ran out ({_named(memory)})",
-            "close other programs, raise the limit (ulimit -v), or take a machine with more",
+            "close other programs, raise the limit (ulimit -v), or use a machine with more memory",
         )
-    if any(map(tells_of_threads, errors)):
+    if any(map(is_out_of_threads, errors)):
         return (
-            "the system starts no further thread",
+            "the system refuses to start another thread",
             "raise the limit (ulimit -u, the pids of a container), or use fewer: "
             "OMP_NUM_THREADS=1, or --threads 1 where a command has it",
         )
@@ -159,12 +157,13 @@ def _why(error: Exception) -> tuple[str, str]:
 
 
 def _status(app: Callable[..., object], signals: list[str]) -> object:
-    """What the parser returns; what fails after an interrupt is the interrupt.
+    """Runs the parser; an exception after an interrupt is raised as the interrupt.
 
-    A library that is interrupted while it is imported may swallow that, and fail on what it lacks.
+    A library may swallow an interrupt during its import, and fail later.
     """
     try:
-        return app(prog_name="moexport", standalone_mode=False)
+        with in_shell():
+            return app(prog_name="moexport", standalone_mode=False)
     except Exception as error:
         if signals:
             raise KeyboardInterrupt(signals[-1]) from error
@@ -172,7 +171,7 @@ def _status(app: Callable[..., object], signals: list[str]) -> object:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error and what it came from, the latest first."""
+    """An error and its causes, the latest first."""
     errors: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in errors:  # a chain may be a circle
@@ -185,13 +184,13 @@ def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-def _say_usage(console: Console, error: TyperException) -> None:
-    """What the parser did not understand, in the same form as every other error."""
+def _print_usage(console: Console, error: TyperException) -> None:
+    """Prints an error of the parser in the form of every other error."""
     context = getattr(error, "ctx", None)
     if len(sys.argv) == 1:  # the message is the help
         print(error.format_message(), file=sys.stderr)
         return
-    # A choice that is none is a "Value error" of the parser's: that word tells a user nothing.
+    # The parser's prefix for invalid choices does not help users.
     message = error.format_message().replace("Value error, ", "")
     message = message.partition(" (Possible options:")[0].partition(" Did you mean")[0]
     command = context.command_path if context is not None else "moexport"
@@ -203,17 +202,17 @@ def _say_usage(console: Console, error: TyperException) -> None:
 
 
 def _near_miss(error: TyperException, context: Any) -> str:
-    """What may have been meant: an option, a command or one of an option's choices."""
+    """A suggestion: an option, a command or one of an option's choices."""
     choices = getattr(getattr(error, "param", None), "type_descriptor", None)
     if hasattr(error, "option_name"):
         options = [name for parameter in context.command.params for name in parameter.opts]
-        return likest(error.option_name, options)
+        return closest(error.option_name, options)
     quoted = re.search(r"'([^']*)' is not one of|No such command '([^']*)'", error.format_message())
     if quoted is None:
         return ""
     if quoted[1] is None:
-        return likest(quoted[2], list(context.command.commands))
-    return likest(quoted[1], [str(choice) for choice in getattr(choices, "choices", None) or ()])
+        return closest(quoted[2], list(context.command.commands))
+    return closest(quoted[1], [str(choice) for choice in getattr(choices, "choices", None) or ()])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The program `moexport`: the commands of the core, and those of plugins."""
+"""The program `moexport`: the core's commands, then those of plugins."""
 
 from __future__ import annotations
 
 from .commands.command import Command
-from .commands.options import program
+from .commands.program import program
+from .common.option import unknown_call
 from .common.registry import Registry
 
 COMMANDS = Registry(
@@ -16,6 +17,7 @@ COMMANDS = Registry(
             "moexport inspect vit.pt --set num_heads=12 --set rest=default",
             "moexport.commands.inspect:inspect",
             10,
+            calls=("load", "inspect"),
         ),
         Command(
             "export",
@@ -23,6 +25,11 @@ COMMANDS = Registry(
             "moexport export vit.pt -o out --set num_heads=12 --set rest=default --k 0.25",
             "moexport.commands.export:export",
             30,
+            calls=("load", "export"),
+            groups=(
+                "moexport.commands.build:engine_switch",
+                "moexport.commands.build:engine_options",
+            ),
         ),
         Command(
             "build",
@@ -30,6 +37,7 @@ COMMANDS = Registry(
             "moexport build out --compute-capability 8.9 --profile batch=1:8:32",
             "moexport.commands.build:build",
             40,
+            groups=("moexport.commands.build:engine_options",),
         ),
         Command(
             "calibrate",
@@ -37,6 +45,7 @@ COMMANDS = Registry(
             "moexport calibrate vit.pt --data train.npz -o table.json --k 0.25",
             "moexport.commands.calibrate:calibrate",
             50,
+            calls=("load", "calibrate"),
         ),
         Command(
             "verify",
@@ -51,6 +60,7 @@ COMMANDS = Registry(
             "moexport run out -i x.npz -o y.npz --k 16",
             "moexport.commands.run:run",
             70,
+            calls=("run",),
         ),
         Command(
             "bench",
@@ -58,6 +68,7 @@ COMMANDS = Registry(
             "moexport bench vit.pt -o report --k n,0.5,0.25 --batch 1,16 --data test.npz",
             "moexport.commands.bench:bench",
             110,
+            calls=("load", "bench"),
         ),
         Command(
             "report",
@@ -74,8 +85,9 @@ COMMANDS = Registry(
             160,
         ),
     ),
+    problem=lambda command: next(filter(None, map(unknown_call, command.calls)), ""),
 )
-"""By `order`, which leaves room for those of plugins between them."""
+"""The help lists commands by `order`; the gaps leave room for those of plugins."""
 
 app = program(
     "moexport",

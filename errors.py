@@ -1,4 +1,4 @@
-"""The errors a user can meet: each says what was wrong and where, and its hint says what to do."""
+"""The errors that users meet: a message with the fault and its place, and a hint on what to do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import ClassVar
 class MoexportError(Exception):
     """Root of every error that moexport raises on purpose.
 
-    `message` says what is wrong and where (the file, layer or option); `hint` says what to do,
-    in the words of the class (`HINT`) where nothing more exact is given.
+    `message` names the fault and its place (the file, layer or option); `hint` names the remedy.
+    Without a `hint`, the class's own (`HINT`) is used.
     """
 
     HINT: ClassVar[str | None] = None
@@ -31,7 +31,7 @@ class UsageError(MoexportError):
 
 
 class CheckpointError(MoexportError):
-    """A checkpoint cannot be read, or is not the model that it claims to be."""
+    """A checkpoint cannot be read, or is not of the family that was named."""
 
     HINT = "give the file that the training code saved; docs/families.md lists the formats"
 
@@ -43,7 +43,7 @@ class FamilyError(MoexportError):
 
 
 class MissingSettingsError(FamilyError):
-    """Settings that no shape tells were not given; `examples` has a value of each that would do."""
+    """Settings that shapes do not determine are missing; `examples` has a valid value of each."""
 
     def __init__(
         self, message: str, *, hint: str | None = None, examples: dict[str, object] | None = None
@@ -57,7 +57,7 @@ class TraceError(MoexportError):
 
 
 class LoweringError(MoexportError):
-    """No lowering, or not the requested one, supports a layer."""
+    """No lowering supports a layer, or the requested one does not."""
 
 
 class CheckError(MoexportError):
@@ -91,39 +91,39 @@ class EngineError(MoexportError):
 
 
 class CacheMemoryError(EngineError):
-    """The cache of a text does not fit into the memory."""
+    """The cache of a text does not fit into memory."""
 
-    HINT = "--context N makes it smaller, --max-tokens too"
+    HINT = "--context N or --max-tokens N makes it smaller"
 
 
 class ForeignEngineError(EngineError):
-    """An engine is for another GPU, driver or version than those of this machine."""
+    """An engine was built for another GPU, driver or version than this machine has."""
 
 
 class UntrustedEngineError(EngineError):
-    """An engine was built elsewhere: it may execute code, and needs the user's consent."""
+    """An engine was built elsewhere: it can execute code, so the user must consent."""
 
 
 class ResultsError(MoexportError):
-    """A results file cannot be read, or is not one."""
+    """A file cannot be read as results of a benchmark."""
 
     HINT = "give a results.json that `moexport bench` wrote"
 
 
 class LocationError(MoexportError):
-    """What a URL names cannot be read."""
+    """A URL cannot be read."""
 
     HINT = "check the URL and the connection, or copy the files and give their path"
 
 
 class ClusterError(MoexportError):
-    """A Ray cluster cannot be reached, or cannot do what is asked of it."""
+    """A Ray cluster cannot be reached, or lacks something that the run needs."""
 
-    HINT = "docs/scale-out.md says what a cluster needs"
+    HINT = "docs/scale-out.md lists the requirements of a cluster"
 
 
 class QueueFullError(MoexportError):
-    """A request found the queue full: it was refused at once, and nothing computes it."""
+    """The queue was full, so a request was refused without being computed."""
 
     HINT = "send fewer requests a second, or try again"
 
@@ -133,7 +133,7 @@ class OutputError(MoexportError):
 
 
 class PluginError(MoexportError):
-    """A plugin cannot be loaded, or takes a name that another has."""
+    """A plugin cannot be loaded, or its name is taken."""
 
 
 class MissingExtraError(MoexportError):
@@ -141,7 +141,7 @@ class MissingExtraError(MoexportError):
 
 
 def install(*extras: str, index: str | None = None) -> str:
-    """Returns what installs moexport with extras: in a clone, since no package index has it."""
+    """Returns the command that installs moexport with extras: from a clone, as no index has it."""
     options = f"--extra-index-url {index} " if index else ""
     return f"pip install {options}'.[{','.join(extras)}]' in a clone of moexport"
 
@@ -150,14 +150,13 @@ NO_MEMORY = (
     r"failed to map segment|([Cc]an't|[Cc]annot) allocate memory|bad_alloc|bad allocation"
     r"|(error return|NULL) without (exception set|setting an exception)"
 )
-"""How the system's loader, C++ and PyTorch say that there is no memory: compiled on use."""
+"""Messages of the system's loader, C++ and PyTorch for failed allocations; compiled on use."""
 
 
-def tells_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no memory.
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out.
 
-    Extensions tell of it in words of their own, or in none: a failed allocation that goes
-    unnoticed ends in CPython's `SystemError`.
+    CPython turns a failed allocation that an extension did not report into a `SystemError`.
     """
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
@@ -166,17 +165,17 @@ def tells_of_memory(error: BaseException) -> bool:
 
 
 NO_THREAD = r"can't start new thread|pthread_create failed|Resource temporarily unavailable"
-"""How Python, ONNX Runtime and C++ say that the system starts no thread."""
+"""Messages of Python, ONNX Runtime and C++ when the system refuses another thread."""
 
 
-def tells_of_threads(error: BaseException) -> bool:
-    """Whether an error says that the system starts no further thread or process."""
+def is_out_of_threads(error: BaseException) -> bool:
+    """Whether an error means that the system refused another thread or process."""
     if getattr(error, "errno", None) == errno.EAGAIN:
         return True
     return isinstance(error, RuntimeError) and re.search(NO_THREAD, str(error)) is not None
 
 
-def in_one_line(error: BaseException) -> str:
-    """Returns what an exception says in one line, with its type unless it is our own."""
+def one_line(error: BaseException) -> str:
+    """Returns an exception's message in one line, with the type unless it is our own."""
     text = " ".join(str(error).split()) or "no message"
     return text if isinstance(error, MoexportError) else f"{type(error).__name__}: {text}"

@@ -1,13 +1,24 @@
-"""How good and how fast: accuracy, routing and latency against the PyTorch original.
+"""Benchmarks: accuracy, routing and latency compared with the PyTorch original.
 
-`moexport.bench` is this package and, called, the benchmark itself: Python binds a subpackage to its
-parent's name as soon as anything in it is imported, so the call must live on the module.
+`moexport.bench` is both this package and the call: Python binds a subpackage to its parent's name
+when anything in it is imported, so the module itself must be callable.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
-from ..common.option import CallablePackage
+
+class CallablePackage(ModuleType):
+    """A subpackage that is also the function of its name in its `calls`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the function of the package's name."""
+        name = self.__name__.rpartition(".")[2]
+        return getattr(import_module(f"{self.__name__}.calls"), name)(*args, **kwargs)
+
 
 sys.modules[__name__].__class__ = CallablePackage

@@ -2,51 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.libraries import check_pytorch
 from ..common.option import takes
+from ..common.writing import check_folder
+from ..errors import UsageError
 from ..exporter.requests import AnyPath
 from .request import BenchRequest, ReportRequest
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..exporter.bundle.bundle import Bundle
+    from ..exporter.executors import Executor
     from ..exporter.model import Model
-    from .executors import Executor
     from .report.compare import ResultsComparison
     from .results import Results
 
+    AnyMeasured = Model | Bundle | nn.Module | AnyPath
 
-def bench_as(
-    models: Model | Bundle | AnyPath | Sequence[Model | Bundle | AnyPath], request: BenchRequest
-) -> Results:
-    """Measures models and bundles against the untouched PyTorch model; returns every row.
 
-    `models` are loaded models, bundles, or what names them; one or a list. A bundle that follows
-    the model it was made from is compared with that; alone it loads the checkpoint that its
-    manifest names. A model is exported for every `k`, `lowering` and `precision`. A call that was
-    interrupted goes on where it stopped, if `out` is the same.
+@takes(BenchRequest)
+def bench(models: AnyMeasured | Sequence[AnyMeasured], request: BenchRequest) -> Results:
+    """Measures models and bundles against the unmodified PyTorch model; returns every row.
+
+    `models` are loaded models, networks in memory, bundles, or their places; one or a list. A
+    bundle after the model it was made from is compared with that model; alone, it loads the
+    checkpoint in its manifest. A model is exported for every `k`, `lowering` and `precision`.
+    Repeating an interrupted call with the same `out` continues it.
 
     Raises:
         UsageError: before anything is measured, if an argument is invalid.
         FeedError: before anything is measured, if the data do not fit the model.
     """
+    request.check()
+    if request.folder is not None:
+        check_folder(request.folder)
     check_pytorch("a benchmark")
-    from ..common.writing import check_folder
-    from ..exporter.bundle.bundle import Bundle
-    from ..exporter.model import Model
+    from torch import nn
+
     from .prepare import opened
     from .run import sweep
 
-    # Refused before anything is loaded.
+    # Checked before anything is loaded.
     request = replace(request, batch=None if request.batch is None else request.batches)
-    if request.folder is not None:
-        check_folder(request.folder)
-    listed = [models] if isinstance(models, Model | Bundle | str | Path) else models
-    return sweep(opened(listed, request), request)
+    several = isinstance(models, Iterable) and not isinstance(models, str | nn.Module)
+    sources: Sequence[AnyMeasured] = models if several else [models]  # type: ignore[list-item,assignment]
+    return sweep(opened(sources, request), request)
 
 
 def bench_on_nodes(
@@ -54,25 +60,30 @@ def bench_on_nodes(
 ) -> dict[str, Results]:
     """Measures models and bundles on other machines; returns results by kind of node.
 
-    Raises what the executor raises, and `UsageError` before anything is measured.
+    Raises as the executor does, and `UsageError` before anything is measured.
     """
+    request.check()
     check_pytorch("a benchmark")
-    from ..common.writing import check_folder
-
-    listed = [models] if isinstance(models, str | Path) else models
-    request = replace(request, batch=request.batches)  # refused before anything is loaded
+    sources = [models] if isinstance(models, str | Path) else models
+    if not isinstance(sources, Sequence) or not all(isinstance(m, str | Path) for m in sources):
+        raise UsageError(
+            "nodes of a cluster load models themselves and cannot use a model in memory",
+            hint="give paths or URLs that every node can read, or package.module:factory",
+        )
+    request = replace(request, batch=request.batches)  # checked before anything is loaded
     if request.folder is not None:
         check_folder(request.folder)
-    return executor.bench(listed, request)
+    return executor.bench(sources, request)
 
 
-def report_as(
+@takes(ReportRequest)
+def report(
     results: Results | AnyPath, output: AnyPath, request: ReportRequest
 ) -> tuple[tuple[Path, ...], ResultsComparison | None]:
-    """Writes the report of results again; returns the files and what changed since `compare`.
+    """Rewrites the report of results; returns the files and the changes since `compare`.
 
-    `results` is what `bench` returned, or its results.json; `output` the page, .html: Markdown, CSV
-    and figures go beside it. The page draws further results `beside` it.
+    `results` is the result of `bench`, or its results.json; `output` the page, .html; Markdown, CSV
+    and figures go next to it. The page also draws the further results in `beside`.
     """
     from .report.compare import compare as compared
     from .report.page import write_views
@@ -90,7 +101,3 @@ def report_as(
     places = [None if isinstance(run, Results) else Path(run) for run in request.beside]
     runs = named_runs(places, [known(run) for run in request.beside])
     return write_views(now, Path(output), comparison, runs), comparison
-
-
-bench = takes(BenchRequest)(bench_as)
-report = takes(ReportRequest)(report_as)

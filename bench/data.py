@@ -1,4 +1,4 @@
-"""Labelled data from where a user names them: a file, a folder of images, or code."""
+"""Labelled data from a file, a folder of images, or code."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 
 from ..common.locations import AnyPlace, local
-from ..common.user_code import names_code
+from ..data.batches import IMAGE, LABEL, Array, Feed, LabelledBatch, Labels, rebatched_pairs
 from ..data.feeds import (
     LABEL_NAMES,
-    Array,
-    Feed,
-    LabelledBatch,
-    Labels,
     check_classes,
     checked_labels,
+    fields_of,
+    in_memory,
+    label_names,
     labelled_batches,
     npy_array,
     npz_archive,
     npz_array,
     npz_names,
-    rebatched_pairs,
 )
-from ..data.shards import IMAGE, IMAGES, shard_batches, shards_of
+from ..data.pixels import SCALES, UNKNOWN, Pixels, check_pixels
+from ..data.shards import IMAGES, shard_batches, shards_of
+from ..data.user_code import names_code
 from ..errors import FeedError, UsageError
 from ..exporter.inputs import (
     SIZES,
@@ -46,15 +46,15 @@ from ..exporter.model import Model, TensorSpec
 from .runners.base import first_of
 
 InputsAndLabels = tuple[Inputs, Labels | None]
-"""A batch: an array, or those of a model with several inputs by name, and its labels."""
+"""A batch: an array, or the arrays of several inputs by name, with its labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledData:
-    """Inputs [samples, ...] and class labels [samples], without which accuracy is not known.
+    """Inputs [samples, ...] and their labels, without which accuracy is unknown.
 
-    `beside` are a model's further inputs, by name. `output` is the number of the output that the
-    labels are of.
+    `beside` are a model's further inputs, by name. `output` is the index of the output that the
+    labels belong to.
     """
 
     inputs: Array
@@ -63,30 +63,40 @@ class LabelledData:
     label_name: str | None = None
     beside: Mapping[str, Array] = field(default_factory=dict)
     output: int = 0
+    skipped: int = 0
+    """The number of samples before these that were left out (`after`)."""
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     @property
     def samples(self) -> int:
-        """How many there are."""
+        """The number of samples."""
         return len(self)
 
     @property
     def labelled(self) -> bool:
-        """Whether the inputs have labels."""
         return self.labels is not None
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of inputs and labels: a sweep goes on only over the same."""
+        """SHA-256 of inputs and labels: a sweep only continues with the same data."""
         return fingerprint(self.inputs, self.labels, *self.beside.values())
 
     def head(self, count: int) -> LabelledData:
-        """Returns the first `count` samples, fewer where there are fewer."""
+        """Returns the first `count` samples, or all if there are fewer."""
         labels = None if self.labels is None else self.labels[:count]
         beside = {name: array[:count] for name, array in self.beside.items()}
         return replace(self, inputs=self.inputs[:count], labels=labels, beside=beside)
+
+    def after(self, count: int) -> LabelledData:
+        """Returns all but the first `count` samples."""
+        labels = None if self.labels is None else self.labels[count:]
+        beside = {name: array[count:] for name, array in self.beside.items()}
+        skipped = self.skipped + count
+        return replace(
+            self, inputs=self.inputs[count:], labels=labels, beside=beside, skipped=skipped
+        )
 
     def stream(self, size: int, limit: int | None = None) -> Iterator[InputsAndLabels]:
         """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
@@ -100,7 +110,7 @@ class LabelledData:
             yield slice(start, min(start + size, end))
 
     def batch(self, index: int, size: int) -> Inputs:
-        """Returns the `index`-th batch of exactly `size` inputs, going round the data."""
+        """Returns the `index`-th batch of exactly `size` inputs, repeating the data if needed."""
         return self._rows(np.arange(index * size, (index + 1) * size) % len(self))
 
     def _rows(self, rows: slice | Array) -> Inputs:
@@ -112,7 +122,7 @@ class LabelledData:
 
     @property
     def feed(self) -> Feed:
-        """The inputs as a feed, those of several inputs by name."""
+        """The inputs as a feed; several inputs by name."""
         return [{self.input_name: self.inputs, **self.beside}] if self.beside else self.inputs
 
     def check_classes(self, classes: int) -> None:
@@ -122,7 +132,7 @@ class LabelledData:
 
 
 def fingerprint(*arrays: Array | None) -> str:
-    """Returns the SHA-256 of some arrays: their kinds, shapes and values."""
+    """Returns the SHA-256 of arrays: their types, shapes and values."""
     digest = hashlib.sha256()
     for array in arrays:
         if array is not None:
@@ -131,15 +141,20 @@ def fingerprint(*arrays: Array | None) -> str:
     return digest.hexdigest()
 
 
-def load_groups(path: Path, name: str, samples: int) -> Array:
-    """Returns the array `name` of an `.npz`, the subgroup [samples] of each input, or FeedError."""
-    names = npz_names(path)
+def load_groups(data: Path | Mapping[str, Any], name: str, samples: int) -> Array:
+    """Returns the array `name` of an `.npz` or a dict, with the subgroup [samples] of each input.
+
+    Raises FeedError if it is missing or invalid.
+    """
+    held = in_memory(data) if isinstance(data, Mapping) else None
+    names = npz_names(Path(str(data))) if held is None else [*held]
+    path = data if held is None else "the data"
     if name not in names:
         raise FeedError(
             f"{path}: no array '{name}' to group the inputs by",
-            hint=f"it holds {', '.join(names)}",
+            hint=f"it contains {', '.join(names)}",
         )
-    groups = npz_array(path, name)
+    groups = npz_array(Path(str(data)), name) if held is None else np.asarray(held[name])
     if groups.shape != (samples,) or groups.dtype.kind not in "biuU":
         raise FeedError(
             f"{path}: array '{name}' is {groups.dtype} of shape {groups.shape}; subgroups are a "
@@ -148,9 +163,6 @@ def load_groups(path: Path, name: str, samples: int) -> Array:
         )
     return groups
 
-
-Pixels = Literal["unit", "symmetric", "imagenet"]
-"""What an image's values become: 0..1, −1..1, or standardised as ImageNet models are trained."""
 
 MEANS: dict[Pixels, tuple[Sequence[float], Sequence[float]]] = {
     "unit": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
@@ -163,15 +175,15 @@ BATCH = 32
 CHANNELS = (1, 3)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM")
-"""What is read: Pillow would start other programs for some formats, whatever a file is called."""
+"""The formats to read: for some others Pillow would start programs, whatever the file's name."""
 
 PIXELS = 1 << 26
-"""Of an image at most, as it is and at the model's size: 200 MB of bytes."""
+"""The largest image, before and after resizing to the model's size: 200 MB."""
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """Labelled data that are read anew for every pass, and never held whole."""
+    """Labelled data that are read again for every pass, and never held whole."""
 
     pairs: Callable[[], Iterator[LabelledBatch]]
     samples: int | None
@@ -179,13 +191,29 @@ class Streamed:
     fingerprint: str
     input_name: str = "input"
     output: int = 0
+    skipped: int = 0
+
+    def after(self, count: int) -> Streamed:
+        """Returns all but the first `count` samples, which a pass still reads."""
+
+        def pairs() -> Iterator[LabelledBatch]:
+            left = count
+            for inputs, labels in self.pairs():
+                skip, left = min(left, len(inputs)), max(0, left - len(inputs))
+                if skip < len(inputs):
+                    yield inputs[skip:], None if labels is None else labels[skip:]
+
+        samples = None if self.samples is None else self.samples - count
+        return replace(self, pairs=pairs, samples=samples, skipped=self.skipped + count)
 
     def head(self, count: int) -> LabelledData:
-        """Returns the first `count` samples, fewer where there are fewer."""
+        """Returns the first `count` samples, or all if there are fewer."""
         for inputs, labels in self.stream(count, count):
             x = first_of(inputs)
-            return LabelledData(x, labels, self.input_name, "label", output=self.output)
-        raise FeedError("the data hold no samples", hint="give at least one input")
+            return LabelledData(
+                x, labels, self.input_name, "label", output=self.output, skipped=self.skipped
+            )
+        raise FeedError("the data contain no samples", hint="give at least one input")
 
     def stream(self, size: int, limit: int | None = None) -> Iterator[InputsAndLabels]:
         """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
@@ -193,22 +221,26 @@ class Streamed:
 
 
 Labelled = LabelledData | Streamed
-"""Where labelled inputs come from; they need not fit in memory."""
+"""Labelled inputs, which need not fit in memory."""
 
 RANDOM_INPUTS = 16
 
 
 def labelled(
-    data: str | Path | Labelled | Array | None,
+    data: str | Path | Labelled | Array | Mapping[str, Any] | None,
     model: Model,
     batch: int,
     pixels: str | None = None,
     sizes: Mapping[str, int] = SIZES,
 ) -> Labelled:
-    """Returns the data of a benchmark; raises what `open_labelled` does.
+    """Returns the data of a benchmark; raises as `open_labelled` does.
 
-    Random ones for None, of these `sizes` where an axis is dynamic.
+    Random data for None, with these `sizes` of dynamic axes.
     """
+    if not isinstance(data, LabelledData | Streamed):
+        data = in_memory(data)
+    if isinstance(data, Mapping):
+        data = _held(data, model)
     if len(model.inputs) > 1 and not isinstance(data, LabelledData | Streamed):
         return several_inputs(data, model, max(batch, RANDOM_INPUTS), sizes)
     if isinstance(data, str | Path):
@@ -216,17 +248,63 @@ def labelled(
         return _whole_shape(labelled, model.input)
     if pixels is not None:
         raise UsageError(
-            f"--pixels {pixels}: there is no folder of images", hint="give one with --data"
+            f"--pixels {pixels}: the data are not a folder of images", hint="give one with --data"
         )
     if data is None:
         data = random_inputs(model, max(batch, RANDOM_INPUTS), {**SIZES, **sizes})
     if isinstance(data, np.ndarray):
         data = LabelledData(data, None, model.input.name)
+    if not isinstance(data, LabelledData | Streamed):
+        raise FeedError(
+            f"--data: these are {type(data).__name__}, not labelled inputs",
+            hint="give an array, a dict of arrays by name, or a place as for --data",
+        )
     return _whole_shape(data, model.input)
 
 
+def ids_of(
+    data: str | Path | Array | Mapping[str, Any] | None, model: Model
+) -> str | Path | Array | None:
+    """Returns the place of a model's sequences, or the main input in a dict."""
+    given = in_memory(data)
+    if isinstance(given, Mapping):
+        return fields_of(given, [model.input.name])[model.input.name]
+    place: str | Path | Array | None = given
+    return place
+
+
+def _held(data: Mapping[str, Array], model: Model) -> LabelledData:
+    """A dict of arrays by input name, with labels, as data."""
+    names = [spec.name for spec in model.inputs]
+    known = label_names(names, output_names(model))
+    fields = fields_of(data, names, output_names(model))
+    labels = fields.pop(LABEL, None)
+    inputs = {name: _finite(array, name, "the data") for name, array in fields.items()}
+    if len(names) > 1:
+        inputs = fitted_arrays(inputs, model)
+    main = inputs.pop(names[0])
+    label = next((name for name in known if name in data), None)
+    return LabelledData(
+        inputs=main,
+        labels=labels,
+        input_name=names[0],
+        label_name=label,
+        beside=inputs,
+        output=_labelled_output(label, output_names(model)),
+    )
+
+
+def _finite(inputs: Array, name: str, where: str) -> Array:
+    """Inputs, with floats as FP32; raises `FeedError` for NaN or infinite values."""
+    if inputs.dtype.kind != "f":
+        return inputs
+    if not np.isfinite(inputs).all():
+        raise FeedError(f"{where}: input '{name}' contains NaN or infinite values")
+    return inputs.astype(np.float32, copy=False)
+
+
 def _whole_shape(data: Labelled, spec: TensorSpec) -> Labelled:
-    """The data with the axis that inputs may leave out: (batch, dim) for (batch, tokens, dim)."""
+    """The data with an omitted axis inserted: (batch, dim) becomes (batch, 1, dim)."""
     if spec.implied is None:
         return data
     if isinstance(data, LabelledData):
@@ -240,22 +318,22 @@ def _whole_shape(data: Labelled, spec: TensorSpec) -> Labelled:
 
 
 def output_names(model: Model) -> list[str]:
-    """Returns the outputs by whose names an `.npz` may hold labels: those of several."""
+    """Returns the output names under which an `.npz` may hold labels, for several outputs."""
     return [spec.name for spec in model.outputs] if len(model.outputs) > 1 else []
 
 
 def _labelled_output(label: str | None, outputs: Sequence[str]) -> int:
-    """The number of the output that an array of labels is of: the first, unless it has a name."""
+    """The index of the output that labels belong to: the first, unless they have a name."""
     return outputs.index(label) if label in outputs else 0
 
 
 def several_inputs(
     data: str | Path | Array | None, model: Model, count: int, sizes: Mapping[str, int] = SIZES
 ) -> LabelledData:
-    """Returns data of a model with several inputs, `count` random ones for None.
+    """Returns data for a model with several inputs, `count` random ones for None.
 
-    An `.npz` holds arrays called as the inputs are, and `label`; what is left out has its default.
-    Raises FeedError for a file that is none, or does not fit.
+    An `.npz` holds arrays with the inputs' names, and `label`; missing inputs have defaults. Raises
+    FeedError for an invalid file, or one that does not fit.
     """
     name, labels, output = model.input.name, None, 0
     if data is None:
@@ -266,9 +344,9 @@ def several_inputs(
         path = local(data)
         if path.suffix != ".npz" or not path.is_file():
             raise FeedError(
-                f"{path}: is no .npz file",
+                f"{path}: not an .npz file",
                 hint=f"a model with several inputs is measured on an .npz with '{name}', and "
-                "'label' where there are any",
+                "optionally 'label'",
             )
         known = [spec.name for spec in model.inputs]
         held = npz_archive(path, name, known[1:], output_names(model))
@@ -280,7 +358,9 @@ def several_inputs(
         if held.label is not None:
             where, ids = f"{path}: array '{held.label}'", arrays[name]
             classes = npz_array(path, held.label)
-            labels = checked_labels(classes, ids.dtype, ids.shape, where, f"'{held.inputs}'")
+            labels = checked_labels(
+                classes, ids.dtype, ids.shape, where, f"'{held.inputs}'", whole=True
+            )
     main = arrays.pop(name)
     return LabelledData(
         inputs=main,
@@ -295,14 +375,13 @@ def several_inputs(
 def open_labelled(
     where: str, spec: TensorSpec, pixels: str | None = None, outputs: Sequence[str] = ()
 ) -> Labelled:
-    """Returns the labelled data that `where` names, for a model that takes `spec`.
+    """Returns the labelled data at `where`, for a model with the input `spec`.
 
-    An `.npz` holds inputs and labels, which may be called as one of several `outputs` is; a folder
-    holds a folder of images per class, in the order of their names, or `.npy` batches without
-    labels; shards hold arrays or images and their classes;
-    `package.module:iterable` yields (inputs, labels) or a dict with both. All but code may be URLs.
-    Raises FeedError for what is none of these, UsageError where `pixels` is missing for images, or
-    given for anything else.
+    An `.npz` holds inputs and labels, which may have the name of one of several `outputs`; a folder
+    holds a folder of images per class, sorted by name, or `.npy` batches without labels; shards
+    hold arrays or images and their classes; `package.module:iterable` yields (inputs, labels) or a
+    dict with both. All except code may be URLs. Raises FeedError for anything else, UsageError if
+    `pixels` is missing for images, or given for other data.
     """
     shards = shards_of(where)
     if shards is not None and (pixels is not None or holds_images(shards)):
@@ -312,8 +391,8 @@ def open_labelled(
         return image_folder(path, spec, pixels)
     if pixels is not None:
         raise UsageError(
-            f"--pixels {pixels}: {where} is no folder of images",
-            hint="leave it out: other inputs are taken as they are",
+            f"--pixels {pixels}: {where} is not a folder of images",
+            hint="leave it out: other inputs are used unchanged",
         )
     if shards is None and not path.is_dir() and not names_code(where):
         if not path.is_file():
@@ -324,7 +403,7 @@ def open_labelled(
         pairs = partial(_pairs, where, held.inputs, outputs)
         samples = held.header.shape[0]
         if samples == 0 or next(pairs(), None) is None:
-            raise FeedError(f"{path}: array '{held.inputs}' holds no samples")
+            raise FeedError(f"{path}: array '{held.inputs}' contains no samples")
         return Streamed(
             pairs=pairs,
             samples=samples,
@@ -333,7 +412,7 @@ def open_labelled(
             input_name=held.inputs,
             output=_labelled_output(held.label, outputs),
         )
-    # A folder of arrays, or what code yields, can only be told from what comes first.
+    # For a folder of arrays, or code, only the first batch shows what the data are.
     nothing = FeedError(f"{where}: yields nothing", hint="yield (inputs, labels) batches")
     return _told_by_first(partial(_pairs, where, spec.name), where, spec, nothing)
 
@@ -341,7 +420,7 @@ def open_labelled(
 def _told_by_first(
     pairs: Callable[[], Iterator[LabelledBatch]], source: str, spec: TensorSpec, nothing: FeedError
 ) -> Streamed:
-    """Data of which only the first batch tells something; raises `nothing` where there is none."""
+    """Data that only their first batch describes; raises `nothing` if there is none."""
     first = next(pairs(), None)
     if first is None:
         raise nothing
@@ -355,19 +434,17 @@ def _told_by_first(
 
 
 def _pairs(where: str, name: str, outputs: Sequence[str] = ()) -> Iterator[LabelledBatch]:
-    """The inputs called `name`, floats as FP32, and their labels."""
+    """The inputs called `name`, with floats as FP32, and their labels."""
     for inputs, labels in labelled_batches(where, name, outputs):
-        if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
-            raise FeedError(f"{where}: input '{name}' holds NaN or infinite values")
-        yield inputs.astype(np.float32, copy=False) if inputs.dtype.kind == "f" else inputs, labels
+        yield _finite(inputs, name, where), labels
 
 
 def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed:
-    """Returns the images of a folder per class; class i is the i-th folder by name.
+    """Returns the images of one folder per class; class i is the i-th folder by name.
 
-    An image of the model's own size is taken as it is. Every other one is resized with its shorter
-    side to what CROP makes the model's size, and cut to its middle. All are scaled as `pixels`
-    says. Raises FeedError that names a file which is no image.
+    Images of the model's size are used unchanged. Others are resized so that CROP of the shorter
+    side is the model's size, and cropped to the center. `pixels` selects the scale of values.
+    Raises FeedError naming a file that is not an image.
     """
     files = _image_files(folder)
     scale = image_scale(f"{folder}: is a folder of images", spec, pixels)
@@ -386,34 +463,32 @@ def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed
 
 
 def image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
-    """Returns how images are scaled; UsageError where that is not said, or the model takes none."""
+    """Returns the scale of images; UsageError if it is missing, or if the model takes no images."""
     if len(spec.shape) != 4 or not all(isinstance(size, int) for size in spec.shape[1:]):
         raise UsageError(
-            f"{where}, and the model takes {spec.shape}",
+            f"{where}, but the model takes {spec.shape}",
             hint="images need a model of (batch, channels, height, width), or with the channels "
             "last; use an .npz",
         )
-    if pixels not in get_args(Pixels):
-        problem = (
-            f"--pixels {pixels}: there is no such scale" if pixels else f"{where}, without --pixels"
-        )
+    if pixels is None:
         raise UsageError(
-            f"{problem}; how the model was trained to see images cannot be told from its weights",
-            hint="--pixels unit (0 to 1), symmetric (−1 to 1) or imagenet (mean and deviation)",
+            f"{where}, without --pixels; {UNKNOWN}",
+            hint=SCALES,
         )
+    check_pixels(pixels)
     return cast(Pixels, pixels)
 
 
 def holds_images(shards: Sequence[AnyPlace]) -> bool:
-    """Whether the first sample of some shards is an image."""
+    """Whether the first sample of the shards is an image."""
     return any(IMAGE in fields for _, fields in islice(shard_batches(shards, npy_array), 1))
 
 
 def image_shards(
     where: str, shards: Sequence[AnyPlace], spec: TensorSpec, pixels: str | None
 ) -> Streamed:
-    """Returns the images of shards and their classes, read as those of `image_folder` are."""
-    scale = image_scale(f"{where}: holds images", spec, pixels)
+    """Returns the images of shards and their classes, read as in `image_folder`."""
+    scale = image_scale(f"{where}: contains images", spec, pixels)
 
     def pairs() -> Iterator[LabelledBatch]:
         for place, fields in shard_batches(shards, npy_array):
@@ -426,12 +501,12 @@ def image_shards(
                 labels = checked_labels(labels, images.dtype, images.shape, place, "the shard")
             yield images, labels
 
-    nothing = FeedError(f"{where}: holds no samples")
+    nothing = FeedError(f"{where}: contains no samples")
     return _told_by_first(pairs, f"{where} {pixels}", spec, nothing)
 
 
 def _image_files(folder: Path) -> list[tuple[Path, int]]:
-    """Every image and its class, classes mixed: the first samples should not be all of one."""
+    """Every image and its class, with classes mixed, so that the first samples vary."""
     classes = sorted(entry for entry in folder.iterdir() if entry.is_dir())
     files: list[tuple[int, int, Path]] = []
     for label, class_folder in enumerate(classes):
@@ -439,16 +514,16 @@ def _image_files(folder: Path) -> list[tuple[Path, int]]:
         files += [(place, label, file) for place, file in enumerate(images)]
     if not files:
         raise FeedError(
-            f"{folder}: holds no images in a folder per class, and no .npy files",
+            f"{folder}: contains neither a folder of images per class nor .npy files",
             hint="folder/CLASS/image.png, classes in the order of their names; or an .npz",
         )
     return [(file, label) for _, label, file in sorted(files)]
 
 
 def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: str = "") -> Array:
-    """Returns one image as float32 in the layout of a model's; `name` is what errors call it.
+    """Returns one image as float32 in the model's layout; `name` identifies it in errors.
 
-    Channels come first, or last where only that can be meant: (batch, 224, 224, 3).
+    Channels come first, or last if the shape is unambiguous: (batch, 224, 224, 3).
     """
     from PIL import Image
 
@@ -469,8 +544,8 @@ def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: 
             image = opened.convert("L" if channels == 1 else "RGB")
     except FeedError:
         raise
-    except Exception as error:  # each format's reader fails in its own way
-        raise FeedError(f"{name or file}: is not an image that can be read ({error})") from error
+    except Exception as error:  # each format's reader has its own exceptions
+        raise FeedError(f"{name or file}: not a readable image ({error})") from error
     if image.size != (width, height):
         image = image.resize(size, Image.Resampling.BICUBIC)
         left, top = (image.width - width) // 2, (image.height - height) // 2
@@ -485,6 +560,6 @@ def _check_pixels(size: tuple[int, int], resized: tuple[int, int], where: str) -
     if max(math.prod(size), math.prod(resized)) > PIXELS:
         raise FeedError(
             f"{where}: an image of {size[0]} x {size[1]}, and of {resized[0]} x {resized[1]} for "
-            f"the model; {PIXELS} pixels are allowed",
+            f"the model; the limit is {PIXELS} pixels",
             hint="make it smaller, or leave it out",
         )

@@ -1,7 +1,7 @@
-"""The engines that a benchmark measures: a record each, in one list. Importing loads none of them.
+"""The list of engines that a benchmark can measure. Imports none of them.
 
-A record has the engine's loader, which imports what it needs when it is called. The command line,
-`moexport doctor`, the reports, the documents and the tests read the list.
+A record has the engine's loader, which imports its packages when called. The command line,
+`moexport doctor`, the reports, the documents and the tests use the list.
 """
 
 from __future__ import annotations
@@ -12,16 +12,27 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import MissingExtraError, PluginError
-from ..exporter.doctor import Ability, Requirement, builds, in_onnx_runtime, installed, runs
 from ..graphs.targets import TARGETS, Precision, Target
+from .doctor import (
+    Ability,
+    Diagnosis,
+    Requirement,
+    builds,
+    diagnose,
+    in_onnx_runtime,
+    installed,
+    replays_cuda_graphs,
+    runs,
+)
 
 if TYPE_CHECKING:
+    from ..common.console import Progress
     from ..exporter.tensorrt.backends import Gpu
     from .runners.base import GraphFile, Loader, ModelRun, Runner
 
@@ -29,6 +40,7 @@ PYTORCH_EAGER = "pytorch-eager"
 PYTORCH_EAGER_CUDA = f"{PYTORCH_EAGER}-cuda"
 PYTORCH_COMPILE = "pytorch-compile"
 PYTORCH_ALGORITHM_2 = "pytorch-algorithm-2"
+PYTORCH_STACKED = "pytorch-stacked"
 PYTORCH_GROUPED_MM = "pytorch-grouped-mm"
 PYTORCH_EXPERTS_EAGER = "pytorch-experts-eager"
 ONNXRUNTIME = "onnxruntime"
@@ -39,16 +51,16 @@ TRANSFORMERS_ONNX = "transformers-onnx"
 COMPILERS = ("c++", "g++", "clang++")
 
 Serves = Literal["all", "one-input", "transformers"]
-"""Which models an engine runs: all, those with one input, or those of `transformers`."""
+"""The models that an engine runs: all, those with one input, or those of `transformers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
     """An engine, as `--engine` names it.
 
-    `engine` and `provider` are what its rows say, and `title` what reports call it. It can be
-    measured where all that it `requires` is there, its lines in `moexport doctor`; `extra` of
-    pyproject.toml installs it, where PyTorch and ONNX Runtime are not enough.
+    `engine` and `provider` identify its rows, and `title` is its name in reports. It can be
+    measured if all that it `requires` is met, which are lines of `moexport doctor`; `extra` of
+    pyproject.toml installs it, if PyTorch and ONNX Runtime are not enough.
     """
 
     name: str
@@ -64,34 +76,36 @@ class EngineKind:
         return self.name.removesuffix(f"-{self.provider}")
 
     def missing(self) -> str | None:
-        """Returns why it cannot run here, None where it can."""
+        """Returns why it cannot run here, or None."""
         abilities = map(_ability, self.requires)
         return next((ability.detail for ability in abilities if not ability.available), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEngine(EngineKind):
-    """An engine that runs PyTorch's own modules.
+    """An engine that runs PyTorch modules.
 
-    It computes the untouched model, unless it is the loop of `algorithm_2`, or `transformers` with
-    its experts in a form (`experts_form`, the library's own name).
+    It computes the unmodified model, unless it is the loop of `algorithm_2`, or `transformers` with
+    a form of its experts (`experts_form`, the library's name). A `stacked` one computes all experts
+    of Soft MoE together, and runs no other models; on a CPU it skips models that already do so.
     """
 
     loader: Callable[[ModelRun], Runner]
     algorithm_2: bool = False
+    stacked: bool = False
     experts_form: str | None = None
 
     @property
     def untouched(self) -> bool:
         """Whether it runs the model as it was trained."""
-        return not self.algorithm_2 and self.experts_form is None
+        return not self.algorithm_2 and self.experts_form is None and not self.stacked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphEngine(EngineKind):
     """An engine that runs graphs: those of `target`, or without one those of another exporter.
 
-    It computes products of the floats `short_products` in them on a CPU, and others in FP32.
+    On a CPU it computes products of the floats in `short_products` in that type, others in FP32.
     """
 
     loader: Callable[[GraphFile], Loader]
@@ -100,7 +114,7 @@ class GraphEngine(EngineKind):
 
     @property
     def backend(self) -> str | None:
-        """The TensorRT that compiles the graphs first, if one does."""
+        """The TensorRT that compiles the graphs, if any."""
         return None if self.target is None else TARGETS[self.target].backend
 
 
@@ -115,16 +129,30 @@ def _ability(requirement: Requirement) -> Ability:
 
 
 def _eager(run: ModelRun) -> Runner:
+    from .runners.expert_forms import in_half
     from .runners.pytorch import runner_on
 
     model = run.model
-    return runner_on(run.provider)(model.untouched, model.inputs, model.host)
+    module = model.untouched if run.precision == "fp32" else in_half(model.untouched)
+    return runner_on(run.provider, run.precision)(module, model.inputs, model.host)
 
 
 def _compiled(run: ModelRun) -> Runner:
-    from .runners.pytorch import CompiledPyTorch, runner_on, untouched
+    from .runners.expert_forms import in_half
+    from .runners.pytorch import CompiledPyTorch, runner_on
 
-    return CompiledPyTorch(untouched(run.model).module, run.batches, runner_on(run.provider))
+    module = run.model.untouched
+    module = module if run.precision == "fp32" else in_half(module)
+    return CompiledPyTorch(module, run.batches, runner_on(run.provider, run.precision))
+
+
+def _stacked(form: Any, run: ModelRun) -> Runner:
+    from .runners.expert_forms import in_half, in_stacked_form
+    from .runners.pytorch import runner_on
+
+    module = in_stacked_form(run.model, form)
+    module = module if run.precision == "fp32" else in_half(module)
+    return runner_on(run.provider, run.precision)(module, run.model.inputs, run.model.host)
 
 
 def _algorithm_2(run: ModelRun) -> Runner:
@@ -147,7 +175,8 @@ def _onnxruntime(provider: str, graph: GraphFile, *, parts: bool = True) -> Load
     from ..exporter.session import PROVIDERS, SessionOptions
     from .runners.graphs import SessionLoader
 
-    return SessionLoader(graph, SessionOptions(provider=PROVIDERS[provider]), parts)
+    options = SessionOptions(provider=PROVIDERS[provider], timed=provider == "cuda")
+    return SessionLoader(graph, options, parts)
 
 
 def _in_runtime(runtime: Any, graph: GraphFile) -> Loader:
@@ -170,13 +199,12 @@ def _has_torch(gpu: Gpu | None) -> str:
     from ..common.environment import versions
     from ..common.libraries import check_pytorch
 
-    del gpu
     check_pytorch("a benchmark")
     return f"PyTorch {versions(('torch',)).get('torch', '')}".rstrip()
 
 
 def _has_cuda(gpu: Gpu | None) -> str:
-    said = _has_torch(gpu)
+    description = _has_torch(gpu)
     if gpu is None:
         raise MissingExtraError("there is no NVIDIA GPU, or no driver for it")
     import torch
@@ -190,11 +218,11 @@ def _has_cuda(gpu: Gpu | None) -> str:
         raise MissingExtraError(
             f"the driver does not serve PyTorch, which is built for CUDA {torch.version.cuda}"
         )
-    return f"{said}, on {gpu.name}"
+    return f"{description}, on {gpu.name}"
 
 
 def _has_compiler(gpu: Gpu | None) -> str:
-    """`torch.compile` writes C++ for a CPU and compiles it."""
+    """Checks for a C++ compiler, which `torch.compile` needs for CPUs."""
     _has_torch(gpu)
     if sys.platform == "win32":
         return "torch.compile finds the compiler itself"
@@ -207,17 +235,16 @@ def _has_compiler(gpu: Gpu | None) -> str:
 
 
 def _has_triton(gpu: Gpu | None) -> str:
-    """`torch.compile` writes Triton for a GPU."""
-    said = _has_cuda(gpu)
+    """Checks for Triton, which `torch.compile` needs for GPUs."""
+    description = _has_cuda(gpu)
     if importlib.util.find_spec("triton") is None:
         raise MissingExtraError("torch.compile needs Triton on a GPU", hint="pip install triton")
-    return f"Triton, with {said}"
+    return f"Triton, with {description}"
 
 
 def _has_runtime(runtime: str, gpu: Gpu | None) -> str:
     from ..exporter.bundle.runtimes import RUNTIMES
 
-    del gpu
     return RUNTIMES[runtime].state()
 
 
@@ -229,28 +256,50 @@ ON_CPU = in_onnx_runtime("run on CPU", "cpu")
 
 # --- the list ------------------------------------------------------------------------------------
 
+_EAGER = ModelEngine(name=PYTORCH_EAGER, title="PyTorch", requires=(IN_TORCH,), loader=_eager)
+
+_COMPILED = ModelEngine(
+    name=PYTORCH_COMPILE,
+    title="PyTorch, compiled",
+    requires=(Requirement("run in torch.compile", _has_compiler),),
+    serves="one-input",
+    loader=_compiled,
+)
+
+_STACKED = ModelEngine(
+    name=PYTORCH_STACKED,
+    title="PyTorch, stacked experts",
+    requires=(IN_TORCH,),
+    serves="one-input",
+    loader=partial(_stacked, "stacked"),
+    stacked=True,
+)
+
+_LOOP = ModelEngine(
+    name=PYTORCH_ALGORITHM_2,
+    title="PyTorch, Algorithm 1 in a loop",
+    requires=(IN_TORCH,),
+    serves="one-input",
+    loader=_algorithm_2,
+    algorithm_2=True,
+)
+
+
+def _on_cuda(engine: ModelEngine, **changes: Any) -> ModelEngine:
+    """The same engine on an NVIDIA GPU, with some fields changed."""
+    on_gpu: dict[str, Any] = {
+        "name": f"{engine.name}-cuda",
+        "provider": "cuda",
+        "requires": (IN_TORCH_CUDA,),
+    }
+    return replace(engine, **(on_gpu | changes))
+
+
 _KINDS: tuple[EngineKind, ...] = (
-    ModelEngine(
-        name=PYTORCH_EAGER,
-        title="PyTorch",
-        requires=(IN_TORCH,),
-        loader=_eager,
-    ),
-    ModelEngine(
-        name=PYTORCH_COMPILE,
-        title="PyTorch, compiled",
-        requires=(Requirement("run in torch.compile", _has_compiler),),
-        serves="one-input",
-        loader=_compiled,
-    ),
-    ModelEngine(
-        name=PYTORCH_ALGORITHM_2,
-        title="PyTorch, loop over experts",
-        requires=(IN_TORCH,),
-        serves="one-input",
-        loader=_algorithm_2,
-        algorithm_2=True,
-    ),
+    _EAGER,
+    _COMPILED,
+    _STACKED,
+    _LOOP,
     ModelEngine(
         name=PYTORCH_GROUPED_MM,
         title="PyTorch, grouped_mm",
@@ -269,29 +318,15 @@ _KINDS: tuple[EngineKind, ...] = (
         loader=partial(_experts, "eager"),
         experts_form="eager",
     ),
-    ModelEngine(
-        name=PYTORCH_EAGER_CUDA,
-        title="PyTorch",
-        provider="cuda",
-        requires=(IN_TORCH_CUDA,),
-        loader=_eager,
-    ),
-    ModelEngine(
-        name=f"{PYTORCH_COMPILE}-cuda",
-        title="PyTorch, compiled",
-        provider="cuda",
-        requires=(Requirement("run in torch.compile on CUDA", _has_triton),),
-        serves="one-input",
-        loader=_compiled,
-    ),
-    ModelEngine(
-        name=f"{PYTORCH_ALGORITHM_2}-cuda",
-        title="PyTorch, loop over experts",
-        provider="cuda",
-        requires=(IN_TORCH_CUDA,),
-        serves="one-input",
-        loader=_algorithm_2,
-        algorithm_2=True,
+    _on_cuda(_EAGER),
+    _on_cuda(_COMPILED, requires=(Requirement("run in torch.compile on CUDA", _has_triton),)),
+    _on_cuda(_LOOP),
+    _on_cuda(_STACKED),
+    _on_cuda(
+        _STACKED,
+        name=f"{PYTORCH_GROUPED_MM}-cuda",
+        title="PyTorch, grouped_mm",
+        loader=partial(_stacked, "grouped_mm"),
     ),
     GraphEngine(
         name=ONNXRUNTIME,
@@ -304,7 +339,10 @@ _KINDS: tuple[EngineKind, ...] = (
         name=f"{ONNXRUNTIME}-cuda",
         title="ONNX Runtime",
         provider="cuda",
-        requires=(in_onnx_runtime("run on CUDA", "cuda"),),
+        requires=(
+            in_onnx_runtime("run on CUDA", "cuda"),
+            replays_cuda_graphs("replay CUDA graphs"),
+        ),
         extra="gpu",
         loader=partial(_onnxruntime, "cuda"),
         target="ort-cuda",
@@ -355,9 +393,9 @@ _ENGINES: tuple[EngineKind, ...] = (
 
 
 class _Kinds(Mapping[str, EngineKind]):
-    """The core's engines, and between them the runtimes of plugins that targets name.
+    """The core's engines, and the runtimes of plugins that targets name.
 
-    The names come from the targets' records; a runtime's own is loaded when it is asked for.
+    The names come from the targets' records; a runtime's record is loaded when it is requested.
     """
 
     def __init__(self) -> None:
@@ -379,9 +417,9 @@ class _Kinds(Mapping[str, EngineKind]):
 
 @functools.cache
 def _of_runtime(name: str) -> GraphEngine:
-    """The engine that runs graphs in the runtime of a plugin, for the first target that names it.
+    """The engine for a plugin's runtime, from the first target that names it.
 
-    `KeyError` where none does. Of a plugin that cannot be loaded `missing` says why.
+    Raises `KeyError` if none does. If the plugin cannot be loaded, `missing` gives the reason.
     """
     from ..exporter.bundle.runtimes import RUNTIMES
 
@@ -406,17 +444,17 @@ def _of_runtime(name: str) -> GraphEngine:
 KINDS: Mapping[str, EngineKind] = _Kinds()
 """Every engine, by its name.
 
-The untouched model (`pytorch-eager`) is always measured, and on the GPU (`pytorch-eager-cuda`)
-beside whatever runs there.
+The unmodified model (`pytorch-eager`) is always measured, and on the GPU (`pytorch-eager-cuda`) if
+anything else runs there.
 """
 
 TRITON = "triton"
-"""A server that runs a bundle: no engine that can be asked for, but one of services."""
+"""A server that runs a bundle: an engine of services, which `--engine` cannot select."""
 
 
 @functools.cache
 def titles() -> Mapping[str, str]:
-    """Returns what reports call an engine, by the `engine` of its rows."""
+    """Returns the names of engines in reports, by the `engine` of their rows."""
     return MappingProxyType(
         {kind.engine: kind.title for kind in KINDS.values()} | {TRITON: "Triton"}
     )
@@ -428,17 +466,24 @@ def _by_row() -> dict[tuple[str, str], EngineKind]:
 
 
 def engine_of(engine: str, provider: str | None) -> EngineKind | None:
-    """Returns the engine of a row, None for one of another version or of a measurement apart."""
+    """Returns the engine of a row; None for unknown ones."""
     return _by_row().get((engine, provider or "cpu"))
 
 
 def requirements() -> tuple[Requirement, ...]:
-    """Returns what the engines need: lines of `moexport doctor`.
+    """Returns the engines' requirements: lines of `moexport doctor`.
 
-    Where two claim the name of a target it is what the core's need: the next lines say who.
+    If two plugins claim the name of a target, only the core's: further lines report the clash.
     """
     try:
         kinds = tuple(KINDS.values())
     except PluginError:
         kinds = (*_KINDS, *_ENGINES)
     return tuple(requirement for kind in kinds for requirement in kind.requires)
+
+
+def doctor(*, progress: Progress | None = None) -> Diagnosis:
+    """Returns what this machine can build and run, with reasons for the rest; builds nothing."""
+    if progress is not None:
+        progress.step("checking packages and hardware")
+    return diagnose(requirements())

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from ..common.console import Progress, Silent
-from ..data.feeds import IGNORED, Array, Labels, check_classes
-from ..errors import FeedError, in_one_line
-from ..exporter.bundle.parity_record import TIE, Tolerance
+from ..data.batches import IGNORED, Array, Labels
+from ..data.feeds import check_classes
+from ..errors import FeedError, one_line
+from ..exporter.bundle.parity import TIE, Tolerance
 from ..exporter.inputs import Inputs
 from .data import Labelled
 from .engines import ModelEngine, engine_of
+from .measure.answers import AnswerCounts, per_output
 from .metrics import (
     ClassCounts,
     NegativeLogLikelihood,
@@ -32,19 +34,20 @@ from .runners.base import Runner, first_of
 from .runners.models import reference_of
 from .runners.pytorch import Expected, PyTorch, outputs_of, untouched
 
-SAVE_S = 10.0  # how often the sums so far are kept for a run that goes on after a kill
+SAVE_S = 10.0  # seconds between saves of the sums, for resuming after a kill
 
 OUTPUT_BYTES = 256 << 20
-"""Outputs of one batch may take this much; token models give a vocabulary per token."""
+"""The largest outputs of one batch; token models return a vocabulary per token."""
 
 
 LEAST_COSINE = {"int8": 0.8, "fp8": 0.8, "int4": 0.8}
 FLOAT_COSINE = 0.99
-"""With a smaller cosine to PyTorch's outputs, those of a case are another function's: rounding in
-its precision does not turn them so far, nor do other experts that it chooses."""
+"""A smaller cosine with PyTorch's outputs means a wrong function: neither rounding in the case's
+precision nor a different choice of experts changes outputs that much."""
 
 LEAST_ROUTING = 0.9
-"""Of an FP32 graph's inputs, or tokens, so many choose as PyTorch does, but for ties."""
+"""The least share of an FP32 graph's inputs, or tokens, that choose as PyTorch does, without
+ties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,15 @@ class QualitySums(Sums):
     top_k: TopKCounts = field(default_factory=TopKCounts)
     classes: ClassCounts = field(default_factory=ClassCounts)
     nll: NegativeLogLikelihood = field(default_factory=NegativeLogLikelihood)
+    answers: AnswerCounts = field(default_factory=AnswerCounts)
     routing: RoutingOverlap = field(default_factory=RoutingOverlap)
     parity: ParityStatistics = field(default_factory=ParityStatistics)
 
 
 def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None:
-    """Returns why outputs are not those of PyTorch in a case's precision; None where they are.
+    """Returns why a case's outputs are not PyTorch's in its precision; None if they are.
 
-    Of a graph that moexport made, `bounds` are those that `verify` has for it.
+    For graphs of moexport, `bounds` are those of `verify`.
     """
     cosine = sums.parity.parity().cosine
     least = LEAST_COSINE.get(case.precision, FLOAT_COSINE)
@@ -76,7 +80,7 @@ def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None
     other = routing.exact < LEAST_ROUTING * routing.samples or not sums.parity.same
     if fp32 and routing.samples and other:
         share = min(routing.exact / routing.samples, sums.parity.same / sums.parity.outputs)
-        return f"wrong experts: they are PyTorch's in {share:.0%}, and ties are rare in FP32"
+        return f"wrong experts: they are PyTorch's in {share:.0%}, but ties are rare in FP32"
     off = sums.parity.off(bounds)
     if off is None:
         return None
@@ -88,7 +92,7 @@ def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None
 
 @dataclass(frozen=True, slots=True)
 class EvaluationState:
-    """How far an evaluation is: samples seen, the untouched model's sums, everyone's by label."""
+    """The state of an evaluation: samples seen, sums of the unmodified model and of all cases."""
 
     seen: int = 0
     untouched: QualitySums = field(default_factory=QualitySums)
@@ -96,14 +100,15 @@ class EvaluationState:
     failures: dict[str, str] = field(default_factory=dict)
 
     def quality(self, case: Case) -> dict[str, Any]:
-        """Returns how good a case is that did not fail, as those fields of its rows.
+        """Returns the quality of a successful case, as fields of its rows.
 
-        `routing` is None where there is nothing to compare: in PyTorch, and where all experts are
-        kept.
+        `routing` is None if there is nothing to compare: in PyTorch, and if all experts are kept.
         """
         sums, base = self.sums[case.label], self.untouched
+        by_class = sums.top_k.accuracy(base.top_k) if sums.top_k.seen else None
         return {
-            "accuracy": sums.top_k.accuracy(base.top_k) if sums.top_k.seen else None,
+            "accuracy": by_class or sums.answers.accuracy(base.answers),
+            "regression": sums.answers.regression(),
             "losing": sums.classes.losing(base.classes),
             "perplexity": sums.nll.perplexity(base.nll) if sums.nll.tokens else None,
             "routing": sums.routing.agreement() if sums.routing.samples else None,
@@ -111,7 +116,7 @@ class EvaluationState:
         }
 
     def __add__(self, later: EvaluationState) -> EvaluationState:
-        """The state after the samples of both; of a case that failed the first reason."""
+        """The state after the samples of both; for a failed case the first reason."""
         sums = dict(self.sums)
         for label, more in later.sums.items():
             sums[label] = sums.get(label, QualitySums()) + more
@@ -134,14 +139,14 @@ def evaluate(
     state: EvaluationState | None = None,
     keep: Callable[[EvaluationState], None] = lambda state: None,
 ) -> EvaluationState:
-    """Returns the sums of each case of a candidate, and in words what others failed at.
+    """Returns the sums of each case of a candidate, and the failures of others.
 
-    One pass over the first `limit` samples, in batches of at most `batch`: of whole ones alone
-    where a candidate's graphs have one size, so that the last samples may be left out. The
-    reference of a case is PyTorch with its k: the untouched model for k = n, Algorithm 1 by masking
-    for fewer, and the model whose routers choose so many; the edited model where graphs are edited.
-    An interrupted pass goes on from `state`,
-    as it was handed to `keep` now and then. Raises FeedError when PyTorch cannot run the data.
+    It is one pass over the first `limit` samples, in batches of at most `batch`: only whole ones if
+    a candidate's graphs have one size, so the last samples may be left out. The reference of a case
+    is PyTorch with the same k: the unmodified model for k = n, Algorithm 1 by masking for fewer, or
+    the model whose routers choose k; if graphs are edited, the edited model. An interrupted pass
+    continues from `state`, which `keep` receives regularly. Raises FeedError if PyTorch cannot run
+    the data.
     """
     progress = progress or Silent()
     state = state or EvaluationState()
@@ -150,7 +155,9 @@ def evaluate(
     batches = _batches(runners, candidate, data, batch, limit)
     only, what = candidate.only_batch, f"{candidate.name}: accuracy, routing and parity"
     if only is not None and total is not None and total % only:
-        what += f" of {total - total % only} inputs: {total % only} more are no batch of {only}"
+        what += (
+            f" of {total - total % only} inputs: {total % only} more do not fill a batch of {only}"
+        )
     progress.step(what, total=total or limit)
     progress.advance(state.seen)
     done, saved = 0, time.monotonic()
@@ -176,9 +183,9 @@ def evaluate_share(
     limit: int | None,
     share: tuple[int, int],
 ) -> dict[int, EvaluationState]:
-    """Returns the sums of some batches, each apart by its number: of every s-th, from the i-th on.
+    """Returns the sums of single batches by index: of every s-th, starting with the i-th.
 
-    `share` is (i, s). The states of all batches, added in their order, are what `evaluate` returns.
+    `share` is (i, s). The sum of all batches' states, in order, equals the result of `evaluate`.
     """
     first, step = share
     batches = enumerate(_batches(runners, candidate, data, batch, limit))
@@ -194,38 +201,49 @@ def _batches(
     batch: int,
     limit: int | None,
 ) -> Iterator[tuple[int, Callable[[EvaluationState], EvaluationState]]]:
-    """Yields the size of each batch of an evaluation, and what adds its sums to a state."""
+    """Yields the size of each batch of an evaluation, and a function that adds it to a state."""
     model, name = candidate.model, candidate.name
     base = untouched(model)
-    references = {
-        k: reference_of(candidate, k)
-        for k in sorted({c.k for c in runners if _has_own_reference(c, candidate)})
-    }
+    references: dict[ReferenceKey, PyTorch] = {}
+    for case in runners:
+        key, own = _reference_key(case, candidate), candidate.of(case)
+        if key not in references and _has_own_reference(case, own):
+            references[key] = reference_of(own, case.k)
     first = data.head(1)
     if not len(first):
-        raise FeedError("the data hold no samples", hint="give at least one input")
+        raise FeedError("the data contain no samples", hint="give at least one input")
     only, most = candidate.only_batch, sys.maxsize if limit is None else limit
     if only is not None and (held := min(most, len(data.head(only)))) < only:
         raise FeedError(
-            f"{name} runs batches of {only} inputs alone, and {held} are measured",
+            f"{name} only runs batches of {only} inputs, but {held} are measured",
             hint=f"give {only} inputs or more",
         )
     rows = only or candidate.model.batch_of
     output = data.output
     nbytes = outputs_of(base, first.batch(0, rows), name, output).nbytes // rows
     fitting = max(1, OUTPUT_BYTES // max(1, nbytes))
-    foretells = len(model.inputs) == 1 or model.host.benchmark(model) is not None
-    judge = _Judge(foretells, model.input.below, output)
+    predicts_tokens = len(model.inputs) == 1 or model.host.benchmark(model) is not None
+    scorer = _Scorer(predicts_tokens, model.input.below, output)
+    keys = {case: _reference_key(case, candidate) for case in runners}
 
     def after(state: EvaluationState, inputs: Inputs, labels: Labels | None) -> EvaluationState:
         x = np.ascontiguousarray(inputs) if isinstance(inputs, np.ndarray) else inputs
         dense = outputs_of(base, x, name, output)
-        return _after(state, runners, dense, references, x, labels, judge)
+        return _after(state, runners, dense, references, keys, x, labels, scorer)
 
     for inputs, labels in data.stream(only or min(batch, fitting), limit):
-        # What depends on its batch is the same function only of whole ones.
+        # Results that depend on the batch are only comparable for whole batches.
         if only in (None, len(first_of(inputs))):
             yield len(first_of(inputs)), partial(after, inputs=inputs, labels=labels)
+
+
+ReferenceKey = tuple[str, int]
+"""The key of a reference: the bundle of an edited model, if it is one, and k."""
+
+
+def _reference_key(case: Case, candidate: Candidate) -> ReferenceKey:
+    own = candidate.of(case)
+    return "" if own is candidate else own.name, case.k
 
 
 def _is_untouched(case: Case) -> bool:
@@ -235,7 +253,7 @@ def _is_untouched(case: Case) -> bool:
 
 
 def _has_own_reference(case: Case, candidate: Candidate) -> bool:
-    """Whether what a case computes is another model than the untouched one."""
+    """Whether a case computes another model than the unmodified one."""
     if _is_untouched(case):
         return False
     layers = candidate.model.layers
@@ -245,37 +263,46 @@ def _has_own_reference(case: Case, candidate: Candidate) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
-    """How outputs are judged: by the class of an input or token, or by how they foretell tokens.
+class _Scorer:
+    """How outputs are scored: by the class of an input or token, or by the predicted tokens.
 
-    `foretells` says whether the outputs are of the tokens after those of the input, of which there
-    are `vocabulary`, where the model tells it. Of several outputs it is the one of that number.
+    `predicts_tokens`: the outputs predict the next tokens, out of `vocabulary` if the model
+    defines it. `output` is the index of the scored output.
     """
 
-    foretells: bool
+    predicts_tokens: bool
     vocabulary: int | None
     output: int
 
     def scores(self, outputs: Array, x: Array, labels: Labels | None) -> Array | SequenceLosses:
-        """What is judged: outputs, or the losses of the tokens that they foretell."""
+        """The scored values: outputs, or the losses of the tokens that they predict."""
         ids = x.dtype.kind in "iu" and x.ndim == 2
         tokens = ids and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
-        if tokens and self.foretells and self.vocabulary in (None, outputs.shape[-1]):
+        if tokens and self.predicts_tokens and self.vocabulary in (None, outputs.shape[-1]):
             return SequenceLosses.of(outputs, x, labels)
         return outputs
 
-    def judged(
-        self, scores: Array | SequenceLosses, labels: Labels | None, base: Array | SequenceLosses
+    def score(
+        self,
+        scores: Array | SequenceLosses,
+        labels: Labels | None,
+        base: Array | SequenceLosses,
+        *,
+        ids: bool,
     ) -> QualitySums:
-        """Accuracy where there are classes, perplexity of tokens; beside the untouched model's."""
+        """Accuracy of classes or attributes, perplexity of tokens; with the unmodified model's."""
         if isinstance(scores, SequenceLosses) and isinstance(base, SequenceLosses):
             return QualitySums(nll=NegativeLogLikelihood.of(scores, base))
         if labels is None or not (isinstance(scores, np.ndarray) and isinstance(base, np.ndarray)):
             return QualitySums()
+        numbers = per_output(scores, labels, ids=ids)
+        if numbers is not None:
+            own, wanted = numbers
+            return QualitySums(answers=AnswerCounts.of(own, wanted, base.reshape(own.shape)))
         if labels.ndim == 1:
             top_k = TopKCounts.of(scores, labels, base)
             return QualitySums(top_k=top_k, classes=ClassCounts.of(scores, labels))
-        counted = labels != IGNORED  # a class for each token
+        counted = labels != IGNORED  # a class per token
         return QualitySums(top_k=TopKCounts.of(scores[counted], labels[counted], base[counted]))
 
 
@@ -283,42 +310,44 @@ def _after(
     state: EvaluationState,
     runners: Mapping[Case, Runner],
     dense: Array,
-    references: Mapping[int, PyTorch],
+    references: Mapping[ReferenceKey, PyTorch],
+    keys: Mapping[Case, ReferenceKey],
     x: Inputs,
     labels: Labels | None,
-    judge: _Judge,
+    scorer: _Scorer,
 ) -> EvaluationState:
-    """The state after one more batch, of which the untouched model gives `dense`."""
+    """The state after another batch, for which `dense` is the unmodified model's output."""
     main = first_of(x)
-    if labels is not None and labels.ndim == 1:
+    ids = main.dtype.kind in "iu" and main.ndim == 2
+    if labels is not None and labels.ndim == 1 and per_output(dense, labels, ids=ids) is None:
         check_classes(labels, dense.shape[-1], "the data", first=state.seen)
-    scores = judge.scores(dense, main, labels)
-    expected = {k: reference.with_routing(x, judge.output) for k, reference in references.items()}
+    scores = scorer.scores(dense, main, labels)
+    expected = {key: each.with_routing(x, scorer.output) for key, each in references.items()}
     sums, failures = dict(state.sums), dict(state.failures)
     for case, runner in runners.items():
         if case.label in failures:
             continue
-        reference = None if _is_untouched(case) else expected.get(case.k)
+        reference = None if _is_untouched(case) else expected.get(keys[case])
         wanted = reference or Expected(dense, {}, {})
         try:
-            actual = runner.infer(x, judge.output)
+            actual = runner.infer(x, scorer.output)
             chosen = _compared(runner, x, wanted)
             alike = _alike(chosen, wanted, actual.shape)
             own = replace(
-                judge.judged(judge.scores(actual, main, labels), labels, scores),
+                scorer.score(scorer.scores(actual, main, labels), labels, scores, ids=ids),
                 routing=_overlap(chosen, wanted),
                 parity=ParityStatistics.of(actual, wanted.outputs, alike),
             )
-        except Exception as error:  # noqa: BLE001  the row says what failed; the others go on
-            failures[case.label] = in_one_line(error)
+        except Exception as error:  # noqa: BLE001  recorded in the row; the other cases continue
+            failures[case.label] = one_line(error)
         else:
             sums[case.label] = sums.get(case.label, QualitySums()) + own
-    base = state.untouched + judge.judged(scores, labels, scores)
+    base = state.untouched + scorer.score(scores, labels, scores, ids=ids)
     return EvaluationState(state.seen + len(main), base, sums, failures)
 
 
 def _compared(runner: Runner, x: Inputs, expected: Expected) -> dict[str, Array] | None:
-    """The experts that a graph chose, of the layers that choose in PyTorch; None if not told."""
+    """The experts that a graph chose, for layers that choose in PyTorch; None if unknown."""
     chosen = runner.selected(x) if expected.chosen else None
     if chosen is None:
         return None
@@ -326,9 +355,9 @@ def _compared(runner: Runner, x: Inputs, expected: Expected) -> dict[str, Array]
 
 
 def _overlap(chosen: Mapping[str, Array] | None, expected: Expected) -> RoutingOverlap:
-    """How far the experts that a graph chose are those that PyTorch's layers chose.
+    """The agreement between the experts that a graph and PyTorch's layers chose.
 
-    Ties are those of FP32 in any precision: what a precision changes beyond is its own doing.
+    Ties are those of FP32 at any precision: other differences count against the precision.
     """
     if chosen is None:
         return RoutingOverlap()
@@ -338,9 +367,9 @@ def _overlap(chosen: Mapping[str, Array] | None, expected: Expected) -> RoutingO
 def _alike(
     chosen: Mapping[str, Array] | None, expected: Expected, output: tuple[int, ...]
 ) -> Array | None:
-    """Which inputs [b], or tokens [b, m], of an output chose as PyTorch does in every layer.
+    """The inputs [b], or tokens [b, m], of an output that chose as PyTorch does in every layer.
 
-    None where nothing is chosen. Where that is not told, none of them is known to.
+    None if nothing is chosen. If the choices are unknown, no input counts as equal.
     """
     if not expected.chosen:
         return None

@@ -1,7 +1,7 @@
-"""What an unfinished sweep has found so far, so that a killed one goes on where it stopped.
+"""The results of an unfinished sweep so far, from which a killed run continues.
 
-A file of JSON lines beside the results: the first says what is measured, each further one is a
-piece that is complete. It is removed when the results are written.
+It is a file of JSON lines next to the results: the first describes the measurement, each further
+one is a complete piece. It is removed when the results are written.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ..common.writing import output_errors, write_text
 FILE = "unfinished.jsonl"
 
 FORMAT = 3
-"""Of the pieces: those of another format are not read, since their keys may mean other things."""
+"""The version of the pieces; others are ignored, since their keys may have another meaning."""
 
 
 class Journal:
-    """The pieces of a sweep that are done; without a path they are kept nowhere.
+    """The finished pieces of a sweep; without a path they are not saved.
 
-    `what` is everything that the numbers depend on: a file that was begun for anything else is
-    started anew. `resumed` tells how many pieces were found, `discarded` which parts of `what`
-    differed from those of a file that could not be used.
+    `what` is everything that the numbers depend on: an existing file for anything else is
+    discarded. `resumed` is the number of pieces found, `discarded` lists the parts of `what` that
+    differed in an unusable file.
     """
 
     kept: ClassVar[bool] = False
-    """Whether this process has begun one that an interrupt leaves."""
+    """Whether this process has started a journal, which an interrupt leaves behind."""
 
     def __init__(self, path: Path | None, what: Mapping[str, Any]) -> None:
         self._path = path
@@ -45,46 +45,45 @@ class Journal:
             old = lines[0].get("what", {})
             names = dict.fromkeys((*digests, *old))
             self.discarded = tuple(n for n in names if digests.get(n) != old.get(n))
-        # Written anew: a kill may have left half a line at the end.
+        # Written anew, since a kill may have left half a line at the end.
         text = "".join(_line(entry) for entry in ({"what": digests}, *self._entries))
         write_text(text, path)
         Journal.kept = True
 
     @property
     def resumed(self) -> int:
-        """How many pieces an earlier run has left."""
+        """The number of pieces from an earlier run."""
         return len(self._entries)
 
     @property
     def summary(self) -> str:
-        """What became of an earlier run, in words; empty where there was none."""
+        """A sentence on an earlier run; empty without one."""
         if self.resumed:
-            return f"going on with an unfinished run: {self.resumed} measurements are done"
+            return f"continuing an unfinished run: {self.resumed} measurements are done"
         if not self.discarded:
             return ""
         changed = ", ".join(self.discarded)
         return f"an unfinished run of something else was discarded (changed: {changed})"
 
     def pieces(self, kind: str, **keys: Any) -> list[dict[str, Any]]:
-        """Returns the pieces of a kind that have these values, oldest first."""
+        """Returns the pieces of a kind with these values, oldest first."""
         wanted = {"kind": kind} | keys
         return [entry for entry in self._entries if wanted.items() <= entry.items()]
 
     def add(self, kind: str, **content: Any) -> None:
-        """Adds a complete piece."""
         if self._path is not None:
             with output_errors(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write(_line({"kind": kind} | content))
 
     def remove(self) -> None:
-        """Ends the journal: the results hold everything."""
+        """Removes the journal: the results contain everything."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
         Journal.kept = False
 
 
 def unfinished(folder: Path | None, kind: str, **keys: Any) -> dict[str, Any] | None:
-    """Returns the first piece of a kind in a folder's unfinished run, None where there is none."""
+    """Returns the first piece of a kind in a folder's unfinished run, or None."""
     wanted = {"kind": kind} | keys
     entries = () if folder is None else _lines(folder / FILE)
     return next((entry for entry in entries if wanted.items() <= entry.items()), None)
@@ -95,7 +94,7 @@ def _line(entry: Mapping[str, Any]) -> str:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a journal; what comes after a damaged one is not trusted."""
+    """The complete lines of a journal, up to the first damaged one."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,11 +1,12 @@
-"""The pieces of one candidate: quality, latency, memory and parts, and how long they will take."""
+"""Measures one candidate: quality, latency, memory and parts, with an estimate of the duration."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,13 +16,15 @@ import torch
 from ..common import timing
 from ..common.console import Progress
 from ..common.environment import memory_bytes
-from ..errors import in_one_line
+from ..common.latency import Latency
+from ..errors import one_line
 from ..exporter.bundle.manifest import external_files
 from ..exporter.inputs import Inputs
 from ..exporter.model import Model
 from .data import Labelled, LabelledData
 from .engines import PYTORCH_COMPILE
 from .evaluate import EvaluationState, evaluate, wrong
+from .graph_hash import graph_hash
 from .journal import Journal
 from .measure.latency import Scheduled, group_batches, measure_group, parts_of
 from .measure.memory import PeakMemory, measure_memories, worker_count
@@ -34,21 +37,21 @@ from .runners.base import Loader, Runner
 from .runners.models import loaders
 from .runners.pytorch import PyTorch, outputs_of, untouched
 
-TRIAL_CALLS = 3  # calls of which the fastest stands for the others: the first one allocates
-UNKNOWN_SAMPLES = 1000  # taken for an estimate where a feed does not tell how many samples it has
-COMPILE_S = 30.0  # what compiling a small network for one batch size takes
-MACHINE_PROBES = 5  # cases of each group that measure the machine's own rates (`limits`)
+TRIAL_CALLS = 3  # the fastest of these calls counts; the first one allocates
+UNKNOWN_SAMPLES = 1000  # an estimate for feeds of unknown length
+COMPILE_S = 30.0  # time to compile a small network for one batch size
+MACHINE_PROBES = 5  # cases in each group that measure the machine's rates (`limits`)
 PHASE_INPUTS = 4  # distinct prompts of a language model
-PROCESS_S = 4.0  # what starting a process and loading a runtime takes
+PROCESS_S = 4.0  # time to start a process and load a runtime
 
 
 @dataclass
 class Measurement:
-    """The pieces of one candidate, each taken from the journal where an earlier run has done it.
+    """The measurements of one candidate, taken from the journal if an earlier run has them.
 
-    `seen` samples were evaluated. `beside` is what else the protocol tells: the machine's `rates`,
-    as measured with each group, the share of the time for which threads `waited` for a core, and
-    the milliseconds that the `wrapper` adds to a graph's bare call.
+    `seen` samples were evaluated. `beside` are further entries for the protocol: the machine's
+    `rates` as measured with each group, the share of time that threads `waited` for a core, and the
+    time in ms that the `wrapper` adds to a graph's bare call.
     """
 
     candidate: Candidate
@@ -63,15 +66,18 @@ class Measurement:
     qualities: dict[Case, dict[str, Any]] = field(default_factory=dict)
     failures: dict[Case, str] = field(default_factory=dict)
     computed_in: dict[Case, str | None] = field(default_factory=dict)
+    no_cuda_graph: dict[Case, str | None] = field(default_factory=dict)
     known: EvaluationState | None = None
+    _hashes: dict[Path, str] = field(default_factory=dict)
+    _weights: dict[tuple[str, int, int], str] = field(default_factory=dict)
 
     def rows(self) -> list[Row]:
         """Measures everything; returns the rows, group by group."""
         opening = loaders(self.candidate, self.request.batches)
-        limits = None
+        limits: dict[str, Limits] = {}
         if self.request.limits and not self.candidate.phases:
             least = self.candidate.only_batch or self.candidate.model.batch_of
-            limits = Limits(self.candidate, self.head.batch(0, least), opening)
+            limits = self._all_limits(self.head.batch(0, least), opening)
         runners = self._evaluated(opening)
         memories = self._memories({c: opening[c] for c in runners})
         rows: list[Row] = []
@@ -82,11 +88,16 @@ class Measurement:
                 model = self.candidate.model
                 base = untouched(model)
                 x: Inputs = phase_inputs(model, group.phase, self.head.batch(0, 1), base)
-                limits = Limits(self.candidate, x, opening)
+                limits = self._all_limits(x, opening)
             measured = self._measured(group, runners, limits)
             of_cases = self._limits(group, limits, measured)
             for case in group.cases:
-                identity: dict[str, Any] = asdict(case) | {"batch": group.batch}
+                levels, k_levels = self.candidate.of(case).by_levels(case.k)
+                identity: dict[str, Any] = asdict(case) | {
+                    "batch": group.batch,
+                    "levels": levels,
+                    "k_levels": k_levels,
+                }
                 if group.phase is not None:
                     identity |= {
                         "phase": group.phase.name,
@@ -100,6 +111,7 @@ class Measurement:
                     parity = self.qualities.get(case, {}).get("parity")
                     rows.append(Row(**identity, error=failure, parity=parity))
                     continue
+                graph = self.candidate.cases[case]
                 latency, limit = measured.latencies[case.label], of_cases.get(case, Limit())
                 memory = memories.get(case.label)
                 if memory is not None and group.batch not in memory.peak_mb:
@@ -110,28 +122,44 @@ class Measurement:
                         **self.qualities[case],
                         latency_ms=latency,
                         device_ms=measured.device.get(case.label),
-                        joules=measured.joules.get(case.label),
                         throughput=_per_second(group.batch, latency),
                         tokens_per_s=None
                         if group.phase is None
                         else _per_second(group.batch * group.phase.tokens, latency),
                         peak_memory_mb=None if memory is None else memory.peak_mb[group.batch],
                         runtime_memory_mb=None if memory is None else memory.runtime_mb,
-                        disk_bytes=_disk_bytes(opening[case], self.candidate.model),
+                        disk_bytes=_disk_bytes(opening[case], self.candidate.of(case).model),
                         work=limit.work,
                         limit_ms=limit.limit_ms,
                         no_limit=limit.reason,
                         parts=self._parts(case, group, opening[case]),
                         computed_in=self.computed_in[case],
+                        no_cuda_graph=self.no_cuda_graph[case],
+                        graph_sha256=self._graph_hash(opening[case].file),
+                        deploy=() if graph is None else graph.deploy,
                     )
                 )
         return rows
 
-    def _evaluated(self, opening: Mapping[Case, Loader]) -> dict[Case, Runner | Loader]:
-        """Opens and evaluates every case; returns what to time of those that did not fail.
+    def _graph_hash(self, file: Path | None) -> str | None:
+        """The hash of a graph's file; None without a file."""
+        if file is None or not file.is_file():
+            return None
+        if file not in self._hashes:
+            self._hashes[file] = graph_hash(file, self._weights)
+        return self._hashes[file]
 
-        Where all engines do not fit in half of the memory together, each is opened for its turn
-        alone: a graph's weights are mapped and, as far as the runtime re-orders them, copied.
+    def _all_limits(self, x: Inputs, cases: Collection[Case]) -> dict[str, Limits]:
+        """The `Limits` of rows: of the model, and of edited bundles by name."""
+        bundles = {own.name: own for own in self.candidate.of_own_function}
+        every = {"": self.candidate} | bundles
+        return {name: Limits(own, x, cases) for name, own in every.items()}
+
+    def _evaluated(self, opening: Mapping[Case, Loader]) -> dict[Case, Runner | Loader]:
+        """Opens and evaluates every case; returns the runners or loaders of successful ones.
+
+        If all engines together exceed half of the memory, each is only open during its turn: a
+        graph's weights are mapped, and copied if the runtime re-orders them.
         """
         needed = self.candidate.weights_bytes * (1 + 2 * len(self.candidate.graphs))
         together = needed < memory_bytes() / 2
@@ -139,10 +167,11 @@ class Measurement:
         for case, loader in opening.items():
             try:
                 runner = loader()
-            except Exception as error:  # noqa: BLE001  the row says what failed
-                self.failures[case] = in_one_line(error)
+            except Exception as error:  # noqa: BLE001  recorded in the row
+                self.failures[case] = one_line(error)
                 continue
             self.computed_in[case] = runner.computed_in
+            self.no_cuda_graph[case] = runner.no_cuda_graph
             if together:
                 runners[case] = runner
             else:
@@ -154,7 +183,7 @@ class Measurement:
         return {case: source for case, source in timed.items() if case not in self.failures}
 
     def _evaluate(self, group: str, runners: Mapping[Case, Runner]) -> None:
-        """The quality of cases that are evaluated in one pass over the data."""
+        """Evaluates cases in one pass over the data."""
         keys = {"model": self.candidate.name, "group": group}
         pieces = self.journal.pieces("quality", **keys)
         state = self.known or evaluate(
@@ -182,9 +211,12 @@ class Measurement:
                     self.failures[case] = reason
 
     def _measured(
-        self, group: TimingGroup, runners: Mapping[Case, Runner | Loader], limits: Limits | None
+        self,
+        group: TimingGroup,
+        runners: Mapping[Case, Runner | Loader],
+        limits: Mapping[str, Limits],
     ) -> timing.Measured:
-        """Times the cases of a group in turn; what disturbed them goes to `beside`."""
+        """Times the cases of a group in turn; disturbances are added to `beside`."""
         keys = group.keys
         done = [
             msgspec.convert(piece, timing.Round) for piece in self.journal.pieces("round", **keys)
@@ -194,12 +226,12 @@ class Measurement:
             group,
             runners,
             self.inputs(group),
-            benchmarks={} if limits is None else limits.benchmarks,
+            benchmarks=limits[""].benchmarks if limits else {},
             progress=self.progress,
             done=done,
             keep=lambda piece: self.journal.add("round", **keys, **asdict(piece)),
         )
-        # The most of an interrupted group's parts.
+        # The maximum over the parts of an interrupted group.
         shares = [piece["share"] for piece in self.journal.pieces("waited", **keys)]
         share = Scheduled.now().waited_share(before)
         if share is not None and len(done) < group.protocol.rounds:
@@ -212,37 +244,44 @@ class Measurement:
         return measured
 
     def _limits(
-        self, group: TimingGroup, limits: Limits | None, measured: timing.Measured
+        self, group: TimingGroup, limits: Mapping[str, Limits], measured: timing.Measured
     ) -> dict[Case, Limit]:
-        """The work of each row of a group and the least time for it; empty where nobody asks."""
-        if limits is None:
+        """The work of each row of a group and the least time for it; empty unless requested."""
+        if not limits:
             return {}
-        rates = limits.rates(measured)
-        if isinstance(rates, Rates):
-            self._tell("rates", group.keys | asdict(rates))
+        limit_of = limits[""]
+        on_cpu, on_gpu = limit_of.rates(measured), limit_of.gpu_rates(measured)
+        for rates in (on_cpu, on_gpu):
+            if isinstance(rates, Rates):
+                facts = asdict(rates)
+                if not rates.gpu:
+                    del facts["gpu"], facts["fp16_gflop_s"]
+                self._tell("rates", group.keys | facts)
         by_case = {}
         for case, graph in self.candidate.cases.items():
             if case in group.cases:
-                limit = limits.of(case, graph, group.batch, rates)
-                took = measured.latencies.get(case.label)
+                rates = on_cpu if case.provider == "cpu" else on_gpu
+                limit = limits.get(case.bundle or "", limit_of).of(case, graph, group.batch, rates)
+                label = case.label
+                took = measured.device.get(label) or measured.latencies.get(label)
                 reason = None if took is None else not_held(limit, took.median, rates)
                 by_case[case] = limit if reason is None else replace(limit, reason=reason)
         return by_case
 
     def inputs(self, group: TimingGroup) -> list[Inputs]:
-        """The batches that a group takes in turn."""
+        """The batches that a group uses in turn."""
         return timed_inputs(group, self.candidate, self.head)
 
     def _tell(self, name: str, entry: dict[str, Any]) -> None:
         self.beside.setdefault(name, []).append(entry)
 
     def _memories(self, opening: Mapping[Case, Loader]) -> dict[str, PeakMemory]:
-        """The memory of each case by its label; what could not be measured is left out."""
+        """The memory of each case by its label; failed cases are skipped."""
         if not self.request.memory:
             return {}
         keys = {"model": self.candidate.name}
         done = {
-            # JSON's keys are texts.
+            # keys in JSON are text
             piece["label"]: msgspec.convert(piece, PeakMemory, strict=False)
             for piece in self.journal.pieces("memory", **keys)
         }
@@ -263,7 +302,7 @@ class Measurement:
         return done
 
     def _parts(self, case: Case, group: TimingGroup, loader: Loader) -> tuple[PartTime, ...]:
-        """Where the time of a graph goes, if its runtime can tell."""
+        """The time of a graph's parts, if its runtime can profile."""
         if not (self.request.parts and loader.profiles):
             return ()
         keys = {"label": case.label} | group.keys
@@ -271,28 +310,28 @@ class Measurement:
         if done:
             return msgspec.convert(done[-1]["parts"], tuple[PartTime, ...])
         what = f"{case.label}{group.title.removeprefix(group.model)}"
-        self.progress.step(f"{what}: where the time goes")
-        layers = tuple(self.candidate.model.layers)
+        self.progress.step(f"{what}: profiling")
+        layers = tuple(self.candidate.of(case).model.layers)
         try:
             parts = parts_of(loader, self.inputs(group), layers)
-        except Exception as error:  # noqa: BLE001  the row is measured; only its parts are missing
-            self.progress.step(f"{what}: no profile: {in_one_line(error)}")
+        except Exception as error:  # noqa: BLE001  only the parts are missing from the row
+            self.progress.step(f"{what}: no profile: {one_line(error)}")
             return ()
         self.journal.add("parts", **keys, parts=[asdict(part) for part in parts])
         return parts
 
 
 def timed_inputs(group: TimingGroup, candidate: Candidate, head: LabelledData) -> list[Inputs]:
-    """Returns the batches that a group takes in turn; of a language model those of its phase."""
+    """Returns the batches that a group uses in turn; for a language model those of its phase."""
     batches = group_batches(group, head)
     if group.phase is None:
         return batches
     base = untouched(candidate.model)
-    # Each has a cache of its own, which takes memory.
+    # Each has its own cache, which takes memory.
     return [phase_inputs(candidate.model, group.phase, x, base) for x in batches[:PHASE_INPUTS]]
 
 
-def _per_second(count: int, latency: timing.Latency) -> float | None:
+def _per_second(count: int, latency: Latency) -> float | None:
     return 1e3 * count / latency.median if latency.median > 0 else None
 
 
@@ -303,14 +342,14 @@ def expected_time(
     samples: int | None,
     request: BenchRequest,
 ) -> str:
-    """Returns how long it takes if all engines are as fast as PyTorch, by a few calls of that."""
+    """Returns the expected duration if all engines are as fast as PyTorch in a few calls."""
     known = UNKNOWN_SAMPLES if samples is None else samples
     batches = math.ceil(min(known, request.samples or known) / request.evaluation_batch)
     workers = worker_count(max(candidate.weights_bytes for candidate in candidates))
     timed = quality = compiling = memory = 0.0
     for candidate in candidates:
         base, cases = untouched(candidate.model), candidate.cases
-        # Every case, the untouched model, and a reference for every k.
+        # Every case, the unmodified model, and a reference for every k.
         passes = len(cases) + 1 + len({c.k for c in cases})
         size = min(request.evaluation_batch, len(head))
         batch_ms = _call_ms(base, head.batch(0, size), candidate.name)
@@ -342,14 +381,14 @@ def _call_ms(base: PyTorch, x: Inputs, name: str) -> float:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds as a reader wants them: `40 s`, `3 min`, `1.5 h`."""
+    """Seconds in a readable unit: `40 s`, `3 min`, `1.5 h`."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _disk_bytes(loader: Loader, model: Model) -> int | None:
-    """What lies on disk of a graph with its weights, or of a model's checkpoint."""
+    """The size on disk of a graph with its weights, or of a model's checkpoint."""
     files = list(model.source.files)
     if loader.file is not None and loader.file.is_file():
         content = onnx.load(loader.file, load_external_data=False)

@@ -1,7 +1,7 @@
-"""How good a case is: accuracy, routing agreement and parity, as sums over batches.
+"""The quality of a case: accuracy, routing agreement and parity, as sums over batches.
 
-Each sum is a frozen value that adds up, so an evaluation streams over its data, and parts of one
-may be computed apart and added. Nothing here knows an engine.
+Sums are frozen values that can be added, so evaluations stream over data, and parts may be computed
+separately. Nothing here depends on an engine.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from ..data.feeds import IGNORED, Array, Labels
+from ..data.batches import IGNORED, Array, Labels
 from ..errors import FeedError, ParityError
-from ..exporter.bundle.parity_record import Tolerance
-from ..exporter.parity import jaccard
+from ..exporter.bundle.parity import Tolerance, jaccard
 from .results import (
     MOST_LOSING,
     Accuracy,
@@ -31,8 +30,8 @@ from .results import (
 Z = 1.959963984540054  # the normal quantile of 97.5%
 
 
-def wilson(right: int, seen: int) -> Interval:
-    """Returns Wilson's score interval (1927) of `right` of `seen`: with a width even at 0 and 1."""
+def wilson(right: float, seen: float) -> Interval:
+    """Returns Wilson's score interval (1927) of right / seen, which has a width even at 0 and 1."""
     share = right / seen
     scale = 1 + Z**2 / seen
     middle = (share + Z**2 / (2 * seen)) / scale
@@ -41,28 +40,29 @@ def wilson(right: int, seen: int) -> Interval:
 
 
 def score_interval(both: int, lost: int, won: int) -> Interval:
-    """Returns the 95% interval of (both + won) / (both + lost): what is kept of the right answers.
+    """Returns the 95% interval of (both + won) / (both + lost), the kept share of right answers.
 
-    Of the same inputs `both` models have so many right, the untouched one alone `lost`, the other
-    alone `won`. It holds the ratios that the score test does not reject (Nam and Blackwelder,
-    Statistics in Medicine 21, 2002). Wald's interval of the logarithm would let 5 to 7% of the
-    models pass that keep just less than asked, in place of 2.5%, where few differ.
+    For the same inputs `both` counts those that both models answer right, `lost` only the
+    unmodified one, `won` only the other. The interval contains the ratios that the score test does
+    not reject (Nam and Blackwelder, Statistics in Medicine 21, 2002). Wald's interval of the
+    logarithm would accept 5 to 7% of the models that keep just less than requested, instead of
+    2.5%, if few answers differ.
     """
     high = _lowest_kept(both, won, lost)
     return Interval(_lowest_kept(both, lost, won), 1 / high if high else math.inf)
 
 
 def inputs_needed(seen: int, kept: float, low: float, keep: float) -> float:
-    """Returns about how many inputs would show that `keep` is kept.
+    """Returns the approximate number of inputs that would show that `keep` is kept.
 
-    On those that were `seen` it is `kept`, and `low` the lower end of its interval, which comes
-    closer with the square root of their number.
+    On `seen` inputs it is `kept`, and `low` is the lower end of its interval, which approaches it
+    with the square root of the number of inputs.
     """
     return seen * ((kept - low) / (kept - keep)) ** 2
 
 
 def _lowest_kept(both: int, lost: int, won: int) -> float:
-    """The lower end of the interval of (both + won) / (both + lost), by halving."""
+    """The lower end of the interval of (both + won) / (both + lost), by bisection."""
     if both + won == 0:
         return 0.0
     low, high = 0.0, (both + won) / max(both + lost, 1e-3)
@@ -76,10 +76,10 @@ def _lowest_kept(both: int, lost: int, won: int) -> float:
 
 
 def _score(both: int, lost: int, won: int, ratio: float) -> float:
-    """How many standard deviations what is kept lies above a ratio, were that the true one.
+    """How many standard deviations the kept share lies above a hypothetical ratio.
 
-    Were it, a share x of the inputs that either model has right would be lost, and (x + ratio − 1)
-    / ratio won: x is the likeliest one, the larger root of a quadratic.
+    Under that hypothesis a share x of the inputs that either model answers right would be lost, and
+    (x + ratio − 1) / ratio won: x is the most likely value, the larger root of a quadratic.
     """
     count, short, twice = both + lost + won, 1 - ratio, 1 + ratio
     linear = won + lost + short * twice * (both + lost)
@@ -92,9 +92,9 @@ def _score(both: int, lost: int, won: int, ratio: float) -> float:
 
 
 class Sums:
-    """Sums over some samples; `a + b` are those over the samples of both, field by field.
+    """Sums over samples; `a + b` are those over the samples of both, field by field.
 
-    What one of the two does not know is unknown; of the fields in `LARGEST` the larger is taken.
+    A field that is unknown in one is unknown in the sum; fields in `LARGEST` take the maximum.
     """
 
     __slots__ = ()
@@ -117,8 +117,8 @@ TOP = 5
 class TopKCounts(Sums):
     """Samples classified right, of those seen.
 
-    `among` counts those whose class is among the five best scores, None for five classes or fewer;
-    `both` those that the untouched model has right too, None where it was not asked.
+    `among` counts those whose class is among the five best scores, None for up to five classes;
+    `both` those that the unmodified model also has right, None if unknown.
     """
 
     right: int = 0
@@ -128,11 +128,11 @@ class TopKCounts(Sums):
 
     @classmethod
     def of(cls, outputs: Array, labels: Labels, untouched: Array | None = None) -> Self:
-        """Counts over class scores [b, classes], else FeedError, and labels [b]."""
+        """Counts over class scores [b, classes] and labels [b]; FeedError for other outputs."""
         outputs = one_per_sample(outputs)
         if outputs.ndim != 2:
             raise FeedError(
-                f"accuracy needs outputs of shape (batch, classes), and the model gives "
+                f"accuracy needs outputs of shape (batch, classes), but the model gives "
                 f"{outputs.ndim} axes: {outputs.shape}",
                 hint="leave the labels out to measure latency, routing and parity only",
             )
@@ -149,7 +149,7 @@ class TopKCounts(Sums):
         return cls(int(right.sum()), len(labels), among, both)
 
     def accuracy(self, untouched: TopKCounts) -> Accuracy:
-        """Top-1 and top-5, and what top-1 is of the untouched model's on the same samples."""
+        """Top-1 and top-5, and the ratio of top-1 to the unmodified model's on the same samples."""
         right, seen, among, both = self.right, self.seen, self.among, self.both
         top1, base = right / seen, untouched.right / untouched.seen
         return Accuracy(
@@ -186,7 +186,7 @@ class ClassCounts:
         return type(self)(*map(dict, both))
 
     def losing(self, untouched: ClassCounts) -> tuple[ClassChange, ...]:
-        """Returns the classes of which fewer are right than in the untouched model."""
+        """Returns the classes with fewer right answers than in the unmodified model."""
         changes = [
             ClassChange(label, n, untouched.right.get(label, 0), self.right.get(label, 0))
             for label, n in self.seen.items()
@@ -202,7 +202,7 @@ def _count(labels: Labels) -> dict[int, int]:
 
 
 def one_per_sample(outputs: Array) -> Array:
-    """Returns scores [b, 1, classes] as [b, classes]: a muMoE head takes a vector for a token."""
+    """Returns scores [b, 1, classes] as [b, classes]: a muMoE head treats a vector as a token."""
     return outputs[:, 0] if outputs.ndim == 3 and outputs.shape[1] == 1 else outputs
 
 
@@ -210,8 +210,8 @@ def one_per_sample(outputs: Array) -> Array:
 class RoutingOverlap(Sums):
     """Agreement of chosen sets: summed Jaccard over samples and layers, samples equal in all.
 
-    Where tokens choose they are the samples, and of the `choices`, of a token in a layer, `same`
-    are equal and `ties` left out.
+    If tokens choose, they are the samples, and of the `choices` of tokens in layers, `same` are
+    equal and `ties` are excluded.
     """
 
     jaccard: float = 0.0
@@ -232,8 +232,8 @@ class RoutingOverlap(Sums):
     ) -> Self:
         """Compares the experts [b, k] chosen by layer; ParityError for other layers or sizes.
 
-        With `margins` [b], by layer, those are tokens: a choice whose margin is `tie` or less is a
-        tie, and either is right.
+        With `margins` [b], by layer, rows are tokens: a choice with a margin up to `tie` is a tie,
+        and either choice is right.
         """
         if chosen.keys() != reference.keys():
             raise ParityError(
@@ -252,7 +252,7 @@ class RoutingOverlap(Sums):
             )
         table = np.stack([jaccard(chosen[name], experts) for name, experts in reference.items()])
         if not margins:
-            exact = int((table == 1).all(axis=0).sum())  # of [layers, b]
+            exact = int((table == 1).all(axis=0).sum())  # over [layers, b]
             return cls(float(table.sum()), table.size, exact, table.shape[1])
         tied = np.stack([margins[name] <= tie for name in reference])
         same, clear = table == 1, ~tied
@@ -278,10 +278,10 @@ class RoutingOverlap(Sums):
 
 @dataclass(frozen=True, slots=True)
 class ParityStatistics(Sums):
-    """Sums from which the largest difference and the cosine of all outputs follow.
+    """Sums for the largest difference and the cosine of all outputs.
 
-    `same_…` are of the inputs, or of their tokens, whose experts are those of the reference:
-    how many outputs, the largest difference and output, and the squares of both.
+    `same_…` cover the inputs, or tokens, with the same experts as the reference: the number of
+    outputs, the largest difference and output, and the squares of both.
     """
 
     LARGEST = frozenset({"max_abs", "same_max_abs", "same_largest"})
@@ -301,7 +301,7 @@ class ParityStatistics(Sums):
     def of(cls, outputs: Array, reference: Array, alike: Array | None = None) -> Self:
         """Compares outputs of one batch. Raises ParityError for other shapes, NaN or Inf.
 
-        `alike` tells the inputs [b], or tokens [b, m], whose experts are the same; None for all.
+        `alike` marks the inputs [b], or tokens [b, m], with the same experts; None for all.
         """
         if outputs.shape != reference.shape:
             raise ParityError(
@@ -327,11 +327,11 @@ class ParityStatistics(Sums):
         )
 
     def off(self, bounds: Tolerance) -> float | None:
-        """Returns how far outputs of the same experts are off, where that is beyond the bounds.
+        """Returns the error of outputs with the same experts, if it is beyond the bounds.
 
-        In FP32 the largest difference over max|y|; below, where the largest grows with the data,
-        the length of all differences over that of all outputs. None too where less than half of
-        the outputs are of the same experts.
+        In FP32 it is the largest difference over max|y|; at lower precision, where the largest
+        grows with the data, the norm of all differences over that of all outputs. None if less than
+        half of the outputs have the same experts.
         """
         if 2 * self.same < self.outputs or not self.same_largest:
             return None
@@ -360,20 +360,20 @@ class SequenceLosses:
         """Sums over logits [b, m, v] of token ids [b, m].
 
         Without `targets` [b, m] the target at a position is the next id, and the last position has
-        none; −1 in `targets` is not counted. Raises FeedError for logits that do not fit the ids.
+        none; −1 in `targets` does not count. Raises FeedError for logits that do not fit the ids.
         """
-        import torch  # reports are written without it
+        import torch  # not needed to write reports
         from torch.nn import functional as F
 
         if logits.ndim != 3 or logits.shape[:2] != ids.shape:
             raise FeedError(
                 f"perplexity needs logits of shape (batch, tokens, vocabulary) for ids of shape "
-                f"{ids.shape}, and the model gives {logits.shape}"
+                f"{ids.shape}, but the model gives {logits.shape}"
             )
         if targets is None:
             targets = np.full_like(ids, IGNORED)
             targets[:, :-1] = ids[:, 1:]
-        # One at a time: logits in double precision take twice their room.
+        # One at a time: logits in double precision take twice the memory.
         nll = [
             F.cross_entropy(
                 torch.from_numpy(sequence).double(),
@@ -391,8 +391,8 @@ class NegativeLogLikelihood(Sums):
     """Summed negative log-likelihood (nats) of the tokens of some sequences.
 
     `squares`, `cross` and `lengths` are Σ nll², Σ nll · tokens and Σ tokens² over the sequences,
-    from which the spread between sequences follows. `apart_squares` and `apart_cross` are Σ d² and
-    Σ d · tokens of what each sequence has more of it in the untouched model, d.
+    for the spread between sequences. `apart_squares` and `apart_cross` are Σ d² and Σ d · tokens,
+    where d is a sequence's excess in the unmodified model.
     """
 
     nll: float = 0.0
@@ -406,7 +406,7 @@ class NegativeLogLikelihood(Sums):
 
     @staticmethod
     def of(losses: SequenceLosses, untouched: SequenceLosses) -> NegativeLogLikelihood:
-        """Sums over sequences, beside the same sequences in the untouched model."""
+        """Sums over sequences, and the same sequences in the unmodified model."""
         nll, tokens = losses.nll, losses.tokens
         apart = untouched.nll - nll
         return NegativeLogLikelihood(
@@ -422,14 +422,13 @@ class NegativeLogLikelihood(Sums):
 
     @property
     def mean(self) -> float:
-        """Nats per token."""
         return self.nll / self.tokens
 
     def perplexity(self, untouched: NegativeLogLikelihood) -> Perplexity:
-        """exp(mean nll), and what is kept of the untouched model's on the same tokens.
+        """exp(mean nll), and the kept share relative to the unmodified model on the same tokens.
 
-        What is kept is exp(mean d): its interval is that of the mean of the differences, so that
-        what makes a sequence hard for both models does not widen it.
+        The kept share is exp(mean d): its interval is that of the mean of the differences, so
+        sequences that are hard for both models do not widen it.
         """
         apart = untouched.mean - self.mean
         return Perplexity(

@@ -1,19 +1,21 @@
-"""What a benchmark measures, as plain frozen data: models, their cases, on how much, how long."""
+"""The plan of a benchmark as frozen data: models, cases, batch sizes and durations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..calibration.table import CalibrationTable
 from ..common import timing
 from ..errors import UsageError
 from ..exporter.bundle.manifest import Dimension
-from ..exporter.bundle.parity_record import Tolerance
+from ..exporter.bundle.parity import Tolerance
 from ..exporter.job import ExportJob
 from ..exporter.model import Model
 from ..graphs.layers.base import MoESpec, moe_layers
+from ..graphs.layers.mumoe import MuMoESpec
 from .engines import (
     KINDS,
     ONNXRUNTIME,
@@ -25,15 +27,16 @@ from .engines import (
     Serves,
 )
 from .request import BenchRequest
-from .results import Absent, PhaseName
+from .results import Absent, BundleInfo, PhaseName
 from .runners.base import Loader
+from .runners.pytorch import has_stacked_form
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerLinear:
     """An integer product y = x·W of the backbone: x [*rows, in], W [in, out].
 
-    The first of `rows` is the batch; None where the graph does not tell them.
+    The first of `rows` is the batch; None if the graph does not determine them.
     """
 
     node: str
@@ -43,7 +46,7 @@ class IntegerLinear:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A call of a language model: so many new `tokens` of each input, after `past` in its cache."""
+    """A call of a language model: `tokens` new tokens of each input, after `past` in its cache."""
 
     name: PhaseName
     tokens: int
@@ -54,12 +57,13 @@ class Phase:
 class GraphSource:
     """An exported graph that is not opened yet.
 
-    `scope` says what a call's time holds, as in `results.Row`. `k_by_layer` is k where it is not
-    the same in all layers. Of an INT8 graph the layers in `floating` compute in floats all the
-    same, and `integers` are the linear layers of the backbone that do not. `batches` are the sizes
-    that it is timed at: those that it was made for where there are graphs for others, None for all.
-    Another exporter's graph has no `lowering`: an empty one. `bounds` say how far the outputs of a
-    graph of moexport's may be off; of others nothing is promised.
+    `scope` is what a call's time includes, as in `results.Row`. `k_by_layer` is k if layers differ.
+    In an INT8 graph the layers in `floating` still compute in floats, and `integers` are the linear
+    layers of the backbone with integers. `batches` are the sizes at which it is timed: its own if
+    other graphs serve others, None for all. Another exporter's graph has an empty `lowering`.
+    `bounds` limit the error of moexport's graphs; others have none. `bundle` is the name of the
+    graph's bundle, and with `apart` its rows are named after it. `deploy` is that of its rows, and
+    `table` has the ranges that it was made with.
     """
 
     k: int
@@ -74,6 +78,10 @@ class GraphSource:
     integers: tuple[IntegerLinear, ...] = ()
     batches: frozenset[int] | None = None
     bounds: Tolerance | None = None
+    bundle: str | None = None
+    apart: bool = False
+    deploy: tuple[str, ...] = ()
+    table: CalibrationTable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +89,13 @@ class Candidate:
     """A model to measure, with the graphs that were made from it.
 
     `ks` are those of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
-    PyTorch engines to measure, by their names in `engines.KINDS`, beside the untouched model,
+    PyTorch engines to measure, by their names in `engines.KINDS`, besides the unmodified model,
     which always takes part. `routed` has, for each k of a router that is part of the model, the job
-    of its export, whose model chooses so many. A language model is timed in `phases`. Graphs of one
-    batch size run that alone: all is measured in batches of `only_batch` then.
+    of its export, whose model chooses k. A language model is timed in `phases`. If graphs have one
+    batch size, all is measured in batches of `only_batch`.
+
+    A candidate is one `bundle`, or several `bundles` of one model that are measured together: each
+    as it would be measured alone, while `graphs` holds the graphs of all.
     """
 
     name: str
@@ -96,10 +107,49 @@ class Candidate:
     routed: Mapping[int, ExportJob] = field(default_factory=dict)
     phases: tuple[Phase, ...] = ()
     only_batch: int | None = None
+    bundle: BundleInfo | None = None
+    bundles: tuple[Candidate, ...] = ()
+
+    def of(self, case: Case) -> Candidate:
+        """The candidate with a case's model and k: a bundle of an edited model, or all."""
+        return next((own for own in self.of_own_function if own.name == case.bundle), self)
+
+    @property
+    def of_own_function(self) -> tuple[Candidate, ...]:
+        """The bundles of edited models, or with different k by layer."""
+        return tuple(own for own in self.bundles if own._own_function(self))
+
+    @property
+    def each(self) -> tuple[Candidate, ...]:
+        """The bundles one by one, or the candidate itself if it is one."""
+        return self.bundles or (self,)
+
+    def _own_function(self, beside: Candidate) -> bool:
+        kept = self.k_by_layer(max(self.ks, default=self.experts))
+        layers = self.model.layers
+        # A layer of fewer experts keeps all of them.
+        chosen = {k for name, k in kept.items() if k < layers[name].spec.experts}
+        uneven = bool(chosen) and chosen != {max(kept.values())}
+        return bool(self.model.edits) or uneven or self.renormalize != beside.renormalize
+
+    def by_levels(self, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The experts of each level of a hierarchy, and how many of them a k keeps.
+
+        Both are empty without a hierarchy, and if layers differ.
+        """
+        model = self.routed[k].model if k in self.routed else self.model
+        kept = self.k_by_layer(k)
+        found = {
+            (spec.levels, spec.k_by_level(kept.get(name, k)))
+            if isinstance(spec := layer.spec, MuMoESpec) and len(spec.levels) > 1
+            else ((), ())
+            for name, layer in model.layers.items()
+        }
+        return found.pop() if len(found) == 1 else ((), ())
 
     @property
     def trained_k(self) -> int:
-        """The k of the untouched model: all experts, unless a router was trained to choose some."""
+        """The k of the unmodified model: all experts, unless its router was trained to choose."""
         return max(spec.trained_k for spec in self._as_trained)
 
     @property
@@ -109,7 +159,7 @@ class Candidate:
 
     @property
     def _as_trained(self) -> list[MoESpec]:
-        """The layers of the untouched model, which have more experts where some were dropped."""
+        """The layers of the unmodified model, with the experts that were dropped later."""
         layers = moe_layers(self.model.original) if self.model.original is not None else {}
         return [layer.spec for layer in (layers or self.model.layers).values()]
 
@@ -120,27 +170,32 @@ class Candidate:
 
     @property
     def cases(self) -> dict[Case, GraphSource | None]:
-        """What is measured, each case with its graph: the untouched PyTorch model first.
+        """The cases to measure, with their graphs: the unmodified PyTorch model first.
 
-        Algorithm 2 is a loop over a layer's experts: it has no row for k = n, where it is the model
-        itself, nor for layers that choose no sets. Raises UsageError for two graphs that no row
-        could tell apart.
+        Algorithm 2 is a loop over a layer's experts: it has no row for k = n, which is the model
+        itself, nor for layers that choose no sets. Raises UsageError for two graphs with identical
+        rows.
         """
+        own_functions = {own.name: own for own in self.of_own_function}
         cases: dict[Case, GraphSource | None] = {}
         for kind in KINDS.values():
             if isinstance(kind, ModelEngine) and kind.name in (PYTORCH_EAGER, *self.engines):
-                for case in self._run_by(kind):
-                    cases[case] = None
+                cases |= dict.fromkeys(self._run_by(kind))
+                for name, own in own_functions.items() if not kind.untouched else ():
+                    for case in own._run_by(kind):
+                        cases[replace(case, model=self.name, bundle=name, apart=True)] = None
         for graph in self.graphs:
             case = Case(
                 model=self.name,
                 engine=graph.engine,
                 k=graph.k,
-                experts=self.experts,
+                experts=own_functions.get(graph.bundle or "", self).experts,
                 provider=graph.provider,
                 precision=graph.precision,
                 lowering=graph.lowering or None,
                 scope=graph.scope,
+                bundle=graph.bundle,
+                apart=graph.apart,
             )
             if case in cases:
                 raise UsageError(
@@ -151,13 +206,15 @@ class Candidate:
         return cases
 
     def k_by_layer(self, k: int) -> dict[str, int]:
-        """Each layer's k, of which this is the largest; empty where it is that of all layers."""
+        """Each layer's k, of which `k` is the largest; empty if all layers have it."""
         if k in self.routed:
             return whole_k(self.routed[k])
-        return next((dict(graph.k_by_layer) for graph in self.graphs if graph.k == k), {})
+        apart = {own.name for own in self.of_own_function}
+        graphs = (graph for graph in self.graphs if graph.bundle not in apart)
+        return next((dict(graph.k_by_layer) for graph in graphs if graph.k == k), {})
 
     def _run_by(self, kind: ModelEngine) -> list[Case]:
-        """What an engine of PyTorch runs of the model."""
+        """The cases that an engine of PyTorch runs."""
         n, ks = self.experts, self.ks
         if kind.algorithm_2:
             loops = any(layer.spec.chooses_sets for layer in self.model.layers.values())
@@ -166,38 +223,52 @@ class Candidate:
             form = self.model.host.experts_form(self.model)
             own = form == kind.experts_form
             ks = tuple(k for k in self.routed if form and not (own and k == self.trained_k))
+        elif kind.stacked:
+            soft = all(layer.spec.kind == "soft-moe" for layer in self.model.layers.values())
+            informative = kind.provider != "cpu" or has_stacked_form(self.model)
+            n = max(spec.experts for spec in self._as_trained)
+            ks = (self.trained_k,) if soft and informative else ()
         else:
             n, ks = max(spec.experts for spec in self._as_trained), (self.trained_k,)
-        return [Case(self.name, kind.engine, k=k, experts=n, provider=kind.provider) for k in ks]
+        case = Case(self.name, kind.engine, k=n, experts=n, provider=kind.provider)
+        wide = kind.provider == "cpu" or not (kind.untouched or kind.stacked)
+        floats = ("fp32",) if wide else self._floats
+        return [replace(case, k=k, precision=precision) for k in ks for precision in floats]
+
+    @property
+    def _floats(self) -> tuple[str, ...]:
+        """The types in which PyTorch computes on a GPU: FP32, and FP16 if graphs there do."""
+        on_gpu = {graph.precision for graph in self.graphs if graph.provider != "cpu"}
+        return ("fp32", *({"fp16"} & on_gpu))
 
 
 NOT_SERVED: dict[Serves, str] = {
-    "one-input": "it runs models with one input, and these have several",
+    "one-input": "it runs models with one input, but these have several",
     "transformers": "it runs models of transformers",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The engines to measure, and those that were asked for or known and are not there."""
+    """The engines to measure, and the requested or known ones that are unavailable."""
 
     present: tuple[EngineKind, ...]
     absent: tuple[Absent, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The engines to measure, as `--engine` names them."""
+        """The engines to measure, by their names in `--engine`."""
         return tuple(kind.name for kind in self.present)
 
 
 def select(
     names: Iterable[str], models: Sequence[Serves] = ("one-input", "transformers")
 ) -> Selection:
-    """Returns which of the named engines can run here, and why each other known one is left out.
+    """Returns which of the named engines can run here, and why other known ones are left out.
 
-    `models` are what the models are that will be measured; an engine for others that was not named
-    is not mentioned. The untouched model takes part wherever another engine runs: always on the
-    CPU, on the GPU with the first engine there.
+    `models` describe the models to measure; engines for other models are only mentioned if they
+    were named. The unmodified model takes part wherever another engine runs: always on the CPU, and
+    on the GPU with the first engine there.
     """
     wanted = set(names) | {PYTORCH_EAGER}
     if any(KINDS[name].provider != "cpu" and KINDS[name].missing() is None for name in wanted):
@@ -226,7 +297,10 @@ def whole_k(job: ExportJob) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured, as plain data: one engine with one k of one model; a row per batch size."""
+    """One engine with one k of one model, as plain data; it has a row per batch size.
+
+    `bundle` and `apart` are those of its row.
+    """
 
     model: str
     engine: str
@@ -236,6 +310,8 @@ class Case:
     precision: str = "fp32"
     lowering: str | None = None
     scope: str = "end-to-end"
+    bundle: str | None = None
+    apart: bool = False
 
     @property
     def label(self) -> str:
@@ -244,12 +320,19 @@ class Case:
 
     @property
     def runs_in(self) -> str:
-        """The engine, with lowering and precision of a graph: `onnxruntime grouped fp32`."""
+        """The engine, with lowering and precision of a graph: `onnxruntime grouped fp32`.
+
+        With the bundle if there are several.
+        """
         words = [self.engine]
         if self.lowering is not None:
             words += [self.lowering, self.precision]
+        elif self.precision != "fp32":
+            words.append(self.precision)
         if self.provider not in ("cpu", self.engine):
             words.append(self.provider)
+        if self.bundle not in (None, self.model):
+            words.append(f"({self.bundle})")
         return " ".join(words)
 
 
@@ -264,23 +347,22 @@ class TimingGroup:
 
     @property
     def model(self) -> str:
-        """The model that is measured."""
         return self.cases[0].model
 
     @property
     def title(self) -> str:
-        """What is timed: `olmoe, batch 1, decode`."""
+        """The model, batch and phase: `olmoe, batch 1, decode`."""
         phase = "" if self.phase is None else f", {self.phase.name}"
         return f"{self.model}, batch {self.batch}{phase}"
 
     @property
     def keys(self) -> dict[str, Any]:
-        """What tells it from the other groups of a benchmark."""
+        """The key among the groups of a benchmark."""
         phase = {} if self.phase is None else {"phase": self.phase.name}
         return {"model": self.model, "batch": self.batch, **phase}
 
     def seconds(self, call_ms: float) -> float:
-        """How long it takes with calls of so many milliseconds: more than `round_s` if need be."""
+        """The duration for a given time per call in ms: more than `round_s` if necessary."""
         round_s = max(self.protocol.round_s, self.protocol.inputs * call_ms / 1e3)
         return len(self.cases) * self.protocol.rounds * (round_s + timing.WAIT_S)
 
@@ -288,7 +370,7 @@ class TimingGroup:
 def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[TimingGroup, ...]:
     """Returns the groups of a benchmark: one per model and batch size.
 
-    Raises UsageError for a k that a model does not have, for no models, or two of one name.
+    Raises UsageError for a k that a model does not have, for no models, or for equal names.
     """
     if not candidates:
         raise UsageError("no model to measure")
@@ -296,13 +378,13 @@ def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[Timing
     if len(set(names)) < len(names):
         raise UsageError(
             f"two models have the same name: {', '.join(names)}",
-            hint="rename one of the files or folders: results are told apart by it",
+            hint="rename one of the files or folders: results are identified by it",
         )
     for candidate in candidates:
         for k in (*candidate.ks, *(graph.k for graph in candidate.graphs)):
             if not 1 <= k <= candidate.experts:
                 raise UsageError(
-                    f"k = {k}, and {candidate.name} has {candidate.experts} experts",
+                    f"k = {k}, but {candidate.name} has {candidate.experts} experts",
                     hint=f"use 1 ≤ k ≤ {candidate.experts}",
                 )
     return tuple(
@@ -324,10 +406,12 @@ def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[Timing
 
 
 def describe(groups: Sequence[TimingGroup], takes: str = "") -> str:
-    """Returns the plan in words, with the time that it `takes`."""
+    """Returns the plan as text, with the time that it `takes`."""
     rows = sum(len(group.cases) for group in groups)
     least = math.ceil(sum(group.seconds(0.0) for group in groups))
-    lines = [f"{rows} rows; {takes or f'the timing takes at least {least} s'}"]
+    lines = [
+        f"{rows} row{'' if rows == 1 else 's'}; {takes or f'the timing takes at least {least} s'}"
+    ]
     for group in groups:
         first = group.cases[0]
         kinds: dict[str, list[str]] = {}

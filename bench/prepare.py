@@ -1,4 +1,4 @@
-"""What a benchmark is given: models and bundles, their data, and the number of threads."""
+"""Prepares a benchmark: models and bundles, their data, and the number of threads."""
 
 from __future__ import annotations
 
@@ -8,81 +8,104 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
+from torch import nn
 
 from ..common.console import Progress, Silent
 from ..common.threads import Threads, fastest_threads
-from ..errors import UsageError
+from ..data.feeds import head_of
+from ..errors import EngineError, UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.bundle.manifest import is_bundle
-from ..exporter.checkpoints.load import load_as
+from ..exporter.checkpoints.load import load
+from ..exporter.checks.answers import check_own_outputs
 from ..exporter.model import Model
 from ..graphs.names import K_INPUT
-from .data import Labelled, LabelledData, Streamed, labelled
+from .data import Labelled, LabelledData, Streamed, ids_of, labelled
 from .engines import Serves
 from .journal import unfinished
 from .measure.sequences import benchmark_of
 from .plan import Candidate, select
+from .ranges import Ranges, ranges_of
 from .request import ALL, BenchRequest
 from .results import Absent
-from .runners.candidates import batch_sizes, candidates_of, check_exported, with_sources
+from .runners.candidates import (
+    batch_sizes,
+    candidates_of,
+    check_exported,
+    exports,
+    with_sources,
+)
 from .runners.pytorch import outputs_of, untouched
-
-CALIBRATION_INPUTS = 256
-"""INT8 takes its ranges from this many of the benchmark's inputs; their labels play no part."""
 
 
 def opened(
-    sources: Sequence[Model | Bundle | str | Path],
+    sources: Sequence[Model | Bundle | nn.Module | str | Path],
     request: BenchRequest,
 ) -> list[Model | Bundle]:
-    """Returns the models and bundles that are named."""
+    """Opens the named models and bundles."""
     data, pixels = request.data, request.pixels
-    # A folder of images by class can be read once the model has said its size, not before.
+    # A folder of images can only be read once the model's input size is known.
     place = Path(data) if isinstance(data, str | Path) else None
     images = pixels is not None or (
         place is not None and place.is_dir() and not any(place.glob("*.npy"))
     )
     example = None if images else place
 
-    def one(source: Model | Bundle | str | Path) -> Model | Bundle:
+    def one(source: Model | Bundle | nn.Module | str | Path) -> Model | Bundle:
         if isinstance(source, Model | Bundle):
             return source
+        if isinstance(source, nn.Module):
+            given = head_of(data) if isinstance(data, Mapping | np.ndarray) else example
+            return load(source, replace(request, example=given))
         if is_bundle(source):
             return Bundle.open(source)
-        if request.progress is not None:
-            request.progress.step(f"loading {source}")
-        return load_as(source, replace(request, example=example))
+        return load(source, replace(request, example=example))
 
     return [one(source) for source in sources]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Candidates and their data, the benchmark of them, the engines that are not measured."""
+    """Candidates and their data, with the request, and the engines that are not measured."""
 
     candidates: list[Candidate]
     data: Labelled
     request: BenchRequest
     absent: tuple[Absent, ...]
     threads: Threads
+    ranges: Ranges
 
 
 @contextmanager
-def prepared(listed: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterator[Prepared]:
-    """Yields what a benchmark measures, exported, and how; raises what `sweep` raises."""
+def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterator[Prepared]:
+    """Yields a benchmark's exported candidates and settings; raises as `sweep` does."""
     watcher = wanted.progress or Silent()
-    selection = select(wanted.engines, [_served(item) for item in listed])
-    request = replace(wanted, engine=selection.names, batch=batch_sizes(listed, wanted))
-    check_exported(listed, request)
-    listed = with_sources(listed)
-    first = next(item for item in listed if isinstance(item, Model))
-    data = data_of(first, request, fixed_sizes(first, listed))
-    head = data.head(CALIBRATION_INPUTS if {"int8", "fp8"} & {*request.precisions} else 1)
+    selection = select(wanted.engines, [_served(item) for item in sources])
+    request = replace(wanted, engine=selection.names, batch=batch_sizes(sources, wanted))
+    check_exported(sources, request)
+    request.check_ranges()
+    sources = with_sources(sources)
+    first = next(item for item in sources if isinstance(item, Model))
+    data = data_of(first, request, fixed_sizes(first, sources))
+    if [item for item in sources if isinstance(item, Model)] == [first]:
+        _check_own_outputs(first, request)
+    bundles = [item for item in sources if isinstance(item, Bundle)]
+    ranges = ranges_of(request, first, data, exports=exports(sources), bundles=bundles)
+    data = ranges.measured
+    if ranges.text:
+        watcher.step(f"ranges of INT8: {ranges.text}")
     absent = [engine for engine in selection.absent if engine.engine in wanted.engines]
+    if len(absent) == len(set(wanted.engines)):
+        reasons = "; ".join(f"{engine.engine}: {engine.reason}" for engine in absent)
+        raise EngineError(
+            f"none of the engines can run here: {reasons}",
+            hint="moexport doctor lists those that can",
+        )
     if absent and wanted.engine == ALL:
         names = ", ".join(engine.engine for engine in absent)
-        watcher.step(f"not measured, the report says why: {names}")
+        watcher.step(f"not measured, with reasons in the report: {names}")
     else:
         for engine in absent:
             watcher.step(f"not measured: {engine.engine}: {engine.reason}")
@@ -90,9 +113,9 @@ def prepared(listed: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterator
     threads = threads_for(
         [first], data, sizes, count=wanted.threads, work=wanted.folder, progress=watcher
     )
-    # The same threads for every engine.
+    # All engines use the same number of threads.
     request = replace(request, threads=threads.count)
-    with candidates_of(listed, request, watcher, head.feed) as candidates:
+    with candidates_of(sources, request, watcher, ranges) as candidates:
         phased = [in_phases(candidate, data, wanted.tokens) for candidate in candidates]
         yield Prepared(
             candidates=phased,
@@ -100,7 +123,17 @@ def prepared(listed: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterator
             request=request,
             absent=selection.absent,
             threads=threads,
+            ranges=ranges,
         )
+
+
+def _check_own_outputs(model: Model, request: BenchRequest) -> None:
+    """Compares a model with the outputs of the user's own model in the data, if any."""
+    data = request.data
+    if request.pixels is not None or benchmark_of(model) is not None:
+        return
+    if isinstance(data, str | Path | Mapping):
+        check_own_outputs(model, data)
 
 
 def threads_for(
@@ -112,10 +145,10 @@ def threads_for(
     work: Path | None = None,
     progress: Progress | None = None,
 ) -> Threads:
-    """Returns how many threads every engine gets.
+    """Returns the number of threads for every engine.
 
-    As many as are asked for, else what an unfinished run in the folder `work` had, else those with
-    which the untouched models are fastest. Raises FeedError where one cannot run the data.
+    It is the requested number, or that of an unfinished run in the folder `work`, or the one with
+    which the unmodified models are fastest. Raises FeedError if one cannot run the data.
     """
     if count is not None:
         return Threads(count)
@@ -138,20 +171,20 @@ def threads_for(
 
 
 def _served(item: Model | Bundle) -> Serves:
-    """Which engines of `engines.KINDS` a model is for, beside those for all."""
+    """The kind of engines (`engines.KINDS`) that a model needs, besides those for all."""
     ports = item.inputs if isinstance(item, Model) else item.manifest.inputs
     further = [port for port in ports if port.name != K_INPUT][1:]
     if not further:
         return "one-input"
-    # A network of the user's own has no input that may be left out.
+    # The inputs of a user's own network are all required.
     return "transformers" if any(port.default is not None for port in further) else "all"
 
 
-def fixed_sizes(model: Model, listed: Sequence[Model | Bundle]) -> dict[str, int]:
-    """Returns the sizes of a model's axes that its bundles have as constants, but for the batch."""
+def fixed_sizes(model: Model, sources: Sequence[Model | Bundle]) -> dict[str, int]:
+    """Returns the sizes of a model's axes that are constants in its bundles, without the batch."""
     shapes = {
         port.name: port.shape
-        for item in listed
+        for item in sources
         if isinstance(item, Bundle)
         for port in item.manifest.inputs
     }
@@ -164,23 +197,23 @@ def fixed_sizes(model: Model, listed: Sequence[Model | Bundle]) -> dict[str, int
 
 
 def data_of(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> Labelled:
-    """Returns the inputs that a model is measured on: its own kind for a model of sequences.
+    """Returns the inputs for measuring a model; models of sequences have their own kind.
 
-    Random ones take `sizes` where an axis of the model is dynamic.
+    Random ones have `sizes` along the model's dynamic axes.
     """
     benchmark = benchmark_of(model)
     if benchmark is not None and not isinstance(request.data, LabelledData | Streamed):
-        return benchmark.data(request.data, model, request.tokens)
+        return benchmark.data(ids_of(request.data, model), model, request.tokens)
     if request.tokens is not None and benchmark is None:
         raise UsageError(
-            f"--tokens {request.tokens}: {model.source.path} is no language model of transformers",
-            hint="leave --tokens out: other models take inputs as the data have them",
+            f"--tokens {request.tokens}: {model.source.path} is not a transformers language model",
+            hint="leave --tokens out: other models take inputs in the shape of the data",
         )
     return labelled(request.data, model, max(request.batches), request.pixels, sizes)
 
 
 def in_phases(candidate: Candidate, data: Labelled, tokens: int | None) -> Candidate:
-    """Returns a candidate with the calls that are timed, where it is a model of sequences."""
+    """Returns a candidate with its timed calls, if it is a model of sequences."""
     benchmark = benchmark_of(candidate.model)
     if benchmark is None:
         return candidate

@@ -1,15 +1,16 @@
-"""What is asked of a benchmark, a specialisation and a demo. Importing this loads nothing."""
+"""The options of benchmarks and reports. Imports nothing heavy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from ..common.option import Request, declared, option
+from ..common.option import Mistake, Request, at_least, declared, option, refuse
 from ..common.registry import left_out
-from ..common.text import listed, near_miss
+from ..common.text import near_miss, split_list
+from ..data.pixels import check_pixels
 from ..errors import UsageError
 from ..exporter.requests import AnyPath, LoadRequest
 from ..graphs.targets import Precision, Scope
@@ -18,29 +19,38 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..common.timing import Protocol
-    from ..exporter.options import KOption
+    from ..data.batches import Feed
+    from ..graphs.k import KOption
     from .data import Labelled
     from .results import Results
 
 CpuTarget = Literal["onnx", "ort-cpu"]
-"""What graphs of a benchmark are exported for that ONNX Runtime runs on the CPU."""
+"""The targets of graphs that ONNX Runtime runs on the CPU."""
+
+RANGED: tuple[Precision, ...] = ("int8", "fp8")
+"""The precisions whose ranges are found on inputs."""
+
+KS = "n,0.5,0.25,0.125"
+"""The numbers of experts that are measured without `--k`."""
 
 ALL = "all"
-"""Every engine, in a list of them."""
+"""Selects every engine, in a list of engines."""
 
 PLACES = ("command", "out")
-"""Options of a benchmark on which no number depends."""
+"""Options of a benchmark that do not affect the numbers."""
 
 
-def _entries(entries: str | Sequence[Any]) -> Sequence[Any]:
-    """The entries of a list, which may be text: `n,0.5`."""
-    return listed(entries) if isinstance(entries, str) else entries
+def _entries(entries: str | float | Sequence[Any]) -> Sequence[Any]:
+    """The items of a list, which may be text, `n,0.5`, or a number alone."""
+    if isinstance(entries, int | float):
+        return [entries]
+    return split_list(entries) if isinstance(entries, str) else entries
 
 
 def _known_entries(
     entries: str | Sequence[str], known: Sequence[str], option: str, what: str
 ) -> list[str]:
-    """The names of a list, each once; `UsageError` for none, and for one that is not known."""
+    """The names in a list without duplicates; `UsageError` for an empty list or unknown name."""
     names = list(dict.fromkeys(_entries(entries)))
     if not names:
         raise UsageError(f"{option} is empty", hint=near_miss("", known))
@@ -59,50 +69,46 @@ def _engines() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest(LoadRequest):
-    """What is measured of models and bundles, over which settings, and how."""
+    """The measurements of models and bundles: over which settings, and how."""
 
     offered: ClassVar[frozenset[str]] = frozenset({"load", "bench"})
 
-    k: str | Sequence[int | float | str] = option(
-        "n,0.5,0.25,0.125",
-        "A list of numbers of experts: n,0.5,0.25 or 16,8,4.",
-        heading="What is measured",
+    k: str | int | float | Sequence[int | float | str] | None = option(
+        None, "A list of numbers of experts: n,0.5,0.25 or 16,8,4.", unset=KS
     )
-    lowering: str | Sequence[str] = option("auto", "A list of lowerings, or auto.")
-    precision: str | Sequence[str] = option(
-        "fp32", "A list: fp32,fp16,bf16,int8,int4 (INT8 ranges from the data)."
+    lowering: str | Sequence[str] | None = option(
+        None, "A list of lowerings, or auto.", unset="auto"
+    )
+    precision: str | Sequence[str] | None = option(
+        None, "A list: fp32,fp16,bf16,int8,int4.", unset="fp32"
     )
     engine: str | Sequence[str] = option("all", _engines)
-    target: CpuTarget = option("onnx", "The target of graphs that ONNX Runtime runs on the CPU.")
-    batch: str | Sequence[int] | None = option(
+    target: CpuTarget | None = option(
+        None, "The target of graphs that ONNX Runtime runs on the CPU.", unset="onnx"
+    )
+    batch: str | int | Sequence[int] | None = option(
         None, "A list of batch sizes: 1,16.", unset="1, or the size of a bundle that has only one"
     )
-    data: AnyPath | Labelled | np.ndarray | None = option(
+    data: AnyPath | Labelled | np.ndarray | Mapping[str, Any] | None = option(
         None,
         "Labelled inputs: an .npz, .tar or .parquet shards, a folder of images by class, "
         "package.module:iterable; for a language model a text file or token ids.",
-        unset="random inputs, which tell latency and parity only; for a language model text of "
-        "Python's own",
-        heading="Data",
-        kind=str,
-        metavar="DATA",
+        unset="random inputs, which only measure latency and parity; for a language model the "
+        "text of Python's help",
         compare=False,
     )
     rounds: int = option(
         5,
-        "Rounds; all engines take turns in each, 5 at least.",
-        heading="How it is measured",
-        min=5,
+        "Rounds, at least 5; all engines take turns in each.",
     )
     round_s: float = option(0.2, "Seconds of each engine's turn.", in_shell=False)
     warmup: int = option(3, "Calls of each engine that are not timed.", in_shell=False)
-    inputs: int = option(8, "Inputs that the calls take in turn.", in_shell=False)
-    samples: int | None = option(None, "Number of inputs for the accuracy.", unset="all", min=1)
+    inputs: int = option(8, "Inputs that calls use in turn.", in_shell=False)
+    samples: int | None = option(None, "Number of inputs for measuring accuracy.", unset="all")
     threads: int | None = option(
         None,
         "Threads of every engine.",
         unset="those with which the untouched model is fastest",
-        min=1,
     )
     memory: bool = option(
         True,
@@ -113,21 +119,29 @@ class BenchRequest(LoadRequest):
     limits: bool = option(
         True, "Measure the machine's rates, for the least time of each row.", in_shell=False
     )
-    evaluation_batch: int = option(64, "The batch size of the accuracy.", in_shell=False)
+    evaluation_batch: int = option(64, "The batch size for measuring accuracy.", in_shell=False)
     renormalize: bool = option(
         False, "Rescale the kept experts' weights to a sum of 1.", in_shell=False
     )
-    quantize: Scope = option(
-        "experts", "What INT8 is for: the experts, or all linear layers.", in_shell=False
+    quantize: Scope | None = option(
+        None, "The layers in INT8: the experts, or all linear layers.", unset="experts"
+    )
+    calibrate_data: Feed | None = option(
+        None,
+        "Inputs for INT8 ranges, other than those that are measured.",
+        unset="the first of the data, up to 256, which are not measured",
+        compare=False,
+    )
+    calibration: AnyPath | None = option(
+        None, "A table of INT8 ranges from calibrate.", unset="none", compare=False
     )
     pixels: str | None = option(
-        None, "Pixel scale of images: unit, symmetric or imagenet.", unset="as the folder says"
+        None, "Pixel scale of images: unit, symmetric or imagenet.", unset="none; images need it"
     )
     tokens: int | None = option(
         None,
         "Tokens of a language model's prompt.",
         unset="128, fewer if it has fewer positions",
-        min=1,
     )
     out: AnyPath | None = option(
         None,
@@ -137,21 +151,21 @@ class BenchRequest(LoadRequest):
     )
     before: Results | Mapping[str, Results] | None = option(
         None,
-        "Earlier results to compare with in the report; by kind of node where there are several.",
+        "Earlier results to compare with in the report; by kind of node if there are several.",
         unset="none",
         in_shell=False,
         compare=False,
     )
     command: str = option(
-        "", "What the results say they were made by.", unset="nothing", in_shell=False
+        "", "The command to record in the results.", unset="nothing", in_shell=False
     )
 
     @property
     def ks(self) -> tuple[KOption, ...]:
-        """The numbers of experts: at least one, and none left to the run, else `UsageError`."""
-        from ..exporter.options import parse_k
+        """The numbers of experts: at least one, all constants; otherwise `UsageError`."""
+        from ..graphs.k import parse_k
 
-        ks = tuple(map(parse_k, _entries(self.k)))
+        ks = tuple(map(parse_k, _entries(KS if self.k is None else self.k)))
         if not ks or "input" in ks:
             raise UsageError(
                 "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",
@@ -161,27 +175,40 @@ class BenchRequest(LoadRequest):
 
     @property
     def lowerings(self) -> tuple[str, ...]:
-        """The lowerings; `UsageError` for a name that is none, and for `tune`."""
+        """The lowerings; `UsageError` for an unknown name, and for `tune`."""
         from ..exporter.options import TUNE, parse_lowerings
 
-        names = parse_lowerings(",".join(_entries(self.lowering)))
+        names = parse_lowerings(
+            ",".join(_entries("auto" if self.lowering is None else self.lowering))
+        )
         if TUNE in names:
             raise UsageError(
-                "--lowering tune belongs to export: a benchmark measures what it is told",
+                "--lowering tune belongs to export: a benchmark measures the named lowerings",
                 hint="name the lowerings to compare, as --lowering dense,gather,grouped",
             )
         return names
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions; `UsageError` for a name that is none."""
+        """The precisions; `UsageError` for an unknown name."""
         known: tuple[Precision, ...] = get_args(Precision)
-        names = _known_entries(self.precision, known, "--precision", "precision")
+        given = "fp32" if self.precision is None else self.precision
+        names = _known_entries(given, known, "--precision", "precision")
         return tuple(name for name in names if name in known)
 
     @property
+    def cpu_target(self) -> CpuTarget:
+        """The target of graphs that ONNX Runtime runs on the CPU."""
+        return self.target or "onnx"
+
+    @property
+    def scope(self) -> Scope:
+        """The layers in INT8."""
+        return self.quantize or "experts"
+
+    @property
     def engines(self) -> tuple[str, ...]:
-        """The engines, `all` for every one; `UsageError` for a name that is none."""
+        """The engines, `all` for every one; `UsageError` for an unknown name."""
         from .engines import KINDS
 
         names = _known_entries(self.engine, (*KINDS, ALL), "--engine", "engine")
@@ -190,7 +217,7 @@ class BenchRequest(LoadRequest):
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The batch sizes, 1 unless there are any; `UsageError` for what is none."""
+        """The batch sizes, by default 1; `UsageError` for invalid ones."""
         try:
             sizes = (1,) if self.batch is None else tuple(map(int, _entries(self.batch)))
         except ValueError:
@@ -201,9 +228,42 @@ class BenchRequest(LoadRequest):
             )
         return sizes
 
+    def check(self) -> None:
+        """Raises `UsageError` for a value that an option refuses, without loading PyTorch."""
+        _ = (self.ks, self.lowerings, self.precisions, self.batches, self.engines)
+        for name in ("samples", "threads", "evaluation_batch"):
+            at_least(self, name, 1)
+        if self.pixels is not None:
+            check_pixels(self.pixels, given=self.data is not None)
+
+    def check_ranges(self) -> None:
+        """Raises `UsageError` for options of INT8 that do not apply to the exported graphs."""
+        refuse(self._of_ranges())
+
+    def _of_ranges(self) -> Iterator[Mistake]:
+        ranged = {*RANGED} & {*self.precisions}
+        given = {"--calibrate-data": self.calibrate_data, "--calibration": self.calibration}
+        for spelling, value in given.items():
+            if value is not None and not ranged:
+                names = ",".join(self.precisions)
+                yield (
+                    f"{spelling}: --precision {names} needs no ranges",
+                    f"leave {spelling} out, or add int8 to --precision",
+                )
+        if all(value is not None for value in given.values()):
+            yield (
+                "--calibrate-data with --calibration: the ranges are those of the table",
+                "leave one of them out",
+            )
+        if self.scope != "experts" and "int8" not in self.precisions:
+            yield (
+                f"--quantize {self.quantize} belongs to --precision int8",
+                "add int8 to --precision, or leave --quantize out",
+            )
+
     @property
     def protocol(self) -> Protocol:
-        """How the latency is measured."""
+        """The protocol of latency measurements."""
         from ..common.timing import Protocol
 
         return Protocol(
@@ -212,7 +272,7 @@ class BenchRequest(LoadRequest):
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What numbers depend on, beside the data: the options but those of the results' place."""
+        """The options that affect the numbers, without the data."""
         return {
             name: getattr(record, name)
             for record in (self, *self.further)
@@ -222,21 +282,20 @@ class BenchRequest(LoadRequest):
 
     @property
     def folder(self) -> Path | None:
-        """Where results are written."""
+        """The folder for results."""
         return None if self.out is None else Path(self.out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportRequest(Request):
-    """What a report is compared with, and drawn beside."""
+    """The results to compare with, and to draw in the same charts."""
 
     compare: Results | AnyPath | None = option(
         None,
         "List changes that are larger than the spread.",
         unset="none",
-        kind=Path,
-        metavar="OLD.JSON",
         compare=False,
+        is_path=True,
     )
     beside: Sequence[Results | AnyPath] = option(
         (),

@@ -1,4 +1,4 @@
-"""`results.json`: what a benchmark found, as data that reports and figures are views of."""
+"""`results.json`: the results of a benchmark as data, shown by reports and figures."""
 
 from __future__ import annotations
 
@@ -8,36 +8,48 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..common.documents import LARGE_BITS, document, from_data, read_document
-from ..common.timing import Latency
+from ..common.latency import Latency
+from ..common.text import by_level
 from ..common.writing import write_text
 from ..errors import ResultsError
 from .engines import PYTORCH_EAGER
 
 SCHEMA = 1
 MOST_LOSING = 10
-DISTURBED = 0.1  # from this share of waiting for a core on, times are those of a shared machine
+DISTURBED = 0.1  # from this share of waiting for a core on, times count as disturbed
 
-TOKEN_ROUTED = "experts"
-"""The kind of layers whose tokens are routed, as `ModelInfo` has it."""
 
 PhaseName = Literal["decode", "prefill"]
-"""What a call of a language model does: one new token of each input, or a whole prompt."""
+"""The call of a language model: one new token of each input, or a whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Where a share or ratio lies with 95% confidence, given the samples that were seen."""
+    """The 95% confidence interval of a share or ratio, given the samples."""
 
     low: float
     high: float
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
-    """Top-1 accuracy on `n` labelled samples, 0..1, and its ratio to the untouched PyTorch model.
+class AttributeAccuracy:
+    """The share of inputs for which an attribute is decided right, and in the unmodified model.
 
-    `top5` is None for models of five classes or fewer; `retention` where the untouched model gets
-    nothing right.
+    `positives` are the inputs that have the attribute.
+    """
+
+    positives: int
+    accuracy: float
+    untouched: float
+    interval: Interval | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Top-1 accuracy on `n` labelled samples, 0..1, and its ratio to the unmodified PyTorch model.
+
+    `top5` is None for models with up to five classes; `retention` if the unmodified model gets
+    nothing right. For a model that decides `attributes`, `top1` is the mean of their accuracies.
     """
 
     top1: float
@@ -47,13 +59,31 @@ class Accuracy:
     top1_interval: Interval | None = None
     top5_interval: Interval | None = None
     retention_interval: Interval | None = None
+    attributes: tuple[AttributeAccuracy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Regression:
+    """R² on `n` samples over all outputs, and its ratio to that of the unmodified PyTorch model.
+
+    `outputs` holds the R² of each, None for one with equal targets. `retention` is None if the
+    unmodified model's R² is not positive.
+    """
+
+    r2: float
+    retention: float | None
+    n: int
+    rmse: float
+    mae: float
+    outputs: tuple[float | None, ...] = ()
+    retention_interval: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
     """exp of the mean negative log-likelihood of the next token, over `tokens` tokens.
 
-    `retention` is the untouched PyTorch model's perplexity divided by this one: 1 keeps all, less
+    `retention` is the unmodified PyTorch model's perplexity divided by this one: 1 keeps all, less
     is worse. Both intervals are over sequences, the second over their differences.
     """
 
@@ -66,12 +96,12 @@ class Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class RoutingAgreement:
-    """How far the chosen experts are those of PyTorch's Algorithm 1 with the same k, 0..1.
+    """Agreement of the chosen experts with PyTorch's Algorithm 1 at the same k, 0..1.
 
     `jaccard` is the mean over samples and layers of |A∩B| / |A∪B|; `exact` the share of samples
-    whose sets are equal in every layer. Where each token has a choice of its own the samples are
-    tokens, and `choices` is the share of choices, of a token in a layer, with the same set. The
-    share `ties` of them is of scores closer than rounding: those are left out, or taken for equal.
+    with equal sets in every layer. If each token chooses, the samples are tokens, and `choices` is
+    the share of equal choices of tokens in layers. `ties` is the share with scores closer than
+    rounding, which are excluded, or count as equal.
     """
 
     jaccard: float
@@ -90,10 +120,10 @@ class OutputParity:
 
 @dataclass(frozen=True, slots=True)
 class PartTime:
-    """Median milliseconds per call of one part of the network, by the runtime's own profile.
+    """Median time in ms per call of one part of the network, from the runtime's profile.
 
     `part` is `router`, `dispatch`, `experts` or `combine` of the MoE layer `layer`; `host` is the
-    network around the layers and `runtime` what lies between the nodes, both without a layer.
+    network around the layers and `runtime` the time between nodes, both without a layer.
     """
 
     layer: str | None
@@ -103,7 +133,7 @@ class PartTime:
 
 @dataclass(frozen=True, slots=True)
 class ClassChange:
-    """A class of which fewer inputs are right than in the untouched model: of `n`, `right`."""
+    """A class with fewer right answers than in the unmodified model: `right` of `n` inputs."""
 
     label: int
     n: int
@@ -113,7 +143,7 @@ class ClassChange:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one batch asks of a machine: operations (a multiply-add is two), bytes to move once."""
+    """The work of one batch: operations (a multiply-add is two), and bytes to move once."""
 
     operations: float
     int8_operations: float
@@ -122,24 +152,30 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One engine with one k at one batch size, and of a language model in one phase.
+    """One engine with one k at one batch size, for a language model in one phase.
 
     In the `phase` prefill or decode a call computes `tokens` new tokens of each input, after `past`
-    in its cache: `tokens_per_s` in a second, of all inputs together.
+    in its cache: `tokens_per_s` per second, of all inputs together.
 
-    `scope` says what the latency holds: `gpu` (device time) or `end-to-end` (array in memory to
+    `scope` is what the latency includes: `gpu` (device time) or `end-to-end` (array in memory to
     array); `device_ms` is the GPU's own time for a call by CUDA events around the computation, for
-    engines that tell it. `joules` is the energy of a call, where the machine tells it. `limit_ms`
-    is the least time that the machine needs for its `work` (`measure.roofline`), and `no_limit`
-    says why that is not known. `throughput` is inputs per second. `peak_memory_mb` is the largest
-    resident set of a process that opens the engine and runs batches of this size,
-    `runtime_memory_mb` what that process held before it opened anything. `disk_bytes` are those of
-    the graph and its weights, or of the checkpoint. `losing` are the classes that lose most, at
-    most `MOST_LOSING`. `computed_in` is what the matrix products were computed in, for engines that
-    tell it. A row that failed has `error` and no numbers, but for the `parity` of wrong outputs.
-    `node` names the machine of a cluster on which the row was timed; the protocol's `nodes` tell
-    the environment of each. `point` says what each layer is where k alone does not: of a search,
-    whose layers may have fewer experts.
+    engines that report it. `limit_ms` is the least time that the machine needs for its `work`
+    (`measure.roofline`), and `no_limit` is why it is unknown. `throughput` is inputs per second.
+    `peak_memory_mb` is the largest resident set of a process that opens the engine and runs batches
+    of this size, `runtime_memory_mb` that of the process before it opened anything. `disk_bytes`
+    are those of the graph and its weights, or of the checkpoint. `losing` are the classes that lose
+    most, at most `MOST_LOSING`. `computed_in` is the type of the matrix products, for engines that
+    report it, and `no_cuda_graph` why a runtime with CUDA graphs did not replay one. A failed row
+    has `error` and no numbers, except for the `parity` of wrong outputs.
+
+    `bundle` names the bundle of the measured graph; with `apart` the row is named after it, because
+    another bundle has an otherwise equal row, or because it computes an edited model.
+    `graph_sha256` is the hash of the graph (`graph_hash`), and `deploy` the arguments of the
+    command that exports it again, or that runs a bundle's: without the model and its settings.
+    `node` names the machine of a cluster on which the row was timed; the protocol's `nodes` have
+    the environment of each. `point` describes the layers if k does not suffice: those of a search
+    may have fewer experts. In a hierarchy `levels` are the experts of each level, and `k_levels`
+    how many of them are kept; empty if layers differ.
     """
 
     engine: str
@@ -153,7 +189,6 @@ class Row:
     scope: str = "end-to-end"
     latency_ms: Latency | None = None
     device_ms: Latency | None = None
-    joules: float | None = None
     work: Workload | None = None
     limit_ms: float | None = None
     no_limit: str | None = None
@@ -164,6 +199,7 @@ class Row:
     accuracy: Accuracy | None = None
     losing: tuple[ClassChange, ...] = ()
     perplexity: Perplexity | None = None
+    regression: Regression | None = None
     routing: RoutingAgreement | None = None
     parity: OutputParity | None = None
     parts: tuple[PartTime, ...] = ()
@@ -173,78 +209,99 @@ class Row:
     past: int | None = None
     tokens_per_s: float | None = None
     computed_in: str | None = None
+    no_cuda_graph: str | None = None
     node: str | None = None
     point: str | None = None
+    bundle: str | None = None
+    apart: bool = False
+    levels: tuple[int, ...] = ()
+    k_levels: tuple[int, ...] = ()
+    graph_sha256: str | None = None
+    deploy: tuple[str, ...] = ()
 
     @property
     def is_reference(self) -> bool:
-        """Whether this is the untouched PyTorch model on the CPU, which every file has."""
+        """Whether this is the unmodified PyTorch model on the CPU, which every file has."""
         return self.engine == PYTORCH_EAGER and not self.on_gpu
+
+    def k_of_n(self, of: str = "/") -> str:
+        """Its k and its experts, in a hierarchy those of each level: `4/16`, `2·1 of 5·3`."""
+        if self.levels and self.k_levels:
+            return f"{by_level(self.k_levels)}{of}{by_level(self.levels)}"
+        return f"{self.k}{of}{self.experts}"
 
     @property
     def sizes(self) -> str:
-        """The batch size and the phase in words: `batch 1, decode`."""
+        """The batch size and the phase as text: `batch 1, decode`."""
         return f"batch {self.batch}" if self.phase is None else f"batch {self.batch}, {self.phase}"
 
     @property
     def same_experts(self) -> float | None:
-        """The share of samples with PyTorch's experts, of tokens' choices where those choose."""
+        """The share of samples with PyTorch's experts, or of tokens' choices."""
         if self.routing is None:
             return None
         return self.routing.exact if self.routing.choices is None else self.routing.choices
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it ran on a GPU."""
         return self.provider not in (None, "cpu")
 
     @property
     def median_ms(self) -> float | None:
-        """The median of its latency."""
         return None if self.latency_ms is None else self.latency_ms.median
 
     @property
     def over_limit(self) -> float | None:
-        """The median time over the least time that the machine needs."""
-        if self.median_ms is None or not self.limit_ms:
+        """The median time over the least time that the machine needs: on a GPU the GPU's own."""
+        took = self.median_ms if self.device_ms is None else self.device_ms.median
+        if took is None or not self.limit_ms:
             return None
-        return self.median_ms / self.limit_ms
+        return took / self.limit_ms
 
     @property
     def kept(self) -> float | None:
-        """What is kept of the untouched model's quality: of its accuracy or its perplexity."""
-        if self.accuracy is not None:
-            return self.accuracy.retention
-        return None if self.perplexity is None else self.perplexity.retention
+        """The ratio to the unmodified model's quality: accuracy, perplexity or R²."""
+        quality = self.accuracy or self.perplexity or self.regression
+        return None if quality is None else quality.retention
 
     @property
     def kept_interval(self) -> Interval | None:
-        """Where `kept` lies with 95% confidence."""
-        if self.accuracy is not None:
-            return self.accuracy.retention_interval
-        return None if self.perplexity is None else self.perplexity.retention_interval
+        """The 95% confidence interval of `kept`."""
+        quality = self.accuracy or self.perplexity or self.regression
+        return None if quality is None else quality.retention_interval
 
     @property
     def samples(self) -> tuple[int, str]:
-        """How many inputs, or tokens, its quality was taken on."""
-        if self.accuracy is not None:
-            return self.accuracy.n, "inputs"
+        """The number of inputs, or tokens, on which its quality was measured."""
+        judged = self.accuracy or self.regression
+        if judged is not None:
+            return judged.n, "inputs"
         return (0 if self.perplexity is None else self.perplexity.tokens), "tokens"
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What tells this row from all others of a file."""
+        """The key of this row in a file."""
         return (
             *(self.model, self.engine, self.provider or "cpu", self.precision, self.lowering),
             *(self.k, self.experts, self.batch, self.phase, self.tokens, self.past, self.point),
+            None if self.bundle == self.model else self.bundle,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """A model that was measured: its name, family, where it came from, its hash and its size.
+class BundleInfo:
+    """A measured bundle: its name in the rows, its folder, and whether k is an input."""
 
-    `kind` is that of its MoE layers: soft-moe, mumoe or experts.
+    name: str
+    path: str
+    takes_k: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A measured model: its name, family, source, hash and size.
+
+    `kind` is that of its MoE layers: soft-moe, mumoe or experts. `bundles` are its measured ones.
     """
 
     name: str
@@ -253,6 +310,7 @@ class ModelInfo:
     parameters: int | None = None
     sha256: str = ""
     kind: str = ""
+    bundles: tuple[BundleInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +323,9 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Everything a benchmark found, and what is needed to judge it and to run it again.
+    """All results of a benchmark, with what is needed to judge and to repeat it.
 
-    `analyses` holds further findings about the models, each under its name, as plain data.
+    `analyses` holds further findings about the models, by name, as plain data.
     """
 
     models: tuple[ModelInfo, ...]
@@ -285,7 +343,7 @@ class Results:
 
     @property
     def disturbance(self) -> str:
-        """A sentence on how far other work disturbed the rows; empty where it did not."""
+        """A sentence on disturbance by other processes; empty without any."""
         most = max((wait["share"] for wait in self.protocol.get("waited", ())), default=0.0)
         if most < DISTURBED:
             return ""
@@ -318,11 +376,11 @@ def to_json(results: Results) -> str:
 
 
 def write(results: Results, path: Path) -> None:
-    """Writes `results.json` whole or not at all; OutputError where it cannot be."""
+    """Writes `results.json` whole or not at all; raises OutputError on failure."""
     write_text(to_json(results), path)
 
 
-# What is read of a file beside what `Results` needs; environment and protocol may hold more.
+# The parts of a file that are validated; environment and protocol may hold more.
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,13 +448,13 @@ def from_json(text: str, *, name: str = "results.json") -> Results:
 
 def _results(body: Any, name: str) -> Results:
     try:
-        json.dumps(body, allow_nan=False)  # which JSON does not have, though Python reads it
+        json.dumps(body, allow_nan=False)  # refuses NaN, which JSON lacks but Python reads
     except ValueError as error:
         raise ResultsError(f"{name}: not valid JSON: {error}") from error
     schema = from_data(_Header, body, name).schema
     if schema != SCHEMA:
         raise ResultsError(
-            f"{name}: schema {schema}, and this version reads schema {SCHEMA}",
+            f"{name}: schema {schema}, but this version reads schema {SCHEMA}",
             hint="measure again, or use the version of moexport that wrote the file",
         )
     if "models" not in body and "model" in body:
@@ -406,7 +464,7 @@ def _results(body: Any, name: str) -> Results:
         field_of_row = f"{name}: field rows[{index}]"
         if not 1 <= row.k <= row.experts:
             raise ResultsError(
-                f"{field_of_row}.k is {row.k}, and the model has {row.experts} experts"
+                f"{field_of_row}.k is {row.k}, but the model has {row.experts} experts"
             )
         if row.median_ms is not None and row.median_ms <= 0:
             raise ResultsError(f"{field_of_row}.latency_ms.median is {row.median_ms}")

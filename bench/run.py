@@ -1,13 +1,13 @@
 """The benchmark: every case's accuracy, routing and parity, then its latency in turn.
 
-`plan` says what will be measured, `Measurement` measures the pieces of one candidate (quality,
-timing, memory, parts) and `bench` writes what they found. With a folder for the results, every
-piece that is complete is kept there, and a run that was killed goes on where it stopped.
+`plan` determines what is measured, `Measurement` measures one candidate (quality, timing, memory,
+parts) and `bench` writes the results. With a folder for the results, every finished piece is saved
+there, and a killed run continues from these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -17,26 +17,27 @@ from typing import Any
 import torch
 
 from ..common.console import Silent
-from ..common.environment import energy_counters, environment
+from ..common.environment import environment
 from ..common.files import sha256
 from ..common.threads import Threads, with_threads
 from ..common.writing import held
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.inputs import by_name, check_array
 from ..exporter.model import Model
-from .data import Labelled, fingerprint
+from .data import Labelled, LabelledData, fingerprint
 from .evaluate import EvaluationState
 from .journal import FILE, Journal
 from .measurement import Measurement, expected_time
 from .plan import Candidate, TimingGroup, describe, plan
-from .prepare import prepared
+from .prepare import Prepared, prepared
 from .report.compare import compare
 from .report.page import write_all
 from .request import BenchRequest
 from .results import Absent, ModelInfo, Results, Row
 from .runners.base import Loader
+from .runners.exported import table_file
 from .runners.pytorch import CUDA, without_tf32
-from .studies import begun, check_studies
+from .studies import StudyRun, begun, check_studies
 
 
 def bench(
@@ -49,17 +50,18 @@ def bench(
     only: int | None = None,
     known: Mapping[str, EvaluationState] | None = None,
     calibration: str | None = None,
+    ranges: Mapping[str, Any] | None = None,
     threads: Threads | None = None,
 ) -> Results:
-    """Returns every row of a benchmark, whose engines, k and precisions are those of `candidates`.
+    """Returns every row of a benchmark of `candidates`, with their engines, k and precisions.
 
     With `request.out` it writes results.json, report and figures there. A case that cannot be
     opened, evaluated or timed becomes a row with its error. `absent` names the engines that are not
-    measured, and `analyses` is what else was found, for the results. `only` one of the batch sizes
-    is timed where that is said, and qualities that are `known` are not taken again, by the names of
-    candidates. `calibration` names the file that INT8 took its ranges from, for the report, and
-    `threads` tells how the number of threads was found. Raises UsageError and FeedError, before
-    anything is opened, for what cannot be measured at all.
+    measured, and `analyses` are further findings for the results. With `only`, just that batch size
+    is timed; qualities in `known` are not measured again, by the names of candidates. `calibration`
+    names the file of INT8 ranges for the report, or `ranges` describes their source
+    (`Ranges.record`), and `threads` how the number of threads was chosen. Raises UsageError and
+    FeedError, before anything is opened, for an impossible benchmark.
     """
     progress, out = request.progress or Silent(), request.folder
     groups = plan(candidates, request)
@@ -67,14 +69,11 @@ def bench(
     if only is not None:
         groups = tuple(group for group in groups if group.batch == only)
         request = replace(request, batch=(only,))
-    for candidate in candidates:
-        arrays = by_name(head.batch(0, len(head)), candidate.model.inputs)
-        for spec in (spec for spec in candidate.model.inputs if spec.name in arrays):
-            check_array(arrays[spec.name], spec, f"{candidate.name}: ")
+    _check_inputs(candidates, head)
     studies = begun(candidates, data, request)
     on_gpu = any(case.provider == CUDA for group in groups for case in group.cases)
     with ExitStack() as stack:
-        # A second benchmark in the same folder is refused at once.
+        # Refuses a second benchmark in the same folder at once.
         stack.enter_context(held(out))
         stack.enter_context(with_threads(request.threads))
         stack.enter_context(without_tf32() if on_gpu else nullcontext())
@@ -82,16 +81,18 @@ def bench(
         takes = expected_time(candidates, groups, head, data.samples, request)
         progress.step(describe(groups, takes))
         models = tuple(map(model_info, candidates))
-        same = _same_run(candidates, groups, data, request, facts, models)
+        same = _same_run(candidates, groups, data, request, facts, models) | {
+            "ranges": dict(ranges or {})
+        }
         journal = Journal(None if out is None else out / FILE, same)
         if journal.summary:
             progress.step(journal.summary)
-        rows: list[Row] = []
         protocol = _protocol(request, data, calibration, threads)
+        protocol |= {"ranges": dict(ranges)} if ranges else {}
         if threads is not None and not journal.pieces("threads"):
             journal.add("threads", of=candidates[0].model.source.path, **asdict(threads))
-        for candidate in candidates:
-            one = Measurement(
+        measurements = (
+            Measurement(
                 candidate=candidate,
                 groups=groups,
                 data=data,
@@ -101,16 +102,12 @@ def bench(
                 progress=progress,
                 known=(known or {}).get(candidate.name),
             )
-            rows += one.rows()
-            for study in studies.values():
-                if study.follow is not None:
-                    study.follow(candidate, one.failures, journal)
-            protocol["samples"] = max(protocol["samples"], one.seen)
-            for name, entries in one.beside.items():
-                protocol[name] = [*protocol.get(name, ()), *entries]
+            for candidate in candidates
+        )
+        rows = _measured(measurements, studies.values(), protocol)
         results = Results(
             models=models,
-            rows=tuple(rows),
+            rows=rows,
             environment=facts,
             protocol=protocol,
             command=request.command,
@@ -119,17 +116,46 @@ def bench(
             analyses=dict(analyses or {})
             | {name: study.findings() for name, study in studies.items()},
         )
-        _finish(results, request, journal)
+        _finish(results, request, journal, candidates)
         return results
 
 
-def _finish(results: Results, request: BenchRequest, journal: Journal) -> None:
-    """Writes results with every view of them, where that is asked, and ends the journal."""
+def _check_inputs(candidates: Sequence[Candidate], head: LabelledData) -> None:
+    """Raises `FeedError` for inputs that do not fit a model."""
+    for candidate in candidates:
+        arrays = by_name(head.batch(0, len(head)), candidate.model.inputs)
+        for spec in (spec for spec in candidate.model.inputs if spec.name in arrays):
+            check_array(arrays[spec.name], spec, f"{candidate.name}: ")
+
+
+def _measured(
+    measurements: Iterable[Measurement], studies: Collection[StudyRun], protocol: dict[str, Any]
+) -> tuple[Row, ...]:
+    """The rows of all candidates; `protocol` receives the samples that each of them saw."""
+    rows: list[Row] = []
+    for one in measurements:
+        rows += one.rows()
+        for study in studies:
+            if study.follow is not None:
+                study.follow(one.candidate, one.failures, one.journal)
+        protocol["samples"] = max(protocol["samples"], one.seen)
+        for name, entries in one.beside.items():
+            protocol[name] = [*protocol.get(name, ()), *entries]
+    return tuple(rows)
+
+
+def _finish(
+    results: Results, request: BenchRequest, journal: Journal, candidates: Sequence[Candidate]
+) -> None:
+    """Writes results and their views, if requested, and removes the journal."""
     if results.disturbance and request.progress is not None:
         request.progress.step(results.disturbance)
     if request.folder is not None:
         before = request.before
         comparison = compare(before, results) if isinstance(before, Results) else None
+        for table in {id(g.table): g.table for c in candidates for g in c.graphs}.values():
+            if table is not None:
+                table.write(request.folder / table_file(table))
         write_all(results, request.folder, comparison)
         journal.remove()
 
@@ -142,7 +168,7 @@ def _same_run(
     facts: Mapping[str, Any],
     models: Sequence[ModelInfo],
 ) -> dict[str, Any]:
-    """What must be as it was for a run to take the pieces that an interrupted one has kept."""
+    """The conditions that must be equal to reuse the pieces of an interrupted run."""
     return {
         "environment": facts,
         "models": [asdict(model) for model in models],
@@ -160,7 +186,7 @@ def _same_run(
 def _protocol(
     request: BenchRequest, data: Labelled, calibration: str | None, threads: Threads | None
 ) -> dict[str, Any]:
-    """How rows are measured, for the results; the candidates add how many samples they saw."""
+    """How rows are measured, for the results; the candidates add their numbers of samples."""
     ranges = {"calibration": calibration} if calibration else {}
     counted = {} if threads is None else {"threads": threads.sentence}
     return asdict(request.protocol) | {
@@ -170,7 +196,6 @@ def _protocol(
             "sha256": data.fingerprint,
         },
         "labelled": data.labelled,
-        "no_energy": energy_counters()[1],
         "batches": list(request.batches),
         **ranges,
         **counted,
@@ -178,19 +203,19 @@ def _protocol(
 
 
 def sweep(
-    listed: Sequence[Model | Bundle],
+    sources: Sequence[Model | Bundle],
     request: BenchRequest,
     *,
     only: int | None = None,
     known: Mapping[str, EvaluationState] | None = None,
 ) -> Results:
-    """Returns every row of models and bundles, measured as asked; writes them where that is asked.
+    """Returns every row of models and bundles, and writes them if requested.
 
     `only` and `known` are as in `bench`. Raises `UsageError` and `FeedError`, before anything is
-    measured, for what cannot be meant.
+    measured, for contradictory options.
     """
-    check_studies(request, listed)
-    with prepared(listed, request) as plans:
+    check_studies(request, sources)
+    with prepared(sources, request) as plans:
         return bench(
             plans.candidates,
             plans.data,
@@ -199,19 +224,33 @@ def sweep(
             only=only,
             known=known,
             threads=plans.threads,
+            ranges=_ranges(plans),
         )
 
 
-def analysed(listed: Sequence[Model | Bundle], request: BenchRequest) -> dict[str, Any]:
-    """Returns what the studies find that need no rows; measures nothing else."""
-    check_studies(request, listed)
-    with prepared(listed, request) as plans:
+def _ranges(plans: Prepared) -> dict[str, Any]:
+    """The source of INT8 ranges, with the tables that were written."""
+    record, folder = plans.ranges.record(), plans.request.folder
+    if not record or folder is None or "table" in record:
+        return record
+    tables = {
+        one.name: next((graph.table for graph in one.graphs if graph.table is not None), None)
+        for one in plans.candidates
+    }
+    found = {name: str(folder / table_file(t)) for name, t in tables.items() if t is not None}
+    return record | {"found": found}
+
+
+def analysed(sources: Sequence[Model | Bundle], request: BenchRequest) -> dict[str, Any]:
+    """Returns the findings of studies that need no rows; measures nothing else."""
+    check_studies(request, sources)
+    with prepared(sources, request) as plans:
         runs = begun(plans.candidates, plans.data, request)
         return {name: run.findings() for name, run in runs.items() if run.follow is None}
 
 
 def model_info(candidate: Candidate) -> ModelInfo:
-    """Returns what the report says of a model, with the SHA-256 of its files, else its weights."""
+    """Returns the description of a model, with the SHA-256 of its files, or of its weights."""
     model, source = candidate.model, candidate.model.source
     parameters = sum(p.numel() for p in model.module.parameters())
     weights = (tensor.detach().cpu().numpy() for tensor in model.module.state_dict().values())
@@ -224,9 +263,10 @@ def model_info(candidate: Candidate) -> ModelInfo:
         parameters=parameters,
         sha256=digest,
         kind=kind,
+        bundles=tuple(own.bundle for own in candidate.each if own.bundle is not None),
     )
 
 
 def _file_hash(loader: Loader) -> str:
-    """The hash of a graph's file; empty for one that is not a file."""
+    """The hash of a graph's file; empty without a file."""
     return sha256(loader.file) if loader.file is not None and loader.file.is_file() else ""

@@ -1,4 +1,4 @@
-"""The door for studies: what a benchmark finds beside its rows, where options ask for it."""
+"""The registry of studies: further findings of a benchmark, if options request them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 class StudyRun:
     """A study of the candidates of one benchmark.
 
-    `findings` returns what was found, as plain data for `results.json`. `follow` measures a
-    candidate after its rows, of which the cases failed that it is told; None where all was found
-    before the rows.
+    `findings` returns the results as plain data for `results.json`. `follow` measures a candidate
+    after its rows, given the failed cases; None if everything is found before the rows.
     """
 
     findings: Callable[[], Any]
@@ -32,12 +31,12 @@ class StudyRun:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """One study: its name is where its findings stand among the analyses of `results.json`.
+    """One study: its name is the key of its findings among the analyses of `results.json`.
 
-    `asked` returns whether options of a plugin ask for it (`Request.asked`). `check` raises a
-    `MoexportError` for what cannot be meant of these models and bundles, before anything is
+    `asked` returns whether options of a plugin request it (`Request.asked`). `check` raises a
+    `MoexportError` for options that do not fit these models and bundles, before anything is
     measured. `begin` measures what does not need the rows; it raises a `MoexportError` for data
-    that do not fit. `on_nodes` says whether a node of a cluster can do it by itself.
+    that do not fit. `on_nodes`: a node of a cluster can run it alone.
     """
 
     name: str
@@ -48,29 +47,29 @@ class Study:
 
 
 STUDIES = Registry("moexport.studies", Study)
-"""All are plugins'."""
+"""All come from plugins."""
 
 
 def asked(request: BenchRequest) -> list[Study]:
-    """Returns the studies that a request asks for."""
+    """Returns the requested studies."""
     return [study for study in STUDIES if study.asked(request)] if request.further else []
 
 
-def check_studies(request: BenchRequest, listed: Sequence[Model | Bundle] = ()) -> None:
-    """Raises a `MoexportError` where what is asked of studies cannot be meant.
+def check_studies(request: BenchRequest, sources: Sequence[Model | Bundle] = ()) -> None:
+    """Raises a `MoexportError` for invalid options of studies.
 
-    `listed` are the models and bundles, where they are known.
+    `sources` are the models and bundles, if known.
     """
     for study in asked(request):
-        study.check(request, listed)
+        study.check(request, sources)
 
 
 def begun(
     candidates: Sequence[Candidate], data: Labelled, request: BenchRequest
 ) -> dict[str, StudyRun]:
-    """Begins the studies that are asked for, and returns them by name.
+    """Begins the requested studies, and returns them by name.
 
-    Those that found everything come first: so `results.json` has them.
+    Those that are already complete come first, so that `results.json` has them.
     """
     studies = {study.name: study.begin(candidates, data, request) for study in asked(request)}
     return dict(sorted(studies.items(), key=lambda each: each[1].follow is not None))

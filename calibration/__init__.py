@@ -1,1 +1,1 @@
-"""What a model is fed: real inputs for parity, accuracy and calibration."""
+"""Observes the values of tensors on real inputs, and chooses ranges for INT8."""

@@ -1,4 +1,4 @@
-"""Four ways to choose the range that INT8 represents, from the values that were observed."""
+"""Four methods to choose a tensor's INT8 range from its observed values."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..graphs.precision.types import UINT8_LEVELS, Range
 from ..graphs.targets import Method
 
 HALF = 4096
-"""Bins on each side of zero. A tensor's largest absolute value falls into the outer half of them,
-so between 2048 and 4096 bins hold one side: eight times the levels of 8 bits, or more."""
+"""Bins on each side of zero. The largest absolute value falls into the outer half, so one side
+occupies between 2048 and 4096 bins: at least eight times the levels of 8 bits."""
 
 BINS = 2 * HALF
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts [BINS] of values by ⌊value / width⌋, from −HALF up, and what was seen of the extremes.
+    """Counts [BINS] of values by ⌊value / width⌋, from −HALF up, and the observed extremes.
 
     `width` is a power of two.
     """
@@ -32,16 +32,15 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many numbers were seen."""
+        """The number of values."""
         return int(self.counts.sum())
 
     @property
     def peak(self) -> float:
-        """The largest absolute value."""
         return max(abs(self.minimum), abs(self.maximum))
 
     def edges(self) -> np.ndarray:
-        """The lower edges of the bins and the upper one of the last, [BINS + 1]."""
+        """The lower edges of the bins and the upper edge of the last, [BINS + 1]."""
         return np.arange(-HALF, HALF + 1, dtype=np.float64) * self.width
 
     def __add__(self, other: Histogram) -> Histogram:
@@ -61,7 +60,7 @@ class Histogram:
         if factor == 1:
             return self
         if factor >= HALF:
-            # Everything is next to zero: one bin on each side.
+            # All values are close to zero: one bin on each side.
             merged = np.zeros_like(counts)
             merged[HALF - 1], merged[HALF] = counts[:HALF].sum(), counts[HALF:].sum()
             return replace(self, counts=merged, width=width)
@@ -74,29 +73,30 @@ class Histogram:
 DEFAULT_METHOD: Method = "percentile"
 
 DEFAULT_PERCENTILE = 99.99
-"""Half of what is left out lies beyond each end. Chosen by measurement: see docs/calibration.md."""
+"""Half of the excluded values lies beyond each end. Chosen by measurement: see
+docs/calibration.md."""
 
 _CANDIDATES = 256
-"""Clipping thresholds that `mse` and `entropy` try."""
+"""The number of clipping thresholds that `mse` and `entropy` try."""
 
 _POINTS = 4
-"""Places in a bin at which `mse` takes the rounding error: thresholds far below the peak have
-steps narrower than a bin."""
+"""The points in a bin at which `mse` evaluates the rounding error: for thresholds far below the
+peak, steps are narrower than bins."""
 
 _NOTHING = 1e-10
-"""Stands for a share of zero where the divergence divides by it."""
+"""Replaces a share of zero by which the divergence would divide."""
 
 _Loss = Callable[[Histogram, np.ndarray, float, float], float]
-"""Of a histogram, its populated bins, and the ends of a range."""
+"""A loss of a histogram, its populated bins, and the ends of a range."""
 
 
 def choose(seen: Histogram, method: Method, percentile: float = DEFAULT_PERCENTILE) -> Range:
     """Returns the range of a tensor by one of the methods.
 
-    `minmax`: all that was seen. `percentile`: all but the outermost values, (100 − percentile)/2 %
-    at each end. `mse`: the clipping of |x| that makes the mean squared error of 8-bit values
-    smallest. `entropy`: the one that makes the Kullback-Leibler divergence between the values and
-    their 8-bit form smallest.
+    `minmax`: all observed values. `percentile`: without (100 − percentile)/2 % of the values at
+    each end. `mse`: |x| clipped so that the mean squared error of 8-bit values is smallest.
+    `entropy`: |x| clipped so that the Kullback-Leibler divergence between the values and their
+    8-bit form is smallest.
     """
     match method:
         case "minmax":
@@ -111,7 +111,7 @@ def choose(seen: Histogram, method: Method, percentile: float = DEFAULT_PERCENTI
 
 
 def _percentile(seen: Histogram, percentile: float) -> tuple[float, float]:
-    """The range without the tails, at the edges of bins that keep at least the share asked for."""
+    """The range without the tails, at edges of bins that keep at least the requested share."""
     tail = (100.0 - percentile) / 200.0 * seen.count
     edges = seen.edges()
     first = int(np.argmax(np.cumsum(seen.counts) > tail))
@@ -120,8 +120,8 @@ def _percentile(seen: Histogram, percentile: float) -> tuple[float, float]:
 
 
 def _best(seen: Histogram, loss: _Loss) -> tuple[float, float]:
-    """The range clipped at the |x| with the smallest loss; the largest such on a tie."""
-    # Below one bin a level there is nothing to compare, and all values may lie on one side of zero.
+    """The range clipped at the |x| with the smallest loss; the largest such |x| on a tie."""
+    # With less than a bin per level there is nothing to compare; values may all have one sign.
     least = max(UINT8_LEVELS * seen.width, seen.minimum, -seen.maximum)
     thresholds = np.geomspace(seen.peak, least, _CANDIDATES)
     ranges = [(max(seen.minimum, -t), min(seen.maximum, t)) for t in thresholds.tolist()]
@@ -137,9 +137,9 @@ def _squared_error(seen: Histogram, populated: np.ndarray, low: float, high: flo
     ).affine()
     inside = (np.arange(_POINTS) + 0.5) / _POINTS
     values = (populated[:, None] - HALF + inside) * seen.width
-    # Bins at the ends reach beyond what was seen; no value lies there.
+    # Bins at the ends extend beyond the observed values.
     values = np.clip(values, seen.minimum, seen.maximum)
-    # Zero is a level of its own: where most values are close to it, as after a ReLU, that decides.
+    # Zero is a level itself, which matters if most values are close to it, as after a ReLU.
     numbers = np.clip(np.round(values / scale.scale) + scale.zero_point, 0, UINT8_LEVELS)
     rounded = (numbers - scale.zero_point) * scale.scale
     error = np.square(values - rounded).mean(axis=1)
@@ -149,8 +149,8 @@ def _squared_error(seen: Histogram, populated: np.ndarray, low: float, high: flo
 def _divergence(seen: Histogram, populated: np.ndarray, low: float, high: float) -> float:
     """The divergence between the counts clipped to a range, P, and the same in 256 levels, Q.
 
-    As TensorRT's calibrator did it: P takes the clipped values into its outermost bins, Q spreads
-    each level's count evenly over those of its bins that hold anything.
+    As in TensorRT's calibrator, P adds the clipped values to its outermost bins, and Q spreads each
+    level's count evenly over its nonempty bins.
     """
     first = math.floor(low / seen.width) + HALF
     last = min(math.floor(high / seen.width) + HALF, len(seen.counts) - 1)

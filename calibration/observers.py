@@ -1,35 +1,34 @@
-"""The observing graph: a model that returns what its tensors look like instead of what it computes.
+"""The observing graph: a model that returns statistics of its tensors instead of its outputs.
 
-Everything that is counted is counted inside the graph; what leaves the runtime per batch is a few
-numbers and one histogram a tensor, whatever the tensor's size.
+All counting happens inside the graph; per batch and tensor, only a few numbers and one histogram
+leave the runtime, whatever the tensor's size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from ..common.onnx_runtime import ort
-from ..data.feeds import row_count
-from ..data.shards import Fields
+from ..data.batches import Fields, row_count
 from ..errors import CalibrationError
 from ..graphs.builder import Builder
-from ..graphs.lower import LoweringRequest, lower
+from ..graphs.layers.stored import Layer
+from ..graphs.lower import lower
 from ..graphs.names import INPUT, is_ranged, range_key
 from ..graphs.precision.backbone import backbone_linears
-from ..graphs.targets import CPU_PROVIDER
 from .methods import BINS, HALF, Histogram
 
 MASK = 1e30
-"""Values beyond this are no activations but masks (−inf, or the lowest float, before a softmax)."""
+"""Values beyond this are masks rather than activations (−inf, or the lowest float, before a
+softmax)."""
 
 _POWERS = 2.0 ** np.arange(-100, 128, dtype=np.float64)
-"""What the bins of one side may reach to."""
+"""The possible limits of one side's bins."""
 
 _MOVES = frozenset(
     {
@@ -37,15 +36,15 @@ _MOVES = frozenset(
         *("Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
     }
 )
-"""Ops that move values and make none: their peaks are those of their inputs."""
+"""Ops that only move values: their peaks are those of their inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorOutputs:
     """Names of the graph's outputs that describe one tensor.
 
-    `counts` int32 [BINS] as in `histogram.Histogram`, `width` of a bin, `minimum`, `maximum`, and
-    `magnitude`, Σ|x|: not finite where any value is not.
+    `counts` int32 [BINS] as in `methods.Histogram`, `width` of a bin, `minimum`, `maximum`, and
+    `magnitude`, Σ|x|, which is not finite if any value is not.
     """
 
     counts: str
@@ -66,7 +65,7 @@ class ObservingGraph:
 
 @dataclass
 class _Observers:
-    """Adds the nodes, and remembers which output says what of which tensor."""
+    """Adds the observing nodes, and records which output describes which tensor."""
 
     ranged: dict[str, TensorOutputs] = field(default_factory=dict)
     peaks: dict[str, str] = field(default_factory=dict)
@@ -82,7 +81,7 @@ class _Observers:
         return added
 
     def tensor(self, b: Builder, key: str, name: str, value: ir.Value) -> list[ir.Value]:
-        """Observes one tensor: its range where it may be quantised, else its peak."""
+        """Observes one tensor: its range if it may be quantised, else its peak."""
         if not is_ranged(name):
             peak = _peak(b, value, f"observed/{name}")
             self.peaks[key] = _named(peak)
@@ -92,18 +91,18 @@ class _Observers:
         return list(values.values())
 
 
-def observing_graph(traced: ir.Model, choices: Mapping[str, LoweringRequest]) -> ObservingGraph:
-    """Returns a copy of a traced model that observes instead of answering.
+def observing_graph(traced: ir.Model, layers: Mapping[str, Layer[Any]]) -> ObservingGraph:
+    """Returns a copy of a traced model whose outputs are observations.
 
-    Ranged are the inputs of the backbone's linear layers and, of each MoE layer, what its lowering
-    taps (`names.range_key`); the lowering must compute the rows of the selection alone. Peaks
-    are taken of every other float value that an op of the backbone or of an expert makes.
+    Ranges are taken of the inputs of the backbone's linear layers and of the taps of each MoE
+    layer's lowering (`names.range_key`), which must compute only the selected rows. Peaks are taken
+    of every other float value of the backbone's or an expert's ops.
     """
     model = traced.clone()
     observers = _Observers()
     answers = list(model.graph.outputs)
     _observe_backbone(model.graph, observers)
-    lowered = lower(model, choices, observers.layer).model
+    lowered = lower(model, layers, observers.layer).model
     graph = lowered.graph
     for value in [v for v in graph.outputs if v.name in {a.name for a in answers}]:
         graph.outputs.remove(value)
@@ -131,7 +130,7 @@ def _observe_backbone(graph: ir.Graph, observers: _Observers) -> None:
 
 
 def _made(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """The float values that ops of the backbone make, and the nodes that make them."""
+    """The float outputs of the backbone's ops, with their nodes."""
     for node in list(graph):
         if node.op_type not in _MOVES and node.outputs[0].dtype == ir.DataType.FLOAT:
             yield node, node.outputs[0]
@@ -140,7 +139,7 @@ def _made(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value]]:
 def _histogram(b: Builder, x: ir.Value, name: str) -> dict[str, ir.Value]:
     """Adds a tensor's extremes and its counts; the names are those of `TensorOutputs`.
 
-    Every step is exact: the width is a power of two, found by comparing with all of them.
+    Every step is exact: the width is a power of two, found by comparison with all of them.
     """
     minimum = b.op("ReduceMin", x, keepdims=0, name=f"{name}/minimum")
     maximum = b.op("ReduceMax", x, keepdims=0, name=f"{name}/maximum")
@@ -160,7 +159,7 @@ def _histogram(b: Builder, x: ir.Value, name: str) -> dict[str, ir.Value]:
     floored = b.op("Floor", scaled, name=f"{name}/floored")
     index = b.op("Add", floored, b.number(HALF), name=f"{name}/bin")
     index = b.op("Cast", index, to=ir.DataType.INT32.value, name=f"{name}/bin_int")
-    # What is not finite lands anywhere; `magnitude` tells, and the bins stay within the counts.
+    # Values that are not finite may fall into any bin (`magnitude` reports them), but not outside.
     least, most = np.array(0, np.int32), np.array(BINS - 1, np.int32)
     index = b.op("Clip", index, b.constant(least), b.constant(most), name=f"{name}/bin_within")
     shape = b.op("Shape", index, name=f"{name}/size")
@@ -187,7 +186,7 @@ def _histogram(b: Builder, x: ir.Value, name: str) -> dict[str, ir.Value]:
 
 
 def _peak(b: Builder, x: ir.Value, name: str) -> ir.Value:
-    """Adds the largest absolute value that is no mask."""
+    """Adds the largest absolute value that is not a mask."""
     sizes = b.op("Abs", x, name=f"{name}/abs")
     usual = b.op("Less", sizes, b.number(MASK), name=f"{name}/usual")
     sizes = b.op("Where", usual, sizes, b.number(0.0), name=f"{name}/no_masks")
@@ -203,7 +202,7 @@ def _named(value: ir.Value) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Observations:
-    """What was seen: a histogram of each ranged tensor, the largest |x| of each other.
+    """The observations: a histogram of each ranged tensor, the largest |x| of each other.
 
     `unseen` are ranged tensors that no input has reached.
     """
@@ -213,7 +212,7 @@ class Observations:
     unseen: frozenset[str] = frozenset()
 
     def __add__(self, other: Observations) -> Observations:
-        """What both saw: exact, and the same in whatever order parts are added."""
+        """The union of both observations: exact, and independent of the order."""
         histograms = dict(self.histograms)
         for key, seen in other.histograms.items():
             histograms[key] = histograms[key] + seen if key in histograms else seen
@@ -221,33 +220,33 @@ class Observations:
         return Observations(histograms=histograms, peaks=peaks, unseen=self.unseen & other.unseen)
 
     def check(self) -> None:
-        """Raises `CalibrationError` that names a tensor which gives no range."""
+        """Raises `CalibrationError` naming a tensor without a usable range."""
         for key in sorted(self.unseen):
             raise CalibrationError(
-                f"{key}: no input reached this tensor", hint="the feed holds no inputs"
+                f"{key}: no input reached this tensor", hint="the feed contains no inputs"
             )
         for key, seen in self.histograms.items():
             if seen.peak == 0.0:
                 raise CalibrationError(
-                    f"{key} is zero throughout: no scale can be found",
+                    f"{key} is zero for all inputs: there is no scale",
                     hint="give a feed of real inputs; if the model's own weights are zero here, it "
                     "cannot be quantised",
                 )
 
 
 def observe(
-    path: Path, graph: ObservingGraph, batches: Iterable[tuple[int, Fields]]
+    run: Callable[[Fields], Mapping[str, np.ndarray]],
+    graph: ObservingGraph,
+    batches: Iterable[tuple[int, Fields]],
 ) -> Observations:
-    """Returns what the graph that was saved at `path` sees over batches, each with its first input.
+    """Returns the observations of a graph over batches, each with its first input's index.
 
-    Raises `CalibrationError` that names the tensor for values that are not finite.
+    Raises `CalibrationError` naming a tensor with values that are not finite.
     """
-    session = _session(path)
-    wanted = [value.name for value in session.get_outputs()]
     histograms: dict[str, Histogram] = {}
     peaks = dict.fromkeys(graph.peaks, 0.0)
     for first, batch in batches:
-        values = dict(zip(wanted, session.run(wanted, dict(batch)), strict=True))
+        values = run(batch)
         for key, observed in graph.ranged.items():
             seen = _seen(key, values, observed, f"inputs {first} to {first + row_count(batch) - 1}")
             histograms[key] = histograms[key] + seen if key in histograms else seen
@@ -258,14 +257,6 @@ def observe(
     )
 
 
-def _session(path: Path) -> ort.InferenceSession:
-    settings = ort.SessionOptions()
-    settings.log_severity_level = 3
-    # A pre-packed copy of every weight would double the memory.
-    settings.add_session_config_entry("session.disable_prepacking", "1")
-    return ort.InferenceSession(str(path), settings, providers=[CPU_PROVIDER])
-
-
 def _seen(
     key: str, values: Mapping[str, np.ndarray], names: TensorOutputs, where: str
 ) -> Histogram:
@@ -273,9 +264,9 @@ def _seen(
     if not math.isfinite(magnitude):
         kind = "NaN" if math.isnan(magnitude) else "infinite values"
         raise CalibrationError(
-            f"{key} holds {kind} for {where}: no range can be found",
-            hint="the model itself gives no usable answer for these inputs: look for what they "
-            "hold, or leave them out of the feed",
+            f"{key} contains {kind} for {where}: it has no range",
+            hint="the model itself gives no usable answer for these inputs: check their "
+            "values, or leave them out of the feed",
         )
     return Histogram(
         counts=values[names.counts].astype(np.int64),

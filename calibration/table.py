@@ -1,4 +1,4 @@
-"""`calibration.json`: the ranges that a model's tensors take, and what they were taken from."""
+"""`calibration.json`: the ranges of a model's tensors, and the origin of these figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import get_args
 
 from ..common.documents import from_data, object_in, read_document
-from ..common.writing import write_text
+from ..common.locations import no_such_table
+from ..common.writing import check_file, write_text
 from ..errors import CalibrationError
 from ..graphs.precision.types import Range
 from ..graphs.targets import Method
@@ -26,11 +27,11 @@ _WRITES = "`moexport calibrate MODEL --data FEED -o table.json` writes one"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a table was made from and how: two tables of one origin are the same table.
+    """The origin of a table: two tables of one origin are equal.
 
     `model` is a hash of the weights and the configuration, `feed` of the inputs in their order,
-    whatever file or batch size they came in. `k` is each layer's number of kept experts; the rows
-    that other experts would get were not observed. `percentile` is None for the other methods.
+    whatever their file or batch size. `k` is the number of kept experts of each layer; rows of
+    other experts were not observed. `percentile` is None for the other methods.
     """
 
     model: str
@@ -47,8 +48,8 @@ class CalibrationTable:
     """Ranges by tensor (`names.range_key`), and the largest absolute values of the others.
 
     `peaks` holds max|x| of every float value of the backbone by its name in the traced graph, and
-    of the values inside MoE layers that are no input of a matrix product: what a 16-bit float must
-    hold without overflow. `moexport` is the version that wrote the table.
+    of the values inside MoE layers that do not enter a matrix product: a 16-bit float must
+    represent them without overflow. `moexport` is the version that wrote the table.
     """
 
     origin: Origin
@@ -57,7 +58,7 @@ class CalibrationTable:
     moexport: str = ""
 
     def range(self, key: str) -> Range:
-        """Returns the range of one tensor; `CalibrationError` where it was never seen."""
+        """Returns the range of one tensor; raises `CalibrationError` if there is none."""
         if key not in self.ranges:
             raise CalibrationError(
                 f"{key}: the calibration table holds no range of this tensor",
@@ -66,7 +67,7 @@ class CalibrationTable:
         return self.ranges[key]
 
     def write(self, path: Path) -> None:
-        """Writes the table as JSON, whole or not at all; `OutputError` where it cannot be."""
+        """Writes the table as JSON, whole or not at all; raises `OutputError` on failure."""
         write_text(self.to_json(), path)
 
     def to_json(self) -> str:
@@ -76,12 +77,12 @@ class CalibrationTable:
 
     @staticmethod
     def read(path: Path) -> CalibrationTable:
-        """Reads a table; `CalibrationError` when there is none or it is not a whole one."""
+        """Reads a table; raises `CalibrationError` if it is missing or invalid."""
         refused = partial(CalibrationError, hint=_WRITES)
         try:
             content = read_document(path, "json", refused)
         except FileNotFoundError as error:
-            raise refused(f"{path}: no such calibration table") from error
+            raise no_such_table(path) from error
         except OSError as error:
             raise refused(f"{path}: cannot be read ({error})") from error
         schema = content.get("schema") if isinstance(content, dict) else None
@@ -97,16 +98,26 @@ class CalibrationTable:
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file is a calibration table of any version, as far as its keys tell."""
+    """Whether a file is a calibration table of any version, judging by its keys."""
     return {"schema", "moexport", "ranges"} <= object_in(path).keys()
 
 
+def check_place(path: Path) -> None:
+    """Raises `CalibrationError` if another file is there, `OutputError` if it is not writable."""
+    check_file(path)
+    if path.exists() and not is_table(path):
+        raise CalibrationError(
+            f"{path}: the file exists and is not a calibration table; it is left untouched",
+            hint="choose another -o",
+        )
+
+
 def _check(path: Path, table: CalibrationTable) -> None:
-    """A table that was edited by hand must still be one."""
+    """Validates a table, which may have been edited by hand."""
     for key, r in table.ranges.items():
         numbers = (r.low, r.high, r.minimum, r.maximum)
         if not all(math.isfinite(number) for number in numbers) or r.low > r.high:
             raise CalibrationError(
-                f"{path}: {key} has the range {r.low} to {r.high}, which is none",
+                f"{path}: {key} has the range {r.low} to {r.high}, which is not a range",
                 hint="calibrate again",
             )

@@ -1,1 +1,1 @@
-"""What each command of the program takes and prints; each calls one function of `api.py`."""
+"""One module per command: its arguments, its options and its output."""

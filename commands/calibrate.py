@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import api
-from ..bench.executors import executor_of
-from ..common.console import show
+from ..common.console import Console, show
+from ..common.libraries import check_pytorch
 from ..common.text import count, table
-from ..exporter.requests import FEED, CalibrateRequest, LoadRequest, SensitivityRequest
-from .options import AsJson, ModelArgument, Verbosity, json_text, loader, output_option
+from ..exporter.executors import executor_of
+from ..exporter.requests import FEED, CalibrateRequest, LoadRequest
+from ..graphs.targets import Method
+from .options import (
+    AsJson,
+    ModelArgument,
+    Quiet,
+    Verbose,
+    json_text,
+    option_for,
+    output_option,
+    typed_feed,
+)
+from .panels import further
+from .reading import ConfigOption, FamilyOption, SetOption, loader
 
 if TYPE_CHECKING:
     from ..calibration.table import CalibrationTable
@@ -23,36 +35,60 @@ if TYPE_CHECKING:
 
 
 def calibrate(
+    context: typer.Context,
     *,
     model: ModelArgument,
-    data: Annotated[str, typer.Option(metavar="FEED", help=FEED)],
+    data: Annotated[str, typer.Option(metavar="FEED", parser=typed_feed, help=FEED)],
     output: Annotated[Path, output_option("TABLE.JSON", "The table to write.")],
-    reading: LoadRequest,
-    request: CalibrateRequest,
+    family: FamilyOption = None,
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    k: Annotated[str, option_for(CalibrateRequest, "k", "Ranges")] = "n",
+    method: Annotated[Method, option_for(CalibrateRequest, "method", "Ranges")] = "percentile",
+    percentile: Annotated[
+        float | None, option_for(CalibrateRequest, "percentile", "Ranges")
+    ] = None,
+    samples: Annotated[int | None, option_for(CalibrateRequest, "samples", "Ranges")] = None,
+    batch: Annotated[int, option_for(CalibrateRequest, "batch", "Ranges")] = 16,
+    renormalize: Annotated[bool, option_for(CalibrateRequest, "renormalize", "Ranges")] = False,
+    force: Annotated[bool, option_for(CalibrateRequest, "force", "Options")] = False,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Rank the layers by their sensitivity to INT8.")
     ] = False,
     as_json: AsJson = False,
-    verbosity: Verbosity,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> None:
     """Measure tensor ranges on real inputs, for INT8 and FP16."""
-    with verbosity.console() as console:
-        load = cache(loader(reading, model, console, data))
-        request = replace(request, loading=reading, out=output, progress=console)
+    reading = LoadRequest(
+        family=family, config=config, sets=sets or (), further=further(context, LoadRequest)
+    )
+    with Console(verbose=verbose, quiet=quiet) as console:
+        request = CalibrateRequest(
+            k=k,
+            method=method,
+            percentile=percentile,
+            samples=samples,
+            batch=batch,
+            renormalize=renormalize,
+            force=force,
+            loading=reading,
+            out=output,
+            progress=console,
+            further=further(context, CalibrateRequest),
+        )
         here = executor_of(request) is None
-        ranges = api.calibrate(load if here else model, data, request)
+        check_pytorch("calibration")
+        from ..calibration.table import check_place
+
+        check_place(output)
+        from ..exporter.quantization.calls import calibrate as measure
+        from ..exporter.quantization.calls import sensitivity as rank
+
+        load = cache(loader(reading, model, console, data))
+        ranges = measure(load if here else model, data, request)
         if sensitivity:
-            ranked = api.sensitivity(
-                load(),
-                ranges,
-                data,
-                SensitivityRequest(
-                    k=request.k,
-                    samples=request.samples,
-                    renormalize=request.renormalize,
-                    progress=console,
-                ),
-            )
+            ranked = rank(load(), ranges, data, request)
             console.finish()
             records = [asdict(layer) for layer in ranked]
             show(json_text({"layers": records}) if as_json else sensitivity_text(ranked))
@@ -61,7 +97,7 @@ def calibrate(
 
 
 def sensitivity_text(ranked: Sequence[LayerSensitivity]) -> str:
-    """Returns what INT8 does to each layer alone, the most sensitive first."""
+    """Returns a table of the layers, the most sensitive to INT8 first."""
     rows = [
         (h.layer, f"{h.cosine:.7f}", f"{h.max_rel:.2g}", f"{h.routing:.1%}", f"{h.jaccard:.4f}")
         for h in ranked
@@ -70,7 +106,7 @@ def sensitivity_text(ranked: Sequence[LayerSensitivity]) -> str:
 
 
 def table_text(calibration: CalibrationTable) -> str:
-    """Returns a calibration table's ranges beside what was observed, and what it was made from."""
+    """Returns a calibration table's ranges, the observed extremes, and its origin."""
     origin = calibration.origin
     rows = [
         (

@@ -1,8 +1,9 @@
-"""The door for commands: the program lists them, and imports one when it is called."""
+"""The registry entry of a command: its function is imported when it is called."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -17,8 +18,9 @@ class Command:
     """A command of the program.
 
     `summary` is its line in the list of commands, and `example` ends its help. `function` is
-    `package.module:function`, whose parameters are its arguments and options (`flattened`). The
-    list has the commands by `order`.
+    `package.module:function`; Typer reads its parameters as arguments and options. The options of
+    plugins for `calls` are added, and those of `groups`, which are functions, too (`panels`).
+    The list of commands is sorted by `order`.
     """
 
     name: str
@@ -26,18 +28,26 @@ class Command:
     example: str
     function: str
     order: float = math.inf
+    calls: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
 
     @cached_property
-    def loaded(self) -> Any:
+    def loaded(self) -> Callable[..., Any]:
         """The function, imported now."""
-        module, _, name = self.function.partition(":")
-        return getattr(import_module(module), name)
+        return imported(self.function)
+
+
+def imported(function: str) -> Callable[..., Any]:
+    """Returns the function that `package.module:function` names."""
+    module, _, name = function.partition(":")
+    loaded: Callable[..., Any] = getattr(import_module(module), name)
+    return loaded
 
 
 def summaries(commands: Registry[Command]) -> dict[str, str]:
-    """Returns the line of each command in the order of the list.
+    """Returns the line of each command, in the order of the list.
 
-    A package of somebody else is not imported for it: what its metadata say stands for it.
+    For commands of other packages it is taken from their metadata, without an import.
     """
     lines: dict[str, tuple[float, str]] = {}
     for name in commands.names:
@@ -48,6 +58,6 @@ def summaries(commands: Registry[Command]) -> dict[str, str]:
             else:
                 about = f"{entry.summary.rstrip('. ')} ({entry.distribution})"
                 lines[name] = math.inf, about.strip()
-        except PluginError as error:  # the list of the others is not lost
+        except PluginError as error:  # the others are still listed
             lines[name] = math.inf, error.message
     return {name: text for name, (_, text) in sorted(lines.items(), key=lambda line: line[1][0])}

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import api
 from ..common.console import show
 from ..common.text import table
-from .options import AsJson, Verbosity, json_text
+from .options import AsJson, Quiet, Verbose, json_text
 
 if TYPE_CHECKING:
-    from ..exporter.doctor import Diagnosis
+    from ..bench.doctor import Diagnosis
 
 
-def doctor(*, as_json: AsJson = False, verbosity: Verbosity) -> None:
+def doctor(*, as_json: AsJson = False, verbose: Verbose = False, quiet: Quiet = False) -> None:
     """Show what this machine can build and run, and what is missing."""
-    del verbosity
-    diagnosis = api.doctor()
+    from ..bench.engines import doctor as diagnose
+
+    diagnosis = diagnose()
     show(json_text(diagnosis.as_json()) if as_json else diagnosis_text(diagnosis))
 
 
 def diagnosis_text(diagnosis: Diagnosis) -> str:
-    """What `doctor` says."""
+    """The output of `doctor` as text."""
     facts = diagnosis.environment
     rows = [("yes" if a.available else "no", a.name, a.detail) for a in diagnosis.abilities]
     return "\n".join(

@@ -1,58 +1,128 @@
-"""`export`, and what it prints of a plan and a bundle."""
+"""The command `export`, and the text of plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .. import api
 from ..common.console import Console, show
-from ..common.text import size, table
-from ..exporter.requests import (
-    ExportRequest,
-    LoadRequest,
-)
+from ..common.libraries import check_pytorch
+from ..common.text import by_level, size, table
+from ..exporter.options import ExportOptions
+from ..exporter.refusals import check_without_model, with_plugins
+from ..exporter.requests import SIZES, LoadRequest
 from ..exporter.tensorrt.options import EngineOptions
-from .build import wished
+from ..graphs.targets import TARGETS, FloatName, Method, Precision, Scope
+from .build import EngineSwitch, engines_requested
 from .inspect import backbone_departures, precisions_text, tuning_text
 from .options import (
     AsJson,
     ModelArgument,
-    Verbosity,
+    Quiet,
+    Verbose,
     json_text,
-    loader,
+    option_for,
     output_option,
-    typed_name,
+    typed_feed,
+    typed_switch,
+    typed_table,
 )
+from .panels import further, given
+from .reading import ConfigOption, FamilyOption, SetOption, loader
 
 if TYPE_CHECKING:
     from ..exporter.bundle.manifest import LayerRecord, Manifest
     from ..exporter.bundle.runtimes import RuntimeRecord
     from ..exporter.model import Model
     from ..exporter.plan import Plan
+    from ..graphs.lowerings.base import AnyPlan
+
+
+if TYPE_CHECKING:
+    AnyTarget = str
+else:
+    AnyTarget = Literal[*TARGETS.names]  # includes targets of plugins
 
 
 def export(
+    context: typer.Context,
     *,
     model: ModelArgument,
     output: Annotated[Path, output_option("BUNDLE", "The folder to write.")],
-    reading: LoadRequest,
-    request: ExportRequest,
-    building: EngineOptions,
+    family: FamilyOption = None,
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    k: Annotated[str, option_for(ExportOptions, "k", "Graph")] = "n",
+    target: Annotated[AnyTarget, option_for(ExportOptions, "target", "Graph")] = "onnx",
+    lowering: Annotated[str, option_for(ExportOptions, "lowering", "Graph")] = "auto",
+    batch: Annotated[str, option_for(ExportOptions, "batch", "Graph", metavar=SIZES)] = "1:1:32",
+    tokens: Annotated[
+        str, option_for(ExportOptions, "tokens", "Graph", metavar=SIZES)
+    ] = "1:196:1024",
+    renormalize: Annotated[bool, option_for(ExportOptions, "renormalize", "Graph")] = False,
+    expose_routing: Annotated[
+        Any,
+        option_for(
+            ExportOptions, "expose_routing", "Graph", metavar="[=scores]", parser=typed_switch
+        ),
+    ] = False,
+    precision: Annotated[Precision, option_for(ExportOptions, "precision", "Precision")] = "fp32",
+    quantize: Annotated[Scope, option_for(ExportOptions, "quantize", "Precision")] = "experts",
+    method: Annotated[Method | None, option_for(ExportOptions, "method", "Precision")] = None,
+    calibration: Annotated[
+        Path | None,
+        option_for(
+            ExportOptions, "calibration", "Precision", metavar="TABLE.JSON", parser=typed_table
+        ),
+    ] = None,
+    min_retention: Annotated[
+        float | None, option_for(ExportOptions, "min_retention", "Precision", metavar="SHARE")
+    ] = None,
+    data: Annotated[
+        str | None,
+        option_for(
+            ExportOptions, "data", "Inputs and parity check", metavar="FEED", parser=typed_feed
+        ),
+    ] = None,
+    atol: Annotated[
+        float | None, option_for(ExportOptions, "atol", "Inputs and parity check")
+    ] = None,
+    rtol: Annotated[
+        float | None, option_for(ExportOptions, "rtol", "Inputs and parity check")
+    ] = None,
+    verify_samples: Annotated[
+        int | None, option_for(ExportOptions, "verify_samples", "Inputs and parity check")
+    ] = None,
+    verify: Annotated[bool, option_for(ExportOptions, "verify", "Inputs and parity check")] = True,
+    threads: Annotated[
+        int | None, option_for(ExportOptions, "threads", "Inputs and parity check", min=1)
+    ] = None,
+    rest: Annotated[FloatName | None, option_for(ExportOptions, "rest", "Numbers")] = None,
+    weight_bits: Annotated[int | None, option_for(ExportOptions, "weight_bits", "Numbers")] = None,
+    io_precision: Annotated[
+        FloatName, option_for(ExportOptions, "io_precision", "Numbers")
+    ] = "fp32",
+    opset: Annotated[int | None, option_for(ExportOptions, "opset", "Numbers")] = None,
+    force: Annotated[bool, option_for(ExportOptions, "force", "Options")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and write nothing.")
     ] = False,
     as_json: AsJson = False,
-    verbosity: Verbosity,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> None:
     """Export a checkpoint to a verified bundle of ONNX graphs."""
-    console = verbosity.console()
-    read = loader(reading, model, console, typed_name(request.data))
-    shown: list[str] = []  # before the work begins, so not again after it
+    from ..exporter.bundle.steps import read_as
+
+    console = Console(verbose=verbose, quiet=quiet)
+    reading = LoadRequest(
+        family=family, config=config, sets=sets or (), further=further(context, LoadRequest)
+    )
+    shown: list[str] = []  # printed before the work, and not again after it
 
     def load() -> Model:
         loaded = read()
@@ -61,41 +131,80 @@ def export(
             console.note(note)
         return loaded
 
-    request = replace(request, engine=wished(request.engine, building), progress=console)
+    request = ExportOptions(
+        k=k,
+        target=target,
+        lowering=lowering,
+        batch=batch,
+        tokens=tokens,
+        renormalize=renormalize,
+        expose_routing=expose_routing,
+        precision=precision,
+        quantize=quantize,
+        method=method,
+        calibration=calibration,
+        min_retention=min_retention,
+        data=data,
+        atol=atol,
+        rtol=rtol,
+        verify_samples=verify_samples,
+        verify=verify,
+        threads=threads,
+        rest=rest,
+        weight_bits=weight_bits,
+        io_precision=io_precision,
+        opset=opset,
+        engine=engines_requested(
+            given(context, EngineSwitch).engine, given(context, EngineOptions)
+        ),
+        force=force,
+        progress=console,
+        further=further(context, ExportOptions),
+    )
+    check_pytorch("export")
+    check_without_model(with_plugins(request))
+    if not dry_run:
+        from ..exporter.bundle.destination import check_destination
+
+        check_destination(output, force=force)
+    read = loader(read_as(reading, request, model), model, console, data)
+    from ..exporter.export import export as write
+    from ..exporter.export import plan
+
     if dry_run:
-        planned = api.plan(load, output, request)
+        planned = plan(load, output, request)
         for note in (*_edited(planned.job.model.edits.texts()), *planned.notes):
             console.note(note)
         show(json_text(plan_json(planned)) if as_json else plan_text(planned))
         return
     from ..exporter.bundle.runtimes import RUNTIMES
 
-    runtimes = [*RUNTIMES]  # a plugin that clashes with another stops nothing that is written
-    bundle = api.export(load, output, request)
+    runtimes = [*RUNTIMES]  # raises for clashing plugins before anything is written
+    bundle = write(load, output, request)
     console.finish()
     if as_json:
         show(bundle.manifest.to_json(), end="")
         return
-    _say_exported(output, bundle.manifest, console, shown, runtimes)
+    _print_exported(output, bundle.manifest, console, shown, runtimes)
 
 
-def _say_exported(
+def _print_exported(
     output: Path,
     manifest: Manifest,
     console: Console,
     shown: Sequence[str],
     runtimes: Sequence[RuntimeRecord],
 ) -> None:
-    """Says what was written and how well it does, but for what was `shown` before."""
-    from ..exporter.bundle.parity_record import Parity, describe
+    """Prints a summary of the bundle, without the notes that were `shown` before."""
+    from ..exporter.bundle.parity import Parity, describe
     from ..exporter.bundle.weights import WEIGHTS_FILE
-    from ..exporter.edits import Edits
+    from ..graphs.edits import Edits
 
     for text in _edited(Edits.from_records(manifest.edits, "manifest.json").texts()):
         console.note(text)
     alike: dict[str, list[LayerRecord]] = {}
     for layer in manifest.layers:
-        k = "a graph input" if layer.k is None else f"{layer.k} of {layer.experts}"
+        k = "a graph input" if layer.k is None else f"{layer.kept} of {layer.of_experts}"
         alike.setdefault(f"k = {k}, {layer.lowering}", []).append(layer)
     for chosen, layers in alike.items():
         first, *more = (layer.name for layer in layers)
@@ -126,26 +235,28 @@ def _edited(texts: Sequence[str]) -> list[str]:
 
 
 def plan_text(plan: Plan) -> str:
-    """What `export --dry-run` says."""
-    layers = plan.precision.layers
+    """The output of `export --dry-run`."""
+    layers = plan.graphs[0].layers
     folder = plan.job.options.destination or Path()
     blocks = []
-    if plan.job.options.precision.name != "fp32":
-        blocks.append(precisions_text((n, r.precision, r.reason) for n, r in layers.items()) + "\n")
+    if plan.job.options.precision != "fp32":
+        blocks.append(
+            precisions_text((x.name, x.precision, x.precision_reason) for x in layers) + "\n"
+        )
     for graph in plan.graphs:
         rows = [
             (
                 layer.name,
-                "input" if layer.k is None else f"{layer.k}/{layer.work.spec.experts}",
-                layer.choice.lowering.name,
-                layer.choice.reason,
+                _kept(layer),
+                layer.lowering.name,
+                layer.reason,
             )
             for layer in graph.layers
         ]
         blocks.append(
             f"{folder / graph.file}\n{table(('MoE layer', 'k/n', 'lowering', 'reason'), rows)}\n"
             f"MoE layers together: about {graph.predicted_us / 1e3:.3g} ms a batch of "
-            f"{graph.layers[0].work.batch} (predicted)\n"
+            f"{graph.layers[0].batch} (predicted)\n"
         )
     if plan.tuning is not None:
         blocks.append("\n".join(tuning_text(plan.tuning)))
@@ -153,9 +264,18 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(blocks)
 
 
+def _kept(layer: AnyPlan) -> str:
+    """A layer's k and n, with a number for each level of a hierarchy: `8·2/16·4`."""
+    levels = layer.spec.levels
+    if layer.k is None:
+        return "input"
+    if len(levels) < 2:
+        return f"{layer.k}/{layer.spec.experts}"
+    return f"{by_level(layer.spec.k_by_level(layer.k))}/{by_level(levels)}"
+
+
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data, with notes and with what `--lowering tune` measured, if any."""
-    layers = plan.precision.layers
+    """The plan as plain data, with notes and the measurements of `--lowering tune`, if any."""
     more: dict[str, Any] = {} if plan.tuning is None else {"tuning": asdict(plan.tuning)}
     more |= {"notes": plan.notes} if plan.notes else {}
     batches = {g.file: list(g.batches) for g in plan.graphs if g.batches is not None}
@@ -164,19 +284,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "output": str(plan.job.options.destination),
         "files": plan.files,
         "graphs": {
-            g.file: [
-                {
-                    "name": layer.name,
-                    "k": layer.k,
-                    "experts": layer.work.spec.experts,
-                    "lowering": layer.choice.lowering.name,
-                    "reason": layer.choice.reason,
-                    "precision": layers[layer.name].precision,
-                    "precision_reason": layers[layer.name].reason,
-                    "predicted_us": round(layer.choice.predicted_us, 1),
-                }
-                for layer in g.layers
+            graph.file: [
+                {**layer.to_json(), "predicted_us": round(layer.predicted_us, 1)}
+                for layer in graph.layers
             ]
-            for g in plan.graphs
+            for graph in plan.graphs
         },
     } | more

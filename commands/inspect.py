@@ -1,25 +1,34 @@
-"""`inspect`, and what commands print of models, bundles and engines."""
+"""The command `inspect`, and the text of models, bundles and engines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from .. import api
-from ..common.console import show
-from ..common.text import count, lines, size, table
+import typer
+
+from ..common.console import Console, show
+from ..common.libraries import check_pytorch
+from ..common.text import by_level, count, lines, size, table
 from ..errors import UsageError
-from ..exporter.requests import InspectRequest
+from ..exporter.requests import InspectRequest, RunRequest
+from ..graphs.targets import CUDA_PROVIDER, TARGETS
 from .options import (
+    READING,
     AsJson,
     ModelArgument,
-    TrustEngine,
-    Verbosity,
+    Quiet,
+    Verbose,
     json_text,
+    option_for,
     refuse_idle,
+    typed_feed,
 )
+from .panels import further
+from .reading import ConfigOption, FamilyOption, SetOption
 
 if TYPE_CHECKING:
     from ..exporter.bundle.manifest import Manifest, Tuning
@@ -27,12 +36,20 @@ if TYPE_CHECKING:
 
 
 def inspect(
+    context: typer.Context,
     *,
     model: ModelArgument,
-    request: InspectRequest,
-    trust_engine: TrustEngine = False,
+    family: FamilyOption = None,
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    data: Annotated[
+        str | None, option_for(InspectRequest, "data", READING, metavar="FEED", parser=typed_feed)
+    ] = None,
+    tokens: Annotated[int | None, option_for(InspectRequest, "tokens", READING)] = None,
+    trust_engine: Annotated[bool, option_for(RunRequest, "trust_engine")] = False,
     as_json: AsJson = False,
-    verbosity: Verbosity,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show a model's family and MoE layers, and what each k costs.
 
@@ -41,33 +58,57 @@ def inspect(
     from ..common.locations import url_of
     from ..exporter.bundle.manifest import is_bundle
 
+    request = InspectRequest(
+        family=family,
+        config=config,
+        sets=sets or (),
+        data=data,
+        tokens=tokens,
+        further=further(context, InspectRequest),
+    )
     plan = model.endswith(".plan")
     bundle = not plan and is_bundle(model)
     if plan or bundle:
         what = "an engine" if plan else "a bundle"
-        why = f"it says how a checkpoint is read, and {model} is {what}"
+        why = f"it describes how to read a checkpoint, but {model} is {what}"
         refuse_idle(request, why=why, but=("data",))
     if request.data is not None and (plan or bundle):
         raise UsageError(
-            f"--data: inspect runs only checkpoints, and {model} is {what}", hint="leave --data out"
+            f"--data: inspect runs only checkpoints, but {model} is {what}",
+            hint="leave --data out"
+            + ("; `moexport verify --data` runs a bundle" if bundle else ""),
         )
     if trust_engine and not plan:
         raise UsageError("--trust-engine: no engine is loaded", hint="name an engine's .plan file")
     if plan:
-        facts = api.inspect_engine(model, trust=trust_engine)
+        from ..exporter.tensorrt.plan_file import engine_facts
+
+        facts = engine_facts(Path(model), trust=trust_engine)
         show(json_text(facts) if as_json else engine_text(facts))
         return
     if bundle:
-        manifest = api.inspect_bundle(model)
+        from ..exporter.bundle.manifest import Manifest, local_bundle
+
+        manifest = Manifest.read(local_bundle(model))
         if as_json:
             show(manifest.to_json(), end="")
         else:
             show(bundle_text(url_of(model) or model, manifest))
         return
-    with verbosity.console() as console:
-        contents = api.inspect(model, replace(request, progress=console))
+    check_pytorch("inspecting a model")
+    from ..exporter.inspect import inspect as look_at
+
+    with Console(verbose=verbose, quiet=quiet) as console:
+        contents = look_at(model, replace(request, progress=console))
     show(json_text(contents.as_json()) if as_json else model_text(contents))
 
+
+FORMS = {"cp": "CP", "tr": "TR", "tucker": "Tucker", "full": "unfactorised", "matrix": "merged"}
+
+MUMOE_HEADER = (
+    *("MoE layer", "levels", "experts", "form", "ranks", "rank of an expert", "dim d", "hidden h"),
+    *("out o", "tokens m", "parameters"),
+)
 
 LAYER_HEADER = (
     "MoE layer",
@@ -81,22 +122,14 @@ LAYER_HEADER = (
 
 
 def model_text(report: ModelReport) -> str:
-    """What `inspect` says of a model: its family, its layers and what each k costs."""
+    """The output of `inspect` for a model: family, layers and the cost of each k."""
     config = ", ".join(f"{key}={value}" for key, value in report.config.items())
-    layers = [
-        (r.name, r.experts, r.slots, r.dim, r.hidden, r.tokens, count(r.parameters))
-        for r in report.layers
-    ]
-    costs = [
-        (
-            c.k,
-            count(c.macs),
-            f"{c.macs_share:.0%}",
-            size(c.expert_bytes),
-            f"{c.bytes_share:.0%}",
+    compute = f"compute     {count(2 * report.moe_macs)} FLOPs of MoE layers for one input"
+    if report.macs is not None:
+        compute = (
+            f"compute     {count(2 * report.macs)} FLOPs for one input ({count(report.macs)} "
+            f"multiply-adds), {count(2 * report.moe_macs)} in MoE layers"
         )
-        for c in report.costs
-    ]
     return "\n".join(
         (
             lines(
@@ -106,20 +139,84 @@ def model_text(report: ModelReport) -> str:
                 f"output      {report.output}",
                 f"parameters  {count(report.parameters)}, {count(report.moe_parameters)} in MoE "
                 "layers",
+                compute,
                 *(f"note        {note}" for note in report.notes),
+                *(f"data        {text}" for text in report.answers),
             ),
             "",
-            table(LAYER_HEADER, layers),
+            "\n\n".join(_layer_tables(report)),
             "",
             "All MoE layers, one input:",
-            table(("k", "multiply-adds", "of all", "expert weights read", "of all"), costs),
+            table(
+                ("k", "multiply-adds", "of all", "expert weights read", "of all"), _costs(report)
+            ),
+            *_equivalents_text(report),
             *_support_text(report),
         )
     )
 
 
+def _layer_tables(report: ModelReport) -> Iterator[str]:
+    """A table of layers with full expert matrices, and one of factorised layers."""
+    whole = [
+        (r.name, r.experts, r.slots, r.dim, r.hidden, r.tokens, count(r.parameters))
+        for r in report.layers
+        if r.form is None
+    ]
+    if whole:
+        yield table(LAYER_HEADER, whole)
+    factored = [
+        (
+            r.name,
+            by_level(r.levels) or "merged",
+            f"{r.combinations:,}",
+            FORMS.get(r.form, r.form),
+            "; ".join(", ".join(map(str, ranks)) for ranks in dict.fromkeys(r.ranks)) or "–",
+            r.expert_rank,
+            *(r.dim, r.hidden or "–", r.out, r.tokens),
+            count(r.parameters),
+        )
+        for r in report.layers
+        if r.form is not None
+    ]
+    if factored:
+        yield table(MUMOE_HEADER, factored)
+
+
+def _costs(report: ModelReport) -> list[tuple[str, ...]]:
+    """A row for each k; consecutive rows of equal work are merged."""
+    rows: list[tuple[str, ...]] = []
+    for (macs, nbytes), group in groupby(report.costs, lambda c: (c.macs, c.expert_bytes)):
+        alike = list(group)
+        first, last = alike[0], alike[-1]
+        label = first.k if first is last else f"{first.k} to {last.k}"
+        shares = f"{first.macs_share:.0%}", f"{first.bytes_share:.0%}"
+        rows.append((label, count(macs), shares[0], size(nbytes), shares[1]))
+    return rows
+
+
+def _equivalents_text(report: ModelReport) -> tuple[str, ...]:
+    """Costs of muMoE layers in other forms; equal layers share a row."""
+    alike: dict[tuple[tuple[str, int, int], ...], list[str]] = {}
+    for layer in dict.fromkeys(each.layer for each in report.equivalents):
+        own = [each for each in report.equivalents if each.layer == layer]
+        alike.setdefault(tuple((e.form, e.parameters, e.macs) for e in own), []).append(layer)
+    if not alike:
+        return ()
+    rows = []
+    for forms, (first, *more) in alike.items():
+        name = f"{first} and {len(more)} like it" if more else first
+        rows += [(name, form, count(p), count(2 * macs)) for form, p, macs in forms]
+    header = ("muMoE layer", "form", "parameters", "FLOPs of one token")
+    notes = (
+        "one level: the same number of experts and ranks in one level; dense: a matrix per expert; "
+        "linear: no experts"
+    )
+    return ("", "In other forms:", table(header, rows), notes)
+
+
 def _support_text(report: ModelReport) -> tuple[str, ...]:
-    """The lines on coefficients that are not zero, where they were counted."""
+    """The lines on nonzero coefficients, if they were counted."""
     if not report.support:
         return ()
     header = ("muMoE layer", "level", "experts n", "tokens", "mean", "p99", "max")
@@ -129,17 +226,17 @@ def _support_text(report: ModelReport) -> tuple[str, ...]:
     ]
     return (
         "",
-        "Coefficients that are not zero (k = max changes nothing here):",
+        "Nonzero coefficients (k = max gives the same output):",
         table(header, rows),
     )
 
 
 def bundle_text(path: str | Path, manifest: Manifest) -> str:
-    """What `inspect` says of a bundle."""
-    layers = [
-        (r.name, r.experts, "input" if r.k is None else r.k, r.lowering, r.reason)
-        for r in manifest.layers
-    ]
+    """The output of `inspect` for a bundle."""
+    from ..graphs.edits import Edits
+
+    edits = Edits.from_records(manifest.edits, "manifest.json")
+    layers = [(r.name, r.of_experts, r.kept, r.lowering, r.reason) for r in manifest.layers]
     ports = (
         f"port        {port.name} {port.dtype} ({', '.join(map(str, port.shape))})"
         for port in (*manifest.inputs, *manifest.outputs)
@@ -152,11 +249,12 @@ def bundle_text(path: str | Path, manifest: Manifest) -> str:
                 f"bundle      {path} (moexport {manifest.moexport}, {manifest.created})",
                 f"source      {manifest.source.path} ({manifest.source.family})",
                 f"target      {manifest.target}, {manifest.precision}, opset {manifest.opset}",
-                *([] if peak is None else [f"memory      {size(peak)} at the most for one input"]),
-                *(f"edited      {text}" for text in _edit_texts(manifest)),
+                *([] if peak is None else [f"memory      {size(peak)} at most for one input"]),
+                *(f"edited      {text}" for text in edits.texts()),
                 *ports,
                 *(f"note        {note}" for note in manifest.notes),
                 *(f"note        {note}" for note in backbone_departures(manifest)),
+                *(f"note        {note}" for note in not_replayed(path, manifest)),
             ),
             "",
             table(("MoE layer", "experts n", "kept k", "lowering", "reason"), layers),
@@ -169,17 +267,25 @@ def bundle_text(path: str | Path, manifest: Manifest) -> str:
     )
 
 
-def _edit_texts(manifest: Manifest) -> list[str]:
-    from ..exporter.edits import Edits
+def not_replayed(path: str | Path, manifest: Manifest) -> Iterator[str]:
+    """Yields the known reasons why graphs for CUDA are not replayed as CUDA graphs."""
+    from ..exporter.bundle.gpu_runs import capture_refused
+    from ..exporter.bundle.manifest import local_bundle
 
-    return Edits.from_records(manifest.edits, "manifest.json").texts()
+    on_cuda = {target.name for target in TARGETS if target.provider == CUDA_PROVIDER}
+    if manifest.target not in on_cuda:  # its plugin may be missing
+        return
+    for graph in manifest.graphs:
+        reason = capture_refused(local_bundle(path) / graph.file)
+        if reason is not None:
+            yield f"{graph.file} is not replayed as a CUDA graph: {reason}"
 
 
 def engine_text(facts: Mapping[str, Any]) -> str:
-    """What `inspect` says of an engine (`exporter.tensorrt.plan_file.engine_facts`)."""
+    """The output of `inspect` for an engine (`exporter.tensorrt.plan_file.engine_facts`)."""
     head = [
         f"engine      {facts['file']} ({size(facts['bytes'])})",
-        f"built by    {facts['flavour']} {facts['version'] or '(its version is not known)'}",
+        f"built by    {facts['flavour']} {facts['version'] or '(unknown version)'}",
     ]
     listed = []
     if "graph" in facts:
@@ -197,9 +303,9 @@ def engine_text(facts: Mapping[str, Any]) -> str:
         layers = [(layer["name"], layer["kind"], layer["precision"]) for layer in facts["layers"]]
         listed = ["", table(("layer", "kind", "precision"), layers)]
     source = {
-        "header": "Read from the file's first bytes; more needs its manifest or an NVIDIA GPU.",
-        "record": "Written down when it was built; the engine itself is read on an NVIDIA GPU.",
-        "engine": "The engine was loaded; --json has what TensorRT's inspector says.",
+        "header": "Read from the file's header; the rest needs its manifest or an NVIDIA GPU.",
+        "record": "Recorded by the build; reading the engine itself needs an NVIDIA GPU.",
+        "engine": "The engine was loaded; --json includes the report of TensorRT's inspector.",
     }[facts["read_from"]]
     if "not_loaded" in facts:
         why = f"Not loaded: {facts['not_loaded']}."
@@ -208,12 +314,12 @@ def engine_text(facts: Mapping[str, Any]) -> str:
 
 
 def precisions_text(layers: Iterable[tuple[str, str, str]]) -> str:
-    """Returns a table of the layers' precisions, with the reason of each."""
+    """Returns a table of the layers' precisions with reasons."""
     return table(("MoE layer", "precision", "because"), list(layers))
 
 
 def backbone_departures(manifest: Manifest) -> list[str]:
-    """Returns the nodes of the backbone not in the precision asked for, and why."""
+    """Returns the nodes of the backbone in another precision than requested, with reasons."""
     numbers = manifest.numbers
     fp32_nodes = numbers.get("fp32_nodes", ())
     linears = numbers.get("linears", {})
@@ -224,7 +330,7 @@ def backbone_departures(manifest: Manifest) -> list[str]:
 
 
 def tuning_text(tuning: Tuning | None) -> tuple[str, ...]:
-    """Returns what `--lowering tune` measured, and on what; nothing where it was not asked for."""
+    """Returns the measurements of `--lowering tune` and their conditions; empty without it."""
     if tuning is None:
         return ()
     rows = []

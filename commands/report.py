@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..bench.calls import report_as
+from ..bench.calls import report as write
 from ..bench.request import ReportRequest
-from ..common.console import show
-from .options import AsJson, Verbosity, json_text, output_option, typed_path
+from ..common.console import Console, show
+from .options import AsJson, Quiet, Verbose, json_text, option_for, output_option, typed_path
 
 
 def report(
@@ -21,25 +20,28 @@ def report(
         typer.Argument(
             metavar="RESULTS.JSON…",
             parser=typed_path,
-            help="What bench wrote; further runs or machines are drawn beside the first.",
+            help="Results of bench; further runs or machines are drawn next to the first.",
         ),
     ],
     output: Annotated[
         Path, output_option("REPORT.HTML", "The page; Markdown, CSV and figures go next to it.")
     ],
-    request: ReportRequest,
+    compare: Annotated[
+        Path | None, option_for(ReportRequest, "compare", metavar="OLD.JSON", parser=typed_path)
+    ] = None,
     as_json: AsJson = False,
-    verbosity: Verbosity,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> None:
     """Rebuild the report of a results file, compare two, or draw several in one."""
     from ..bench.report.page import can_draw
 
-    console = verbosity.console()
+    console = Console(verbose=verbose, quiet=quiet)
     first, *others = results
-    paths, comparison = report_as(first, output, replace(request, beside=others))
+    paths, comparison = write(first, output, ReportRequest(compare=compare, beside=others))
     result = {"files": [str(path) for path in paths]}
     if not any(path.suffix == ".png" for path in paths) and not can_draw():
-        console.note("no figures beside the page: Matplotlib is not installed")
+        console.note("no figures next to the page: vl-convert is not installed")
     if comparison is not None:
         changes = [change.label for change in comparison.notable]
         result |= {"changed": [comparison.sentence, *changes, *comparison.notes]}

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from .. import api
-from ..common.console import show
+from ..common.console import Console, show
 from ..common.text import lines
 from ..errors import CheckError
 from ..exporter.requests import VerifyRequest
-from .options import AsJson, BundleArgument, Verbosity, json_text
+from .options import (
+    AsJson,
+    BundleArgument,
+    Quiet,
+    Verbose,
+    json_text,
+    option_for,
+)
 
 if TYPE_CHECKING:
     from ..exporter.bundle.manifest import Check
@@ -19,25 +25,38 @@ if TYPE_CHECKING:
 def verify(
     *,
     bundle: BundleArgument,
-    request: VerifyRequest,
+    atol: Annotated[float | None, option_for(VerifyRequest, "atol", min=0)] = None,
+    rtol: Annotated[float | None, option_for(VerifyRequest, "rtol", min=0)] = None,
+    data: Annotated[str | None, option_for(VerifyRequest, "data", metavar="FEED")] = None,
+    trust_engine: Annotated[bool, option_for(VerifyRequest, "trust_engine")] = False,
     as_json: AsJson = False,
-    verbosity: Verbosity,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> None:
     """Check a bundle: hashes, graphs, parity with PyTorch.
 
     Exits with 3 if a check fails.
     """
+    from ..exporter.bundle.bundle import Bundle
+    from ..exporter.bundle.destination import others_in
+    from ..exporter.bundle.manifest import Manifest
+    from ..exporter.calls import verify as verified
+
+    request = VerifyRequest(atol=atol, rtol=rtol, data=data, trust_engine=trust_engine)
     checks = []
-    for check in api.verify(bundle, request):
+    for check in verified(bundle, request):
         checks.append(check)
-        if not as_json and not verbosity.quiet:
+        if not as_json and not quiet:
             show(check_text(check))
-    others = api.others_in(bundle)
+    folder = Bundle.folder(bundle)
+    others = others_in(folder, Manifest.read(folder).files)
     if others:
-        verbosity.console().note(f"not of the bundle, and not checked: {', '.join(others[:6])}")
+        Console(verbose=verbose, quiet=quiet).note(
+            f"files that do not belong to the bundle, not checked: {', '.join(others[:6])}"
+        )
     passed = all(check.passed for check in checks)
     if as_json:
-        show(json_text({"passed": passed, "checks": [told(check) for check in checks]}))
+        show(json_text({"passed": passed, "checks": [check_json(check) for check in checks]}))
     if not passed:
         from ..common.locations import url_of
 
@@ -49,11 +68,13 @@ def verify(
         )
 
 
-def told(check: Check) -> dict[str, Any]:
-    """A check as JSON, with a hint where it has one."""
+def check_json(check: Check) -> dict[str, Any]:
+    """A check as JSON, with its hint, if any."""
     return {name: value for name, value in asdict(check).items() if value is not None}
 
 
 def check_text(check: Check) -> str:
-    """One line of `verify`."""
+    """A line of `verify`; the hint of a passed check is printed as a note."""
+    if check.passed and check.hint:
+        return lines(f"noted   {check.name}: {check.detail}; {check.hint}")
     return lines(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")

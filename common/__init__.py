@@ -1,1 +1,1 @@
-"""What knows nothing of models: console, text, files written whole, timing, environment."""
+"""Code that is independent of models: console, text, atomic writes, timing, environment."""

@@ -1,10 +1,12 @@
-"""What the command line prints: results to stdout, everything else to stderr."""
+"""Terminal output: results go to stdout, progress and messages to stderr."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from .text import printable
 
@@ -12,37 +14,71 @@ if TYPE_CHECKING:
     import rich.progress
 
 
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+"""The pages in a clone or in the installed package."""
+
+_PAGE = re.compile(r"(?<![\w/\\.-])docs/([\w-]+\.md)")
+"""A page as messages name it: `docs/families.md`, with or without an anchor."""
+
+
+def with_pages(text: str) -> str:
+    """Returns a message with the full paths of the pages that it names.
+
+    `docs/families.md` is a path only in a clone; a package has its pages where it is installed.
+    The name of a missing page stays.
+    """
+    return _PAGE.sub(_file_of, text) if "docs/" in text else text
+
+
+def _file_of(named: re.Match[str]) -> str:
+    here = Path(named[0])
+    file = page_file(named[1])
+    if file is None or (here.is_file() and here.samefile(file)):
+        return named[0]
+    return str(file)
+
+
+def page_file(name: str) -> Path | None:
+    """Returns the file of a page: in `docs/`, or with the plugin whose page it is."""
+    files = (DOCS / name, *ROOT.glob(f"plugins/*/docs/{name}"))
+    return next((file for file in files if file.is_file()), None)
+
+
 def show(text: str, end: str = "\n") -> None:
     """Prints a result to stdout."""
-    # At once: where stdout and stderr are one file, results stand where they were said.
+    # Flushed at once, so that stdout and stderr stay in order when both go to one file.
     print(printable(text, several=True), end=end, flush=True)
 
 
 _NAME = "moexport: "
 
 NARROW = 60
-"""Columns of a terminal below which the bar is short and alone with the time that is left."""
+"""Width in columns below which the progress bar is short and shows only the time left."""
 
 
 SEARCHING_S = 10.0
-"""How often a search that takes many short steps says so where there is no terminal."""
+"""Seconds between lines about a step of many short parts, when stderr is no terminal."""
 
 
 class Console:
-    """Says what is going on, as much as the user asked for (a `Progress`).
+    """Prints progress and messages, at the chosen verbosity (a `Progress`).
 
-    Steps are one line with a bar on a terminal, and a plain line each elsewhere: of those that
-    differ only after a colon (`searching: 3 graphs`) one now and then, unless `verbose`. It is a
-    context manager: leaving it ends the bar.
+    On a terminal a step is one line with a bar, elsewhere a plain line. Lines that differ only
+    after a colon (`searching: 3 graphs`) are thinned out there, unless `verbose`. Leaving the
+    context removes the bar.
     """
 
-    _live: ClassVar[rich.progress.Progress | None] = None  # a terminal has one, whoever has made it
+    _live: ClassVar[rich.progress.Progress | None] = (
+        None  # one per terminal, shared by all consoles
+    )
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self.verbose = verbose
         self.quiet = quiet
+        self._stream = sys.stderr  # kept, because PyTorch replaces it while it traces
         self._rate: _Rate | None = None
-        self._last, self._said = "", -SEARCHING_S
+        self._last, self._printed = "", -SEARCHING_S
 
     def __enter__(self) -> Console:
         return self
@@ -51,22 +87,22 @@ class Console:
         self.finish()
 
     def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
-        """Says what begins now; `total` is its work where that is known, in a `unit`."""
+        """Begins a step; `total` is the amount of work, if known, in `unit`."""
         if self.quiet:
             return
         text = printable(text, several=True)
-        if not sys.stderr.isatty():
+        if not self._stream.isatty():
             self._plain_step(text, total, unit)
             return
         bar = Console._live
         if bar is None:
             bar = Console._live = _new_bar()
             bar.start()
-        # Work that ended is of no interest, and of unknown work a bar that moves says enough.
+        # Finished work needs no bar, and for an unknown amount a moving bar is enough.
         for task in bar.task_ids:
             bar.remove_task(task)
         if "\n" in text or (total is None and len(text) > bar.console.width - len(_NAME)):
-            # A plan, or a sentence: a line of the bar would cut it.
+            # A plan or a sentence would not fit into the bar's line.
             bar.console.print(f"{_NAME}{text}", markup=False, emoji=False, highlight=False)
             return
         bar.add_task(text, total=total, unit=unit)
@@ -75,37 +111,37 @@ class Console:
         self._end_rate()
         what, colon, _ = text.partition(": ")
         again = bool(colon) and unit is None and what == self._last and not self.verbose
-        if not again or time.monotonic() - self._said > SEARCHING_S:
-            print(f"{_NAME}{text}", file=sys.stderr, flush=True)
-            self._last, self._said = what, time.monotonic()
+        if not again or time.monotonic() - self._printed > SEARCHING_S:
+            print(f"{_NAME}{text}", file=self._stream, flush=True)
+            self._last, self._printed = what, time.monotonic()
         self._rate = None if unit is None else _Rate(text, total, unit)
 
     def advance(self, amount: int) -> None:
-        """Moves the bar of the step."""
+        """Moves the bar forward."""
         if self._rate is not None:
             self._rate.advance(amount)
         if Console._live is not None and Console._live.task_ids and not self.quiet:
             Console._live.advance(Console._live.task_ids[-1], amount)
 
     def finish(self) -> None:
-        """Ends the bar, of which nothing stays: what follows is printed in its place."""
+        """Removes the bar; later output takes its place."""
         self._end_rate()
         if Console._live is not None:
             Console._live.stop()
             Console._live = None
 
     def note(self, text: str) -> None:
-        """Says something the user should know, unless told to be quiet."""
+        """Prints a message, unless `quiet`."""
         if not self.quiet:
             self.finish()
-            print(f"note: {printable(text)}", file=sys.stderr, flush=True)
+            print(f"note: {printable(with_pages(text))}", file=self._stream, flush=True)
 
     def error(self, message: str, hint: str | None = None) -> None:
-        """Says what went wrong and what to do."""
+        """Prints an error and its hint."""
         self.finish()
-        print(f"error: {printable(message)}", file=sys.stderr, flush=True)
+        print(f"error: {printable(with_pages(message))}", file=self._stream, flush=True)
         if hint:
-            print(f"hint: {printable(hint)}", file=sys.stderr, flush=True)
+            print(f"hint: {printable(with_pages(hint))}", file=self._stream, flush=True)
 
     def _end_rate(self) -> None:
         if self._rate is not None:
@@ -114,34 +150,34 @@ class Console:
 
 
 class _Rate:
-    """Tells in plain lines how far a long step is, how fast it goes and how long it will take."""
+    """Prints progress, rate and remaining time of a long step as plain lines."""
 
     EVERY_S = 10.0
 
     def __init__(self, text: str, total: int | None, unit: str) -> None:
         self._text, self._total, self._unit = text, total, unit
         self._done = 0
-        self._started = self._said = time.monotonic()
+        self._started = self._printed = time.monotonic()
 
     def advance(self, amount: int) -> None:
         self._done += amount
         now = time.monotonic()
-        if now - self._said < self.EVERY_S:
+        if now - self._printed < self.EVERY_S:
             return
-        self._said = now
+        self._printed = now
         rate = self._done / (now - self._started)
         of, left = "", ""
         if self._total is not None:
             of = f" of {self._total:,}"
             left = f", {(self._total - self._done) / rate:.0f} s left"
-        self._say(f"{self._done:,}{of} {self._unit}, {_per_second(rate, self._unit)}{left}")
+        self._print(f"{self._done:,}{of} {self._unit}, {_per_second(rate, self._unit)}{left}")
 
     def end(self) -> None:
         took = max(time.monotonic() - self._started, 1e-9)
         rate = _per_second(self._done / took, self._unit)
-        self._say(f"{self._done:,} {self._unit} in {took:.1f} s, {rate}")
+        self._print(f"{self._done:,} {self._unit} in {took:.1f} s, {rate}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"{_NAME}{self._text}: {text}", file=sys.stderr, flush=True)
 
 
@@ -154,7 +190,7 @@ def _new_bar() -> rich.progress.Progress:
     from rich.table import Column
 
     class RateColumn(progress.ProgressColumn):
-        """Units a second, of the steps that have a unit."""
+        """Units per second, for steps with a unit."""
 
         def render(self, task: progress.Task) -> text.Text:
             unit = task.fields.get("unit")
@@ -162,9 +198,9 @@ def _new_bar() -> rich.progress.Progress:
                 return text.Text("")
             return text.Text(_per_second(task.speed, unit))
 
-    screen = console.Console(stderr=True)
+    screen = console.Console(file=sys.stderr)
     narrow = screen.width < NARROW
-    # What a step is called gives way to the bar: without it a long name would push it off the line.
+    # The description is cut before the bar: a long name would push the bar off the line.
     name = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     return progress.Progress(
         progress.TextColumn(f"{_NAME}{{task.description}}", markup=False, table_column=name),
@@ -178,26 +214,27 @@ def _new_bar() -> rich.progress.Progress:
     )
 
 
+@runtime_checkable
 class Progress(Protocol):
-    """Told which step begins, and how far it is where that can be known."""
+    """Receives the steps of a job and their progress."""
 
     def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
-        """A step begins; `total` is its work, None where that is not known.
+        """A step begins; `total` is its amount of work, or None if unknown.
 
-        With a `unit` its rate is of interest: so many `inputs` a second.
+        Steps with a `unit` also show a rate, such as 12 inputs/s.
         """
         ...
 
     def advance(self, amount: int) -> None:
-        """A part of the step's work is done."""
+        """A part of the step is finished."""
         ...
 
 
 class Silent:
-    """Progress that nobody watches."""
+    """A `Progress` that prints nothing."""
 
     def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
-        """Says nothing."""
+        """Does nothing."""
 
     def advance(self, amount: int) -> None:
-        """Says nothing."""
+        """Does nothing."""

@@ -1,11 +1,11 @@
-"""Documents of plain data, each format by one reader within a budget: JSON, YAML and TOML.
+"""Reads JSON, YAML and TOML as plain data, within limits on size and nesting.
 
-Files of a few hundred bytes can hang their usual readers: aliases and merges of YAML multiply, and
-dotted keys of TOML cost the square of their length. So the size of a file is limited before it is
-read, and its nesting and numbers before anything is made of them.
+A few hundred bytes can hang the usual parsers: YAML aliases and merges multiply, and dotted keys of
+TOML cost the square of their length. So the file's size is checked before it is read, and nesting
+and numbers before objects are built.
 
-JSON becomes frozen dataclasses: what is wrong is said by file, field and expectation. Keys that a
-dataclass does not have are passed over: a later version may have written them.
+JSON becomes frozen dataclasses; errors name the file, the field and the expected type. Unknown keys
+are ignored, because a later version may have written them.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from typing import Any, TypeVar
 from ..errors import MoexportError, ResultsError
 
 MOST_BYTES = {"json": 16 << 20, "toml": 1 << 20, "yaml": 1 << 20}
-"""Of a file. A recipe for 61 layers of 256 experts has 120 kB, a `config.json` that names 21,000
-classes 2 MB."""
+"""The largest file of each kind. A recipe for 61 layers of 256 experts has 120 kB, a `config.json`
+with the names of 21,000 classes 2 MB."""
 
 MOST_LEVELS = 64
-"""Of nested lists and mappings."""
+"""Levels of nested lists and mappings."""
 
 MOST_DIGITS = 1000
-"""Of a number in YAML, which has numbers of base 60: one costs the square of its length."""
+"""Digits of a number in YAML: base-60 numbers take time with the square of their length."""
 
 TUPLE = "tag:yaml.org,2002:python/tuple"
-"""Of sequences in YAML, which ml_collections prints so, and refers to one again where it recurs."""
+"""The tag that ml_collections writes for tuples; repeated tuples are aliases."""
 
 MOST_REPEATED = 1 << 12
-"""Values at most that a document in YAML repeats by references."""
+"""Values that aliases in one YAML document may repeat."""
 
 MOST_KEY_PARTS = 16
-"""Of a dotted key of TOML."""
+"""Parts of a dotted key in TOML."""
 
 _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 _LONG_KEY = re.compile(rf"(?<![\w-])(?:{_PART}){{{MOST_KEY_PARTS}}}")
 
 _FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, RecursionError)
-"""What parsers raise: PyYAML makes a number of `!!int ""` without a look at it."""
+"""Errors that parsers raise; PyYAML fails on `!!int ""` with an IndexError, for example."""
 
 
 def read_document(
@@ -52,9 +52,9 @@ def read_document(
     most: int | None = None,
     bits: int = 64,
 ) -> Any:
-    """Returns what a file holds, as `document` does; OSError where it cannot be read.
+    """Returns the content of a file, as `document` does; raises OSError if it cannot be read.
 
-    `most` are its bytes at most, where a file of its kind may have more than usual.
+    `most` overrides the usual limit in bytes.
     """
     limit = MOST_BYTES[kind] if most is None else most
     with file.open("rb") as opened:
@@ -64,32 +64,31 @@ def read_document(
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as cause:
-        raise error(f"{file}: cannot be read: not text in UTF-8 ({cause})") from cause
+        raise error(f"{file}: cannot be read: not UTF-8 text ({cause})") from cause
     return document(text, kind, file, error, bits)
 
 
 def document(
     text: str, kind: str, name: object, error: Callable[[str], MoexportError], bits: int = 64
 ) -> Any:
-    """Returns what a text holds as plain data; `kind` is `json`, `toml` or `yaml`.
+    """Returns the plain data in a text; `kind` is `json`, `toml` or `yaml`.
 
-    Whole numbers have at most `bits`. Raises `error` with a sentence that names the document and
-    what is wrong with it.
+    Whole numbers may have up to `bits` bits. Raises `error`, naming the document and the fault.
     """
     try:
         match kind:
             case "json":
                 content = json.loads(text)
                 if "\\ud" in text.lower():
-                    json.dumps(content, ensure_ascii=False).encode()  # half a pair is no text
+                    json.dumps(content, ensure_ascii=False).encode()  # refuses lone surrogates
             case "toml":
                 content = _toml(text)
             case _:
                 content = _yaml(text)
         _check(content, bits)
     except _FAILURES as cause:
-        said = " ".join(str(cause).split()) or type(cause).__name__
-        raise error(f"{name}: not valid {kind.upper()}: {said[:300]}") from cause
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        raise error(f"{name}: not valid {kind.upper()}: {reason[:300]}") from cause
     return content
 
 
@@ -100,22 +99,22 @@ def _toml(text: str) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    import yaml  # which a machine that only runs bundles lacks
+    import yaml  # not installed on machines that only run bundles
 
     safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     loader: Any = type("Loader", (safe,), {})
     loader.add_constructor(TUPLE, safe.construct_yaml_seq)
     try:
         _check_events(yaml, yaml.parse(text, Loader=loader))
-        return yaml.load(text, Loader=loader)  # safe
+        return yaml.load(text, Loader=loader)  # a safe loader
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
 
 def _check_events(yaml: Any, events: Iterator[Any]) -> None:
-    """Raises ValueError for what YAML has beside plain data, or deeper or longer than it may be."""
+    """Raises ValueError for YAML beyond plain data, and for too much depth or size."""
     values, repeated, begun = 0, 0, list[tuple[str | None, int]]()
-    sizes = dict[str, int]()  # the values in each tuple that may be referred to
+    sizes = dict[str, int]()  # the number of values in each tuple with an anchor
     for event in events:
         line = f"line {event.start_mark.line + 1}"
         anchor: Any = getattr(event, "anchor", None)
@@ -151,7 +150,7 @@ def _check_levels(levels: int) -> None:
 
 
 def _check(content: Any, bits: int) -> None:
-    """Raises ValueError for what nests too deep, or a whole number that nothing here can hold."""
+    """Raises ValueError for data nested too deep, or a whole number that is too large."""
     left = [(content, 0)]
     while left:
         value, levels = left.pop()
@@ -191,13 +190,13 @@ def read_json(
 
 
 LARGE_BITS = 1024
-"""Of the whole numbers of settings that programs write as 10³⁰ for no limit, and of counts."""
+"""For settings where 10³⁰ stands for "no limit", and for counts."""
 
 
 def object_in(file: Path, most: int | None = None) -> dict[str, Any]:
-    """Returns the object that a JSON file holds, an empty one where none can be read.
+    """Returns the object in a JSON file, or an empty one if the file cannot be read.
 
-    `most` are its bytes at most, where a file of its kind may have more than usual.
+    `most` overrides the usual limit in bytes.
     """
     try:
         content = read_document(file, "json", MoexportError, most, LARGE_BITS)
@@ -214,24 +213,24 @@ def from_data(
     at: str = "",
     error: Callable[[str], MoexportError] = ResultsError,
 ) -> T:
-    """Returns the dataclass that plain data hold; `at` is the path that leads to them."""
+    """Returns the dataclass for plain data; `at` is their path within the document."""
     import msgspec
 
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as cause:
-        raise error(f"{file}: {_in_words(str(cause), at)}") from cause
+        raise error(f"{file}: {_reword(str(cause), at)}") from cause
 
 
-def _in_words(message: str, at: str) -> str:
-    """A message of msgspec, such as "Expected `int`, got `str` - at `$.rows[3].k`", for a user."""
+def _reword(message: str, at: str) -> str:
+    """Rewords an error of msgspec, such as "Expected `int`, got `str` - at `$.rows[3].k`"."""
     what, _, path = message.partition(" - at ")
     where = (at + re.sub(r"^.*`\$(.*)`$", r"\1", path)).removeprefix(".")
     if missing := re.fullmatch(r"Object missing required field `(.*)`", what):
         return f"field {f'{where}.' if where else ''}{missing[1]} is missing"
     subject = f"field {where}" if where else "the file"
     if types := re.fullmatch(r"Expected `(.*)`, got `(.*)`", what):
-        # That null would do as well helps nobody.
+        # Users need not know that null is allowed, too.
         wanted = [WORDS.get(name, name) for name in types[1].split(" | ") if name != "null"]
         return f"{subject} should be {' or '.join(wanted)}, not {WORDS.get(types[2], types[2])}"
     if unknown := re.fullmatch(r"Invalid enum value (.*)", what):

@@ -1,4 +1,4 @@
-"""The machine and the versions behind a file: for manifests and results."""
+"""The machine and the package versions, as manifests and results record them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
 def environment() -> dict[str, Any]:
-    """Returns what a reader needs to judge numbers: versions, CPU, GPUs, memory, platform.
+    """Returns versions, CPU, GPUs, memory and platform, which figures depend on.
 
-    Keys: `python`, `platform`, `packages` (name to version, installed ones only), `cpu` (`model`,
-    `cores` usable by this process, `architecture`, `instructions`), `memory_bytes` and `gpu`
-    (a list of `name`, `memory`, `driver`; null without one). Imports none of the packages.
+    Keys: `python`, `platform`, `packages` (versions of installed packages by name), `cpu` (`model`,
+    `cores` usable by this process, `architecture`, `instructions`), `memory_bytes` and `gpu` (a
+    list of `name`, `memory`, `driver`; null without a GPU). Imports none of the packages.
     """
     return {
         "python": platform.python_version(),
@@ -54,13 +54,13 @@ def environment() -> dict[str, Any]:
 
 
 def platform_name() -> str:
-    """Returns system, architecture and C library; a kernel's own name would tell of one machine."""
+    """Returns system, architecture and C library, without the name of the machine's kernel."""
     library = " ".join(part for part in platform.libc_ver() if part)
     return " ".join(part for part in (platform.system(), platform.machine(), library) if part)
 
 
 def versions(names: tuple[str, ...]) -> dict[str, str]:
-    """Returns the installed version of each distribution that is installed."""
+    """Returns the versions of the distributions that are installed."""
     installed = {}
     for name in names:
         try:
@@ -71,7 +71,7 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the CPU's marketing name, or the architecture where no name is to be had."""
+    """Returns the CPU's marketing name, or its architecture if the name is unknown."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux
@@ -84,7 +84,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cpu_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Returns the flags of the CPU's instructions as Linux names them; empty on other systems."""
+    """Returns the CPU's instruction flags as Linux names them; empty on other systems."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
@@ -99,79 +99,46 @@ KERNEL_INSTRUCTIONS = (
     *("amx_int8", "amx_bf16"),
     *("asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2", "sme"),
 )
-"""Those by which runtimes choose what they multiply matrices with, of x86 and of ARM."""
+"""The x86 and ARM instructions by which runtimes choose kernels for matrix products."""
 
 
 def kernel_instructions() -> list[str]:
-    """Returns those of `KERNEL_INSTRUCTIONS` that this CPU has; none where Linux does not tell."""
+    """Returns the `KERNEL_INSTRUCTIONS` that this CPU has; empty on systems other than Linux."""
     found = cpu_instructions()
     return [name for name in KERNEL_INSTRUCTIONS if name in found]
 
 
 def cpu_features() -> str:
-    """Returns the CPU's architecture and what runtimes choose their kernels by, in words."""
+    """Returns the CPU's architecture and kernel instructions as text."""
     names = ", ".join(kernel_instructions())
     return f"{platform.machine()} with {names}" if names else platform.machine()
 
 
 def usable_cores() -> int:
-    """Returns how many logical cores this process may run on."""
+    """Returns the number of logical cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory_bytes() -> int:
-    """Returns the machine's memory in bytes."""
+    """Returns the machine's total memory."""
     import psutil
 
     return psutil.virtual_memory().total
 
 
 def available_bytes() -> int:
-    """Returns the memory that this machine has left."""
+    """Returns the memory that is free on this machine."""
     import psutil
 
     return int(psutil.virtual_memory().available)
 
 
-class EnergyCounters:
-    """The energy that the packages of a machine's CPUs take, by Linux's powercap (RAPL)."""
-
-    def __init__(self, place: Path = Path("/sys/class/powercap")) -> None:
-        """Raises `OSError` that says why where the counters are not there or cannot be read."""
-        zones = [zone for zone in place.glob("*-rapl:*") if zone.name.count(":") == 1]
-        if not zones:
-            raise FileNotFoundError("this machine has no counters of energy (RAPL)")
-        # A zone starts again from 0 at its end.
-        self._ends = {
-            zone / "energy_uj": int((zone / "max_energy_range_uj").read_text()) for zone in zones
-        }
-        self._last = {file: int(file.read_text()) for file in self._ends}
-
-    def joules(self) -> float:
-        """Returns the energy since the last call, all packages together."""
-        now = {file: int(file.read_text()) for file in self._ends}
-        used = sum((now[file] - self._last[file]) % end for file, end in self._ends.items())
-        self._last = now
-        return used / 1e6
-
-
-def energy_counters() -> tuple[EnergyCounters | None, str]:
-    """Returns the machine's counters of energy, or None and why there are none that can be read."""
-    try:
-        return EnergyCounters(), ""
-    except PermissionError:
-        return None, "only root may read this machine's counters of energy (RAPL)"
-    except OSError as error:
-        return None, str(error)
-
-
 def peak_memory_bytes() -> int:
-    """Returns the most memory that this process has held; 0 on Windows, which is not asked.
+    """Returns the peak memory of this process; 0 on Windows, which is not supported.
 
-    Linux tells it of this program alone; what `getrusage` tells begins with the size of whoever
-    started it.
+    On Linux it is read from /proc: `getrusage` starts from the size of the parent process.
     """
     if sys.platform == "win32":
         return 0
@@ -188,18 +155,18 @@ def peak_memory_bytes() -> int:
 
 @dataclass
 class Growth:
-    """By how much the memory of this process grew within a block, at its largest."""
+    """The peak growth of this process's memory within a block."""
 
     nbytes: int = 0
 
 
 @contextmanager
 def grown_memory() -> Iterator[Growth]:
-    """Within the block the growth of memory is measured; 0 where the system does not tell it."""
+    """Measures the growth of memory within the block; 0 if the system does not report it."""
     growth, peak = Growth(), Path("/proc/self/clear_refs")
     try:
-        peak.write_text("5", encoding="utf-8")  # the peak begins anew, with what is held now
-    except OSError:  # another system, or a kernel that does not let it
+        peak.write_text("5", encoding="utf-8")  # resets the peak to the current use
+    except OSError:  # another system, or a kernel that forbids it
         yield growth
         return
     before = peak_memory_bytes()
@@ -208,13 +175,13 @@ def grown_memory() -> Iterator[Growth]:
 
 
 def gpus() -> list[dict[str, str]] | None:
-    """Returns name, memory and driver of each NVIDIA GPU by `nvidia-smi`; None without one."""
+    """Returns name, memory and driver of each NVIDIA GPU by `nvidia-smi`; None without a GPU."""
     rows = nvidia_smi("name", "memory.total", "driver_version")
     return [{"name": row[0], "memory": row[1], "driver": row[2]} for row in rows] or None
 
 
 def nvidia_smi(*fields: str) -> list[list[str]]:
-    """Returns these fields of each GPU, as the driver's own tool tells them; empty without one."""
+    """Returns the given fields of each GPU from `nvidia-smi`; empty without a GPU."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
@@ -223,7 +190,7 @@ def nvidia_smi(*fields: str) -> list[list[str]]:
         done = subprocess.run(
             query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
         )
-    except (OSError, subprocess.SubprocessError):  # installed, but no driver to talk to
+    except (OSError, subprocess.SubprocessError):  # installed, but without a driver
         return []
     rows = ([part.strip() for part in line.split(",")] for line in done.stdout.splitlines())
     return [row for row in rows if len(row) == len(fields)]

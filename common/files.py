@@ -1,6 +1,6 @@
-"""Reads files: hashes, which are cached, and mapped files.
+"""Reads files: SHA-256 hashes, which are cached, and memory-mapped files.
 
-Pages of a mapped file are released, so that reading a large one does not fill the memory.
+Pages of mapped files are released, so that reading a large file does not fill memory.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from .documents import object_in
 from .writing import write_text
 
 STEP_BYTES = 256 << 20
-"""So much of a mapped file is read before its pages are dropped, which takes tens of ms."""
+"""Bytes read between two releases of pages; one release takes tens of milliseconds."""
 
 
 LITTLE_BYTES = 16 << 20
-"""Mapped files that are smaller together stay resident: to find their pages takes longer."""
+"""Mapped files below this total stay resident: finding their pages takes longer."""
 
 
 def release(files: Iterable[Path]) -> None:
     """Drops the resident pages of this process's mappings of `files`; a no-op outside Linux.
 
-    The pages stay in the system's cache and come back when they are next touched. A private mapping
-    with pages that were changed in memory is left alone, since those would be lost. A file may have
-    been removed meanwhile.
+    The pages stay in the system's cache and are mapped again when touched. Private mappings with
+    modified pages are skipped, since the changes would be lost. Files may have been removed since.
     """
     import psutil
 
@@ -44,31 +43,30 @@ def release(files: Iterable[Path]) -> None:
         return
     libc = ctypes.CDLL(None)
     for mapping in psutil.Process().memory_maps(grouped=False):
-        if mapping.path in wanted and not mapping.anonymous:  # copies made when it is written to
+        if mapping.path in wanted and not mapping.anonymous:  # anonymous: pages were modified
             start, end = (int(edge, 16) for edge in mapping.addr.split("-"))
             size = ctypes.c_size_t(end - start)
             libc.madvise(ctypes.c_void_p(start), size, ctypes.c_int(mmap.MADV_DONTNEED))
 
 
 SMALL_BYTES = 128 << 20
-"""What a file may unpack to, however small it is."""
+"""Any file may unpack to this size."""
 
 TIMES = 64
-"""A larger file may unpack to so many times its size: layers that share weights, compression."""
+"""A larger file may unpack to this multiple of its size (shared weights, compression)."""
 
 
 def allowed_bytes(size: int) -> int:
-    """Returns how many bytes of numbers files of a size may declare."""
+    """Returns how many bytes of numbers a file of a given size may declare."""
     return max(SMALL_BYTES, TIMES * size)
 
 
 class Reading:
-    """A pass over mapped files that gives their pages back on the way.
+    """A pass over mapped files that releases their pages on the way.
 
-    Whoever reads says how much: after every `STEP_BYTES` all resident pages of `files` are dropped,
-    so that a pass over a file of any size holds little more than that. Raises CheckpointError, at
-    the beginning and after every part, where a file of those that are `watched` was cut short: to
-    touch what is no more of it would end the process.
+    Callers report what they have read; after every `STEP_BYTES` all resident pages of `files` are
+    dropped, which bounds the memory for files of any size. Raises CheckpointError if a `watched`
+    file was truncated meanwhile: touching pages beyond its end would kill the process.
     """
 
     def __init__(self, files: Iterable[Path] = (), watched: Watched | None = None) -> None:
@@ -78,7 +76,7 @@ class Reading:
         self.advance(0)
 
     def advance(self, size: int) -> None:
-        """Another `size` bytes were read."""
+        """Reports that another `size` bytes were read."""
         if self._watched is not None:
             self._watched.check_sizes()
         self._resident_bytes += size
@@ -86,7 +84,7 @@ class Reading:
             self.end()
 
     def end(self) -> None:
-        """Drops what is still resident."""
+        """Drops the remaining resident pages."""
         if self._large:
             release(self._files)
         self._resident_bytes = 0
@@ -95,21 +93,20 @@ class Reading:
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except OSError:  # removed meanwhile: its pages may still be mapped
+    except OSError:  # removed meanwhile; its pages may still be mapped
         return LITTLE_BYTES
 
 
 def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file as hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """Files as they were at one moment: what the system says of each, and their SHA-256.
+    """Files at one moment: their states and their SHA-256.
 
-    `states` are size, times of change and identity; as long as they stay, so do the contents.
+    `states` are size, times of change and identity; equal states mean equal contents.
     """
 
     files: tuple[Path, ...]
@@ -118,30 +115,30 @@ class Watched:
 
     @classmethod
     def now(cls, files: Sequence[Path]) -> Watched:
-        """Returns files as they are, without a hash."""
+        """Returns the current states of files, without a hash."""
         return cls(tuple(files), tuple(_state(file) for file in files))
 
     def hashed(self) -> Watched:
-        """Returns the same with the files' SHA-256."""
+        """Returns a copy with the SHA-256 of the files."""
         return replace(self, sha256=hash_files(self.files))
 
     def check_states(self) -> None:
-        """Raises CheckpointError for a file that was changed, replaced or removed since."""
+        """Raises CheckpointError if a file was changed, replaced or removed since."""
         for file, state in zip(self.files, self.states, strict=True):
             if _state(file) != state:
                 raise _changed(file)
 
     def check_sizes(self) -> None:
-        """Raises CheckpointError for a file that was cut short since."""
+        """Raises CheckpointError if a file was truncated since."""
         for file, state in zip(self.files, self.states, strict=True):
             now = _state(file)
             if now[:2] == state[:2] and now[2:3] < state[2:3]:
                 raise _changed(file)
 
     def check(self) -> None:
-        """Raises CheckpointError for a file with other contents than it had.
+        """Raises CheckpointError if the contents of a file have changed.
 
-        Only a file of which the system says something else is hashed again.
+        A file is hashed again only if its state has changed.
         """
         states = tuple(_state(file) for file in self.files)
         if states == self.states:
@@ -152,7 +149,7 @@ class Watched:
 
 
 def _state(file: Path) -> tuple[int, ...]:
-    """Identity, size and times of change; empty for a file that is not there."""
+    """Identity, size and times of change; empty for a missing file."""
     try:
         status = file.stat()
     except OSError:
@@ -168,7 +165,7 @@ def _changed(file: Path) -> CheckpointError:
 
 
 def hash_files(files: Sequence[Path]) -> str:
-    """Returns the SHA-256 of one file, or of the digests of several; empty for none."""
+    """Returns the SHA-256 of one file, or of the digests of several; empty without files."""
     digests = [sha256(path) for path in files]
     if len(digests) == 1:
         return digests[0]
@@ -176,11 +173,11 @@ def hash_files(files: Sequence[Path]) -> str:
 
 
 def known_sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file as hex digits, from memory where the file has not changed.
+    """Returns the SHA-256 of a file as hex digits, from a cache if the file has not changed.
 
-    It is known by device, inode, size and the times of its last changes, in this process and in a
-    file of the user's own cache folder. A file that was changed within the last seconds is not
-    remembered: another change might leave the same times.
+    The cache is keyed by device, inode, size and times of change, in this process and in a file in
+    the user's cache folder. Files changed within the last seconds are not cached: another change
+    might leave the same times.
     """
     status = path.stat()
     times = (status.st_mtime_ns, status.st_ctime_ns)
@@ -196,7 +193,7 @@ def known_sha256(path: Path) -> str:
 
 
 SETTLED_NS = 3_000_000_000
-"""File systems tell times in steps of up to two seconds."""
+"""File systems record times in steps of up to two seconds."""
 
 MOST_HASHES = 1000
 
@@ -204,7 +201,7 @@ _HASHES: dict[str, str] = {}
 
 
 def _remembered() -> dict[str, str]:
-    """The hashes of earlier processes; none from a file that others may have written."""
+    """The hashes of earlier processes; empty if others may have written the file."""
     folder = cache_folder()
     if folder is None or why_not_private(folder) is not None:
         return {}
@@ -216,14 +213,14 @@ def _remember(key: str, digest: str) -> None:
     folder = cache_folder()
     if folder is None:
         return
-    with suppress(OSError, OutputError):  # a cache is no promise
+    with suppress(OSError, OutputError):  # the cache is optional
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         entries = [*_remembered().items(), (key, digest)][-MOST_HASHES:]
         write_text(json.dumps(dict(entries), indent=0) + "\n", folder / "hashes.json")
 
 
 def cache_folder() -> Path | None:
-    """Returns the folder for what this user's runs of moexport remember; None without a home."""
+    """Returns moexport's cache folder of this user; None without a home folder."""
     try:
         if sys.platform == "win32":
             base = os.environ.get("LOCALAPPDATA")
@@ -235,9 +232,9 @@ def cache_folder() -> Path | None:
 
 
 def why_not_private(folder: Path) -> str | None:
-    """Returns who but this user could put files into a folder, in words; None for nobody.
+    """Returns the reason why others could put files into a folder; None if they cannot.
 
-    Nobody can where there is no folder, and on Windows a user's own folder is theirs alone.
+    A missing folder is private, and so is the user's own folder on Windows.
     """
     if sys.platform == "win32" or not folder.exists():
         return None
@@ -247,7 +244,7 @@ def why_not_private(folder: Path) -> str | None:
         others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if status.st_uid not in (os.geteuid(), 0):
             return f"{path} belongs to user {status.st_uid}"
-        # In a folder above, the sticky bit keeps others from renaming what is not theirs.
+        # The sticky bit of a parent folder keeps others from renaming files of this user.
         if others and (path == place or not status.st_mode & stat.S_ISVTX):
             return f"others may write to {path} (mode {stat.S_IMODE(status.st_mode):o})"
     return None

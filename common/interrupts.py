@@ -1,4 +1,4 @@
-"""The signals that end the program: as an exception, or by force where a library computes."""
+"""Turns signals into exceptions, or ends the process by force while a library computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from threading import Thread
 from typing import NoReturn
 
 GRACE_S = 2.0
-"""How long the first signal may wait until Python can raise its exception."""
+"""How long Python may take to raise its exception after the first signal."""
 
 INTERRUPTED = 130
 """The exit code of a command that a signal has ended."""
@@ -23,16 +23,16 @@ INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
 
 ANOTHER_S = 0.2
-"""Signals that follow each other faster are one: `systemctl stop` sends two."""
+"""Signals closer together than this count as one: `systemctl stop` sends two."""
 
 
 @contextmanager
 def interrupts(end: Callable[[], None]) -> Iterator[list[str]]:
     """Within the block SIGINT, SIGTERM and SIGHUP raise `KeyboardInterrupt`; yields their names.
 
-    Python raises it between two of its own instructions. Where a library computes for long (a
-    graph, a compilation) there are none, so a thread waits `GRACE_S`, or for a second signal, and
-    calls `end`, which must end the process. What is ignored (by `nohup`, for one) stays so.
+    Python raises only between two of its own instructions, which a library's long computation (a
+    graph, a compilation) does not reach. So a thread waits for `GRACE_S` or a second signal, and
+    then calls `end`, which must end the process. Ignored signals (`nohup`) stay ignored.
     """
     received: list[str] = []
     raised_at = [0.0]
@@ -51,10 +51,10 @@ def interrupts(end: Callable[[], None]) -> Iterator[list[str]]:
 
 
 def in_own_process() -> None:
-    """Goes on in a child process, which this one ends where a signal does not.
+    """Continues in a child process, which the parent can kill.
 
-    ONNX Runtime GenAI holds Python's lock while it reads a graph and computes a prompt: no thread
-    of its process sees a signal then, and only another process can end it.
+    ONNX Runtime GenAI holds Python's lock while it reads a graph or processes a prompt: no thread
+    of its process handles signals then, so another process must end it.
     """
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
@@ -64,8 +64,8 @@ def in_own_process() -> None:
 
 
 def supervise() -> None:
-    """Returns in a child process alone; its parent waits for it, and ends as it ends."""
-    if sys.platform == "win32":  # which cannot copy a process
+    """Returns only in a child process; the parent waits for it and exits with its status."""
+    if sys.platform == "win32":  # cannot fork
         return
     parent = os.getpid()
     with warnings.catch_warnings():
@@ -80,7 +80,7 @@ def supervise() -> None:
     def hand_on(signum: int, _frame: object) -> None:
         sent.append(time.monotonic())
         if signum == signal.SIGINT and any(map(os.isatty, range(3))):
-            return  # a terminal sends it to both
+            return  # the terminal sends it to both processes
         with suppress(ProcessLookupError):
             os.kill(child, signum)
 
@@ -101,26 +101,26 @@ def supervise() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Lets the kernel end this process when its parent is killed."""
+    """Asks the kernel to end this process when its parent is killed."""
     if sys.platform != "linux":
         return
-    import ctypes  # only here: --help takes no longer than it must
+    import ctypes  # imported late to keep --help fast
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed before
+    if os.getppid() != parent:  # the parent was killed before prctl
         os._exit(INTERRUPTED)
 
 
 @contextmanager
 def _watched(taken: list[int], raised_at: list[float], end: Callable[[], None]) -> Iterator[None]:
-    """Within the block a thread calls `end` for a signal that Python does not get to."""
-    if sys.platform == "win32":  # which tells of signals through sockets alone
+    """Within the block a thread calls `end` for signals that Python does not handle in time."""
+    if sys.platform == "win32":  # reports signals through sockets only
         yield
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    with suppress(RuntimeError):  # no thread can be started: signals wait for Python, then
+    with suppress(RuntimeError):  # without a thread, signals wait for Python
         Thread(target=_watch, args=(reader, taken, raised_at, end), daemon=True).start()
     try:
         yield
@@ -132,7 +132,7 @@ def _watched(taken: list[int], raised_at: list[float], end: Callable[[], None]) 
 def _watch(reader: int, taken: list[int], raised_at: list[float], end: Callable[[], None]) -> None:
     waiting = time.monotonic()
     while content := os.read(reader, 1):
-        # Python may raise the exception before this thread gets to read of the signal.
+        # Python may raise the exception before this thread reads the signal.
         since = min(waiting, time.monotonic() - ANOTHER_S)
         if content[0] in taken and _stuck(reader, raised_at, since):
             end()
@@ -141,7 +141,7 @@ def _watch(reader: int, taken: list[int], raised_at: list[float], end: Callable[
 
 
 def _stuck(reader: int, raised_at: list[float], since: float) -> bool:
-    """Whether Python has raised nothing `since`, and does not in time or until another signal."""
+    """Whether Python raised nothing after `since`, in time or before another signal."""
     sent = time.monotonic()
     while raised_at[0] < since:
         waited = time.monotonic() - sent

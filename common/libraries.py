@@ -1,44 +1,47 @@
-"""Other people's libraries: what they do by themselves, and moexport turns off; PyTorch or none.
+"""Turns off unwanted behaviour of libraries, and handles differences between their versions.
 
-They report to their makers, they listen to every host, and they keep compiled code where others may
+Some libraries send telemetry, listen on every interface, or keep compiled code where others may
 write. `docs/security.md` lists the settings by library.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from ..errors import MissingExtraError, install
 
 NO_REPORTS = {
-    "ORT_DISABLE_TELEMETRY": "1",  # ONNX Runtime: every session, with its graph's name
+    "ORT_DISABLE_TELEMETRY": "1",  # ONNX Runtime reports each session with its graph's name
     "HF_HUB_DISABLE_TELEMETRY": "1",  # huggingface_hub and transformers
-    "RAY_USAGE_STATS_ENABLED": "0",  # Ray, which also asks a cloud's metadata host where it runs
+    "RAY_USAGE_STATS_ENABLED": "0",  # Ray, which also queries the cloud's metadata host
 }
-"""Variables of the environment that stop reports; each counts before its library is loaded."""
+"""Environment variables that stop telemetry; each must be set before its library is loaded."""
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-"""Where PyTorch keeps what `torch.compile` made: libraries that it loads again."""
+"""The folder in which PyTorch keeps the libraries that `torch.compile` builds."""
 
 
 def turn_off_reports() -> None:
-    """Sets `NO_REPORTS` for this process and those that it starts; what a user has set stays."""
+    """Sets `NO_REPORTS` for this process and its children; values set by the user stay."""
     for name, value in NO_REPORTS.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def without_telemetry(package: str) -> Iterator[None]:
-    """Within the block a library that is imported does not find its package for telemetry.
+    """Within the block, an imported library does not find its telemetry package.
 
-    OpenVINO has no setting: it posts to its makers when it is imported and when it reads a model,
-    and takes a stub of its own where the package is missing.
+    OpenVINO has no setting: it reports on import and whenever it reads a model, unless the package
+    is missing.
     """
-    if package in sys.modules:  # the program that calls has loaded it, and decides
+    if package in sys.modules:  # the calling program has loaded it, so that is its decision
         yield
         return
     sys.modules[package] = None  # type: ignore[assignment]  # Python's own mark for "not there"
@@ -49,14 +52,14 @@ def without_telemetry(package: str) -> Iterator[None]:
 
 
 def keep_compiled_code_private() -> None:
-    """Makes PyTorch keep what it compiles in this user's own folder, unless the user names one.
+    """Makes PyTorch keep compiled code in this user's own folder, unless the user names one.
 
-    Its default is a name in the system's temporary folder that anybody can make first, and what
-    lies there is loaded. Where the own folder is open to others, code is kept until the end of the
-    process alone.
+    By default it is a predictable name in the system's temporary folder: anybody can create it
+    first, and PyTorch loads its files. If the user's folder is open to others, compiled code lasts
+    only until the process ends.
     """
     named = os.environ.get(COMPILED)
-    # PyTorch writes its default there, too, as soon as it has looked for it.
+    # PyTorch also writes its default there, as soon as it has looked it up.
     if named is not None and not Path(named).name.startswith("torchinductor_"):
         return
     from .writing import scratch_until_exit
@@ -65,7 +68,7 @@ def keep_compiled_code_private() -> None:
 
 
 def _private_folder(name: str) -> Path | None:
-    """A folder in the user's cache that nobody else may write to; None where there is none."""
+    """A folder in the user's cache that nobody else may write to, or None."""
     from .files import cache_folder, why_not_private
 
     cache = cache_folder()
@@ -74,7 +77,7 @@ def _private_folder(name: str) -> Path | None:
     folder = cache / name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:  # a home that is read-only
+    except OSError:  # a read-only home
         return None
     return folder if why_not_private(folder) is None else None
 
@@ -85,10 +88,10 @@ PACKAGES = {
     "onnxscript": "onnxscript",
     "safetensors": "safetensors",
     "yaml": "PyYAML",
-    "matplotlib": "Matplotlib",
+    "vl_convert": "vl-convert",
     "PIL": "Pillow",
 }
-"""What requirements-run.txt leaves out of moexport's dependencies: modules and their names."""
+"""Dependencies that requirements-run.txt leaves out: modules and their package names."""
 
 INSTALL = (
     f"on the machine that exports, {install('cpu')}, or '.[gpu]'; run, verify, inspect, report and "
@@ -97,9 +100,101 @@ INSTALL = (
 
 
 def check_pytorch(what: str) -> None:
-    """Raises `MissingExtraError` for `what` in an environment that is for running bundles alone."""
+    """Raises `MissingExtraError`, naming `what`, in an environment that can only run bundles."""
     import importlib.util
 
     for module, name in PACKAGES.items():
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(f"{what} needs {name}, which is not installed", hint=INSTALL)
+
+
+RUN: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = MappingProxyType(
+    {
+        "torch": ((2, 9), (2, 15)),
+        "transformers": ((5, 20), (5, 24)),
+        "onnx": ((1, 20), (1, 23)),
+        "onnxruntime": ((1, 24), (1, 32)),
+        "openvino": ((2026, 0), (2026, 4)),
+        "onnxscript": ((0, 7), (0, 7)),
+        "numpy": ((2, 0), (2, 5)),
+    }
+)
+"""The oldest and the newest version of each package that `make compat` was run with."""
+
+
+def outside_of_what_was_run() -> list[str]:
+    """Returns a line for each installed package outside the tested versions."""
+    lines = []
+    for name, (oldest, newest) in RUN.items():
+        version = release(name)
+        if version is not None and not oldest <= version <= newest:
+            word, end = ("newer", newest) if version > newest else ("older", oldest)
+            lines.append(f"{name} {_text(version)} is {word} than what was run: {_text(end)}")
+    return lines
+
+
+def release(distribution: str) -> tuple[int, int] | None:
+    """Returns the first two numbers of an installed version; None if it is not installed."""
+    from importlib import metadata
+
+    try:
+        match = re.match(r"(\d+)\.(\d+)", metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return None
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def older(distribution: str, first: tuple[int, int]) -> bool:
+    """Whether an installed package is older than the first version with a feature."""
+    version = release(distribution)
+    return version is not None and version < first
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+TRACES = (2, 13)
+"""The first PyTorch that traces everything that moexport exports."""
+
+
+def least_size(traced: int) -> int | None:
+    """Returns the smallest size with which an axis traced at `traced` may be declared.
+
+    PyTorch 2.9 rejects a matrix product that was traced with more than one row if one row is
+    allowed, although the graph is right for one row as well. Can go with `TRACES`.
+    """
+    return 2 if traced > 1 and older("torch", TRACES) else None
+
+
+def older_tracer() -> str | None:
+    """Returns a hint if an older PyTorch fails to trace; None with one from `TRACES` on.
+
+    PyTorch 2.9 cannot trace a network that takes its inputs as `*past`: mumoe-gpt2 with a cache.
+    """
+    if not older("torch", TRACES):
+        return None
+    from importlib import metadata
+
+    return (
+        f"PyTorch {metadata.version('torch')} traces less than {_text(TRACES)} does: pip install "
+        f"'torch>={_text(TRACES)}', or export without a cache (--set use_cache=false)"
+    )
+
+
+ROUTED_WEIGHTS = (1, 31)
+"""The first ONNX Runtime whose `QMoE` takes the weights of the experts and `accuracy_level`."""
+
+
+def graph_of(exported: Any) -> Any:
+    """Returns the graph from the exporter of transformers.
+
+    Version 5.20 returns PyTorch's own program, whose graph is its `model`; 5.23 wraps it. Can go
+    with 5.23 as the oldest.
+    """
+    return exported.program if hasattr(exported, "program") else exported.model
+
+
+CACHES = ("past_key_values", "cache")
+"""Names of the cache that models of transformers return: `cache` from 5.24 on. The first can go
+with that as the oldest."""

@@ -1,12 +1,12 @@
-"""Files and folders that a URL names: copied whole before they are read, and removed at exit.
+"""Files and folders at URLs: copied whole before they are read, and removed at exit.
 
-fsspec reads them, through the library of the scheme: `s3://`, `gs://`, `hf://`, `https://` and all
-others that it knows. The copies lie in a folder that nobody else may read, and are hashed and
-checked there as local files are.
+fsspec reads them through the library of the scheme: `s3://`, `gs://`, `hf://`, `https://` and
+others. The copies lie in a private folder, and are hashed and checked as local files are.
 """
 
 from __future__ import annotations
 
+import glob
 import posixpath
 import re
 import shutil
@@ -14,47 +14,57 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ..errors import LocationError, MissingExtraError, MoexportError, install
+from ..errors import (
+    CalibrationError,
+    CheckpointError,
+    FeedError,
+    LocationError,
+    MissingExtraError,
+    MoexportError,
+    UsageError,
+    install,
+)
 from .writing import FULL, scratch_until_exit
 
 AnyPlace = str | Path
-"""A path or a URL; of a path that was made of a URL the second slash is missing."""
+"""A path or a URL; a URL that was turned into a `Path` has lost its second slash."""
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])")
 
 FILE = re.compile(r"file:(?://(?P<host>[^/]*))?(?P<path>.*)", re.IGNORECASE | re.DOTALL)
-"""A path, written as a URL."""
+"""A path as a file: URL."""
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf", "http": "http"}
 EXTRAS |= {"https": "http"}
-"""The extra that brings the library of a scheme."""
+"""The extra that installs the library of each scheme."""
 
 HUB_PAGE = re.compile(r"https?://huggingface\.co/(?!.*/resolve/)([^/?#]+/[^/?#]+)")
-"""A web page that shows a repository of Hugging Face; the URLs of its files have `resolve`."""
+"""The web page of a repository on Hugging Face; URLs of its files contain `resolve`."""
 
 ONE_FILE = ("http", "https")
-"""Schemes that list no folders."""
+"""Schemes that cannot list folders."""
 
 CONNECT_S, STALLED_S = 30.0, 60.0
-"""So long a server of HTTP may take to answer, and to send nothing."""
+"""Time limits of an HTTP server: to answer, and without sending anything."""
 
 SLOWEST = 16 << 10
-"""Bytes that a server of HTTP sends in a second at least, after `STALLED_S`: one that sends a byte
-now and then would hold a run for ever."""
+"""Bytes per second that an HTTP server must send on average after `STALLED_S`: one that sends a
+byte now and then would block a run for ever."""
 
 ATTEMPTS = 3
-"""To copy a file which breaks off."""
+"""Attempts to copy a file when the connection breaks."""
 
 UNTOLD_BYTES = 16 << 30
-"""What a file may have whose server does not say how many bytes will come."""
+"""The largest file whose size the server does not announce."""
 
 ROOM_BYTES = 256 << 20
-"""This stays free on the disk of the copies."""
+"""Space that the copies leave free on their disk."""
 
 ROOM = "free some space, or name another folder for copies: TMPDIR=/folder"
 
@@ -62,16 +72,16 @@ VERSION = (
     *("size", "ETag", "etag", "Content-MD5", "Digest", "Last-Modified", "LastModified"),
     *("mtime", "created", "modified", "updated", "blob_id"),
 )
-"""What file systems call that which changes with a file's content."""
+"""The keys with which file systems report the version of a file's content."""
 
 _COPIES: dict[str, Path] = {}
 _LOCK = threading.RLock()
 _FOLDERS: list[Path] = []
-"""The folder of all copies, once there is one."""
+"""The folder of all copies, once it exists."""
 
 
 def url_of(where: object) -> str | None:
-    """Returns the URL that a place is, None for a path, which may be written `file:///…`."""
+    """Returns a place as a URL; None if it is a path, which may be written `file:///…`."""
     text = str(where) if isinstance(where, str | Path) else ""
     match = URL.match(text)
     if match is None or FILE.match(text) or Path(text).exists():
@@ -79,26 +89,71 @@ def url_of(where: object) -> str | None:
     return f"{match[1]}://{text[match.end() :]}".rstrip("/")
 
 
-def path_of(where: AnyPlace) -> Path:
-    """Returns the path that a place is which is no URL: `/a b.pt` for `file:///a%20b.pt`.
+def is_missing(where: AnyPlace) -> bool:
+    """Whether a path does not exist; URLs are not looked up."""
+    return url_of(where) is None and not path_of(where).exists()
 
-    Raises `LocationError` for a file of another machine.
+
+def is_missing_checkpoint(where: AnyPlace) -> bool:
+    """Whether neither a path nor any file with it as prefix exists.
+
+    Some formats name a checkpoint by the prefix of its files: `PREFIX.index`, `PREFIX.data-…`.
     """
+    path = path_of(where)
+    return is_missing(where) and not any(path.parent.glob(f"{glob.escape(path.name)}.*"))
+
+
+def no_such_checkpoint(source: Path) -> CheckpointError:
+    """Returns the error for a missing checkpoint.
+
+    A name that looks like an id on Hugging Face gets a hint: only URLs are downloaded.
+    """
+    text, hint = source.as_posix(), "check the path"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not source.suffix and not source.parent.exists():
+        hint = (
+            f"if this is a model on Hugging Face, give hf://{text}, or download it first: "
+            f"`hf download {text} --local-dir {source.name}`"
+        )
+    return CheckpointError(f"{source}: no such file", hint=hint)
+
+
+def no_such_table(path: Path) -> CalibrationError:
+    """Returns the error for a missing calibration table."""
+    hint = "`moexport calibrate MODEL --data FEED -o table.json` writes one"
+    return CalibrationError(f"{path}: no such calibration table", hint=hint)
+
+
+def no_such_feed(where: str) -> FeedError:
+    """Returns the error for missing inputs."""
+    return FeedError(
+        f"{where}: no such feed",
+        hint="a feed is an .npz file, a folder of .npy files, shards (.tar, .parquet) or "
+        "package.module:iterable",
+    )
+
+
+def path_of(where: AnyPlace) -> Path:
+    """Returns the path of a place that is no URL: `/a b.pt` for `file:///a%20b.pt`.
+
+    Raises `LocationError` for a file: URL that names another machine, `UsageError` for no path.
+    """
+    if not isinstance(where, str | PathLike):
+        raise UsageError(f"{where!r:.60}: not a path", hint="give a text or a pathlib.Path")
     match = FILE.fullmatch(str(where))
     if match is None or Path(where).exists():
         return Path(where)
     if match["host"] not in (None, "", "localhost") or not match["path"]:
         raise LocationError(
-            f"{where}: no path of this machine follows file:",
+            f"{where}: file: is not followed by a path on this machine",
             hint="file:///folder/name (three slashes), or the path alone",
         )
     return Path(unquote(match["path"]))
 
 
 def local(where: AnyPlace) -> Path:
-    """Returns the path of a file or folder; of a URL that of its copy, made once in a process.
+    """Returns the path of a file or folder; for a URL, its copy, made once per process.
 
-    Raises `LocationError` for what cannot be read, `MissingExtraError` without the library.
+    Raises `LocationError` if it cannot be read, `MissingExtraError` without the scheme's library.
     """
 
     def copy(system: Any, path: str, url: str, place: Path) -> None:
@@ -112,10 +167,10 @@ def local(where: AnyPlace) -> Path:
 
 
 def local_files(where: AnyPlace, names: Callable[[Path], Iterable[str]], *first: str) -> Path:
-    """Returns a folder; of a URL a copy that holds the files `first` and those `names` then tells.
+    """Returns a folder; for a URL, a copy with the files `first` and those that `names` then lists.
 
-    So a folder is copied from where none can be listed. What does not exist is left out of the copy
-    without a word: who reads the folder says what is missing.
+    This copies folders from servers that cannot list them. Missing files are skipped: the reader of
+    the folder reports them.
     """
 
     def copy(system: Any, path: str, url: str, place: Path) -> None:
@@ -127,7 +182,7 @@ def local_files(where: AnyPlace, names: Callable[[Path], Iterable[str]], *first:
 
 
 def _copied_once(where: AnyPlace, copy: Callable[[Any, str, str, Path], None]) -> Path:
-    """Returns a path; of a URL the place to which `copy` brings it at its first use."""
+    """Returns a path; for a URL, the place that `copy` fills on its first use."""
     url = url_of(where)
     if url is None:
         return path_of(where)
@@ -140,8 +195,8 @@ def _copied_once(where: AnyPlace, copy: Callable[[Any, str, str, Path], None]) -
         return _COPIES[url]
 
 
-def beside(where: AnyPlace, names: Iterable[str]) -> None:
-    """Copies those of the files beside a URL's that exist to its copy; of a path nothing."""
+def copy_siblings(where: AnyPlace, names: Iterable[str]) -> None:
+    """Copies the neighbours of a URL's file that exist next to its copy; nothing for a path."""
     url = url_of(where)
     if url is None:
         return
@@ -151,7 +206,7 @@ def beside(where: AnyPlace, names: Iterable[str]) -> None:
 
 
 def holds(where: AnyPlace, name: str) -> bool:
-    """Whether a folder, or a URL as one, holds a file of that name."""
+    """Whether a folder, or a URL as a folder, holds a file of that name."""
     url = url_of(where)
     if url is None:
         return (path_of(where) / name).is_file()
@@ -160,9 +215,9 @@ def holds(where: AnyPlace, name: str) -> bool:
 
 
 def state_of(where: object) -> str:
-    """Returns what tells whether a file, folder or URL has changed; empty for what is none.
+    """Returns a string that changes when a file, folder or URL changes; empty for other inputs.
 
-    Of files it is the size and the time of the last change; of a URL what its server tells.
+    For files it is the size and modification time, for URLs the server's version of the content.
     """
     url = url_of(where)
     if url is not None:
@@ -175,7 +230,7 @@ def state_of(where: object) -> str:
             places = [f"{path}/{name}" for name in names] or [path]
             system.invalidate_cache()
             infos = [system.info(url, **_in_time(system)) for url in places]
-            # What fsspec calls a key of a file is for HTTP its URL, whatever it holds.
+            # For HTTP, fsspec's "key" of a file is only its URL, whatever the content.
             return " ".join(entry for info in infos for entry in (info["name"], *_version(info)))
     if not isinstance(where, str | Path) or not (place := path_of(where)).exists():
         return ""
@@ -188,25 +243,25 @@ def state_of(where: object) -> str:
 
 @contextmanager
 def named_by_url() -> Iterator[None]:
-    """Within the block, errors name URLs and not their copies."""
+    """Within the block, errors name URLs instead of their copies."""
     try:
         yield
     except MoexportError as error:
-        error.message = in_words(error.message)
-        error.hint = None if error.hint is None else in_words(error.hint)
+        error.message = with_urls(error.message)
+        error.hint = None if error.hint is None else with_urls(error.hint)
         error.args = (error.message,)
         raise
 
 
-def in_words(text: str) -> str:
-    """Returns a text in which copies are called by their URLs."""
+def with_urls(text: str) -> str:
+    """Returns a text with the URLs in place of their copies' paths."""
     for url, copy in _COPIES.items():
         text = text.replace(str(copy), url)
     return text
 
 
 def _place(url: str) -> Path:
-    """Where the copy of a URL goes, in a folder of its own: under its own name."""
+    """The place for the copy of a URL: its own name in a new folder."""
     if not _FOLDERS:
         _FOLDERS.append(scratch_until_exit("downloads"))
     folder = Path(mkdtemp(dir=_FOLDERS[0]))
@@ -215,7 +270,7 @@ def _place(url: str) -> Path:
 
 
 def _inside(folder: Path, name: str, url: str) -> Path:
-    """A file of a folder; `LocationError` for a name that leads elsewhere."""
+    """A file in a folder; raises `LocationError` for a name that leads outside."""
     parts = name.split("/")
     if not name or {"", ".", ".."} & {*parts} or re.search(r"[\\:\x00]", name):
         raise LocationError(f"{url}: holds a file that cannot be copied by its name {name!r}")
@@ -240,7 +295,7 @@ def _copy_existing(system: Any, path: str, names: Iterable[str], folder: Path, u
 
 
 def _copy(system: Any, path: str, target: Path) -> None:
-    """Copies a file, again where it broke off or was changed meanwhile; leaves no part of one."""
+    """Copies a file; retries if it breaks off or changes meanwhile, and leaves no partial copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in reversed(range(ATTEMPTS)):
         try:
@@ -258,7 +313,7 @@ def _copy(system: Any, path: str, target: Path) -> None:
 
 
 def _copy_once(system: Any, path: str, target: Path) -> None:
-    """Copies a file of the size that its server announced, which fits on the disk."""
+    """Copies a file, checking the announced size and the space on the disk."""
     from fsspec.callbacks import Callback
 
     url = system.unstrip_protocol(path)
@@ -278,11 +333,13 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
         if "http" in system.protocol and value < SLOWEST * (took - STALLED_S):
             raise LocationError(
                 f"{url}: {value} bytes came in {took:.0f} s, fewer than {SLOWEST} a second",
-                hint="download it with a program that goes on, and give its path",
+                hint="download it with a program that can resume, and give its path",
             )
         if value > most:
-            limit = "its server announced" if length is not None else "are taken of an unknown size"
-            raise LocationError(f"{url}: more bytes come than the {most} that {limit}", hint=ROOM)
+            limit = (
+                "its server announced" if length is not None else "are allowed for an unknown size"
+            )
+            raise LocationError(f"{url}: sends more than the {most} bytes that {limit}", hint=ROOM)
 
     limit = _in_time(system, 2 * STALLED_S + most / SLOWEST)
     system.get_file(path, str(target), callback=Callback(hooks={"limit": arrived}), **limit)
@@ -295,14 +352,14 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
 
 
 def _version(info: Mapping[str, Any]) -> list[str]:
-    """What a server tells of a file's content: its size, hash and time."""
+    """The server's size, hash and time of a file."""
     return [f"{key} {info[key]}" for key in VERSION if info.get(key) is not None]
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    """What fsspec is told beside a URL: of HTTP time-outs, and that nothing is to be unpacked.
+    """Options for fsspec: time limits for HTTP, and no decompression.
 
-    A small reply that is compressed could unpack to any size.
+    A small compressed reply could unpack to any size.
     """
     if scheme not in ONE_FILE:
         return {}
@@ -319,7 +376,7 @@ def _options(scheme: str) -> dict[str, Any]:
 
 
 def _in_time(system: Any, seconds: float | None = None) -> dict[str, Any]:
-    """What a call of HTTP is told: how long it may take in all; headers may drip, too."""
+    """The total time limit for an HTTP call; headers, too, may arrive slowly."""
     if "http" not in system.protocol:
         return {}
     return {"timeout": 2 * STALLED_S if seconds is None else seconds}
@@ -327,7 +384,7 @@ def _in_time(system: Any, seconds: float | None = None) -> dict[str, Any]:
 
 @contextmanager
 def _reading(url: str) -> Iterator[tuple[Any, str]]:
-    """The file system of a URL and the path in it; what goes wrong names the URL."""
+    """The file system of a URL and the path in it; errors name the URL."""
     scheme = urlsplit(url).scheme
     if (page := HUB_PAGE.match(url)) is not None:
         raise LocationError(
@@ -344,23 +401,23 @@ def _reading(url: str) -> Iterator[tuple[Any, str]]:
         extra = EXTRAS.get(scheme)
         raise MissingExtraError(
             f"{url}: {scheme}:// needs a library that is not installed ({error})",
-            hint=install(extra) if extra else f"fsspec says: {error}",
+            hint=install(extra) if extra else f"the message of fsspec: {error}",
         ) from error
     except PermissionError as error:
         raise LocationError(f"{url}: may not be read ({error})", hint=CREDENTIALS) from error
-    except Exception as error:  # every library has errors of its own
-        # To fsspec's HTTP all that fails is a file that does not exist; the cause says more.
+    except Exception as error:  # each library has its own exceptions
+        # fsspec's HTTP reports every failure as a missing file; the cause is more precise.
         cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
         status = getattr(cause, "status", None)
         if cause is None or status in (404, 410):
             raise LocationError(f"{url}: there is no such file", hint="check the URL") from error
         reason = str(cause).partition("\n")[0] or type(cause).__name__
         if isinstance(cause, TimeoutError):
-            reason = f"nothing came for {STALLED_S:.0f} s, or too little in all"
+            reason = f"no data arrived for {STALLED_S:.0f} s, or the transfer was too slow"
         denied = status in (401, 403) or "redential" in str(cause)
         raise LocationError(
             f"{url}: cannot be read ({reason})", hint=CREDENTIALS if denied else None
         ) from error
 
 
-CREDENTIALS = "log in as the library of this scheme asks: docs/scale-out.md#urls names them"
+CREDENTIALS = "log in with the scheme's own library; docs/scale-out.md#urls lists the libraries"

@@ -1,9 +1,12 @@
-"""ONNX Runtime, of which a user installs one of two packages: for CPUs alone, or with CUDA.
+"""Imports ONNX Runtime from either of its packages: for CPUs only, or with CUDA.
 
-The name `ort` is the imported package; `MissingExtraError` where neither package is there.
+`ort` is the imported package; importing this module without one raises `MissingExtraError`.
 """
 
 from __future__ import annotations
+
+import re
+from functools import cache
 
 from ..errors import MissingExtraError, install
 
@@ -14,8 +17,25 @@ except ModuleNotFoundError:
 
 INSTALL = f"{install('cpu')}, or '.[gpu]' for NVIDIA GPUs; one of them, not both"
 
-# Both packages install the same folder: removing one of two leaves an empty one behind.
+# Both packages install the same folder: uninstalling one of two leaves an empty folder.
 if not hasattr(ort, "InferenceSession"):
     raise MissingExtraError("ONNX Runtime is not installed, or only a part of it", hint=INSTALL)
 
-__all__ = ["INSTALL", "ort"]
+__all__ = ["INSTALL", "ort", "runtime_errors", "words"]
+
+
+@cache
+def runtime_errors() -> tuple[type[Exception], ...]:
+    """Returns the exceptions that ONNX Runtime raises."""
+    state = ort.capi.onnxruntime_pybind11_state
+    return (
+        *(state.Fail, state.InvalidGraph, state.InvalidProtobuf, state.InvalidArgument),
+        *(state.NoSuchFile, state.NotImplemented, state.RuntimeException, state.EPFail),
+        UnicodeDecodeError,  # for names in a damaged graph, even within messages
+    )
+
+
+def words(error: Exception) -> str:
+    """Returns the message of an ONNX Runtime error without its source locations."""
+    last = (str(error).splitlines() or [""])[0].rsplit("[ONNXRuntimeError] : ", 1)[-1]
+    return re.sub(r"^\d+ : \w+ : |/onnxruntime_src/\S+ (.*\) )?", "", last)

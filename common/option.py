@@ -1,45 +1,36 @@
-"""Options, declared once: keywords of a Python call, options of a shell, and what a job reads.
+"""Declares options once: for Python keywords, the command line and the job itself.
 
-The fields of a frozen dataclass (a request) are declared with `option`, each with its meaning.
-`takes` makes them the keywords of a Python call, with their types and defaults; `commands` makes
-them options of the command line; and the job is handed the record itself. Plugins add theirs to a
-request by a `Panel`.
+Fields of a frozen dataclass (a request) are declared with `option`, which includes the help text.
+`takes` makes them keywords of a Python call, with types and defaults; `commands` makes them options
+of the command line; the job receives the record. Plugins extend a request by a `Panel`.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from functools import wraps
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType, NoneType, UnionType
+from functools import partial, wraps
 from typing import (
     TYPE_CHECKING,
     Any,
     ClassVar,
-    Concatenate,
     Generic,
-    Literal,
     ParamSpec,
     Self,
     TypeVar,
-    Union,
-    get_args,
     get_origin,
-    get_type_hints,
     overload,
 )
 
-from ..errors import PluginError, UsageError
-from .registry import PLUGINS, Registry, left_out
+from ..errors import MoexportError, PluginError, UsageError
+from .registry import PLUGINS, Registry, left_out, names_in, record_of_plugin
 from .text import near_miss
 
 if TYPE_CHECKING:
+    from .call_types import OfOne, OfThree, OfTwo
     from .console import Progress
+    from .messages.in_python import Keyword, Keywords
 
 T = TypeVar("T")
 
@@ -48,23 +39,29 @@ DECLARED = "option"
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What is said of an option beside its type and default.
+    """The description of an option, next to its type and default.
 
-    `words` are its meaning, or return it where it comes from a list that is loaded late. `unset` is
-    what None or nothing stands for. A section of the help begins at a `heading`. `shell`
-    is what the parser has to know (`kind`, `flag`, `metavar`, `min`, `parser`), None for an option
-    of Python alone. `further` in it returns choices beside those of the annotation.
+    `words` are the help text, or a function that returns it if it lists records that load late.
+    `unset` describes the behaviour for None or an empty value. `flag` is the spelling in a shell,
+    None for an option of Python alone. `is_path`: the value names a file or folder.
     """
 
     words: str | Callable[[], str]
     unset: str | None
-    heading: str | None
-    shell: Mapping[str, Any] | None
+    flag: str | None
+    is_path: bool
 
     @property
     def help(self) -> str:
-        """What the option means."""
+        """The help text."""
         return self.words if isinstance(self.words, str) else self.words()
+
+    @property
+    def help_with_default(self) -> str:
+        """The help text, and the behaviour without the option unless the default shows it."""
+        if self.unset in (None, "none"):
+            return self.help
+        return f"{self.help.removesuffix('.')} [default: {self.unset}]."
 
 
 def option(
@@ -72,16 +69,17 @@ def option(
     help: str | Callable[[], str],
     *,
     unset: str | None = None,
-    heading: str | None = None,
+    flag: str | None = None,
     in_shell: bool = True,
+    is_path: bool = False,
     compare: bool = True,
-    **shell: Any,
 ) -> T:
-    """Returns the declaration of a field of a request: its default and what it means.
+    """Declares a field of a request: its default and its help text.
 
-    The parser makes a `kind` of what is typed: `kind_of` tells it where it is not given.
+    In a shell it is `--its-name`, or `flag`. A command has a parameter of the same name
+    (`commands.options.option_for`).
     """
-    declared = Declared(help, unset, heading, shell if in_shell else None)
+    declared = Declared(help, unset, (flag or "") if in_shell else None, is_path)
     made: Any = field(default=default, compare=compare, metadata={DECLARED: declared})
     declaration: T = made
     return declaration
@@ -89,10 +87,10 @@ def option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What every call takes.
+    """The options that every call accepts.
 
-    `offered` are the names by which plugins add options to the call (`Panel`); `further`
-    has a record of each plugin's, where some were given.
+    `offered` are the calls whose plugin options apply (`Panel.calls`); `further` holds the records
+    of plugins whose options were given.
     """
 
     offered: ClassVar[frozenset[str]] = frozenset()
@@ -103,23 +101,23 @@ class Request:
     further: tuple[Any, ...] = ()
 
     def asked(self, options: type[T]) -> T:
-        """Returns what was given of a plugin's options, else its defaults."""
+        """Returns the given options of a plugin, or its defaults."""
         record = record_in(self.further, options)
         return options() if record is None else record
 
     def asking(self, record: Any) -> Self:
-        """Returns the request with a plugin's options in place of those that it has."""
+        """Returns a copy of the request with a plugin's record replaced."""
         others = (each for each in self.further if type(each) is not type(record))
         return replace(self, further=(*others, record))
 
 
 def record_in(further: Iterable[Any], kind: type[T]) -> T | None:
-    """Returns the record of a kind among those of plugins; None where none was given."""
+    """Returns the plugin record of a kind, or None."""
     return next((each for each in further if isinstance(each, kind)), None)
 
 
 def declared(request: type[Any]) -> dict[str, tuple[Field[Any], Declared]]:
-    """Returns the options of a request by name: their fields, and what is said of them."""
+    """Returns the options of a request by name: fields and descriptions."""
     return {
         field.name: (field, field.metadata[DECLARED])
         for field in fields(request)
@@ -127,67 +125,34 @@ def declared(request: type[Any]) -> dict[str, tuple[Field[Any], Declared]]:
     }
 
 
-def kind_of(request: type[Any], name: str) -> Any:
-    """Returns what a shell makes of an option's text, by its declaration or its annotation.
-
-    `AnyPath` is read as a path. What has no single type (`str | int`) is read as its default is,
-    without one as text.
-    """
-    field, said = declared(request)[name]
-    if said.shell is not None and "kind" in said.shell:
-        return said.shell["kind"]
-    kind, parts = _annotated(request, name)
-    if set(parts) == {str, Path}:
-        return Path
-    if kind in (Sequence[str], list[str], tuple[str, ...]):
-        return list[str]
-    further = (said.shell or {}).get("further")
-    if further is not None or get_origin(kind) is Literal:
-        return Literal[*dict.fromkeys((*get_args(kind), *(further or tuple)()))]
-    if isinstance(kind, type):
-        return kind
-    return str if field.default is None else type(field.default)
-
-
-def _annotated(request: type[Any], name: str) -> tuple[Any, Sequence[Any]]:
-    """The type of an option without None, and the types of which it is one, where it is a union.
-
-    None and nothing where it has names that type checkers alone see.
-    """
-    owner = next(base for base in request.__mro__ if name in inspect.get_annotations(base))
-    own = {name: inspect.get_annotations(owner)[name]}
-    alone = type(name, (), {"__annotations__": own, "__module__": owner.__module__})
-    try:
-        kind = get_type_hints(alone)[name]
-    except NameError:
-        return None, ()
-    if get_origin(kind) not in (Union, UnionType):
-        return kind, ()
-    parts = [part for part in get_args(kind) if part is not NoneType]
-    return (parts[0] if len(parts) == 1 else kind), parts
-
-
 def spelled(request: type[Any], name: str) -> str:
-    """Returns an option as a shell has it: `--io-precision`."""
-    shell = declared(request)[name][1].shell or {}
-    return str(shell.get("flag", f"--{name.replace('_', '-')}")).partition("/")[0]
+    """Returns an option as typed in a shell: `--io-precision`."""
+    return flags(request, name)[0]
+
+
+def flags(request: type[Any], name: str) -> list[str]:
+    """Returns all spellings of an option: `--engine` and `--runtime`."""
+    flag = declared(request)[name][1].flag or f"--{name.replace('_', '-')}"
+    return flag.split("/")
 
 
 def shell_options(request: type[Any]) -> list[str]:
-    """Returns the names of the options of a request that a shell has."""
-    return [name for name, (_, said) in declared(request).items() if said.shell is not None]
+    """Returns the names of the options that the command line offers."""
+    return [
+        name for name, (_, declaration) in declared(request).items() if declaration.flag is not None
+    ]
 
 
 def changed(request: Any) -> list[str]:
-    """Returns the names of the options that a shell has and that are not their defaults.
+    """Returns the names of command-line options that differ from their defaults.
 
-    Those of plugins are not among them: `changed` of their own record has them.
+    Options of plugins are not included; call `changed` with their record.
     """
     kind, known = type(request), declared(type(request))
-    return [n for n in shell_options(kind) if _says(getattr(request, n), known[n][0].default)]
+    return [n for n in shell_options(kind) if _differs(getattr(request, n), known[n][0].default)]
 
 
-def _says(value: Any, default: Any) -> bool:
+def _differs(value: Any, default: Any) -> bool:
     if isinstance(value, bool | int | float | str):
         return bool(value != default)
     if isinstance(value, Sequence):
@@ -196,7 +161,7 @@ def _says(value: Any, default: Any) -> bool:
 
 
 def refuse_changed(request: Any, names: Collection[str], why: str) -> None:
-    """Raises `UsageError` for the first of some options that is not its default: it has no use."""
+    """Raises `UsageError` for the first of some options that was given but has no effect."""
     for name in changed(request):
         if name in names:
             spelling = spelled(type(request), name)
@@ -206,110 +171,92 @@ def refuse_changed(request: Any, names: Collection[str], why: str) -> None:
 
 
 def at_least(request: Request, name: str, least: int) -> None:
-    """Raises `UsageError` for a number that is smaller."""
+    """Raises `UsageError` if a number is below `least`."""
     number = getattr(request, name)
     if number is not None and number < least:
         spelling = spelled(type(request), name)
         raise UsageError(f"{spelling} {number}: at least {least}", hint=f"leave {spelling} out")
 
 
-Mistake = tuple[str, str]
-"""Options that cannot be meant, or not together, with the reason; and what to do."""
+Mistake = tuple[str, str] | MoexportError
+"""Why an option, or a combination, is invalid, and a hint (a `UsageError`); or another error."""
 
 
 def refuse(mistakes: Iterable[Mistake]) -> None:
-    """Raises `UsageError` for the first mistake."""
-    for message, hint in mistakes:
-        raise UsageError(message, hint=hint)
-
-
-_SIZE = r"([0-9]*\.?[0-9]+)\s*(?:([kmg])(i?b)?|b)?"
-
-
-def parse_size(text: str | int, option: str) -> int:
-    """Returns bytes from `1500000`, `1.5MB` (of 10⁶) or `2GiB` (of 2³⁰, as `2G`).
-
-    `UsageError` names the option.
-    """
-    match = re.fullmatch(_SIZE, str(text).strip().lower())
-    size = 0
-    if match is not None:
-        base = 1000 if match[3] == "b" else 1024
-        number = float(match[1]) * base ** (1 + "kmg".index(match[2]) if match[2] else 0)
-        size = int(number) if number < 1 << 63 else 0
-    if size < 1:
-        raise UsageError(
-            f"{option} {text}: not a number of bytes",
-            hint=f"for example {option} 20MB (decimal) or 2GiB (binary)",
-        )
-    return size
-
-
-_DURATION = r"([0-9]*\.?[0-9]+)\s*(us|µs|ms|s|min|h)?"
-_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-
-
-def parse_seconds(text: str | float, option: str, unit: str) -> float:
-    """Returns seconds from `5ms`, `90s` or `10min`; a number alone is in `unit`.
-
-    `UsageError` names the option.
-    """
-    match = re.fullmatch(_DURATION, str(text).strip())
-    seconds = float(match[1]) * _SECONDS[match[2] or unit] if match else math.nan
-    if not 0 < seconds < math.inf:
-        raise UsageError(
-            f"{option} {text}: not a time", hint=f"for example {option} 5ms, 90s or 10min"
-        )
-    return seconds
-
-
-def parse_share(text: str | float, option: str) -> float:
-    """Returns a share from `99%`, `0.99` or a number; `UsageError` names the option."""
-    words = str(text).strip()
-    try:
-        return float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
-    except ValueError:
-        raise UsageError(
-            f"{option} {text}: not a share", hint=f"for example {option} 99%, or {option} 0.99"
-        ) from None
+    """Raises the first mistake, if any."""
+    for mistake in mistakes:
+        if isinstance(mistake, MoexportError):
+            raise mistake
+        raise UsageError(mistake[0], hint=mistake[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Options of a plugin: a section of the help of some commands, keywords of their calls.
+    """Options of a plugin: a section in the help of some commands, keywords of their calls.
 
-    Where the core has a section of the `title`, they stand in that one.
-    `options` is a frozen dataclass whose fields are declared with `common.option.option`; a request
-    of one of the `calls` hands it on (`Request.asked`). `load` stands for every command that reads
-    a model. A help of more than two screens leaves what is `rare` to --help-all.
+    If the core has a section with that `title`, the options join it. `calls` are members of
+    `CALLS`, or commands of plugins that accept such options; `load` stands for every command that
+    reads a model. `options` is a frozen dataclass of fields declared with `option`, which the
+    request of a call carries (`Request.asked`). `function` is `package.module:function`: Typer
+    reads its parameters as command-line options, and it returns the record; without it the options
+    exist in Python only. A `rare` panel appears in a long help only with --help-all.
     """
 
     name: str
     title: str
     calls: tuple[str, ...]
     options: type[Any]
+    function: str | None = None
     rare: bool = False
 
 
-PANELS = Registry("moexport.options", Panel)
-"""All are plugins'."""
+CALLS = ("load", "inspect", "export", "calibrate", "run", "bench")
+"""Calls of the core that accept options of plugins."""
+
+COMMANDS_DOOR = "moexport.commands"
+
+
+def unknown_call(call: str) -> str:
+    """Returns why a plugin cannot extend a call, with the nearest name; empty if it can."""
+    known = (*CALLS, *names_in(COMMANDS_DOOR))
+    return "" if call in known else f"there is no call '{call}'; {near_miss(call, known)}"
+
+
+def _misplaced(panel: Panel) -> str:
+    """Why a panel would reach no call; empty if it reaches one."""
+    for call in panel.calls:
+        command = None if call in CALLS else record_of_plugin(COMMANDS_DOOR, call)
+        if command is not None and call not in command.calls:
+            return f"the command '{call}' takes no options of plugins"
+        if unknown_call(call):
+            return unknown_call(call)
+    return "" if panel.calls else f"no call is named; choose one of: {', '.join(CALLS)}"
+
+
+PANELS = Registry("moexport.options", Panel, problem=_misplaced)
+"""All come from plugins."""
 
 
 def panels_of(request: type[Request]) -> list[Panel]:
-    """Returns the panels of a request.
+    """Returns the panels of a request; raises as `panels_for` does."""
+    return panels_for(request.offered, declared(request))
 
-    Raises `PluginError` where two plugins, or one and the core, claim an option.
+
+def panels_for(calls: Collection[str], own: Iterable[str]) -> list[Panel]:
+    """Returns the panels of some calls whose own options are `own`.
+
+    Raises `PluginError` if two plugins, or a plugin and the core, claim one option.
     """
-    offered = PANELS if request.offered else ()  # who offers none needs no plugin
-    panels = [panel for panel in offered if not request.offered.isdisjoint(panel.calls)]
-    owners = dict.fromkeys(declared(request), "moexport itself")
+    offered = PANELS if calls else ()  # without a call, no plugin is needed
+    panels = [panel for panel in offered if not set(calls).isdisjoint(panel.calls)]
+    owners = dict.fromkeys(own, "moexport itself")
     for panel in panels:
         for name in declared(panel.options):
             if name in owners:
                 option = f"--{name.replace('_', '-')}"
                 raise PluginError(
                     f"{option} comes from {owners[name]} and from {_source(panel)}",
-                    hint=f"remove one of them; {PLUGINS}=off runs without any plugin",
+                    hint=f"remove one of them; {PLUGINS}=off disables all plugins",
                 )
             owners[name] = _source(panel)
     return panels
@@ -328,46 +275,72 @@ C = TypeVar("C")
 Result = TypeVar("Result")
 
 
-class takes(Generic[P, Options]):  # noqa: N801  a decorator
-    """Makes the fields of a request the keywords of a function, which gets them as one record.
+def speaks_python(function: Callable[P, A]) -> Callable[P, A]:
+    """Returns a function for users, whose errors name Python's arguments; calls take no longer."""
 
-    With `export = takes(ExportRequest)(api.export)`, `export(model, "out", k=4)` calls
-    `api.export(model, "out", ExportRequest(k=4))`. Type checkers know the keywords from the record,
-    `help()` shows them with what they mean. Keywords of plugins are looked up when they are used.
+    @wraps(function)
+    def call(*values: P.args, **named: P.kwargs) -> A:
+        try:
+            return function(*values, **named)
+        except MoexportError:
+            from .messages.shell import for_callers  # an error needs it
+
+            with for_callers(function.__name__, dict):
+                raise
+
+    return call
+
+
+class takes(Generic[P, Options]):  # noqa: N801  a decorator
+    """Lets a function of an options record also accept the options as keywords.
+
+    After `@takes(ExportOptions)`, `export(model, "out", k=4)` means `export(model, "out",
+    ExportOptions(k=4))`. Type checkers derive the keywords from the record, and `help()` lists them
+    with their descriptions. Plugins are searched when a keyword is theirs.
     """
 
     def __init__(self, request: Callable[P, Options]) -> None:
         self._request = request
 
     @overload
-    def __call__(self, function: Callable[[Options], Result]) -> Callable[P, Result]: ...
-
-    @overload
     def __call__(
         self, function: Callable[[A, Options], Result]
-    ) -> Callable[Concatenate[A, P], Result]: ...
+    ) -> OfOne[A, P, Options, Result]: ...
 
     @overload
     def __call__(
         self, function: Callable[[A, B, Options], Result]
-    ) -> Callable[Concatenate[A, B, P], Result]: ...
+    ) -> OfTwo[A, B, P, Options, Result]: ...
 
     @overload
     def __call__(
         self, function: Callable[[A, B, C, Options], Result]
-    ) -> Callable[Concatenate[A, B, C, P], Result]: ...
+    ) -> OfThree[A, B, C, P, Options, Result]: ...
 
     def __call__(self, function: Callable[..., Any]) -> Any:
-        """Returns the call with keywords."""
+        """Returns the function with keywords."""
         request: Any = self._request
         signature = inspect.signature(function)
         *positional, record = signature.parameters.values()
-        names = {parameter.name for parameter in positional}
+        names = [parameter.name for parameter in positional]
 
         @wraps(function)
         def call(*values: Any, **named: Any) -> Any:
+            from .messages.shell import for_callers, reworded  # needed for calls only
+
             arguments = {name: named.pop(name) for name in [*named] if name in names}
-            return function(*values, **arguments, **{record.name: requested(request, named)})
+            spoken = function.__name__.removesuffix("_as"), partial(keywords_of, request)
+            with for_callers(*spoken):
+                if values and isinstance(values[-1], request):
+                    *rest, asked = values
+                    values = (*rest,)
+                    refuse(misfits(request, {n: getattr(asked, n) for n in declared(request)}))
+                else:
+                    asked = requested(request, named)
+                    named = {}
+                refuse(misplaced(function, arguments | dict(zip(names, values, strict=False))))
+                result = function(*values, **arguments, **named, **{record.name: asked})
+            return reworded(result, *spoken) if inspect.isgenerator(result) else result
 
         keywords = [
             inspect.Parameter(
@@ -377,6 +350,7 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
         ]
         if request.offered:
             keywords.append(inspect.Parameter("of_plugins", inspect.Parameter.VAR_KEYWORD))
+        call.keywords = partial(keywords_of, request)  # type: ignore[attr-defined]
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*positional, *keywords]
         )
@@ -384,26 +358,77 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
         return call
 
 
+def keywords_of(request: type[Any]) -> Keywords:
+    """Returns the keywords of a call and of plugins by their options, for messages."""
+    from .messages.in_python import Keyword  # needed for messages only
+    from .messages.types import literals, type_of
+
+    found: dict[str, Keyword] = {}
+    for record in (request, *(panel.options for panel in panels_of(request))):
+        for name, (option_field, _) in declared(record).items():
+            kind, spellings = type_of(record, name), flags(record, name)
+            keyword = Keyword(
+                name=name,
+                switch=isinstance(option_field.default, bool) or spellings[-1].startswith("--no-"),
+                several=get_origin(kind) is Sequence,
+                choices=frozenset(literals(kind)),
+            )
+            found |= {spelling.lstrip("-"): keyword for spelling in spellings[:1]}
+    return found
+
+
+def misfits(record: type[Any], given: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Yields values that do not fit the types of a record's fields."""
+    from .messages.types import fits, literals, type_of, words
+
+    for name, value in given.items():
+        kind = type_of(record, name)
+        if fits(value, kind):
+            continue
+        if isinstance(value, str) and (choices := [*literals(kind)]):
+            yield f"{spelled(record, name)}={value}: unknown value", near_miss(value, choices)
+        default = next(field.default for field in fields(record) if field.name == name)
+        hint = "leave it out" if default is MISSING else f"the default is {default!r:.60}"
+        yield f"{name}={value!r:.60}: not {words(kind)}", hint
+
+
+def misplaced(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Yields values of a function's own parameters that are of another type.
+
+    The readers of models and feeds check their values.
+    """
+    from .messages.types import fits, read_by_others, type_of, words
+
+    for name, value in given.items():
+        kind = type_of(function, name)
+        if callable(value):
+            continue  # a network or what loads one, which the call itself takes or refuses
+        if not read_by_others(kind) and not fits(value, kind):
+            where = f"help({function.__qualname__}) tells what it takes"
+            yield f"{name}={value!r:.60}: not {words(kind)}", where
+
+
 def explained(request: type[Any]) -> str:
-    """Returns the options of a request as a docstring lists them."""
+    """Returns the options of a request as part of a docstring."""
     lines = ["Options:"]
-    for name, (option_field, said) in declared(request).items():
-        default = said.unset if said.unset is not None else option_field.default
+    for name, (option_field, declaration) in declared(request).items():
+        default = declaration.unset if declaration.unset is not None else option_field.default
         default = "required" if option_field.default is MISSING else default
-        lines.append(f"    {name}: {said.help} [{default}]")
+        lines.append(f"    {name}: {declaration.help} [{default}]")
     if request.offered:
-        lines.append("    of_plugins: Options of plugins, as the help of the command lists them.")
+        lines.append("    of_plugins: Options of plugins, as the command's help lists them.")
     return "\n".join(lines)
 
 
 def requested(request: type[Request], named: Mapping[str, Any]) -> Any:
-    """Returns a request of the keywords of a call; those of plugins are among them.
+    """Returns the request for the keywords of a call, including those of plugins.
 
     Raises `TypeError` for a keyword that neither the core nor a plugin has.
     """
     known = declared(request)
     own = {name: value for name, value in named.items() if name in known}
     others = {name: value for name, value in named.items() if name not in known}
+    refuse(misfits(request, own))
     made: Any = request(**own)
     for record in _records(request, others):
         made = made.asking(record)
@@ -411,22 +436,15 @@ def requested(request: type[Request], named: Mapping[str, Any]) -> Any:
 
 
 def _records(request: type[Request], named: dict[str, Any]) -> Iterator[Any]:
-    """A record of each panel that has keywords among those named."""
+    """A record for each panel whose keywords are among those given."""
     panels = panels_of(request) if named else []
     for panel in panels:
         names = declared(panel.options).keys() & named.keys()
         if names:
-            yield panel.options(**{name: named.pop(name) for name in names})
+            own = {name: named.pop(name) for name in names}
+            refuse(misfits(panel.options, own))
+            yield panel.options(**own)
     if named:
         name = next(iter(named))
         known = [*declared(request), *(n for panel in panels for n in declared(panel.options))]
         raise TypeError(f"{name}: there is no such option; {near_miss(name, known)}{left_out()}")
-
-
-class CallablePackage(ModuleType):
-    """A folder of the package that, called, is the function of the same name in `calls`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function of the package's name."""
-        root, _, name = self.__name__.rpartition(".")
-        return getattr(import_module(f"{root}.calls"), name)(*args, **kwargs)

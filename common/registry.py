@@ -1,14 +1,14 @@
-"""The doors of the core: records by name, its own first, then those of installed plugins.
+"""Registries: records by name, the core's own first, then those of installed plugins.
 
-A plugin is a distribution with an entry point in a group of `moexport.…`. The module that the entry
-point names says with `API` for which version of the records it was written. Nothing of a plugin is
-imported before one of its records is asked for.
+A plugin is a distribution with an entry point in a group `moexport.…`. The module of the entry
+point defines `API`, the version of the records it was written for. A plugin is imported only when
+one of its records is needed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -18,21 +18,21 @@ from typing import Any, Generic, Protocol, TypeVar
 from ..errors import PluginError
 
 API = 1
-"""The version of the records that plugins hand over."""
+"""The version of the records that plugins provide."""
 
 OWN = "moexport"
-"""The distribution whose plugins come with the core."""
+"""The distribution whose plugins are part of moexport."""
 
 PLUGINS = "MOEXPORT_PLUGINS"
-"""The environment variable that leaves all plugins out when it is `off`."""
+"""The environment variable that disables all plugins if it is `off`."""
 
 
 class Named(Protocol):
-    """A record of a registry."""
+    """A record in a registry."""
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """The name that users give."""
         ...
 
 
@@ -41,7 +41,7 @@ R = TypeVar("R", bound=Named)
 
 @dataclass(frozen=True, slots=True)
 class Unloadable:
-    """A plugin's entry point that gave no record, and why."""
+    """An entry point whose record could not be loaded, and why."""
 
     group: str
     name: str
@@ -53,20 +53,23 @@ _UNLOADABLE: dict[Entry, Unloadable] = {}
 
 _UNREADABLE: list[str] = []
 
+_PROBLEMS: dict[str, Callable[[Any], str]] = {}
+"""Functions that return why a plugin's record is unusable, by group."""
+
 _OWN_NAMES: dict[str, frozenset[str]] = {}
-"""The names of the core's records, by door: of those that were imported so far."""
+"""The names of the core's records by group, for the registries imported so far."""
 
 
 def unloadable() -> tuple[Unloadable, ...]:
-    """Returns the plugins that could not be loaded so far."""
+    """Returns the plugins that have failed to load so far."""
     return tuple(_UNLOADABLE.values())
 
 
 def foreign_plugins() -> dict[str, list[str]]:
-    """Returns the entry points of other distributions, by distribution: each is loaded.
+    """Returns the entry points of other distributions by distribution, after loading each.
 
-    A line is `group: name`, with the reason where that cannot be loaded; those of our own that
-    cannot are among them.
+    A line is `group: name`, with the reason if it cannot be loaded. Entry points of moexport are
+    included only if they fail.
     """
     found: dict[str, list[str]] = {}
     for entry in _found():
@@ -79,16 +82,16 @@ def foreign_plugins() -> dict[str, list[str]]:
 
 
 def troubles() -> tuple[str, ...]:
-    """Returns what two packages claim, or one and the core (`_OWN_NAMES`), a line for each.
+    """Returns a line for each name that two packages, or one and the core, claim.
 
-    After them come the packages whose entry points cannot be read.
+    Packages whose entry points cannot be read follow.
     """
     claimed = ((group, name) for group, names in _doors().items() for name in names)
-    return (*(said for claim in claimed if (said := _clash(*claim))), *_UNREADABLE)
+    return (*(clash for claim in claimed if (clash := _clash(*claim))), *_UNREADABLE)
 
 
 def _clash(group: str, name: str) -> str:
-    """Who brings a record of that name, where it is not one alone; else empty."""
+    """The sources of a name that more than one package claims; else empty."""
     sources = ["moexport itself"] if name in _OWN_NAMES.get(group, ()) else []
     sources += [entry.distribution for entry in _doors().get(group, {}).get(name, ())]
     return f"{group}: '{name}' comes from {' and from '.join(sources)}" if sources[1:] else ""
@@ -98,9 +101,9 @@ def _off() -> bool:
     return os.environ.get(PLUGINS) == "off"
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # each is found once: hashed without a call
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity, so hashing is cheap
 class Entry:
-    """A plugin's entry point: of a distribution, its name and version, and its `summary`."""
+    """An entry point of a plugin, with its distribution, version and `summary`."""
 
     point: EntryPoint
     distribution: str
@@ -109,21 +112,19 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """What users call the record."""
         return self.point.name
 
     @property
     def group(self) -> str:
-        """The door."""
         return self.point.group
 
 
 @cache
 def _found() -> tuple[Entry, ...]:
-    """The entry points of all plugins by the order of their names, read once.
+    """The entry points of all plugins, sorted by name, read once.
 
-    Of the packages that are installed twice the first counts, as in an import. Metadata are parsed
-    of those alone that bring a plugin: of all it takes as long as the rest of `--help`.
+    The first of two installed copies of a package counts, as in an import. Only the metadata of
+    packages with plugins are parsed: parsing all takes as long as the rest of `--help`.
     """
     if _off():
         return ()
@@ -133,7 +134,7 @@ def _found() -> tuple[Entry, ...]:
             if "[moexport." in (distribution.read_text("entry_points.txt") or ""):
                 name, entries = _entries_of(distribution)
                 found.setdefault(name, entries)
-        except (TypeError, ValueError) as error:  # what importlib raises for damaged ones
+        except (TypeError, ValueError) as error:  # importlib raises them for damaged files
             name = distribution.metadata["Name"]
             _UNREADABLE.append(f"plugin {name}: its entry_points.txt cannot be read: {error}")
     entries = [entry for several in found.values() for entry in several]
@@ -141,7 +142,7 @@ def _found() -> tuple[Entry, ...]:
 
 
 def _doors() -> dict[str, dict[str, list[Entry]]]:
-    """The entry points by their group and their name: one each, unless two claim it."""
+    """The entry points by group and name; more than one if packages clash."""
     return _by_door(_found())
 
 
@@ -154,7 +155,7 @@ def _by_door(entries: tuple[Entry, ...]) -> dict[str, dict[str, list[Entry]]]:
 
 
 def _entries_of(distribution: Distribution) -> tuple[str, list[Entry]]:
-    """The name of a package, and its entry points in our doors."""
+    """The name of a package, and its entry points in moexport's groups."""
     metadata = distribution.metadata
     name = metadata["Name"]
     about = f"{name} {metadata['Version']}", metadata["Summary"] or "", name == OWN
@@ -164,30 +165,50 @@ def _entries_of(distribution: Distribution) -> tuple[str, list[Entry]]:
 
 
 def left_out() -> str:
-    """Returns what to add to a hint where no plugin is there: one may bring what was asked for."""
-    return f"; {PLUGINS}=off leaves out plugins, and what they bring" if _off() else ""
+    """Returns an addition to a hint if a missing plugin may provide what was requested."""
+    if _off():
+        return f"; {PLUGINS}=off disables all plugins"
+    failed = ", ".join(sorted({each.distribution for each in unloadable()}))
+    return f"; `moexport doctor` shows why {failed} cannot be loaded" if failed else ""
 
 
 def names_in(group: str) -> tuple[str, ...]:
-    """Returns the names of the plugins' records of a door; imports none."""
+    """Returns the names of plugins' records in a group; imports none."""
     return tuple(_doors().get(group, ()))
 
 
-class Registry(Generic[R]):
-    """The records of one kind: `own` are the core's, `group` is that of the plugins' entry points.
+def record_of_plugin(group: str, name: str) -> Any:
+    """Returns the record of a plugin; None if it does not exist or does not load.
 
-    Plugins follow in the order of their names.
+    For modules that may not import the registry, because it lies in a higher layer.
+    """
+    entry = next(iter(_doors().get(group, {}).get(name, ())), None)
+    return None if entry is None else _loaded(entry, object)
+
+
+class Registry(Generic[R]):
+    """The records of one kind: `own` are the core's, `group` names the entry points of plugins.
+
+    Plugins follow in the order of their names. `problem` returns why a plugin's record is unusable,
+    or an empty string.
     """
 
-    def __init__(self, group: str, kind: type[R], own: Sequence[R] = ()) -> None:
+    def __init__(
+        self,
+        group: str,
+        kind: type[R],
+        own: Sequence[R] = (),
+        problem: Callable[[R], str] | None = None,
+    ) -> None:
         self.group = group
+        if problem is not None:
+            _PROBLEMS[group] = problem
         self._kind = kind
         self._own = {record.name: record for record in own}
         _OWN_NAMES[group] = frozenset(self._own)
 
     @property
     def own(self) -> tuple[R, ...]:
-        """The core's records."""
         return tuple(self._own.values())
 
     @property
@@ -199,10 +220,9 @@ class Registry(Generic[R]):
         return name in self.names
 
     def __getitem__(self, name: str) -> R:
-        """Returns a record.
+        """Returns a record by name.
 
-        Raises `PluginError` where there is none, where it cannot be loaded, and where two have its
-        name.
+        Raises `PluginError` if there is none, if it cannot be loaded, or if two have that name.
         """
         self._refuse_two_of(name)
         if name in self._own:
@@ -210,23 +230,24 @@ class Registry(Generic[R]):
         entry = self._entry(name)
         if entry is None:
             raise PluginError(
-                f"{self.group}: nothing that is installed is called '{name}'",
-                hint=f"is {PLUGINS}=off set? Else install again what brings it; "
-                f"there is {', '.join(self.names) or 'none'}",
+                f"{self.group}: no installed package provides '{name}'",
+                hint=f"is {PLUGINS}=off set? Otherwise reinstall the package that provides it; "
+                f"available: {', '.join(self.names) or 'none'}",
             )
         record: R | None = _loaded(entry, self._kind)
         if record is None:
             failed = _UNLOADABLE[entry]
             raise PluginError(
                 f"{name}: the plugin of {failed.distribution} cannot be loaded: {failed.reason}",
-                hint=f"install a version that fits, or remove it; {PLUGINS}=off runs without any",
+                hint="install a compatible version, or uninstall it; "
+                f"{PLUGINS}=off disables all plugins",
             )
         return record
 
     def __iter__(self) -> Iterator[R]:
-        """Yields all records; a plugin that cannot be loaded is left out (`unloadable`).
+        """Yields all records, without plugins that cannot be loaded (`unloadable`).
 
-        Raises `PluginError` where two have one name.
+        Raises `PluginError` if two have one name.
         """
         for name in self.names:
             self._refuse_two_of(name)
@@ -237,9 +258,9 @@ class Registry(Generic[R]):
                 yield record
 
     def foreign(self, name: str) -> Entry | None:
-        """Returns the entry point of another distribution that brings a record; imports nothing.
+        """Returns the entry point of another distribution for a name; imports nothing.
 
-        Raises `PluginError` where two have its name.
+        Raises `PluginError` if two have that name.
         """
         self._refuse_two_of(name)
         entry = None if name in self._own else self._entry(name)
@@ -255,28 +276,33 @@ class Registry(Generic[R]):
         clash = _clash(self.group, name)
         if clash:
             raise PluginError(
-                clash, hint=f"remove one of them; {PLUGINS}=off runs without any plugin"
+                clash, hint=f"uninstall one of them; {PLUGINS}=off disables all plugins"
             )
 
 
 def _loaded(entry: Entry, kind: type[Any]) -> Any:
-    """The record of an entry point; None where that fails, which is kept."""
+    """The record of an entry point; None if loading fails, with the reason recorded."""
     point = entry.point
     if entry in _UNLOADABLE:
         return None
     try:
         api = getattr(import_module(point.module), "API", None)
         record = point.load() if api == API else None
-    except (Exception, SystemExit) as error:  # noqa: BLE001  it may fail in any way, and end us
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a plugin may fail in any way
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
         if api != API:
             reason = f"{point.module} is for API {api}, and this moexport has API {API}"
         elif not isinstance(record, kind):
-            reason = f"{point.value} is no {kind.__name__}"
+            reason = f"{point.value} is not a {kind.__name__}"
         elif getattr(record, "name", None) != point.name:
             reason = f"{point.value} is not named '{point.name}'"
-        else:
+        elif not (reason := _problem(entry.group, record)):
             return record
     _UNLOADABLE[entry] = Unloadable(entry.group, entry.name, entry.distribution, reason)
     return None
+
+
+def _problem(group: str, record: Any) -> str:
+    """Why a registry cannot use a record; else empty."""
+    return _PROBLEMS[group](record) if group in _PROBLEMS else ""

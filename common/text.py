@@ -1,21 +1,24 @@
-"""Numbers and tables as text, for every page, message and report."""
+"""Formats numbers, tables and untrusted text; reads sizes and times as they are typed."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Sequence
 
+from ..errors import UsageError
+
 _HARMFUL = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
 _HARMFUL += "\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f"
-"""Control characters, those that turn or hide text, and halves of surrogate pairs; not tabs."""
+"""Control characters, characters that reorder or hide text, and lone surrogates; not tabs."""
 
 
 def printable(text: str, *, several: bool = False) -> str:
-    """Returns a text with what could steer a terminal, or pass for other text, escaped.
+    """Returns a text with characters escaped that could control a terminal or disguise the text.
 
-    Names and messages out of files may hold anything. Characters are escaped as JSON does, so that
-    JSON stays what it is; line breaks too, unless the text has `several` lines.
+    Names and messages from files may contain anything. The escapes are those of JSON, so JSON stays
+    valid; line breaks are escaped, too, unless the text has `several` lines.
     """
     pattern = f"[{_HARMFUL}]" if several else f"[\n{_HARMFUL}]"
     return re.sub(pattern, _escaped, text)
@@ -27,15 +30,15 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def lines(*texts: str) -> str:
-    """Returns lines, each of which stays one whatever it holds."""
+    """Joins texts as lines; line breaks inside a text are escaped."""
     return "\n".join(map(printable, texts))
 
 
 def markdown_text(text: str) -> str:
-    """Returns a text out of a file as a line of Markdown that shows it as it is.
+    """Returns untrusted text as one line of Markdown that renders literally.
 
-    It holds no HTML, image or link, begins no heading, quote, list or block of code, and ends
-    neither its line nor a cell of a table.
+    It contains no HTML, image or link, starts no heading, quote, list or code block, and ends
+    neither its line nor a table cell.
     """
     line = re.sub(r"\\(?=[^\w\s]|$)|[\[\]|]", r"\\\g<0>", printable(text))
     line = line.replace("<", "&lt;")
@@ -43,34 +46,34 @@ def markdown_text(text: str) -> str:
 
 
 def csv_cell(value: object) -> object:
-    """Returns a value for a cell of CSV: a text that a spreadsheet would compute is quoted."""
+    """Returns a value for a CSV cell; text that a spreadsheet would evaluate is quoted."""
     if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
         return f"'{value}"
     return value
 
 
-def listed(text: str) -> list[str]:
-    """Returns the entries of a list as the command line takes it: `n,0.5`; empty ones are none."""
+def split_list(text: str) -> list[str]:
+    """Returns the non-empty items of a comma-separated list: `n,0.5`."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def near_miss(value: str, known: Iterable[str]) -> str:
-    """Returns `did you mean 'ort-cpu'? choose one of: …`: the likest of the known names, if any."""
+def near_miss(value: object, known: Iterable[str]) -> str:
+    """Returns `did you mean 'ort-cpu'? choose one of: …`, with the closest known name, if any."""
     names = list(known)
-    near = likest(value, names)
+    near = closest(value, names)
     return f"{near}choose one of: {', '.join(names)}"
 
 
-def likest(value: str, names: Sequence[str]) -> str:
-    """Returns `did you mean 'ort-cpu'? `, or nothing where no name is like the value."""
-    typed = value.lower().replace("_", "-")
+def closest(value: object, names: Sequence[str]) -> str:
+    """Returns `did you mean 'ort-cpu'? `, or an empty string if no name is close."""
+    typed = str(value).lower().replace("_", "-")
     whole = [name for name in names if typed.strip("-") and typed.strip("-") in name]
     near = difflib.get_close_matches(typed, names, n=1, cutoff=0.55) or whole
     return f"did you mean {near[0]!r}? " if near else ""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns rows under a header in aligned columns; numbers to the right, words to the left."""
+    """Returns aligned columns under a header; numbers to the right, words to the left."""
     cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     right = [
@@ -90,20 +93,31 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def markdown(
     header: Sequence[str], rows: Iterable[Sequence[str]], *, words: int | None = None
 ) -> str:
-    """Returns rows under a header as a Markdown table; columns after `words` are to the right."""
+    """Returns a Markdown table; columns after the first `words` are right-aligned."""
     lines = ["|" + "".join(f" {c} |" if c else " |" for c in line) for line in (header, *rows)]
     left = len(header) if words is None else words
     rule = "|" + "---|" * left + "--:|" * (len(header) - left)
     return "\n".join((lines[0], rule, *lines[1:]))
 
 
+def by_level(numbers: Iterable[int]) -> str:
+    """Returns one number per level of a hierarchy: 128·4·4."""
+    return "·".join(map(str, numbers))
+
+
 def count(number: float) -> str:
-    """Returns a number with its magnitude: 318.2K, 513.0M, 2.3B."""
-    return _scaled(number, ("", "K", "M", "B"))
+    """Returns a number with three significant digits: 318K, 51.3M, 2.32B."""
+    units = ("", "K", "M", "B", "T")
+    step = 0
+    while step < len(units) - 1 and abs(number) >= (999.5 if step else 1000):
+        number /= 1000
+        step += 1
+    digits = 0 if not step or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
+    return f"{number:.{digits}f}{units[step]}"
 
 
 def size(nbytes: float) -> str:
-    """Returns bytes in a unit that reads well: 12.3 MB."""
+    """Returns bytes in a readable unit: 12.3 MB."""
     return _scaled(nbytes, (" B", " kB", " MB", " GB"))
 
 
@@ -117,3 +131,54 @@ def _scaled(number: float, units: tuple[str, ...]) -> str:
 
 def _is_number(cell: str) -> bool:
     return bool(cell) and (cell[0].isdigit() or cell[0] in "-–.") and not cell[-1].isspace()
+
+
+_SIZE = r"([0-9]*\.?[0-9]+)\s*(?:([kmg])(i?b)?|b)?"
+
+
+def parse_size(text: str | int, option: str) -> int:
+    """Returns bytes from `1500000`, `1.5MB` (10⁶) or `2GiB` (2³⁰, also `2G`).
+
+    A `UsageError` names the option.
+    """
+    match = re.fullmatch(_SIZE, str(text).strip().lower())
+    size = 0
+    if match is not None:
+        base = 1000 if match[3] == "b" else 1024
+        number = float(match[1]) * base ** (1 + "kmg".index(match[2]) if match[2] else 0)
+        size = int(number) if number < 1 << 63 else 0
+    if size < 1:
+        raise UsageError(
+            f"{option} {text}: not a number of bytes",
+            hint=f"for example {option} 20MB (decimal) or 2GiB (binary)",
+        )
+    return size
+
+
+_DURATION = r"([0-9]*\.?[0-9]+)\s*(us|µs|ms|s|min|h)?"
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_seconds(text: str | float, option: str, unit: str) -> float:
+    """Returns seconds from `5ms`, `90s` or `10min`; a bare number is in `unit`.
+
+    A `UsageError` names the option.
+    """
+    match = re.fullmatch(_DURATION, str(text).strip())
+    seconds = float(match[1]) * _SECONDS[match[2] or unit] if match else math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(
+            f"{option} {text}: not a time", hint=f"for example {option} 5ms, 90s or 10min"
+        )
+    return seconds
+
+
+def parse_share(text: str | float, option: str) -> float:
+    """Returns a share from `99%` or `0.99`; a `UsageError` names the option."""
+    words = str(text).strip()
+    try:
+        return float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+    except ValueError:
+        raise UsageError(
+            f"{option} {text}: not a share", hint=f"for example {option} 99%, or {option} 0.99"
+        ) from None

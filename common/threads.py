@@ -1,4 +1,4 @@
-"""With how many threads everything is timed: those with which the untouched model is fastest."""
+"""Chooses the number of threads for all timings: the one with which the model is fastest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @contextmanager
 def with_threads(count: int | None) -> Iterator[None]:
-    """Sets PyTorch's thread count within the context."""
+    """Sets PyTorch's number of threads within the context."""
     import torch
 
     before = torch.get_num_threads()
@@ -24,21 +24,21 @@ def with_threads(count: int | None) -> Iterator[None]:
 
 
 PROBE_S, LONG_S = 0.04, 1.0
-"""How long calls with one number of threads are looked at, twice; of longer calls one is enough."""
+"""Seconds of calls per number of threads, measured twice; calls longer than the second run once."""
 
 FEWER = 0.95
-"""More threads must take less than this share of the time, or fewer are as good."""
+"""More threads are used only if the time falls below this share of the time with fewer."""
 
 FAR = 4.0
-"""Where so many threads take so much longer than fewer, no more are tried."""
+"""Larger numbers are not tried once more threads take this many times longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """The number of threads that everything is timed with.
+    """The number of threads for all timings.
 
-    `call_ms` has the milliseconds of a call of the untouched model with each number that was tried:
-    none where the number was given, or where there is only one.
+    `call_ms` is the time of a call of the unmodified model by number of threads; empty if the
+    number was given, or if there is only one core.
     """
 
     count: int
@@ -46,7 +46,7 @@ class Threads:
 
     @property
     def sentence(self) -> str:
-        """The number and why: `1 thread; PyTorch: 0.75 ms a call with 1, 151 ms with 2`."""
+        """The number and the reason: `1 thread; PyTorch: 0.75 ms a call with 1, 151 ms with 2`."""
         sentence = f"{self.count} thread{'' if self.count == 1 else 's'}"
         if not self.call_ms:
             return sentence
@@ -62,9 +62,9 @@ def _digits(ms: float) -> str:
 
 
 def fastest_threads(*calls: Callable[[], object]) -> Threads:
-    """Returns with how many of PyTorch's threads calls are fastest: 1, 2, 4 … all of them.
+    """Returns the number of PyTorch threads (1, 2, 4 … all) with which calls are fastest.
 
-    Of several calls, as of several batch sizes, it is the geometric mean that counts.
+    For several calls, as of several batch sizes, the geometric mean of the times counts.
     """
     from statistics import median
 
@@ -75,11 +75,11 @@ def fastest_threads(*calls: Callable[[], object]) -> Threads:
         return Threads(1)
     taken: dict[int, list[list[float]]] = {}
 
-    def look(count: int) -> float:
+    def time_calls(count: int) -> float:
         torch.set_num_threads(count)
         times = taken.setdefault(count, [[] for _ in calls])
         for call, ms in zip(calls, times, strict=True):
-            _look(call, ms)
+            _time_calls(call, ms)
         return math.exp(sum(math.log(max(1e-6, median(ms))) for ms in times) / len(times))
 
     with with_threads(None):
@@ -88,18 +88,18 @@ def fastest_threads(*calls: Callable[[], object]) -> Threads:
             *(1 << power for power in range(most.bit_length()) if 1 << power < most),
             most,
         ]:
-            call_ms[count] = look(count)
+            call_ms[count] = time_calls(count)
             if call_ms[count] > FAR * min(call_ms.values()):
                 break
-        # Once more, the other way: a moment in which something else ran decides nothing.
+        # Repeated in reverse order, so that a short disturbance does not decide.
         for count in reversed(call_ms):
-            call_ms[count] = look(count)
+            call_ms[count] = time_calls(count)
     fastest = min(call_ms.values())
     return Threads(next(n for n, ms in call_ms.items() if FEWER * ms <= fastest), call_ms)
 
 
-def _look(call: Callable[[], object], times_ms: list[float]) -> None:
-    """Adds the milliseconds of some calls, of which the first is left out unless it is long."""
+def _time_calls(call: Callable[[], object], times_ms: list[float]) -> None:
+    """Appends the times of some calls; the first one counts only if it is long."""
     end = math.inf
     while time.perf_counter() < end and max(times_ms, default=0.0) < 1e3 * LONG_S:
         began = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Where commands write: a file or folder is there whole or not at all.
+"""Writes files and folders atomically: the result is complete or absent.
 
-What is being written has a random name beside its destination, and is on the disk before it takes
-its place. What a killed process left is removed by the next that writes there, once it is a day
-old: nobody is writing it any more.
+Partial output has a random name next to its destination, and is synced to the disk before it is
+renamed. Leftovers of a killed process are removed by the next one that writes there, once they are
+a day old, so that nobody is still writing them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from ..errors import OutputError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The system's errors where there is no room for a file."""
+"""The system's errors for a lack of space."""
 
 HINTS = {
     errno.ENOSPC: "free some space or choose another -o; no part of it was left behind",
@@ -35,53 +35,54 @@ HINTS = {
     errno.EBUSY: "a folder that is in use cannot be replaced: choose one inside it with -o",
     errno.ENAMETOOLONG: "choose a shorter -o",
     errno.EFBIG: "the file system takes no file of that size: choose another -o",
-    errno.EIO: "the disk fails, or the connection to it: look at the system's log",
+    errno.EIO: "the disk fails, or the connection to it: check the system's log",
 }
-"""What to do where writing fails for a reason that is not ours, by the system's error."""
+"""Remedies for failures of the system, by error."""
 
 PARTIAL = ".partial"
-"""In the names of what is being written."""
+"""A part of the names of partial output."""
 
 OLD = ".old"
-"""Ends the names of folders that are moved aside while others take their places."""
+"""The suffix of folders that are moved aside during a replacement."""
 
 STALE_S = 24 * 3600.0
-"""What nobody has written to for so long is left of a process that was killed."""
+"""Partial output that is older than this belongs to a killed process."""
 
 
 def is_partial(path: Path) -> bool:
-    """Whether something is being written under this name, or was by a process that was killed."""
+    """Whether a path is partial output, of a running or a killed process."""
     return path.name.startswith(".") and PARTIAL in path.name
 
 
 def hint(error: OSError) -> str:
-    """Returns what to do where writing has failed."""
+    """Returns the remedy for a failure in writing."""
     return HINTS.get(error.errno or 0, "choose another -o")
 
 
 def check_folder(place: Path, option: str = "-o") -> None:
-    """Raises OutputError, before any work, where a folder cannot be made or written to."""
+    """Raises OutputError, before any work, if a folder cannot be made or written to."""
     _check(nearest(place), place, option)
 
 
 def check_file(place: Path) -> None:
-    """Raises OutputError, before any work, where a file cannot be written.
+    """Raises OutputError, before any work, if a file cannot be written.
 
-    What is no file (a device, a pipe) is refused: a renamed file would take its place.
+    Devices and pipes are refused, because a renamed file would replace them.
     """
     with output_errors(place), suppress(FileNotFoundError, NotADirectoryError):
         mode = place.stat().st_mode
         if not stat.S_ISREG(mode):
             folder = stat.S_ISDIR(mode)
             raise OutputError(
-                f"{place}: cannot be written: it is {'a folder' if folder else 'no regular file'}",
+                f"{place}: cannot be written: it is "
+                f"{'a folder' if folder else 'not a regular file'}",
                 hint=f"name a file {'in it ' if folder else ''}with -o",
             )
     _check(nearest(place.resolve().parent), place)
 
 
 def _check(folder: Path, place: Path, option: str = "-o") -> None:
-    """Refuses a place that is to lie in a folder, or to be it, where that is no folder for it.
+    """Refuses a place if `folder`, which is to contain it or to be it, cannot be used.
 
     `option` is the one that named it.
     """
@@ -96,24 +97,24 @@ def _check(folder: Path, place: Path, option: str = "-o") -> None:
 
 
 def find_temporary_folder(beside: Path) -> None:
-    """Lets temporary files lie beside what is written where the system has no folder for them.
+    """Uses a folder for temporary files if the system has none.
 
-    In a container whose root is read-only only the folder of the results can be written to.
+    In a container with a read-only root, only the folder of the results is writable.
     """
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
-        tempfile.tempdir = os.environ["TMPDIR"] = str(beside)  # for programs that are started, too
+        tempfile.tempdir = os.environ["TMPDIR"] = str(beside)  # also for child processes
 
 
 def nearest(place: Path) -> Path:
-    """Returns a path, or the first above it that exists."""
+    """Returns a path, or its closest parent that exists."""
     path = place.absolute()
     return next((folder for folder in (path, *path.parents) if folder.exists()), path)
 
 
 def make_folder(place: Path) -> None:
-    """Makes a folder and those above it that are missing; OutputError where that fails."""
+    """Makes a folder and its missing parents; raises OutputError on failure."""
     check_folder(place)
     with output_errors(place):
         place.mkdir(parents=True, exist_ok=True)
@@ -121,9 +122,9 @@ def make_folder(place: Path) -> None:
 
 @contextmanager
 def made_folder(place: Path) -> Iterator[None]:
-    """Makes a folder and those above it that are missing; of these go, in the end, the empty ones.
+    """Makes a folder and its missing parents; removes those that are empty in the end.
 
-    Raises OutputError where that fails.
+    Raises OutputError on failure.
     """
     missing = [folder for folder in (place, *place.parents) if not folder.exists()]
     with output_errors(place):
@@ -131,16 +132,16 @@ def made_folder(place: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # one is not empty
+        with suppress(OSError):  # a folder is not empty
             for folder in missing:
                 folder.rmdir()
 
 
 @contextmanager
 def output_errors(place: Path) -> Iterator[None]:
-    """Within the context, what the system refuses to write is an OutputError that names `place`.
+    """Within the context, system errors in writing become an OutputError that names `place`.
 
-    Of a full disk it names the file that did not fit, which may lie elsewhere.
+    For a full disk it names the file that did not fit, which may be elsewhere.
     """
     try:
         yield
@@ -149,26 +150,27 @@ def output_errors(place: Path) -> Iterator[None]:
 
 
 def refused(place: Path, error: OSError) -> str:
-    """Returns what the system refuses to write: `place`, a file in it, or one elsewhere."""
+    """Returns a message with the path that could not be written: `place`, or a file elsewhere."""
     why = error.strerror or str(error)
     named = None if error.filename is None else Path(os.fsdecode(error.filename))
-    if named is not None and error.errno in FULL and not any(map(is_partial, _way(named))):
+    if (
+        named is not None
+        and error.errno in FULL
+        and not any(map(is_partial, (named, *named.parents)))
+    ):
         return f"{named}: cannot be written: {why}"
     if named is not None and named.parent != place.parent and is_partial(named.parent):
         return f"{place / named.name}: cannot be written: {why}"
     return f"{place}: cannot be written: {why}"
 
 
-def _way(path: Path) -> tuple[Path, ...]:
-    return (path, *path.parents)
-
-
 @contextmanager
 def whole_file(place: Path) -> Iterator[Path]:
-    """Yields a temporary file's path beside `place` and renames it there when all went well.
+    """Yields the path of a temporary file next to `place`, and renames it to that on success.
 
-    It ends as `place` does. A link stays one: what it points to is replaced. On any failure what
-    was there stays; OutputError tells of one in writing. After a power cut either is there, whole.
+    It has the suffix of `place`. Links are followed: their target is replaced. On failure the old
+    file stays; failures in writing raise OutputError. After a power cut one of both is there,
+    complete.
     """
     check_file(place)
     target = place.resolve()
@@ -188,21 +190,21 @@ def _new_file(path: Path) -> None:
 
 
 def write_text(text: str, place: Path) -> None:
-    """Writes a text file whole or not at all; OutputError where it cannot be."""
+    """Writes a text file whole or not at all; raises OutputError on failure."""
     with whole_file(place) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def temporary_folder(target: Path) -> AbstractContextManager[Path]:
-    """A new, empty folder beside `target`, which is gone when the block ends."""
+    """A new, empty folder next to `target`, which is removed when the block ends."""
     return _temporary(target, "", Path.mkdir)
 
 
 def scratch_folder(name: str, within: Path | None = None) -> AbstractContextManager[Path]:
-    """A folder for a step's own files, which is gone when the block ends; nobody else may read it.
+    """A private temporary folder, which is removed when the block ends.
 
-    It lies in the system's folder for temporary files, or `within` another. OutputError tells of a
-    folder that cannot be made.
+    It is in the system's folder for temporary files, or in `within`. Raises OutputError if it
+    cannot be made.
     """
     place = within or Path(tempfile.gettempdir())
 
@@ -214,7 +216,7 @@ def scratch_folder(name: str, within: Path | None = None) -> AbstractContextMana
 
 
 def scratch_file(name: str) -> AbstractContextManager[Path]:
-    """An empty file as `scratch_folder` is a folder; OSError where it cannot be made."""
+    """An empty file, like `scratch_folder`; raises OSError if it cannot be made."""
     place = Path(tempfile.gettempdir()) / f"moexport-{name}"
     return _temporary(place, "", lambda path: path.touch(mode=0o600, exist_ok=False))
 
@@ -228,7 +230,7 @@ def scratch_until_exit(name: str) -> Path:
 
 
 def remove_scratch() -> None:
-    """Removes what `scratch_until_exit` made."""
+    """Removes the folders of `scratch_until_exit`."""
     _UNTIL_EXIT.close()
 
 
@@ -236,10 +238,10 @@ atexit.register(remove_scratch)
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Puts a folder in the place of another, on the same file system.
+    """Replaces a folder by another on the same file system.
 
-    All is on the disk before. The other one is moved aside first, and comes back where that fails:
-    between the two renames there is none. Others that replace it at the same time wait.
+    Both are synced first. The old folder is moved aside and restored on failure: between the two
+    renames there is none. Concurrent replacements wait.
     """
     for path in (*new.rglob("*"), new):
         to_disk(path)
@@ -257,15 +259,14 @@ def replace_folder(new: Path, target: Path) -> None:
     if aside.exists():
         raise OutputError(
             f"{aside}: the old folder cannot be removed; the new one is complete: {target}",
-            hint="remove the old one by hand: it is only read, or in use",
+            hint="remove the old one by hand: it is read-only, or in use",
         )
 
 
 def move(old: Path, new: Path) -> None:
-    """Renames a file or folder, on another file system too: there a copy is renamed.
+    """Renames a file or folder; on another file system, renames a copy.
 
-    In a container two names in one folder may lie on two file systems: what its image has, and what
-    was written since.
+    In a container two names in one folder may be on two file systems: the image, and later changes.
     """
     try:
         old.replace(new)
@@ -284,36 +285,23 @@ def move(old: Path, new: Path) -> None:
 
 
 def _restore(aside: Path, target: Path) -> None:
-    """Moves back a folder that was moved aside, or removes it where another has its place."""
+    """Moves back a folder that was moved aside, or removes it if its place is taken."""
     if not target.exists():
-        with suppress(OSError):  # where nothing locks, another may have taken the place meanwhile
+        with suppress(OSError):  # without locks, another process may have taken the place meanwhile
             move(aside, target)
     if target.exists():
-        remove_folder(aside)
-
-
-def remove_folder(folder: Path) -> None:
-    """Removes a folder even when interrupted again meanwhile; the interrupt then follows."""
-    again: KeyboardInterrupt | None = None
-    while folder.exists():
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-            break
-        except KeyboardInterrupt as interrupt:
-            again = interrupt
-    if again is not None:
-        raise again
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def to_disk(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of names, would outlast a power cut."""
-    if path.is_dir() and sys.platform == "win32":  # opens no folders
+    """Syncs a file's content, or a folder's list of names, to the disk."""
+    if path.is_dir() and sys.platform == "win32":  # cannot open folders
         return
     handle = os.open(path, os.O_RDONLY if sys.platform != "win32" else os.O_RDWR)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of a file system without it
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system without fsync
             raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(handle)
@@ -321,19 +309,26 @@ def to_disk(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds a folder: another process waits at its own `locked` until the block ends.
+    """Locks a folder: another process waits at its own `locked` until the block ends.
 
-    Yields whether it is held: without `wait` it is not where another holds it.
+    Yields whether it is locked, which without `wait` may be false.
 
-    The lock goes with the process that holds it. It is on the folder itself and leaves no file
-    behind, but on Windows, which locks files alone. Where a file system has no locks nothing waits.
+    The lock ends with the process. It is on the folder itself and leaves no file behind, except on
+    Windows, which can only lock files. A file system without locks never waits.
     """
-    from filelock import lock_descriptor
-
     if sys.platform == "win32":
         handle = os.open(folder / f".lock{PARTIAL}", os.O_RDWR | os.O_CREAT)
     else:
         handle = os.open(folder, os.O_RDONLY)
+    with _locked(handle, wait) as free:
+        yield free
+
+
+@contextmanager
+def _locked(handle: int, wait: bool) -> Iterator[bool]:
+    """Locks an opened file or folder, and closes it when the block ends."""
+    from filelock import lock_descriptor
+
     free = True
     try:
         with suppress(OSError):  # some network file systems have no locks
@@ -345,11 +340,11 @@ def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
 
 @contextmanager
 def held(folder: Path | None) -> Iterator[None]:
-    """Holds a folder of results, which is made if need be, for one command; nothing for None.
+    """Locks a folder of results, made if necessary, for one command; does nothing for None.
 
-    Raises OutputError at once where another command holds it. The lock is on a file in the folder
-    and goes with the process; where a file system has no locks nobody is refused. A folder that
-    stays empty is removed.
+    Raises OutputError at once if another command has locked it. The lock is on a file in the folder
+    and ends with the process; a file system without locks refuses nobody. A folder that stays empty
+    is removed.
     """
     if folder is None:
         yield
@@ -361,7 +356,7 @@ def held(folder: Path | None) -> Iterator[None]:
 
 @contextmanager
 def held_place(place: Path) -> Iterator[None]:
-    """Holds what is to be written in the end, as `held` does; the lock is on a file beside it."""
+    """Locks a file or folder to be written, as `held` does, by a file next to it."""
     target = place.resolve()
     with (
         made_folder(target.parent),
@@ -372,24 +367,18 @@ def held_place(place: Path) -> Iterator[None]:
 
 @contextmanager
 def _holding(lock: Path, place: Path) -> Iterator[None]:
-    from filelock import lock_descriptor
-
     with output_errors(place):
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
-    free = True
-    try:
-        with suppress(OSError):
-            free = lock_descriptor(handle, blocking=False)
+    with _locked(handle, wait=False) as free:
         if not free:
             raise OutputError(
                 f"{place}: another moexport is writing its results there",
                 hint="wait until it has ended, or choose another place",
             )
-        yield
-    finally:
-        if free:
+        try:
+            yield
+        finally:
             lock.unlink(missing_ok=True)
-        os.close(handle)
 
 
 _MADE: set[Path] = set()
@@ -397,9 +386,9 @@ _MADE: set[Path] = set()
 
 @contextmanager
 def _temporary(target: Path, suffix: str, make: Callable[[Path], None]) -> Iterator[Path]:
-    """Yields something new beside `target`, which is removed when the block ends.
+    """Yields a new path next to `target`, which is removed when the block ends.
 
-    Nobody can tell its name before, so that no link waits there.
+    Its name is unpredictable, so that nobody can place a link there.
     """
     remove_leftovers(target, suffix)
     path = _beside(target, PARTIAL + suffix, suffix)
@@ -417,41 +406,42 @@ def _beside(target: Path, ending: str, suffix: str = "") -> Path:
 
 
 def remove_partial() -> None:
-    """Removes what this process is writing, from another thread than the one that writes."""
+    """Removes this process's partial output, from another thread than the writing one."""
     for path in left_behind():
-        with suppress(OSError):  # `left_behind` names what stays
+        with suppress(OSError):  # `left_behind` reports what stays
             _remove(path)
 
 
 def left_behind() -> list[Path]:
-    """Returns what this process began to write and could not remove."""
+    """Returns the partial output that this process could not remove."""
     return sorted(path for path in _MADE if path.exists())
 
 
 def remove_leftovers(target: Path, suffix: str = "") -> None:
-    """Removes what killed processes left of writing `target`; moves back what they moved aside."""
+    """Removes partial output of `target` by killed processes; moves back what they moved aside."""
     stem = re.escape(target.name.removesuffix(suffix))
     name = re.compile(rf"\.{stem}\.[0-9a-f]{{16}}({re.escape(PARTIAL + suffix)}|{re.escape(OLD)})")
-    with suppress(OSError):  # what cannot be listed or removed is as harmless as it was
+    with suppress(OSError):  # leftovers that cannot be listed or removed are harmless
         for path in target.parent.iterdir():
             if not name.fullmatch(path.name) or path.is_symlink():
                 continue
             if path.name.endswith(OLD) and not target.exists():
-                with locked(target.parent, wait=False) as free:  # else who moved it is at work
+                # otherwise the process that moved it is running
+                with locked(target.parent, wait=False) as free:
                     if free and not target.exists():
                         path.rename(target)
             elif _idle_s(path) > STALE_S:
-                # Under another name first: whoever woke up to go on with it must not find a part.
+                # Renamed first: a process that resumes must not find a part of it.
                 _remove(path.rename(_beside(target, PARTIAL + suffix, suffix)))
 
 
 def _idle_s(path: Path) -> float:
-    """How long nobody has written to a file, or to anything in a folder."""
+    """Seconds since a file, or anything in a folder, was last written to."""
     return time.time() - max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
 
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        remove_folder(path)
+        shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

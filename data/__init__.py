@@ -1,1 +1,1 @@
-"""Inputs: arrays, files, shards and iterables, in batches of named fields."""
+"""Inputs: arrays, files, shards and iterables, in batches of named fields; no checkpoints."""

@@ -1,8 +1,8 @@
 """Real inputs, streamed in batches: `.npz`, `.npy`, shards, or `package.module:iterable`.
 
-Files may be named by URLs. `shards.py` reads tar files and Parquet; a DataLoader is an iterable.
-Files are read as streams, a few rows at a time: mapped pages would count as memory in use, and an
-array inside an archive cannot be mapped.
+URLs may name files. `shards.py` reads tar files and Parquet; a DataLoader is an iterable. Files are
+streamed, a few rows at a time: pages of a mapping would count as memory in use, and an array inside
+an archive cannot be mapped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,65 +22,79 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.lib import format as npy
-from numpy.typing import NDArray
 
 from ..common.files import allowed_bytes
-from ..common.locations import local, named_by_url, url_of
-from ..common.user_code import attribute_of, module_of, names_code
+from ..common.locations import local, named_by_url, no_such_feed, path_of, url_of
 from ..errors import FeedError
-from .shards import IMAGE, INPUT, LABEL, Fields, shard_batches, shards_of
-from .shards import Array as Array  # noqa: PLC0414  what a feed yields
-
-IGNORED = -1
-"""A target token that is not counted."""
-
-Labels = NDArray[np.int64]
-
-LabelledBatch = tuple[Array, Labels | None]
-"""Inputs [b, …] and their labels: classes [b], or target tokens [b, m]."""
-
-Feed = str | Path | np.ndarray | Iterable[object]
-"""What a caller may hand over: where inputs are, or the inputs themselves; `_array_of` says what an
-iterable may yield."""
+from .batches import (
+    IMAGE,
+    LABEL,
+    OUTPUT,
+    Array,
+    Feed,
+    Fields,
+    LabelledBatch,
+    Labels,
+    joined,
+    limited,
+    row_shapes,
+)
+from .shards import check_shards, shard_batches, shards_of
+from .user_code import attribute_of, module_of, names_code
 
 WANTED = "a feed gives batches of numbers, [b, …]: arrays, or dicts that hold them by input name"
 
-LABEL_NAMES = ("label", "labels", "y")
-"""What labels are called in an archive: never taken for inputs."""
+LABELS = ("label", "labels")
+"""Arrays in an archive that are labels and nothing else."""
+
+LABEL_NAMES = (*LABELS, "y")
+"""The names of labels in an archive: they are never used as inputs."""
 
 _THEIRS = "the feed's own code failed: --verbose shows where"
 
 
 def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
-    """Yields batches [b, …] of the input called `name`, in order; files give a few rows at a time.
+    """Yields batches [b, …] of the input called `name`, in order; files are read in small parts.
 
-    Raises `FeedError` that names the file, array or object when there is nothing to read.
+    Raises `FeedError` naming the file, array or object if it cannot be read.
     """
     return (batch[name] for batch in named_batches(feed, [name]))
 
 
 def labelled_batches(feed: Feed, name: str, outputs: Sequence[str] = ()) -> Iterator[LabelledBatch]:
-    """Yields batches [b, …] of the input called `name` with their labels, None where it has none.
+    """Yields batches [b, …] of the input called `name` with their labels, or None without labels.
 
-    Raises what `named_batches` raises.
+    Raises as `named_batches` does.
     """
     labelled = named_batches(feed, [name], labelled=True, outputs=outputs)
     return ((batch[name], batch.get(LABEL)) for batch in labelled)
 
 
 def named_batches(
-    feed: Feed, names: Sequence[str], *, labelled: bool = False, outputs: Sequence[str] = ()
+    feed: Feed,
+    names: Sequence[str],
+    *,
+    labelled: bool = False,
+    outputs: Sequence[str] = (),
+    own: Sequence[str] = (),
+    strict: bool = True,
 ) -> Iterator[Fields]:
-    """Yields batches of those of a model's inputs that a feed has; the first it must have.
+    """Yields batches of the model's inputs that a feed contains; the first is required.
 
-    Of an `.npz`, of shards and of the dicts that code yields all that are called so; of any other
-    feed the first. With `labelled` the field `LABEL` holds the labels, where there are any: the
-    array `label`, `labels` or `y` that is no input, of an `.npz` also one that is called as one of
-    `outputs` is; or the second of a tuple. Raises `FeedError` that names what
-    cannot be read, or cannot be labels.
+    An `.npz`, shards and dicts are searched for all these names; any other feed is the first input.
+    With `labelled` the field `LABEL` holds the labels, if there are any: the array `label`,
+    `labels` or `y` that is not an input, in an `.npz` also one named after an output in `outputs`;
+    or the second item of a tuple. `own` are the names of a model's outputs: these fields hold the
+    outputs of the user's own model, the first also under the name `OUTPUT`. Raises `FeedError` for
+    inputs that cannot be read and, if `strict`, for invalid labels.
     """
+    asked = _Further(tuple(names), tuple(outputs), tuple(own), labelled=labelled, strict=strict)
     first, *others = names
     where = "the feed"
+    feed = in_memory(feed)
+    if isinstance(feed, Mapping):
+        yield _of_dict(feed, asked)
+        return
     if isinstance(feed, np.ndarray):
         check_inputs(feed.dtype, feed.shape, where)
         yield {first: feed}
@@ -93,44 +107,186 @@ def named_batches(
                 for place, fields in shard_batches(shards, npy_array):
                     inputs = _shard_inputs(fields, first, place)
                     check_inputs(inputs.dtype, inputs.shape, place)
-                    labels = _labels_of({**fields}, inputs, place, names) if labelled else {}
-                    yield {first: inputs} | {n: fields[n] for n in others if n in fields} | labels
+                    further = {n: fields[n] for n in others if n in fields}
+                    yield {first: inputs} | further | asked.beside({**fields}, inputs, place)
                 return
             path = local(feed)
             if path.exists():
-                yield from _file_batches(path, names, outputs, labelled=labelled)
+                yield from _file_batches(path, asked)
                 return
         if not names_code(where):
-            raise FeedError(
-                f"{where}: no such feed",
-                hint="a feed is an .npz file, a folder of .npy files, shards (.tar, .parquet) or "
-                "package.module:iterable",
-            )
+            raise no_such_feed(where)
         feed = _imported_items(where)
     if not isinstance(feed, Iterable):
         raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=WANTED)
     for item in feed:
         inputs = _array_of(item, first, where)
-        batch = {first: inputs} | (_labels_of(item, inputs, where, names) if labelled else {})
+        batch = {first: inputs} | asked.beside(item, inputs, where)
         if isinstance(item, dict):
             batch |= {name: _array_of(item, name, where) for name in others if name in item}
         yield batch
 
 
-def _file_batches(
-    path: Path, names: Sequence[str], outputs: Sequence[str], *, labelled: bool
-) -> Iterator[Fields]:
-    """The batches of a file or folder; what an `.npz` holds beside its inputs is read whole."""
+def in_memory(feed: Feed | None) -> Any:
+    """Returns a feed with its tensors, single or in a dict, as arrays; other feeds unchanged."""
+    if isinstance(feed, Mapping):
+        return {name: _numbers(value) for name, value in feed.items()}
+    return _numbers(feed)
+
+
+HEAD = 8
+"""The number of inputs on which a user's own network is checked."""
+
+
+def head_of(feed: Feed | None) -> Any:
+    """Returns the first inputs of a feed in memory, or the place of a file; None for others."""
+    feed = in_memory(feed)
+    if isinstance(feed, Mapping):
+        return {name: value[:HEAD] for name, value in feed.items()}
+    if isinstance(feed, np.ndarray):
+        return feed[:HEAD]
+    return feed if isinstance(feed, str | Path) else None
+
+
+def _numbers(value: Any) -> Any:
+    """A tensor as an array: on the CPU, without its gradient."""
+    if not hasattr(value, "detach") or not hasattr(value, "numpy"):
+        return value
+    tensor = value.detach().cpu()
+    try:
+        return tensor.numpy()
+    except TypeError:  # NumPy has no bfloat16
+        return tensor.float().numpy()
+
+
+def fields_of(
+    arrays: Mapping[str, Any], names: Sequence[str], outputs: Sequence[str] = ()
+) -> Fields:
+    """Returns a dict's inputs by name, and its labels as `LABEL`, with the names as in an `.npz`.
+
+    Raises `FeedError` naming an array that is missing or has another number of inputs.
+    """
     first, *others = names
+    where = "the data"
+    known = label_names(names, outputs)
+    left = [name for name in arrays if name not in (*known, *others)]
+    main = first if first in arrays else left[0] if len(left) == 1 else None
+    if main is None:
+        raise FeedError(
+            f"{where}: a dict of {', '.join(map(str, arrays)) or 'nothing'}, without '{first}'",
+            hint=f"give {{{first!r}: x}}, and 'label' for labels",
+        )
+    found = {first: _array_of(arrays, main, where)}
+    found |= {name: _array_of(arrays, name, where) for name in others if name in arrays}
+    for name, array in found.items():
+        if len(array) != len(found[first]):
+            raise FeedError(
+                f"{where}: '{name}' holds {len(array)} inputs, and '{main}' {len(found[first])}",
+                hint="the first axis of every array is the batch",
+            )
+    label = next((name for name in known if name in arrays), None)
+    if label is not None:
+        classes, inputs = np.asarray(arrays[label]), found[first]
+        label_place = f"{where}: '{label}'"
+        found[LABEL] = checked_labels(classes, inputs.dtype, inputs.shape, label_place, f"'{main}'")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Further:
+    """The options for fields other than the first input (`named_batches`)."""
+
+    names: tuple[str, ...]
+    outputs: tuple[str, ...]
+    own: tuple[str, ...]
+    labelled: bool
+    strict: bool
+
+    def beside(self, item: object, inputs: Array, where: str) -> Fields:
+        """The labels and the user's own outputs in an item of an iterable."""
+        found = self.labels(lambda: _labels_of(item, inputs, where, self.names))
+        if isinstance(item, dict):
+            for name, held in self.own_names(item).items():
+                array = np.asarray(item[held])
+                found |= _own_output(name, array, len(inputs), f"{where}: a batch's '{held}'")
+        return found
+
+    def labels(self, read: Callable[[], Fields], *, named: bool = False) -> Fields:
+        """The field of labels, where they are asked for; none if it may be something else.
+
+        What is `named` so is nothing else: labels that do not fit raise `FeedError`.
+        """
+        if not self.labelled:
+            return {}
+        try:
+            return read()
+        except FeedError:
+            if self.strict or named:
+                raise
+            return {}
+
+    def own_names(self, known: Iterable[str]) -> dict[str, str]:
+        """The names in a feed of the requested outputs, by output."""
+        taken = {*self.names, *LABEL_NAMES}
+        found: dict[str, str] = {}
+        for index, name in enumerate(self.own):
+            callable_so = [name, OUTPUT] if index == 0 and OUTPUT not in self.own else [name]
+            held = next((each for each in callable_so if each in known and each not in taken), None)
+            found |= {} if held is None else {name: held}
+        return found
+
+
+def _own_output(name: str, array: Array, count: int, where: str) -> Fields:
+    """The field of a user's own outputs."""
+    if array.dtype.kind not in "biuf" or not array.shape:
+        raise FeedError(
+            f"{where} holds {array.dtype.name} {array.shape}, not the outputs of a model",
+            hint="save the model's outputs for the inputs, one row per input",
+        )
+    if len(array) != count:
+        raise FeedError(
+            f"{where} holds the outputs of {len(array)} inputs, but there are {count} inputs",
+            hint="save the model's outputs for these inputs, in their order",
+        )
+    return {name: array}
+
+
+def _of_dict(arrays: Mapping[str, Any], asked: _Further) -> Fields:
+    """The inputs of a dict as one batch, with the requested labels and outputs."""
+    own = asked.own_names(arrays)
+    others = {name: value for name, value in arrays.items() if name not in own.values()}
+    fields = fields_of(others, asked.names, asked.outputs)
+    kept = (*asked.names, LABEL) if asked.labelled else asked.names
+    found = {name: x for name, x in fields.items() if name in kept}
+    for name, held in own.items():
+        array = np.asarray(arrays[held])
+        found |= _own_output(name, array, len(fields[asked.names[0]]), f"the data: '{held}'")
+    return found
+
+
+def _file_batches(path: Path, asked: _Further) -> Iterator[Fields]:
+    """The batches of a file or folder; labels and outputs in an `.npz` are read whole."""
+    first, *others = asked.names
     beside: Fields = {}
-    if path.suffix == ".npz" and path.is_file() and (others or labelled):
+    if path.suffix == ".npz" and path.is_file() and (others or asked.labelled or asked.own):
         beside = {n: npz_array(path, n) for n in npz_names(path) if n in others}
-        archive = npz_archive(path, first, others, outputs)
-        if labelled and archive.label is not None:
-            array, header = npz_array(path, archive.label), archive.header
-            where = f"{path}: array '{archive.label}'"
-            of = f"'{archive.inputs}'"
-            beside[LABEL] = checked_labels(array, header.dtype, header.shape, where, of)
+        archive = npz_archive(path, first, others, asked.outputs)
+        header, label = archive.header, archive.label
+
+        def labels() -> Fields:
+            if label is None:
+                return {}
+            where, of = f"{path}: array '{label}'", f"'{archive.inputs}'"
+            array = npz_array(path, label)
+            checked = checked_labels(array, header.dtype, header.shape, where, of, whole=True)
+            return {LABEL: checked}
+
+        beside |= asked.labels(labels, named=label in LABELS)
+        for name, held in asked.own_names(npz_names(path)).items():
+            if held in (archive.inputs, label):
+                continue
+            where = f"{path}: array '{held}'"
+            beside |= _own_output(name, npz_array(path, held), header.shape[0], where)
     for file in _files(path):
         start = 0
         for rows in _rows_in(file, first, others):
@@ -140,7 +296,10 @@ def _file_batches(
 
 
 def count(feed: Feed, name: str) -> int | None:
-    """Returns how many inputs a feed holds, or None where only reading it would tell."""
+    """Returns the number of inputs in a feed, or None if that requires reading it."""
+    feed = in_memory(feed)
+    if isinstance(feed, Mapping):
+        return len(fields_of(feed, [name])[name])
     if isinstance(feed, np.ndarray):
         return len(feed) if feed.ndim else None
     if not isinstance(feed, str | Path) or shards_of(feed) is not None:
@@ -161,23 +320,43 @@ def samples(feed: Feed, name: str, most: int) -> np.ndarray:
 
 
 def named_samples(feed: Feed, names: Sequence[str], most: int) -> Fields:
-    """Returns the first `most` inputs of a feed, an array for each of the names that it has."""
+    """Returns the first `most` inputs of a feed, an array per name that the feed contains."""
     taken = [*limited(named_batches(feed, names), most)]
     if not taken:
         hint = f"give at least one array for '{names[0]}'"
-        raise FeedError("the feed holds no inputs", hint=hint)
-    # Inputs of several sizes (images of any height): keep those that stack.
-    return _joined([batch for batch in taken if _row_shapes(batch) == _row_shapes(taken[0])])
+        raise FeedError("the feed contains no inputs", hint=hint)
+    # Of inputs of several sizes (images of any height), keep those that stack.
+    return joined([batch for batch in taken if row_shapes(batch) == row_shapes(taken[0])])
+
+
+def is_there(where: str) -> bool:
+    """Whether the inputs that a path names are there; raises `FeedError` for unreadable ones.
+
+    Reads none of them: of an archive its list of arrays, of an array its header.
+    """
+    shards = shards_of(where)
+    if shards is not None:
+        check_shards(shards)
+        return True
+    path = path_of(where)
+    if path.is_file() and path.suffix == ".npz" and not npz_names(path):
+        raise FeedError(f"{path}: holds no array", hint="save the inputs: np.savez(path, input=x)")
+    if path.is_file() and path.suffix == ".npy":
+        with _inputs_in(path, ""):
+            pass
+    if path.is_dir() and not any(inside.is_dir() for inside in path.iterdir()):  # of images
+        _files(path)
+    return path.exists()
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself, or those of a folder."""
+    """The file itself, or the files of a folder."""
     if not path.is_dir():
         return [path]
     files = sorted(path.glob("*.npy"))
     if not files:
         raise FeedError(
-            f"{path}: the folder holds no .npy file", hint="each file is one batch [b, …]"
+            f"{path}: the folder contains no .npy file", hint="each file is one batch [b, …]"
         )
     return files
 
@@ -190,7 +369,7 @@ def _imported_items(where: str) -> Iterator[object]:
             f"{where}: cannot be imported ({error})",
             hint="name an iterable of batches, or a function that returns one",
         ) from error
-    # What fails inside the user's code is the user's to see: its own words, as an error of a feed.
+    # The user's code may fail in any way; its message becomes an error of the feed.
     try:
         items = iter(target() if callable(target) else target)
     except TypeError as error:
@@ -211,15 +390,15 @@ def _imported_items(where: str) -> Iterator[object]:
 
 
 def _array_of(item: object, name: str, where: str) -> np.ndarray:
-    """The batch in what an iterable yields: an array or tensor, or a dict or tuple with it."""
-    if isinstance(item, dict):
+    """The batch in an item of an iterable: an array or tensor, or a dict or tuple with it."""
+    if isinstance(item, Mapping):
         if name not in item:
             raise FeedError(f"{where}: yields a dict without '{name}'", hint=WANTED)
         item = item[name]
     elif isinstance(item, tuple | list) and item:
         item = item[0]
     try:
-        array = np.asarray(item)
+        array = np.asarray(_numbers(item))
     except (TypeError, ValueError, RuntimeError) as error:
         raise FeedError(
             f"{where}: yields {type(item).__name__}, not an array ({error})", hint=WANTED
@@ -238,12 +417,12 @@ def check_inputs(
 
 
 def label_names(inputs: Sequence[str], outputs: Sequence[str] = ()) -> list[str]:
-    """Returns what labels may be called in an archive, the likeliest first; no input is one."""
+    """Returns the possible names of labels in an archive, the likeliest first; no input's name."""
     return [name for name in (*LABEL_NAMES, *outputs) if name not in inputs]
 
 
 def _labels_of(item: object, inputs: Array, where: str, names: Sequence[str]) -> Fields:
-    """The field of labels in what an iterable yields, where there is one."""
+    """The field of labels in an item of an iterable, if any."""
     labels: object = None
     if isinstance(item, dict):
         labels = next((item[name] for name in label_names(names) if name in item), None)
@@ -257,23 +436,25 @@ def _labels_of(item: object, inputs: Array, where: str, names: Sequence[str]) ->
 
 
 def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
-    """The field that holds the inputs called `name`: of that name, or the only one of numbers."""
+    """The field with the inputs called `name`: by name, or the only one with numbers."""
     candidates = [name for name in fields if name not in (*LABEL_NAMES, IMAGE)]
+    if len(candidates) > 1:
+        candidates = [name for name in candidates if name != OUTPUT]
     if name in fields or len(candidates) == 1:
         return fields[name if name in fields else candidates[0]]
     if IMAGE in fields:
         raise FeedError(
-            f"{where}: holds images, which only `bench` and `tune` read, with --pixels",
-            hint="give arrays: a sample.npy for each input, as the model takes it",
+            f"{where}: contains images, which only `bench` and `tune` read, with --pixels",
+            hint="give arrays: a sample.npy per input, as the model takes it",
         )
     raise FeedError(
-        f"{where}: holds {', '.join(fields) or 'nothing that is read'}, but no field '{name}'",
+        f"{where}: contains {', '.join(fields) or 'no known fields'}, but no field '{name}'",
         hint=f"in a tar each input is a sample.npy or sample.{name}.npy, in Parquet a column",
     )
 
 
 def npy_array(data: bytes, where: str) -> Array:
-    """Returns the array in the bytes of an `.npy` file; `FeedError` where there is none."""
+    """Returns the array in the bytes of an `.npy` file; raises `FeedError` if it is invalid."""
     file = io.BytesIO(data)
     try:
         _header(file, where, len(data))
@@ -283,42 +464,102 @@ def npy_array(data: bytes, where: str) -> Array:
         raise FeedError(f"{where}: not a readable .npy file ({error})") from error
 
 
-def checked_labels(
-    array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], where: str, inputs_from: str
-) -> Labels:
-    """Returns labels of inputs of that type and shape: classes [b], or for ids [b, m] target ids.
+LABELS_HINT = (
+    "labels are classes [batch], counted from 0; or, for each of a model's o outputs, [batch, o]: "
+    "attributes that are 0 or 1, or floats that a regression predicts"
+)
 
-    Raises `FeedError` for what are none.
+
+def checked_labels(
+    array: Array,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    where: str,
+    inputs_from: str,
+    *,
+    whole: bool = False,
+) -> Labels:
+    """Returns valid labels (`Labels`) of inputs with this type and shape, or tokens for ids [b, m].
+
+    `whole`: the array is not one batch of several. Raises `FeedError` for invalid labels.
     """
     tokens = dtype.kind in "iu" and array.shape == shape and array.ndim > 1
-    if array.ndim != 1 and not tokens:
+    if array.ndim not in (1, 2) and not tokens:
         raise FeedError(
-            f"{where} has shape {array.shape}; labels are one class per sample",
-            hint="save labels.ravel()"
-            if array.ndim == 2 and array.shape[1] == 1
-            else "for one-hot labels save labels.argmax(axis=1)",
+            f"{where} has shape {array.shape}, which labels cannot have", hint=LABELS_HINT
         )
     if len(array) != shape[0]:
         raise FeedError(
             f"{where} holds {len(array)} labels for the {shape[0]} samples of {inputs_from}"
         )
-    whole = array.dtype.kind in "iu" or (
-        array.dtype.kind == "f" and bool((array == np.round(array)).all())
-    )
-    if not whole:
+    if array.dtype.kind not in "biuf":
         raise FeedError(
-            f"{where} has dtype {array.dtype} and is not whole numbers",
-            hint="labels are class indices counted from 0",
+            f"{where} has dtype {array.dtype}, but labels are numbers", hint=LABELS_HINT
         )
+    if array.dtype.kind == "f":
+        if not np.isfinite(array).all():
+            raise FeedError(
+                f"{where} holds NaN or infinite values", hint="leave these inputs and labels out"
+            )
+        if array.ndim == 2 and not tokens:
+            return _checked_attributes(array.astype(np.float64), where, whole=whole)
+        if not (array == np.round(array)).all():
+            targets: Labels = array.astype(np.float64)
+            return targets
     labels: Labels = array.astype(np.int64)
-    if not tokens and labels.size and labels.min() < 0:
+    if tokens:
+        return labels
+    if labels.ndim == 2:
+        return _checked_attributes(labels, where, whole=whole)
+    if array.dtype.kind != "f" and labels.size and labels.min() < 0:
         first = int(np.flatnonzero(labels < 0)[0])
         raise FeedError(f"{where} holds the negative label {int(labels[first])} at index {first}")
     return labels
 
 
+SIGNS = 8
+"""From this many numbers on, labels of only −1 and 1 are taken for attributes, not a regression."""
+
+
+def _checked_attributes(labels: Labels, where: str, *, whole: bool) -> Labels:
+    """Labels [b, o] unchanged; raises `FeedError` for implausible ones."""
+    other = np.argwhere((labels != 0) & (labels != 1))
+    signs = labels.size >= SIGNS and bool((np.abs(labels) == 1).all())
+    if len(other) and (labels.dtype.kind != "f" or signs):
+        row, column = (int(place) for place in other[0])
+        raise FeedError(
+            f"{where} has shape {labels.shape} and holds {labels[row, column]:g} at index "
+            f"[{row}, {column}]; attributes are 0 or 1",
+            hint="save labels.ravel() for classes"
+            if labels.shape[1] == 1 and not signs
+            else "save labels > 0 for attributes of -1 and 1, floats for a regression, and for "
+            "classes one number per sample",
+        )
+    if whole and not len(other):
+        check_not_one_hot(labels.shape, int((labels.sum(axis=1) == 1).sum()), where)
+    return labels
+
+
+def check_not_one_hot(shape: tuple[int, ...], with_one: int, where: str) -> None:
+    """Raises FeedError for attributes of which every sample has one: those are one-hot classes.
+
+    `with_one` counts the rows of labels of that `shape` that contain a single 1.
+    """
+    if shape[0] > 1 and shape[1] > 1 and with_one == shape[0]:
+        raise FeedError(
+            f"{where} has shape {shape} and one 1 in every row, as one-hot classes have",
+            hint="save labels.argmax(axis=1): the largest score decides between classes, the sign "
+            "of each about attributes",
+        )
+
+
 def check_classes(labels: Labels, classes: int, where: str, *, first: int = 0) -> None:
     """Raises FeedError unless every label is a class; `first` is the index of the first one."""
+    if labels.dtype.kind == "f":
+        raise FeedError(
+            f"{where} holds labels that are not whole numbers, but the model has {classes} classes",
+            hint="labels are class indices counted from 0",
+        )
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if wrong.size:
         at = int(wrong[0])
@@ -333,7 +574,7 @@ def check_classes(labels: Labels, classes: int, where: str, *, first: int = 0) -
 
 
 class FeedHash:
-    """A hash of inputs in their order that does not depend on how they were batched or stored."""
+    """A hash of inputs in order, independent of how they were batched or stored."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -342,9 +583,9 @@ class FeedHash:
         self.samples = 0
 
     def update(self, batch: np.ndarray, *beside: np.ndarray) -> None:
-        """Adds the inputs of a batch [b, …], and those of a model's further inputs."""
+        """Adds the inputs of a batch [b, …], and those of further inputs of the model."""
         kind = (batch.dtype.str, batch.shape[1:])
-        if kind != self._kind:  # shapes are part of the content, and seldom change
+        if kind != self._kind:  # shapes are part of the content, and rarely change
             self._hash.update(repr(kind).encode())
             self._kind = kind
         self._hash.update(np.ascontiguousarray(batch).data)
@@ -361,94 +602,21 @@ class FeedHash:
         return whole.hexdigest()
 
 
-def limited(batches: Iterable[Fields], count: int | None) -> Iterator[Fields]:
-    """Yields batches until `count` rows have come, all of them for None."""
-    left = count
-    for batch in batches:
-        part = batch if left is None else rows_between(batch, 0, left)
-        rows = row_count(part)
-        if left is not None:
-            left -= rows
-        if rows:
-            yield part
-        if left == 0:
-            return
-
-
-def rebatched(batches: Iterable[Fields], size: int) -> Iterator[Fields]:
-    """Yields the same rows in the same order as batches of `size`.
-
-    The last batch, and the last before rows of another shape, may be smaller. So what is computed
-    from them does not depend on the sizes that came in, to the last bit. Holds no more than one
-    batch in and one out.
-    """
-    held: list[Fields] = []
-    for batch in batches:
-        if held and _row_shapes(batch) != _row_shapes(held[0]):
-            yield _joined(held)
-            held = []
-        start, count = 0, sum(map(row_count, held))
-        while row_count(batch) - start >= size - count:
-            end = start + size - count
-            yield _joined([*held, rows_between(batch, start, end)])
-            held, count, start = [], 0, end
-        if start < row_count(batch):
-            # A copy, so that a small rest does not keep a large batch alive.
-            rest = rows_between(batch, start, row_count(batch))
-            held.append({name: x.copy() for name, x in rest.items()})
-    if held:
-        yield _joined(held)
-
-
-def rebatched_pairs(
-    pairs: Iterable[LabelledBatch], size: int, limit: int | None = None
-) -> Iterator[LabelledBatch]:
-    """Yields inputs and labels as `rebatched` does, until `limit` of them have come."""
-    fields = (
-        {INPUT: inputs} if labels is None else {INPUT: inputs, LABEL: labels}
-        for inputs, labels in pairs
-    )
-    for batch in rebatched(limited(fields, limit), size):
-        yield batch[INPUT], batch.get(LABEL)
-
-
-def row_count(batch: Fields) -> int:
-    """Returns the rows of a batch."""
-    return len(next(iter(batch.values())))
-
-
-def rows_between(batch: Fields, start: int, end: int) -> Fields:
-    """Returns some rows of a batch."""
-    return {name: x[start:end] for name, x in batch.items()}
-
-
-def _row_shapes(batch: Fields) -> dict[str, tuple[int, ...]]:
-    return {name: x.shape[1:] for name, x in batch.items()}
-
-
-def _joined(parts: list[Fields]) -> Fields:
-    if len(parts) == 1:
-        return parts[0]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-# --- files of arrays ---------------------------------------------------------------------------
-
 CHUNK_BYTES = 4 << 20
-"""What is read at once, at least one row."""
+"""The number of bytes read at once, but at least one row."""
 
 UNREADABLE = (
     *(ValueError, TypeError, KeyError, EOFError, OSError, OverflowError, RecursionError),
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError),
     *(NotImplementedError, RuntimeError),
 )
-"""What reading a file that is none, or is damaged, raises: zip archives have a dozen ways to be no
-archive that Python reads, and headers of arrays are parsed as Python."""
+"""Exceptions for invalid or damaged files: Python detects broken zip archives in a dozen ways, and
+parses headers of arrays as Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayHeader:
-    """What an array is, before its numbers are read."""
+    """The description of an array, before its numbers are read."""
 
     shape: tuple[int, ...]
     fortran: bool
@@ -462,11 +630,11 @@ class ArrayHeader:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """What an `.npz` file holds, before its numbers are read.
+    """The contents of an `.npz` file, before its numbers are read.
 
-    `inputs` is the array that was asked for, or the only one that is not called as labels are;
-    `header` is its header and `label` the array of labels, None without one. `digest` tells the
-    file's content from any other: it is made of the checksums that an archive keeps.
+    `inputs` is the requested array, or the only one without a label's name; `header` is its header,
+    and `label` the array of labels, or None. `digest` identifies the file's content by the
+    checksums in the archive.
     """
 
     inputs: str
@@ -478,37 +646,36 @@ class Archive:
 def npz_archive(
     path: Path, name: str, others: Sequence[str] = (), outputs: Sequence[str] = ()
 ) -> Archive:
-    """Returns what an `.npz` file holds for an input called `name`, beside `others`.
+    """Returns the contents of an `.npz` file for the input called `name`, next to `others`.
 
-    Labels may be called as one of `outputs` is, too.
-
-    Raises `FeedError` that names the file, or lists its arrays.
+    Labels may also have the name of one of `outputs`. Raises `FeedError` naming the file or listing
+    its arrays.
     """
     with _archive(path) as archive:
         inputs = _inputs_name(archive, path, name, others)
         with _member(archive, inputs) as (file, size):
             header = _inputs_header(file, path, size)
         known = label_names((inputs, *others), outputs)
-        label = next((n for n in known if n in _names(archive)), None)
+        label = next((n for n in known if n in _names(archive) and _may_label(archive, n)), None)
         members = sorted((m.filename, m.CRC, m.file_size) for m in archive.infolist())
         digest = hashlib.sha256(repr(members).encode()).hexdigest()
         return Archive(inputs=inputs, header=header, label=label, digest=digest)
 
 
 def npz_names(path: Path) -> tuple[str, ...]:
-    """Returns the names of the arrays in an `.npz` file; `FeedError` when it is none."""
+    """Returns the names of the arrays in an `.npz` file; raises `FeedError` if it is invalid."""
     with _archive(path) as archive:
         return _names(archive)
 
 
 def npz_array(path: Path, name: str) -> np.ndarray:
-    """Returns a whole array of an `.npz` file; `FeedError` where it is none, or one of objects."""
+    """Returns an array of an `.npz` file; raises `FeedError` if it is missing or holds objects."""
     with _archive(path) as archive:
         return _array(archive, path, name)
 
 
 def npz_arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields all arrays of an `.npz` file with their names; raises as `npz_array`."""
+    """Yields all arrays of an `.npz` file with their names; raises as `npz_array` does."""
     with _archive(path) as archive:
         for name in _names(archive):
             yield name, _array(archive, path, name)
@@ -519,14 +686,14 @@ def _array(archive: zipfile.ZipFile, path: Path, name: str) -> np.ndarray:
         _header(file, f"{path}: array '{name}'", size)
         file.seek(0)
         array = np.asarray(npy.read_array(file, allow_pickle=False))
-        file.read(1)  # behind the last number an archive compares its checksum
+        file.read(1)  # reading past the last number makes the archive verify its checksum
         return array
 
 
 @contextmanager
 def _readable(path: Path, kind: str) -> Iterator[None]:
-    """Within the context, what makes a file unreadable is a `FeedError` that names it."""
-    if path.exists() and not path.is_file():  # a device never ends, and a pipe cannot be searched
+    """Within the context, failures to read a file become a `FeedError` that names it."""
+    if path.exists() and not path.is_file():  # a device never ends, and a pipe cannot seek
         raise FeedError(f"{path}: not a file", hint=f"give inputs in a file: inputs{kind}")
     try:
         yield
@@ -535,7 +702,7 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
         if _is(path, other):
             raise FeedError(
                 f"{path}: not a readable {kind} file (it is an {other})",
-                hint="rename it, if it holds inputs",
+                hint="rename it, if it contains inputs",
             ) from error
         raise FeedError(
             f"{path}: not a readable {kind} file ({error})",
@@ -544,7 +711,7 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
 
 
 def _is(path: Path, kind: str) -> bool:
-    """Whether a file begins as those of a kind do."""
+    """Whether a file begins with the signature of a kind."""
     try:
         with path.open("rb") as file:
             start = file.read(len(npy.MAGIC_PREFIX))
@@ -565,16 +732,16 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
         if most > allowed_bytes(size):
             raise FeedError(
                 f"{path}: {size} bytes that would unpack to {most}, "
-                f"and {allowed_bytes(size)} are allowed",
+                f"but {allowed_bytes(size)} are allowed",
                 hint="save it uncompressed: np.savez",
             )
         yield archive
 
 
 def _check_ends(path: Path, archive: zipfile.ZipFile) -> None:
-    """Raises ValueError for an archive that does not begin and end with its file.
+    """Raises ValueError unless an archive begins and ends with its file.
 
-    Python reads the last of archives that were joined, and no word of the others.
+    Python silently reads only the last of several concatenated archives.
     """
     with path.open("rb") as file:
         file.seek(-len(END), 2)
@@ -582,16 +749,16 @@ def _check_ends(path: Path, archive: zipfile.ZipFile) -> None:
     if (end[:4], end[-2:]) != (END[:4], END[-2:]):
         raise ValueError("the archive ends before the file does")
     if min((member.header_offset for member in archive.infolist()), default=0):
-        raise ValueError("the archive begins behind the beginning of the file")
+        raise ValueError("the archive begins after the start of the file")
 
 
 END = b"PK\5\6" + bytes(18)
-"""The end of an archive without members; NumPy writes no comment behind it."""
+"""The end of an archive without members; NumPy writes no comment after it."""
 
 
 @contextmanager
 def _member(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[BinaryIO, int]]:
-    """An array of an archive, open, and its size in bytes."""
+    """An opened array of an archive, and its size in bytes."""
     size = archive.getinfo(f"{name}.npy").file_size
     with archive.open(f"{name}.npy") as file:
         yield cast(BinaryIO, file), size
@@ -604,25 +771,36 @@ def _names(archive: zipfile.ZipFile) -> tuple[str, ...]:
 def _inputs_name(
     archive: zipfile.ZipFile, path: Path, name: str, others: Sequence[str] = ()
 ) -> str:
-    """The array that holds the inputs called `name`, as `Archive` says; `others` are no such."""
+    """The array with the inputs called `name` (see `Archive`); never one of `others`."""
     names = _names(archive)
     if name in names:
         return name
     left = [name for name in names if name not in (*LABEL_NAMES, *others)]
+    if len(left) > 1:
+        left = [name for name in left if name != OUTPUT]
     if len(left) != 1:
         saved = ", ".join(f"{each}={each}" for each in (name, *others)) if others else f"{name}=x"
         raise FeedError(
-            f"{path}: holds {', '.join(names) or 'nothing'}, but no array '{name}'",
+            f"{path}: contains {', '.join(names) or 'nothing'}, but no array '{name}'",
             hint=f"save the inputs as np.savez(path, {saved})",
         )
     return left[0]
+
+
+def _may_label(archive: zipfile.ZipFile, name: str) -> bool:
+    """Whether an array can be labels: one with the name of an output may be that output."""
+    if name in LABEL_NAMES:
+        return True
+    with _member(archive, name) as (file, size):
+        header = _header(file, name, size)
+    return header.dtype.kind in "iu" or len(header.shape) == 1
 
 
 @contextmanager
 def _inputs_in(
     path: Path, name: str, others: Sequence[str] = ()
 ) -> Iterator[tuple[BinaryIO, ArrayHeader]]:
-    """The inputs of a file, open where their numbers begin."""
+    """The inputs of a file, opened at the start of the numbers."""
     if path.suffix == ".npz":
         with (
             _archive(path) as archive,
@@ -639,7 +817,7 @@ def _rows_in(path: Path, name: str, others: Sequence[str] = ()) -> Iterator[np.n
     with _inputs_in(path, name, others) as (file, header):
         left = header.shape[0]
         if header.fortran:
-            # Columns first: no row is complete before the last byte, so the array is read whole.
+            # In Fortran order no row is complete before the last byte, so the array is read whole.
             flipped = replace(header, shape=header.shape[::-1], fortran=False)
             whole = _read(file, flipped, flipped.shape[0]).T
             file.read(1)
@@ -664,15 +842,15 @@ def _inputs_header(file: BinaryIO, path: Path, size: int) -> ArrayHeader:
 
 
 def _header(file: BinaryIO, where: str, size: int) -> ArrayHeader:
-    """The header of an array of anything but Python objects, open at its beginning.
+    """The header of an array, read from its start; refuses arrays of Python objects.
 
-    What it declares is no more than a file of `size` bytes can hold.
+    It must not declare more than a file of `size` bytes can hold.
     """
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     try:
         header = ArrayHeader(*read(file))
-    except MemoryError as error:  # of Python's parser, which has a stack of its own
+    except MemoryError as error:  # from Python's parser, which has its own stack
         raise ValueError("its header nests too deep") from error
     if header.dtype.hasobject:
         raise FeedError(
@@ -682,8 +860,8 @@ def _header(file: BinaryIO, where: str, size: int) -> ArrayHeader:
         )
     if any(not 0 <= size < 2**31 for size in header.shape):
         raise ValueError(f"an array cannot be of shape {header.shape}")
-    if header.shape and header.shape[0] > size:  # of rows that have no numbers
-        raise ValueError(f"it has {size} bytes and an array of {header.shape[0]} rows")
+    if header.shape and header.shape[0] > size:  # rows without numbers
+        raise ValueError(f"it has {size} bytes but an array of {header.shape[0]} rows")
     more = size - file.tell() - header.dtype.itemsize * math.prod(header.shape)
     if more < 0:
         raise EOFError("the file ends in the middle of the array")
@@ -696,7 +874,7 @@ def _read(file: BinaryIO, header: ArrayHeader, count: int) -> np.ndarray:
     rows = np.empty((count, *header.shape[1:]), dtype=header.dtype)
     view = rows.reshape(-1).view(np.uint8).data
     done = 0
-    while done < len(view):  # an archive may give less than was asked for
+    while done < len(view):  # an archive may return fewer bytes than requested
         got = file.readinto(view[done:])  # type: ignore[attr-defined]
         if not got:
             raise EOFError("the file ends in the middle of the array")

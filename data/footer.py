@@ -1,7 +1,7 @@
-"""The footer of a Parquet file: what its row groups declare, before any of it is decoded.
+"""The footer of a Parquet file: the sizes that its row groups declare, before decoding.
 
-It is a message in Thrift's compact protocol. pyarrow shows the same, but a C++ exception ends the
-process where a damaged footer's statistics do not fit its schema (pyarrow 26).
+It is a message in Thrift's compact protocol. pyarrow can read it, too, but a damaged footer whose
+statistics do not fit its schema raises a C++ exception that ends the process (pyarrow 26).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, BinaryIO
 MOST_LEVELS = 32
 
 HEADER_BYTES = 64 << 10
-"""Of a page's header at most, in which are the least and largest value of the page."""
+"""The largest header of a page, which includes the page's smallest and largest value."""
 
 _WIDTHS = {0: 1, 1: 4, 2: 8, 3: 12, 4: 4, 5: 8}
-"""Bytes of a value by Parquet's physical type; those that are not here are texts."""
+"""Bytes of a value by Parquet's physical type; other types are texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """What a row group declares: its rows, the bytes of its values and of its longest texts."""
+    """The declared sizes of a row group: rows, bytes of values, and bytes of its longest texts."""
 
     rows: int
     value_bytes: int
@@ -31,10 +31,10 @@ class RowGroup:
 
 
 def row_groups(path: Path) -> Iterator[RowGroup]:
-    """Yields what the row groups of a file declare.
+    """Yields the declared sizes of a file's row groups.
 
-    Raises ValueError where it has no whole footer, or where a page's own header says more than the
-    footer does.
+    Raises ValueError if the footer is incomplete, or if a page's header declares more than the
+    footer.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -56,25 +56,25 @@ def _declared(data: bytes, pages: _Pages) -> Iterator[RowGroup]:
             sizes = [column[6] for column in columns]
             texts = [column[6] for column in columns if column[1] not in _WIDTHS]
             if min(group[3], *(column[5] for column in columns), *sizes) < 0:
-                raise ValueError("its footer declares less than nothing")
+                raise ValueError("its footer declares a negative size")
             rows += group[3]
             yield RowGroup(group[3], max(values, sum(sizes)), max(texts, default=0))
             for column in columns:
                 pages.check(column)
         if rows != footer[3]:
-            raise ValueError(f"its footer tells of {footer[3]} rows and its row groups of {rows}")
+            raise ValueError(f"its footer declares {footer[3]} rows, but its row groups {rows}")
     except (IndexError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ValueError("its footer is damaged") from error
 
 
 class _Pages:
-    """The pages of a file, which end before `end`, and of which none is in two columns."""
+    """The pages of a file, which must end before `end` and must not overlap between columns."""
 
     def __init__(self, file: BinaryIO, end: int) -> None:
         self._file, self.end, self._left = file, end, end
 
     def check(self, column: dict[int, Any]) -> None:
-        """Raises ValueError for pages of more bytes or other values than the footer says."""
+        """Raises ValueError for pages with more bytes or other values than the footer declares."""
         values, unpacked = column[5], column[6]
         at = min(filter(None, (column[9], column.get(11))))
         while values > 0:
@@ -85,18 +85,18 @@ class _Pages:
             at, self._left, unpacked = at + span, self._left - span, unpacked - page[2]
             values -= (page.get(5) or page.get(8) or {1: 0})[1]
             if min(page[2], page[3], self._left, unpacked, values, self.end - at) < 0:
-                raise ValueError("a page says more than its footer does")
+                raise ValueError("a page declares more than the footer")
 
 
 class _Thrift:
-    """A message of the compact protocol: structs are dicts by the numbers of their fields."""
+    """A message of the compact protocol: structs are dicts by field number."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
     @property
     def length(self) -> int:
-        """How many bytes were read."""
+        """The number of bytes read."""
         return self._at
 
     def struct(self, levels: int = 0) -> dict[int, Any]:

@@ -1,33 +1,24 @@
 """Data in shards: WebDataset's tar files and Parquet, read in batches of their fields.
 
-A feed names shards by one file, a folder of them, or a range as WebDataset writes it:
+A feed names shards by one file, a folder of them, or a range in WebDataset's notation:
 `train-{000..015}.tar`; each may be a URL.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..common.documents import read_document
 from ..common.files import allowed_bytes
 from ..common.locations import AnyPlace, holds, local, path_of, url_of
 from ..errors import FeedError, MissingExtraError, install
-
-Array = NDArray[Any]
-
-Fields = dict[str, Array]
-"""A batch: an array [b, …] of each field. Labels are the field `LABEL`, and files of images
-objects: their bytes."""
-
-Inputs = np.ndarray | Mapping[str, np.ndarray]
-"""What a model or a graph is given: arrays by name, or that of its first input alone."""
+from .batches import IMAGE, INPUT, LABEL, Array, Fields
 
 TAR, PARQUET = ".tar", ".parquet"
 SHARD_BATCH = 32
@@ -37,15 +28,13 @@ MOST_DIGITS = 18
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"})
-"""The endings of files that are read as images."""
-
-IMAGE, LABEL, INPUT = "image", "label", "input"
+"""Suffixes of files that are read as images."""
 
 
 def shards_of(where: object) -> list[AnyPlace] | None:
-    """Returns the shards that a feed names, in order; None where it names something else.
+    """Returns the shards that a feed names, in order; None if it names something else.
 
-    Raises `FeedError` for a range without an end, or of more shards than anybody has.
+    Raises `FeedError` for a range without an end, or an absurdly long one.
     """
     if not isinstance(where, str | Path):
         return None
@@ -58,7 +47,7 @@ def shards_of(where: object) -> list[AnyPlace] | None:
         if max(len(first), len(last)) > MOST_DIGITS:
             raise FeedError(f"{text[:80]}…: numbers of shards have up to {MOST_DIGITS} digits")
         if not int(first) <= int(last) < int(first) + MOST_SHARDS:
-            raise FeedError(f"{text}: a range of shards begins with the lower number")
+            raise FeedError(f"{text}: a range of shards must begin with the lower number")
         numbers = range(int(first), int(last) + 1)
         before, after = text[: span.start()], text[span.end() :]
         return [f"{before}{number:0{len(first)}d}{after}" for number in numbers]
@@ -73,16 +62,12 @@ def shards_of(where: object) -> list[AnyPlace] | None:
 def shard_batches(
     shards: Sequence[AnyPlace], array_of: Callable[[bytes, str], Array]
 ) -> Iterator[tuple[str, Fields]]:
-    """Yields the batches of all shards in order, each with the file that it is of.
+    """Yields the batches of all shards in order, each with the name of its file.
 
-    `array_of` reads the bytes of an `.npy`. Raises `FeedError` that names a shard which is missing,
-    cut short or of another kind.
+    `array_of` reads the bytes of an `.npy`. Raises `FeedError` naming a shard that is missing,
+    truncated or of another kind.
     """
-    # Told at once where looking costs nothing, and of a URL when its turn comes.
-    here = (shard for shard in shards if url_of(shard) is None)
-    missing = next((str(shard) for shard in here if not Path(shard).is_file()), None)
-    if missing is not None:
-        raise _no_such_shard(missing, shards)
+    check_shards(shards)
     sizes: dict[str, dict[str, int]] = {}
     for shard in shards:
         path, name = local(shard), str(shard)
@@ -95,8 +80,8 @@ def shard_batches(
             yield name, fields
         if not samples:
             raise FeedError(
-                f"{name}: holds nothing that is read",
-                hint="a tar holds sample.npy or an image, and sample.cls; Parquet columns of these",
+                f"{name}: contains nothing that can be read",
+                hint="a tar needs sample.npy or an image, and sample.cls; Parquet columns of these",
             )
         folder = name.rpartition("/")[0] if url_of(shard) else str(path.parent)
         if folder not in sizes:
@@ -104,23 +89,23 @@ def shard_batches(
         expected = sizes[folder].get(path.name, samples)
         if samples != expected:
             raise FeedError(
-                f"{name}: {samples} samples were read, and the index beside it tells of {expected}",
+                f"{name}: {samples} samples were read, but the index next to it lists {expected}",
                 hint=f"{DAMAGED}, or its index",
             )
 
 
 INDEXES = ("sizes.json", "shardindex.json", "index.json", "_info.json")
-"""Indexes beside shards that tell how many samples each holds: OpenCLIP's, WebDataset's (wids), and
-that of the data sets which timm has on Hugging Face."""
+"""Indexes with the number of samples per shard: OpenCLIP's, WebDataset's (wids), and that of timm's
+data sets on Hugging Face."""
 
 NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\D*)")
-"""The name of a shard that tells how many there are, as `datasets` writes them."""
+"""The name of a shard that includes the number of shards, as `datasets` writes them."""
 
 
 def _indexes(folder: str) -> Iterator[dict[str, int]]:
-    """Yields the samples of shards that belong together, by their names, of each index in a folder.
+    """Yields the number of samples by shard, for each index in a folder.
 
-    A file that is called as an index is and has another form is none.
+    Files with the name of an index but another format are ignored.
     """
     for name in INDEXES:
         if not holds(folder, name):
@@ -139,7 +124,7 @@ def _indexes(folder: str) -> Iterator[dict[str, int]]:
 
 
 def _check_complete(folder: Path, names: set[str]) -> None:
-    """Raises FeedError where a folder lacks a shard that an index lists or others' names imply."""
+    """Raises FeedError if a folder lacks a shard that an index or the other names imply."""
     parts = {match.groups() for match in map(NUMBERED.fullmatch, names) if match is not None}
     series = {(start, len(number), of, last, end) for start, number, of, last, end in parts}
     wanted: list[Collection[str]] = [
@@ -152,8 +137,16 @@ def _check_complete(folder: Path, names: set[str]) -> None:
             raise FeedError(
                 f"{folder}: {len(missing)} of {len(together)} shards are missing: "
                 f"{', '.join(missing[:6])}",
-                hint="copy them there, or name those that are there: x-{000..015}.tar",
+                hint="copy them there, or name the existing ones: x-{000..015}.tar",
             )
+
+
+def check_shards(shards: Sequence[AnyPlace]) -> None:
+    """Raises `FeedError` for a shard that is missing, where looking costs nothing: of no URL."""
+    here = (shard for shard in shards if url_of(shard) is None)
+    missing = next((str(shard) for shard in here if not Path(shard).is_file()), None)
+    if missing is not None:
+        raise _no_such_shard(missing, shards)
 
 
 def _no_such_shard(name: str, shards: Sequence[AnyPlace]) -> FeedError:
@@ -162,7 +155,7 @@ def _no_such_shard(name: str, shards: Sequence[AnyPlace]) -> FeedError:
 
 
 def _tar(path: Path, name: str, array_of: Callable[[bytes, str], Array]) -> Iterator[Fields]:
-    """The samples of a WebDataset: files of one name up to its first dot are one sample."""
+    """The samples of a WebDataset: files with the same name up to its first dot are one sample."""
     held: list[dict[str, Any]] = []
     for sample in _samples(path, name, array_of):
         if held and (len(held) == SHARD_BATCH or not _alike(held[0], sample)):
@@ -176,23 +169,25 @@ def _tar(path: Path, name: str, array_of: Callable[[bytes, str], Array]) -> Iter
 def _samples(
     path: Path, name: str, array_of: Callable[[bytes, str], Array]
 ) -> Iterator[dict[str, Any]]:
-    from .tar import TarDamageError, tar_members  # for tar files alone
+    import tarfile  # for tar files only
+
+    from .tar import tar_files
 
     key, sample = "", dict[str, Any]()
     try:
         with path.open("rb") as file:
-            for member in tar_members(path, file):
-                folder, _, last = member.name.rpartition("/")
+            for member, content in tar_files(file):
+                folder, _, last = member.rpartition("/")
                 stem, _, ending = last.partition(".")
                 if f"{folder}/{stem}" != key and sample:
                     yield sample
                     sample = {}
                 key = f"{folder}/{stem}"
-                where = f"{name}: {member.name}"
+                where = f"{name}: {member}"
                 if _is_read(ending.lower()):
-                    sample |= _field(ending.lower(), member.read(file), where, array_of)
-    except (TarDamageError, OSError) as error:
-        raise FeedError(f"{name}: no whole tar file: {error}", hint=DAMAGED) from error
+                    sample |= _field(ending.lower(), content.read(), where, array_of)
+    except (tarfile.TarError, OSError, ValueError, RecursionError) as error:
+        raise FeedError(f"{name}: not a complete tar file: {error}", hint=DAMAGED) from error
     if sample:
         yield sample
 
@@ -207,13 +202,13 @@ def _is_read(ending: str) -> bool:
 def _field(
     ending: str, data: bytes, where: str, array_of: Callable[[bytes, str], Array]
 ) -> dict[str, Any]:
-    """The field that a file of a sample is, by its ending."""
+    """The field of a sample's file, by its suffix."""
     if f".{ending}" in IMAGES:
         return {IMAGE: data}
     if ending == "cls":
         label = data.strip()
         if not (label.removeprefix(b"-").isdigit() and len(label) < 19):
-            raise FeedError(f"{where}: a .cls file holds the number of a class")
+            raise FeedError(f"{where}: a .cls file must hold the number of a class")
         return {LABEL: int(label)}
     return {ending.removesuffix("npy").rstrip(".") or INPUT: array_of(data, where)}
 
@@ -259,23 +254,22 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
                 arrays = ((n, _column(column, f"{name}: column '{n}'")) for n, column in columns)
                 yield {n: x for n, x in arrays if x is not None}
             if left:
-                raise ValueError(f"its footer tells of {left} rows more than it holds")
+                raise ValueError(f"its footer declares {left} rows more than it holds")
     except (pa.ArrowException, OSError, *_UNREADABLE) as error:
         reason = str(error).partition("\n")[0]
-        raise FeedError(f"{name}: cut short, or no Parquet ({reason})", hint=DAMAGED) from error
+        raise FeedError(f"{name}: truncated, or not Parquet ({reason})", hint=DAMAGED) from error
 
 
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError)
-"""What pyarrow raises for damaged files besides its own errors."""
+"""Exceptions of pyarrow for damaged files besides its own."""
 
 
 def _parquet_batch(path: Path, name: str) -> int:
-    """The rows to read at once of a file that declares no more than it could hold.
+    """The number of rows to read at once, from a file that does not declare more than it can hold.
 
-    A constant column takes no room in a file, and a text that is in its dictionary once is copied
-    to each row.
+    A constant column takes no space in a file, and decoding copies a dictionary's text to each row.
     """
-    from .footer import row_groups  # for Parquet alone
+    from .footer import row_groups  # for Parquet only
 
     size = path.stat().st_size
     most, copied = allowed_bytes(size), 1
@@ -283,7 +277,7 @@ def _parquet_batch(path: Path, name: str) -> int:
         if max(group.value_bytes, group.rows) > most:
             raise FeedError(
                 f"{name}: {size} bytes that would unpack to {max(group.value_bytes, group.rows)} "
-                f"in row group {index}, and {most} are allowed",
+                f"in row group {index}, but {most} are allowed",
                 hint="write it in smaller row groups",
             )
         copied = max(copied, group.text_bytes)
@@ -291,7 +285,7 @@ def _parquet_batch(path: Path, name: str) -> int:
 
 
 def _column(column: Any, where: str) -> Array | None:
-    """A column's numbers [b, …], or bytes as objects [b]; None for a column of anything else."""
+    """A column's numbers [b, …], or bytes as objects [b]; None for columns of anything else."""
     import pyarrow as pa
 
     if column.null_count:
@@ -300,7 +294,7 @@ def _column(column: Any, where: str) -> Array | None:
         tensors: Array = column.to_numpy_ndarray()
         return tensors
     if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
-        column = column.field("bytes")  # how `datasets` keeps images
+        column = column.field("bytes")  # the field in which `datasets` keeps images
     if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
         return _objects(column.to_pylist())
     shape = [len(column)]
@@ -308,7 +302,8 @@ def _column(column: Any, where: str) -> Array | None:
         sizes = set(column.value_lengths().to_pylist()) or {0}
         if len(sizes) > 1:
             raise FeedError(
-                f"{where} holds lists of several lengths", hint="inputs of a file are of one shape"
+                f"{where} holds lists of several lengths",
+                hint="the inputs of a file must have one shape",
             )
         shape.append(sizes.pop())
         column = column.flatten()

@@ -1,4 +1,4 @@
-"""What docs/performance.md shows of the kept results beside the benchmarks' own tables."""
+"""The charts and figures of docs/performance.md that are not tables of a benchmark."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from moexport.bench.report.figures import STYLE
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
 from moexport.examples.studies import mnist
@@ -19,6 +18,8 @@ from moexport.perf.measure import ms, times
 from moexport.plugins.studies.findings import studies_in
 from moexport.plugins.studies.report import figures, retention_rows
 
+STYLE = Path(__file__).with_name("figures.mplstyle")
+
 Groups = Mapping[str, Sequence[float]]
 """Values by the name of their series, one for each place on the axis."""
 
@@ -29,7 +30,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
 
 
 def layer_by_k(results: Results) -> str:
-    """Returns a layer's time for k from n to n/8 in FP32 and INT8, beside PyTorch's."""
+    """Returns a layer's time for k from n to n/8 in FP32 and INT8, with PyTorch's."""
     integers = {(cell.layer, cell.batch, cell.k): cell for cell in cells(results, precision="int8")}
     rows = []
     for cell in cells(results):
@@ -105,7 +106,7 @@ def draw(results: Path, folder: Path) -> None:
 
 
 def _by_k(path: Path, series: Mapping[str, Sequence[Cell]]) -> None:
-    """Draws times over k, a panel for each layer, beside PyTorch and the limit of the first."""
+    """Draws times over k, a panel for each layer, with PyTorch's and the limit of the first."""
     import matplotlib.pyplot as plt
     from matplotlib import ticker
 

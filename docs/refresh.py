@@ -1,13 +1,14 @@
 """Writes into the documents what was measured or exported: run from a checkout.
 
-python docs/refresh.py performance  every table and chart of perf/results: docs/performance.md,
-                                    token-routed.md, mumoe.md, calibration.md and tune.md
-python docs/refresh.py cpus         what other CPUs compute, in docs/deploy.md, from tests/cpus
-python docs/refresh.py compat       the versions in docs/install.md, from `make compat`
+python docs/refresh.py registries   the tables of targets, lowerings, engines, families and folders,
+                                    and the ops in evidence/lowerings.md, from exported graphs
+python docs/refresh.py performance  every table and chart of perf/results, in the pages of evidence
+python docs/refresh.py cpus         what other CPUs compute, in evidence/cpus.md
+python docs/refresh.py compat       the versions in evidence/versions.md, from `make compat`
 python docs/refresh.py demo DIR     the README's table and figure and the site's report, from
                                     `moexport demo -o DIR`
-python docs/refresh.py mumoe DIR    the table of docs/mumoe.md, from `moexport demo --family mumoe`
-python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
+python docs/refresh.py mumoe DIR    a table of evidence/mumoe.md, from
+                                    `moexport demo --family mumoe`
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
 python docs/refresh.py pictures     docs/images/report*.png: the report of perf/results/demo.json in
                                     Chromium, on a desktop, a phone, dark, and printed
@@ -31,9 +32,11 @@ import onnx
 from moexport.bench.report.figures import figures
 from moexport.bench.report.page import write_report
 from moexport.bench.results import Results, read
+from moexport.common.libraries import RUN
 from moexport.common.text import markdown
-from moexport.common.versions import RUN
 from moexport.docs import performance_page, results_schema, site_hooks
+from moexport.docs.registries import LISTED
+from moexport.docs.sources import pages
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.targets import Target
 from moexport.perf import cache, calibration, granite, models, profiles, runtimes, scale, tune
@@ -60,8 +63,18 @@ def demo_table(results: Results) -> str:
     """Returns the README's table: at batch 1, PyTorch untouched, then the export for each k."""
     lines = []
     rows = [row for row in results.rows if row.batch == 1]
-    rows.sort(key=lambda row: (-row.experts, not row.is_reference, row.precision, -row.k))
-    for experts, group in itertools.groupby(rows, key=lambda row: row.experts):
+    experts = {row.model: row.experts for row in rows if row.is_reference}
+    pruned = {row: row.experts != experts[row.model] for row in rows}
+    rows.sort(
+        key=lambda row: (
+            -experts[row.model],
+            not row.is_reference,
+            pruned[row],
+            row.precision,
+            -row.k,
+        )
+    )
+    for model, group in itertools.groupby(rows, key=lambda row: row.model):
         untouched = 0.0
         for row in group:
             if row.latency_ms is None or row.accuracy is None:
@@ -70,11 +83,12 @@ def demo_table(results: Results) -> str:
                 untouched = row.latency_ms.median
             elif row.engine != "onnxruntime":
                 continue
+            k = f"{row.k}: all that `tune` kept" if pruned[row] else str(row.k)
             share = row.accuracy.retention
             lines.append(
                 (
-                    str(experts),
-                    "PyTorch, untouched" if row.is_reference else str(row.k),
+                    str(experts[model]),
+                    "PyTorch, untouched" if row.is_reference else k,
                     row.precision.upper(),
                     f"{row.accuracy.top1:.1%}",
                     "–" if share is None else f"{share:.1%}",
@@ -118,7 +132,7 @@ def layer_ops(bundle: moexport.Bundle, lowering: str) -> list[str]:
 
 
 def listed_ops() -> dict[str, str]:
-    """Returns the text of each listing: `route`, which all lowerings begin with, and the rest."""
+    """Returns the text of each listing: `route`, with which all begin, and what follows it."""
     model = moexport.load(CASE, config={"num_heads": 4, "rest": "default"})
     records = lowerings_of("soft-moe").values()
     on_cpu = [record.name for record in records if CPU in record.targets]
@@ -187,20 +201,21 @@ def refresh_demo(directory: Path) -> None:
 
 
 def refresh_mumoe(directory: Path) -> None:
-    """Puts a muMoE demo's table into the page on muMoE."""
-    replace_marked(ROOT / "docs" / "mumoe.md", "mumoe-table", mumoe_demo_table(directory))
+    """Puts a muMoE demo's table into the page of evidence on muMoE."""
+    replace_marked(pages()["evidence/mumoe.md"], "mumoe-table", mumoe_demo_table(directory))
 
 
-def refresh_lowerings() -> None:
-    """Puts the ops of today's graphs into docs/lowerings.md."""
-    page = ROOT / "docs" / "lowerings.md"
-    text = page.read_text(encoding="utf-8")
-    for section, ops in listed_ops().items():
-        listing = re.compile(rf"(^### {section}\n\n```text\n).*?(^```$)", re.MULTILINE | re.DOTALL)
-        if listing.search(text) is None:
-            sys.exit(f"{page}: has no section '### {section}' with a listing to fill in")
-        text = listing.sub(lambda m, ops=ops: m[1] + ops + m[2], text)  # type: ignore[misc]
-    page.write_text(text, encoding="utf-8")
+def refresh_registries() -> None:
+    """Puts the tables of the registries into the pages, and the ops of today's graphs."""
+    for page, tables in LISTED.items():
+        for name, table in tables.items():
+            replace_marked(ROOT / page, name, table())
+    replace_marked(pages()["evidence/lowerings.md"], "ops", ops_of_lowerings())
+
+
+def ops_of_lowerings() -> str:
+    """Returns the ops of every lowering of a Soft MoE layer, a section for each."""
+    return "\n".join(f"## {name}\n\n```text\n{ops}```\n" for name, ops in listed_ops().items())
 
 
 def refresh_schema() -> None:
@@ -238,7 +253,7 @@ def refresh_pictures() -> None:
 def refresh_tables(page: str) -> None:
     """Puts the tables of kept results into a page."""
     for name, content in MEASURED[page]().items():
-        replace_marked(ROOT / "docs" / page, name, content)
+        replace_marked(pages()[page], name, content)
 
 
 def refresh_performance() -> None:
@@ -249,7 +264,7 @@ def refresh_performance() -> None:
 
 
 def performance_tables() -> dict[str, str]:
-    """Returns what docs/performance.md shows of the kept results, by its markers."""
+    """Returns the tables of evidence/performance.md, by their markers."""
     results, scales = read(RESULTS / "layers-cpu.json"), kept(RESULTS / "scale-cpu.json")
     where = textwrap.fill(f"Measured on {measured_on(scales)}.", 100)
     return {
@@ -272,7 +287,7 @@ def runtimes_tables() -> str:
 
 
 def token_routed_tables() -> dict[str, str]:
-    """Returns what docs/token-routed.md shows of the kept results, by its markers."""
+    """Returns the tables of evidence/token-routed.md, by their markers."""
     return {
         "experts": _wrapped(experts_table(kept(RESULTS / "experts-cpu.json"))),
         "granite": _wrapped(granite.table(kept(RESULTS / "granite-cpu.json"))),
@@ -281,7 +296,7 @@ def token_routed_tables() -> dict[str, str]:
 
 
 def calibration_tables() -> dict[str, str]:
-    """Returns what docs/calibration.md shows of the kept results, by its markers."""
+    """Returns the tables of evidence/calibration.md, by their markers."""
     body = kept(RESULTS / "calibration-cpu.json")
     facts = body["environment"]
     machine = f"{facts['cpu']['model']}, ONNX Runtime {onnxruntime_of(facts['packages'])}"
@@ -292,17 +307,17 @@ def calibration_tables() -> dict[str, str]:
 
 
 def mumoe_tables() -> dict[str, str]:
-    """Returns what docs/mumoe.md shows of the kept results, by its markers."""
+    """Returns the tables of evidence/mumoe.md, by their markers."""
     return {"cache": cache.table(kept(RESULTS / "cache-cpu.json")) + "\n"}
 
 
 def tune_tables() -> dict[str, str]:
-    """Returns what docs/tune.md shows of the kept results, by its markers."""
+    """Returns the tables of tune.md, by their markers."""
     return {"tune": tune.bundles_table(kept(RESULTS / "tune-cpu.json")) + "\n"}
 
 
 def compat_tables() -> dict[str, str]:
-    """Returns the table of docs/install.md: the versions that `make compat` was run with."""
+    """Returns the table of evidence/versions.md: the versions that `make compat` was run with."""
     packages = tuple(RUN)
     header = ("versions", "Python", *packages, "tests", "date")
     rows = []
@@ -316,7 +331,7 @@ def compat_tables() -> dict[str, str]:
 
 
 def cpus_tables() -> dict[str, str]:
-    """Returns the table of docs/deploy.md: what `python -m moexport.tests.cpus` found."""
+    """Returns the table of evidence/cpus.md: what `python -m moexport.tests.hard.cpus` found."""
     rows = kept(RESULTS / "cpus.json")["rows"]
     cpus = list(rows[0]["cpus"])
     lines = [
@@ -327,22 +342,22 @@ def cpus_tables() -> dict[str, str]:
 
 
 def _by_cpu(row: Mapping[str, Any], cpus: Sequence[str]) -> Iterator[str]:
-    """What each CPU gave: how many times as far off as x86, and how far from that."""
+    """The errors of each CPU relative to those of x86, and its differences from x86."""
     for cpu in cpus:
         found = row["cpus"][cpu]
         yield f"{found['times']:.2f} times, {found['from_here']:.1e} from x86"
 
 
 MEASURED: Mapping[str, Callable[[], dict[str, str]]] = {
-    "performance.md": performance_tables,
-    "token-routed.md": token_routed_tables,
-    "calibration.md": calibration_tables,
-    "mumoe.md": mumoe_tables,
+    "evidence/performance.md": performance_tables,
+    "evidence/token-routed.md": token_routed_tables,
+    "evidence/calibration.md": calibration_tables,
+    "evidence/mumoe.md": mumoe_tables,
     "tune.md": tune_tables,
-    "install.md": compat_tables,
-    "deploy.md": cpus_tables,
+    "evidence/versions.md": compat_tables,
+    "evidence/cpus.md": cpus_tables,
 }
-"""The tables of each page that shows kept results, by the page's markers."""
+"""The tables of each page that shows kept results, by the page's address and its markers."""
 
 
 def _wrapped(content: str) -> str:
@@ -389,16 +404,16 @@ if __name__ == "__main__":
             refresh_demo(Path(directory))
         case ["mumoe", directory]:
             refresh_mumoe(Path(directory))
-        case ["lowerings"]:
-            refresh_lowerings()
+        case ["registries"]:
+            refresh_registries()
         case ["schema"]:
             refresh_schema()
         case ["pictures"]:
             refresh_pictures()
         case ["compat"]:
-            refresh_tables("install.md")
+            refresh_tables("evidence/versions.md")
         case ["cpus"]:
-            refresh_tables("deploy.md")
+            refresh_tables("evidence/cpus.md")
         case ["performance"]:
             refresh_performance()
         case _:

@@ -39,7 +39,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "PartTime.ms": POSITIVE,
     "PartTime.part": {"enum": ["router", "dispatch", "experts", "combine", "host", "runtime"]},
 }
-"""What the types do not say of a field."""
+"""Facts about a field that its type does not express."""
 
 
 def schema() -> dict[str, Any]:

@@ -1,44 +1,49 @@
-"""What mkdocs does to pages on their way to the site: parts of them are generated."""
+"""Hooks of mkdocs that generate parts of the site's pages."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 MARK = "<!-- generated -->"
-OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
-"""A link to a file of the sources that is no page."""
 
-
-DEMO = Path(__file__).parents[1] / "perf" / "results" / "demo.json"
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "perf" / "results" / "demo.json"
 """The results of a `moexport demo`, those of the README's table."""
 
 REPORT = "demo-report.html"
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Returns the site's files with the report of the demo, as `moexport report` writes it."""
+    """Returns the site's files with plugins' pages, and the report of the demo."""
     from mkdocs.structure.files import File
     from moexport.bench.report.page import html
     from moexport.bench.results import read
+    from moexport.docs.sources import pages
 
+    for address, file in pages().items():
+        if files.get_file_from_path(address) is None:
+            files.append(File.generated(config, address, abs_src_path=str(file)))
     files.append(File.generated(config, REPORT, content=html(read(DEMO))))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
-    """Returns a page with its generated part, and with the text alone of links to sources."""
-    made = GENERATED.get(page.file.src_uri)
+    """Returns a page with its generated part, and with links to other pages of the site."""
+    from moexport.docs.sources import on_the_site, pages
+
+    address, known = page.file.src_uri, pages()
+    made = GENERATED.get(address)
     if made is not None:
         markdown = markdown.replace(MARK, "\n".join(made()))
-    return OUTSIDE.sub(r"\1", markdown)
+    return on_the_site(markdown, address, known[address], known)
 
 
 def report() -> Iterator[str]:
@@ -93,7 +98,7 @@ def calls() -> Iterator[str]:
 
 
 def _signature(name: str, found: Callable[..., object]) -> str:
-    """A call with its parameters, each on a line of its own where there are several."""
+    """A call with its parameters, each on a line of its own if there are several."""
     given = inspect.signature(found)
     parameters = [str(each) for each in given.parameters.values() if each.name != "self"]
     kinds = [each.kind for each in given.parameters.values() if each.name != "self"]
@@ -124,10 +129,26 @@ def errors() -> Iterator[str]:
             yield f"| `moexport.{name}` | {meaning} | {advice} | {kind.EXIT_CODE} |"
 
 
+FOLDERS = ("plugins", "commands", "bench", "exporter", "calibration", "data", "graphs", "common")
+"""The rooms of the package, from the top down."""
+
+
+def folders() -> Iterator[str]:
+    """Yields every folder of the package with the first sentence of its docstring."""
+    yield "| folder | holds |"
+    yield "|---|---|"
+    for room in FOLDERS:
+        for module in sorted((ROOT / room).rglob("__init__.py")):
+            text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+            summary = " ".join(text.partition("\n\n")[0].split())
+            yield f"| `{module.parent.relative_to(ROOT).as_posix()}/` | {summary} |"
+
+
 GENERATED: dict[str, Callable[[], Iterator[str]]] = {
     "reference-cli.md": commands,
     "reference-python.md": calls,
     "errors.md": errors,
+    "architecture.md": folders,
     "bench.md": report,
     "index.md": report,
 }

@@ -6,7 +6,7 @@ adapters at the end of the file. Copy this file into an empty folder, and there:
     moexport export mixtures:build --set mixture=noisy-top-k --k 1 -o noisy-top-k
     moexport verify noisy-top-k
 
-docs/own-layer.md says what an adapter for experts with a router is. Letters: b sequences of m
+docs/own-layer.md explains adapters for experts with a router. Letters: b sequences of m
 tokens, d wide; n experts, of which a token gets k.
 """
 
@@ -56,7 +56,7 @@ class Bank(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Experts with a router: a mixture below says in `route` which experts a token gets."""
+    """Experts with a router: each mixture below selects a token's experts in `route`."""
 
     def __init__(self, dim: int, hidden: int, experts: int) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Base(Mixture):
 
     "BASE layers: simplifying training of large, sparse models", Lewis, Bhosale, Dettmers, Goyal and
     Zettlemoyer, 2021. In training a is a balanced assignment of a batch's tokens; at inference it
-    is the greedy one. k is 1: one expert per token, of which the sigmoid says how much.
+    is the greedy one. k is 1: one expert per token, weighted by the sigmoid.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int) -> None:
@@ -210,7 +210,7 @@ class ExpertChoice(nn.Module):
     experts; an expert takes the c = m·f/n tokens of a sequence with its largest S, and a token gets
     as many experts as chose it. There is no k: f, the mean number of experts per token, sets c.
 
-    No router says here which k experts a token gets. So what is described to moexport is the bank
+    Here no router selects k experts for a token. So the adapter describes the bank
     alone, which is called with rows and experts; the choice around it is the network's own code.
     """
 

@@ -32,7 +32,7 @@ class Perceptron(nn.Module):
 
 
 class SoftMixture(nn.Module):
-    """A Soft MoE layer on tokens (b, m, d), as "From Sparse to Soft Mixtures of Experts" has it."""
+    """The Soft MoE layer of "From Sparse to Soft Mixtures of Experts", on tokens (b, m, d)."""
 
     def __init__(self, dim: int, hidden: int, experts: int, slots: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class SoftMixture(nn.Module):
         self.perceptrons = nn.ModuleList(Perceptron(dim, hidden) for _ in range(experts))
 
     def router(self) -> Tensor:
-        """Returns what the tokens are multiplied with, (d, n, p)."""
+        """Returns the matrix by which tokens are multiplied, (d, n, p)."""
         return self.sharpness * F.normalize(self.queries, dim=0)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class SoftMixture(nn.Module):
 
 @moexport.adapts(SoftMixture)
 def adapt(layer: SoftMixture) -> moexport.SoftMoE:
-    """Returns what a SoftMixture computes, in moexport's words."""
+    """Describes a SoftMixture for moexport."""
     return moexport.SoftMoE(
         phi=layer.router(),
         experts=[(expert.up, expert.down) for expert in layer.perceptrons],

@@ -1,4 +1,4 @@
-"""Layers as people write them, each with its adapter: look here for one like yours.
+"""Sixteen layers of public code, each with its adapter: find one similar to yours.
 
 The layers are rebuilt from the formulas of public code. Copy this file into an empty folder, and
 there:
@@ -32,7 +32,7 @@ class Mlp(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns what the expert gives for rows x (…, d)."""
+        """Returns the expert's outputs for rows x (…, d)."""
         y: Tensor = self.down(self.activation(self.up(x)))
         return y
 
@@ -46,7 +46,7 @@ class SwiGlu(nn.Module):
         self.down = nn.Linear(HIDDEN, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns what the expert gives for rows x (…, d)."""
+        """Returns the expert's outputs for rows x (…, d)."""
         y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return y
 
@@ -147,7 +147,7 @@ class Normed(nn.Module):
         self.inner, self.outer = nn.LayerNorm(HIDDEN), nn.LayerNorm(DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns what the expert gives for rows x (…, d)."""
+        """Returns the expert's outputs for rows x (…, d)."""
         hidden = self.inner(self.up(x)).relu()
         y: Tensor = self.outer(self.down(hidden)).relu()
         return y
@@ -213,7 +213,7 @@ class Mixed(nn.Module):
         self.experts = experts_of(Mlp)
 
     def router(self) -> Tensor:
-        """Returns what the tokens are multiplied with, (d, n, p)."""
+        """Returns the matrix by which tokens are multiplied, (d, n, p)."""
         graph: Any = self.graph
         mix = 0.7 * torch.eye(EXPERTS) + 0.3 * graph
         return torch.einsum("dnp,nq->dqp", 5 * F.normalize(self.phi, dim=0), mix)
@@ -287,7 +287,7 @@ def adapt_swapped(layer: Swapped) -> moexport.Experts:
 
 
 class ExpertChoice(nn.Module):
-    """Each expert takes its best tokens of a sequence, and adds what it makes of them."""
+    """Each expert takes its best tokens of a sequence, and adds its outputs for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ def adapt_dense(layer: Dense) -> moexport.Experts:
 
 
 class Shared(nn.Module):
-    """A shared expert beside those that are chosen, the input added; returns more than y."""
+    """A shared expert in addition to the selected ones, the input added; returns more than y."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -498,7 +498,7 @@ def adapt_convolved(layer: Convolved) -> moexport.Experts:
 
 
 class Capacity(nn.Module):
-    """Experts with room for so many tokens of the whole batch; ReLU squared, stacked weights."""
+    """Experts with a limited capacity for tokens of the whole batch; ReLU squared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -510,7 +510,7 @@ class Capacity(nn.Module):
         self.b2 = nn.Parameter(0.3 * torch.randn(EXPERTS, 1, DIM))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the experts of rows x (t, d) and their weights, 0 where there is no room."""
+        """Returns the experts of rows x (t, d) and their weights, 0 if there is no room."""
         best, index = self.gate(x).topk(2, dim=-1)
         taken = F.one_hot(index, EXPERTS).flatten(0, 1)  # (2t, n)
         before = ((taken.cumsum(dim=0) - 1) * taken).sum(dim=-1).view_as(index)
@@ -576,7 +576,7 @@ class Specialised(nn.Module):
         self.third, self.norm = nn.Linear(DIM, DIM), nn.LayerNorm(DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns what the expert gives for rows x (…, d)."""
+        """Returns the expert's outputs for rows x (…, d)."""
         y = self.down(F.gelu(self.up(x)))
         return y + self.norm(self.third(y))  # type: ignore[no-any-return]
 
@@ -606,7 +606,7 @@ class Host(nn.Module):
         self.router = nn.Linear(DIM, EXPERTS * SLOTS) if isinstance(layer, Outside) else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns what the layer gives."""
+        """Returns the layer's output."""
         if self.kind is Masked:
             y = self.layer(x, x[..., 0] > -1)
         elif self.router is not None:

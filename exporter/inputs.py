@@ -1,124 +1,38 @@
-"""Inputs: the sizes of their axes, what a graph takes, and what it is compared with."""
+"""Inputs: the sizes of their axes, the inputs of a graph, and those for its comparison."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..data.feeds import (
-    Feed,
-    limited,
-    named_batches,
-    named_samples,
-    rebatched,
-    row_count,
-    rows_between,
-)
-from ..data.shards import Fields
-from ..data.shards import Inputs as Inputs  # noqa: PLC0414
+from ..data.batches import Feed, Fields, limited, rebatched, row_count, rows_between
+from ..data.batches import Inputs as Inputs  # noqa: PLC0414
 from ..errors import FeedError, UsageError
+from ..graphs.sizes import BATCH, AxisRange, fits
 
 if TYPE_CHECKING:
     from .bundle.manifest import TensorSpec
     from .model import Model
 
-BATCH = "batch"
-TRACED_BATCH = 2
-"""What a model is traced with: a batch of 1 would let the tracer take the axis for a constant."""
-
 Example = Inputs | str | Path
 """Inputs [b, …] of a user's own network, or where they are: the first few of them are taken."""
 
-TRACED_SIZES = {
-    "tokens": 7,
-    "past": 5,
-    "encoder_tokens": 11,
-    "decoder_tokens": 4,
-    "height": 3,
-    "width": 5,
-}
 
-PARITY_BATCHES = (1, TRACED_BATCH, TRACED_BATCH + 1)
-"""A graph of any batch is compared at these: a size that was frozen in the trace shows in two."""
-
-
-@dataclass(frozen=True, slots=True)
-class AxisRange:
-    """Sizes of a dynamic axis: smallest, the one to be fast at, largest. Fixed where all agree."""
-
-    min: int
-    opt: int
-    max: int
+class Ports(Protocol):
+    """Anything with inputs and outputs: a model, or a bundle."""
 
     @property
-    def fixed(self) -> bool:
-        """Whether the axis is a constant of the graph."""
-        return self.min == self.max
-
-    def nearest(self, size: int) -> int:
-        """Returns the size of the range that is nearest to one."""
-        return max(self.min, min(size, self.max))
-
-    def compared(self, of: int = 1) -> int:
-        """Returns the size of batches in which inputs are compared: not the one that is traced.
-
-        It is a multiple of the smallest batch, so that what is left over is none below that.
-        """
-        least = of if of > 1 else self.min
-        return min(-(-PARITY_BATCHES[-1] * of // least) * least, self.largest(of))
-
-    def largest(self, of: int = 1) -> int:
-        """Returns the largest size that is a multiple of the smallest batch."""
-        least = of if of > 1 else self.min
-        return max(self.max // least, 1) * least
-
-    def probed(self, of: int = 1, more: Iterable[int] = ()) -> tuple[int, ...]:
-        """Returns the sizes of the range at which a graph is compared, multiples of `of`.
-
-        They are its smallest, usual and largest one, and one above a power of two: kernels and
-        networks that work in blocks have a rest there. `more` are added where they are in it.
-        """
-        above = (1 << (self.max - 1).bit_length() - 1) + 1 if self.max > 2 else self.max
-        wanted = {self.min, self.opt, above // of * of + (of if above % of else 0), self.max, *more}
-        return tuple(sorted(n for n in wanted if self.min <= n <= self.max and n % of == 0))
-
-    def __str__(self) -> str:
-        return str(self.opt) if self.fixed else f"{self.min}:{self.opt}:{self.max}"
-
-
-DEFAULT_BATCH = AxisRange(1, 1, 32)
-
-DEFAULT_TOKENS = AxisRange(1, 196, 1024)
-
-
-def parse_range(text: str, option: str) -> AxisRange:
-    """Returns sizes from `MIN:OPT:MAX` or one fixed size; `UsageError` names the option."""
-    try:
-        sizes = [int(part) for part in text.split(":")]
-    except ValueError:
-        sizes = []
-    if len(sizes) == 1:
-        sizes *= 3
-    if len(sizes) != len(("min", "opt", "max")):
-        raise UsageError(
-            f"{option} {text}: expected MIN:OPT:MAX or one size",
-            hint=f"{option} 1:8:32 for sizes 1 to 32, fastest at 8; {option} 8 for 8 alone",
-        )
-    low, opt, high = sizes
-    if not 1 <= low <= opt <= high:
-        raise UsageError(
-            f"{option} {text}: needs 1 ≤ MIN ≤ OPT ≤ MAX",
-            hint="sizes begin at 1"
-            if min(sizes) < 1
-            else f"the sizes in order are {':'.join(str(size) for size in sorted(sizes))}",
-        )
-    return AxisRange(low, opt, high)
+    def inputs(self) -> tuple[TensorSpec, ...]: ...
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]: ...
+    @property
+    def input(self) -> TensorSpec: ...
 
 
 def again(count: int, size: int, together: int = 1) -> np.ndarray:
@@ -162,12 +76,28 @@ def by_name(inputs: Inputs, ports: Sequence[TensorSpec]) -> dict[str, np.ndarray
     return dict(inputs) if isinstance(inputs, Mapping) else {ports[0].name: inputs}
 
 
+def tensor_of(x: Any) -> Any | None:
+    """Returns the tensor of torch that x is, or shares its memory with (DLPack); None without one.
+
+    A numpy array is not one.
+    """
+    if isinstance(x, np.ndarray):
+        return None
+    try:
+        import torch  # no array of numpy needs it
+
+        tensor = x if isinstance(x, torch.Tensor) else torch.utils.dlpack.from_dlpack(x)
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, BufferError):
+        return None
+    return tensor.detach()
+
+
 def completed(
     inputs: Inputs, ports: Sequence[TensorSpec], where: str = ""
 ) -> dict[str, np.ndarray]:
     """Returns an array for every input of a model or graph, in their order.
 
-    An array stands for the first input, and what is left out for its default. Raises `FeedError`
+    An array stands for the first input, and missing inputs have their defaults. Raises `FeedError`
     for a name that is no input's, and for an input that must be given.
     """
     arrays = by_name(inputs, ports)
@@ -187,7 +117,7 @@ def completed(
 
 
 def _check_sums(ports: Sequence[TensorSpec], sizes: Mapping[str, int], where: str) -> None:
-    """Raises `FeedError` where axes together are larger than they may be: `past + tokens`."""
+    """Raises `FeedError` if axes together are larger than they may be: `past + tokens`."""
     for axis, most in (pair for port in ports for pair in port.limits.items()):
         past, plus, new = axis.partition(" + ")
         if not plus or past not in sizes or not (new in sizes or new.isdecimal()):
@@ -219,7 +149,7 @@ def _strengths(
 
 
 def _sizes(arrays: Mapping[str, np.ndarray], ports: Sequence[TensorSpec]) -> dict[str, int]:
-    """The sizes of named axes, as far as arrays tell; nothing is past where nothing says so."""
+    """The sizes of named axes, as far as arrays determine them; a missing past has length 0."""
     sizes = {"past": 0}
     for port in ports:
         array = arrays.get(port.name)
@@ -330,7 +260,7 @@ def _with_tiny(arrays: Fields, model: Model) -> Fields:
 
 
 def _whole(arrays: Fields, least: int) -> Fields:
-    """The inputs, again from the start where there are fewer than the smallest batch."""
+    """The inputs, again from the start if there are fewer than the smallest batch."""
     rows = np.arange(max(least, row_count(arrays))) % row_count(arrays)
     return {name: array[rows] for name, array in arrays.items()}
 
@@ -338,7 +268,7 @@ def _whole(arrays: Fields, least: int) -> Fields:
 def of_tokens(
     model: Model, inputs: Fields, rows: int, tokens: int, *, random: bool
 ) -> dict[str, np.ndarray]:
-    """Returns so many inputs with so many tokens: `random` ones, or those of `inputs`.
+    """Returns a number of inputs of a length in tokens: `random` ones, or those of `inputs`.
 
     The tokens of inputs are taken `again`, floats a little larger or smaller, so that none is there
     twice. What the mask and the positions are follows from the tokens.
@@ -371,6 +301,8 @@ def _feed_batches(
     model: Model, data: Feed, count: int, fixed: Mapping[str, int], batch: int
 ) -> Iterator[Fields]:
     """The batches of a feed; of a fixed or smallest batch only whole ones."""
+    from ..data.feeds import named_batches  # loaded if there are data
+
     size = batch * max(1, SAMPLES // batch)
     names = [spec.name for spec in model.inputs]
     taken = limited(named_batches(data, names), max(count, batch))
@@ -378,7 +310,7 @@ def _feed_batches(
     first = next(parts, None)
     if first is None:
         raise FeedError(
-            "the feed holds no inputs", hint=f"give at least one array for '{model.input.name}'"
+            "the feed contains no inputs", hint=f"give at least one array for '{model.input.name}'"
         )
     first = fitted_arrays(first, model, fixed)
     if row_count(first) >= model.batch_of and BATCH not in fixed:
@@ -404,9 +336,9 @@ def _with_axes(arrays: Fields, model: Model) -> Fields:
 
 
 def fitted_arrays(
-    inputs: Inputs, model: Model, fixed: Mapping[str, int] | None = None
+    inputs: Inputs, model: Ports, fixed: Mapping[str, int] | None = None
 ) -> dict[str, np.ndarray]:
-    """Returns an array for every input as the model takes it; `FeedError` where they cannot."""
+    """Returns an array for every input as the model takes it; `FeedError` if that is impossible."""
     named = by_name(inputs, model.inputs)
     for spec in model.inputs:
         if spec.default == "zeros" and spec.name not in named:  # zeros would compare nothing
@@ -427,20 +359,23 @@ def fitted_arrays(
 def feed_inputs(
     model: Model, data: Feed, count: int, fixed: Mapping[str, int] | None = None
 ) -> Fields:
-    """Returns up to `count` inputs of a feed; `FeedError` where they do not fit the model."""
-    return fitted_arrays(
-        named_samples(data, [spec.name for spec in model.inputs], count), model, fixed
-    )
+    """Returns up to `count` inputs of a feed; `FeedError` if they do not fit the model."""
+    from ..data.feeds import named_samples  # loaded if there are data
+
+    names = [spec.name for spec in model.inputs]
+    return fitted_arrays(named_samples(data, names, count), model, fixed)
 
 
 def feed_batches(model: Model, data: Feed) -> Iterator[Fields]:
-    """Yields all inputs of a feed as the model takes them; `FeedError` where they do not fit."""
+    """Yields all inputs of a feed as the model takes them; `FeedError` if they do not fit."""
+    from ..data.feeds import named_batches  # loaded if there are data
+
     for batch in named_batches(data, [spec.name for spec in model.inputs]):
         yield fitted_arrays(batch, model)
 
 
 def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = None) -> np.ndarray:
-    """Returns inputs with all axes and the dtype of the model's; `FeedError` where they cannot."""
+    """Returns inputs with all axes and the dtype of the model's; `FeedError` if impossible."""
     x, sizes = with_axes(x, spec), fixed or {}
     # Any number of inputs: batches are made of them.
     wanted = [sizes.get(str(size), size) for size in spec.shape[1:]]
@@ -462,8 +397,8 @@ def random_arrays(
 ) -> dict[str, np.ndarray]:
     """Returns standard normal inputs [count, …], fewer where `count` would take too much memory.
 
-    Integer inputs are drawn evenly from the values that the model takes, or, where that is not
-    known, from those of its example, as inputs beside the first are: a time, a weight. A mask
+    Integer inputs are drawn evenly from the values that the model takes, or, if that is not
+    known, from those of its example, as further inputs are: a time, a weight. A mask
     leaves out the end of every second input, or with a cache its beginning.
     """
     limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
@@ -520,8 +455,13 @@ def check_given(k: object, *, takes_k: bool, what: str) -> None:
     """
     if k is not None and (isinstance(k, bool) or not isinstance(k, Real) or not math.isfinite(k)):
         raise UsageError(f"k = {k!r}: one whole number is expected", hint="for example k=2")
+    if takes_k and not isinstance(k, int | np.integer) and k == 1:  # to an export it may be all
+        raise UsageError(
+            f"k = {k!r}: one expert, or all of them?",
+            hint="k=1 computes one expert; for all give their number",
+        )
     if takes_k and k is None:
-        raise UsageError(f"this {what} takes k as an input, and none was given", hint="pass --k K")
+        raise UsageError(f"this {what} takes k as an input, but no k was given", hint="pass --k K")
     if k is not None and not takes_k:
         raise UsageError(
             f"k = {k} was given, but the {what}'s k is baked in",
@@ -534,16 +474,20 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
 
     What is no integer in the shape of `port` is a dynamic axis. Whole numbers are cast to whole
     numbers and floats to floats, so widths need not agree where the values fit. Of a `feed` whole
-    numbers serve as floats, too, and NaN or Inf is refused. `where` says whose array it is.
+    numbers serve as floats, too, and NaN or Inf is refused. `where` names the array's source.
     """
     what, whole = f"{where}input '{port.name}'", port.dtype in WHOLE
     kinds = "iu" if whole else "b" if port.dtype == "bool" else "fbiu" if feed else "f"
     if not fits(x.shape, port.shape) or x.dtype.kind not in kinds:
+        from .checks.shapes import shape_hint  # loaded by an error alone
+
         raise FeedError(
             f"{what} takes {port.dtype} {_shape(port.shape)}, not {x.dtype.name} {_shape(x.shape)}",
-            hint="reshape or cast the array; `moexport inspect` shows what a model takes",
+            hint=f"cast the array: x = x.astype('{port.dtype}')"
+            if fits(x.shape, port.shape)
+            else shape_hint(x.shape, port.shape),
         )
-    if isinstance(x, np.ma.MaskedArray):  # a graph has no masks: what is hidden would count
+    if isinstance(x, np.ma.MaskedArray):  # a graph has no masks: hidden values would count
         raise FeedError(
             f"{what} is a masked array", hint="say what its hidden values are: x.filled(0)"
         )
@@ -591,11 +535,3 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
 
 def _shape(sizes: Sequence[object]) -> str:
     return "(" + ", ".join(str(size) for size in sizes) + ")"
-
-
-def fits(sizes: Sequence[int], shape: Sequence[object]) -> bool:
-    """Whether an array's sizes fit a shape, in which what is no integer is a dynamic axis."""
-    return len(sizes) == len(shape) and all(
-        not isinstance(wanted, int) or wanted == size
-        for size, wanted in zip(sizes, shape, strict=True)
-    )

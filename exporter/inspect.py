@@ -1,9 +1,11 @@
-"""What a model is, before it is exported: its layers, its sizes and what each k costs."""
+"""Describes a model before its export: its layers, its sizes and the cost of each k."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,18 +14,30 @@ from torch import nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from ..data.feeds import Feed, rebatched
+from ..common.option import takes
+from ..common.text import by_level
+from ..data.batches import Feed, rebatched
 from ..errors import UsageError
+from ..graphs.k import share_of
 from ..graphs.layers.base import MoELayer, MoESpec, choice_key, recorded_choices, replaced_layers
-from .inputs import DEFAULT_TOKENS, feed_inputs
+from ..graphs.layers.mumoe import MuMoESpec
+from ..graphs.sizes import DEFAULT_TOKENS
+from .checkpoints.load import AnyModel, model_of
+from .inputs import feed_inputs
 from .model import Model
+from .requests import InspectRequest
 
 SHARES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One MoE layer: sizes, and the tokens it sees for one input."""
+    """One MoE layer: sizes, and the tokens it sees for one input.
+
+    Of a muMoE layer also the experts of each level, of which there are `combinations`, how its
+    tensors are held with which `ranks` (each by tensor), and `expert_rank`, the largest rank that
+    an expert's matrix can have (Table 5 of the muMoE paper).
+    """
 
     name: str
     experts: int
@@ -33,11 +47,30 @@ class LayerReport:
     out: int
     tokens: int
     parameters: int
+    levels: tuple[int, ...] = ()
+    combinations: int | None = None
+    form: str | None = None
+    ranks: tuple[tuple[int, ...], ...] = ()
+    expert_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalent:
+    """A layer in another form: its parameters, and its multiply-adds for one token.
+
+    `form` is as it is, one level of as many experts and the same ranks, a matrix for each expert
+    (dense), or one linear layer without experts (muMoE, Tables 4 and 10, Fig. 8).
+    """
+
+    layer: str
+    form: str
+    parameters: int
+    macs: int
 
 
 @dataclass(frozen=True, slots=True)
 class CostReport:
-    """What keeping a share of the experts costs, over all MoE layers and for one input.
+    """The cost of keeping a share of the experts, over all MoE layers and for one input.
 
     `macs` counts router, dispatch, experts and combine; `expert_bytes` the FP32 weights of the
     experts kept, which is what a run at batch 1 must read.
@@ -52,7 +85,11 @@ class CostReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """The result of `moexport inspect`."""
+    """The result of `moexport inspect`.
+
+    `macs` are the multiply-adds of the whole model for one input (None if they are not known),
+    `moe_macs` those of its MoE layers with all experts that it was trained to compute.
+    """
 
     family: str
     config: dict[str, Any]
@@ -64,32 +101,51 @@ class ModelReport:
     costs: tuple[CostReport, ...]
     notes: tuple[str, ...]
     support: tuple[SupportReport, ...] = ()
+    macs: int | None = None
+    moe_macs: int = 0
+    equivalents: tuple[Equivalent, ...] = ()
+    answers: tuple[str, ...] = ()
+    """The untouched model's accuracy on labels, or its distance from the user's own model."""
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain data."""
         return asdict(self)
 
 
-def inspect(model: Model, data: Feed | None = None) -> ModelReport:
-    """Returns the report for a loaded model.
+@takes(InspectRequest)
+def inspect(model: AnyModel, options: InspectRequest) -> ModelReport:
+    """Describes a model before its export: its layers, its sizes, the cost of each k.
 
-    Reads no weights and runs nothing, unless there is `data` to count a muMoE's coefficients on.
+    `model` is a loaded model, or what `load` takes, of which the shapes alone are read.
     """
-    tokens = token_counts(model)
+    data = options.data
+    loading = replace(options, values=data is not None)
+    return _report_on(model_of(model, loading, data), data, options.tokens)
+
+
+def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelReport:
+    """The report for a loaded model, whose inputs have this number of `tokens` if it may vary.
+
+    Reads no weights and runs nothing, unless there is `data`: labels yield the accuracy, outputs of
+    the user's own model are compared, and a muMoE's coefficients are counted.
+
+    Raises what `answers_of` raises, and `UsageError` for data without labels or outputs.
+    """
+    counted_tokens, backbone_macs = _one_input(model, tokens)
+    told: tuple[str, ...] = ()
+    if data is not None:
+        from .checks.answers import answers_of, texts  # loaded if something is run
+
+        answers = answers_of(model, data)
+        told = () if answers is None else tuple(texts(answers, model))
     # Of a user's own network the data are the example first: it need not have muMoE layers.
     mixing = any(layer.spec.rewritable for layer in model.layers.values())
-    counted = mixing or not model.host.own_code
+    counted = mixing or (not told and not model.host.own_code)
     layers = tuple(
-        LayerReport(
-            name=name,
-            experts=layer.spec.experts,
-            slots=layer.spec.slots,
-            dim=layer.spec.dim,
-            hidden=layer.spec.hidden,
-            out=layer.spec.out,
-            tokens=tokens[name],
-            parameters=_parameters(layer),
-        )
+        _layer_report(name, layer, counted_tokens[name]) for name, layer in model.layers.items()
+    )
+    moe_macs = sum(
+        sum(layer.spec.macs(counted_tokens[name], layer.spec.trained_k).values())
         for name, layer in model.layers.items()
     )
     return ModelReport(
@@ -100,10 +156,59 @@ def inspect(model: Model, data: Feed | None = None) -> ModelReport:
         parameters=_parameters(model.module),
         moe_parameters=sum(layer.parameters for layer in layers),
         layers=layers,
-        costs=_costs(model, tokens),
+        costs=_costs(model, counted_tokens),
         notes=model.notes,
         support=support(model, data) if counted and data is not None else (),
+        macs=None if backbone_macs is None else backbone_macs + moe_macs,
+        moe_macs=moe_macs,
+        equivalents=tuple(_equivalents(model)),
+        answers=told,
     )
+
+
+def _layer_report(name: str, layer: MoELayer, tokens: int) -> LayerReport:
+    spec = layer.spec
+    report = LayerReport(
+        name=name,
+        experts=spec.experts,
+        slots=spec.slots,
+        dim=spec.dim,
+        hidden=spec.hidden,
+        out=spec.out,
+        tokens=tokens,
+        parameters=_parameters(layer),
+    )
+    if not isinstance(spec, MuMoESpec):
+        return report
+    return replace(
+        report,
+        levels=spec.levels,
+        combinations=spec.tensors[0].combinations,
+        form=spec.form,
+        ranks=tuple(tensor.ranks for tensor in spec.tensors),
+        expert_rank=max(tensor.expert_rank for tensor in spec.tensors),
+    )
+
+
+def _equivalents(model: Model) -> Iterator[Equivalent]:
+    """Each muMoE layer as it is, and in the forms that the paper compares it with."""
+    for name, layer in model.layers.items():
+        spec = layer.spec
+        if not isinstance(spec, MuMoESpec) or not spec.levels:
+            continue
+        yield Equivalent(name, "as it is", spec.parameters, _macs_of_token(spec))
+        if len(spec.levels) > 1:
+            one = spec.one_level
+            yield Equivalent(name, "one level", one.parameters, _macs_of_token(one))
+        if spec.form != "full":
+            dense = spec.dense
+            yield Equivalent(name, "dense", dense.parameters, _macs_of_token(dense))
+        linear = sum(tensor.modes[-2] * tensor.out for tensor in spec.tensors)
+        yield Equivalent(name, "linear", linear, linear)
+
+
+def _macs_of_token(spec: MuMoESpec) -> int:
+    return sum(spec.macs(1, spec.experts).values())
 
 
 def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, int]:
@@ -112,15 +217,51 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
     A dynamic token axis counts as `dynamic` tokens. The backbone runs on zeros, in place of its
     inputs and of its weights, none of which is read; its MoE layers and its products do not run.
     """
-    side = max(1, round(dynamic**0.5))
+    return _counted(model, dynamic, _NoProducts())
+
+
+def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | None]:
+    """The tokens of each layer for one input, and the multiply-adds of the network around them.
+
+    Raises `UsageError` for a number of tokens that the model does not take.
+    """
+    shape, limits = model.input.shape, model.input.limits
+    if tokens is None:
+        # A vector is one token where an array may leave the axis of tokens out.
+        tokens = 1 if model.input.implied == "tokens" else DEFAULT_TOKENS.opt
+    elif not {"tokens", "height", "width"} & {*shape} and not model.host.of_tokens:
+        raise UsageError(
+            f"--tokens {tokens}: the inputs of the model, {shape}, have no axis of tokens",
+            hint="leave --tokens out",
+        )
+    elif tokens > limits.get("tokens", tokens):
+        raise UsageError(
+            f"--tokens {tokens}: the model takes up to {limits['tokens']}",
+            hint=f"use --tokens {limits['tokens']} or fewer",
+        )
+    if model.host.of_tokens:
+        return _counted(model, tokens, _NoProducts()), None
+    # Imported here: no other code counts operations.
+    from torch.utils.flop_counter import FlopCounterMode
+
+    products = _NoProducts()
+    with FlopCounterMode(display=False) as counter:
+        found = _counted(model, tokens, products)
+    whole = products.macs + counter.get_total_flops() // 2
+    return found, whole // model.batch_of
+
+
+def _counted(model: Model, dynamic: int, products: _NoProducts) -> dict[str, int]:
+    """The tokens of each layer, found by a pass without `products`, which counts them."""
+    height = next(h for h in range(math.isqrt(dynamic), 0, -1) if dynamic % h == 0)
     tokens_limit = model.input.limits.get("tokens", dynamic)
     if model.host.of_tokens:
         return dict.fromkeys(model.layers, min(dynamic, tokens_limit))
     sizes = {
         "batch": model.batch_of,
         "tokens": min(dynamic, tokens_limit),
-        "height": side,
-        "width": side,
+        "height": height,
+        "width": dynamic // height,
     }
     examples = tuple(
         torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype)) for spec in model.inputs
@@ -133,12 +274,11 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
             self.name, self.spec, self.tokens = name, layer.spec, layer.tokens
 
         def forward(self, x: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
-            del routed
             x = self.tokens(x)
             tokens[self.name] = x.shape[-2] // (model.batch_of if x.ndim == 2 else 1)
             return x.new_zeros(*x.shape[:-1], self.spec.out)
 
-    with torch.inference_mode(), replaced_layers(model.module, Counted) as backbone, _NoProducts():
+    with torch.inference_mode(), replaced_layers(model.module, Counted) as backbone, products:
         # One zero in memory for each, seen as a tensor of any shape. On PyTorch's meta device the
         # backbone would not be computed at all, but importing what that needs takes a second.
         zeros = {
@@ -153,27 +293,38 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
 class _NoProducts(TorchFunctionMode):
     """Zeros of the right shape in place of matrix products, which take most of a backbone's time.
 
-    The rest runs as it is, with less to load than PyTorch's meta device has.
+    The rest runs as it is, with less to load than PyTorch's meta device has. `macs` counts the
+    multiply-adds that were left out.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.macs = 0
 
     def __torch_function__(
         self, function: Any, _: Any, arguments: tuple[Any, ...] = (), keywords: Any = None
     ) -> Any:
         if function is nn.functional.linear and len(arguments) > 1:
             x, weight, *_ = arguments
-            return x.new_zeros(*x.shape[:-1], *weight.shape[:-1])
+            y = x.new_zeros(*x.shape[:-1], *weight.shape[:-1])
+            self.macs += y.numel() * weight.shape[-1]
+            return y
         if function is nn.functional.scaled_dot_product_attention and len(arguments) > 2:
             query, _, value, *_ = arguments
-            return query.new_zeros(*query.shape[:-1], value.shape[-1])
+            y = query.new_zeros(*query.shape[:-1], value.shape[-1])
+            scores = query.shape[:-1].numel() * value.shape[-2]
+            self.macs += scores * (query.shape[-1] + value.shape[-1])
+            return y
         return function(*arguments, **(keywords or {}))
 
 
 def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
     specs = {name: layer.spec for name, layer in model.layers.items()}
     reports: list[CostReport] = []
-    for label, kept in _kept(specs):
-        macs = sum(sum(spec.macs(tokens[n], kept[n]).values()) for n, spec in specs.items())
-        nbytes = sum(spec.bytes_read(kept[name]) for name, spec in specs.items())
+    for label, share, kept in _kept(specs):
+        of = {name: _sharing(spec, share) for name, spec in specs.items()}
+        macs = sum(sum(spec.macs(tokens[n], kept[n]).values()) for n, spec in of.items())
+        nbytes = sum(spec.bytes_read(kept[name]) for name, spec in of.items())
         all_macs = reports[0].macs if reports else macs
         all_bytes = reports[0].expert_bytes if reports else nbytes
         reports.append(
@@ -188,20 +339,39 @@ def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
     return tuple(reports)
 
 
-def _kept(specs: Mapping[str, MoESpec]) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yields labels, and the k of each layer: all experts, and shares of those that are trained."""
+def _sharing(spec: MoESpec, share: Fraction) -> MoESpec:
+    """The spec of a layer that keeps a share of each of its levels."""
+    if not isinstance(spec, MuMoESpec) or len(spec.levels) < 2 or share == 1:
+        return spec
+    return replace(spec, kept=tuple(share_of(share, n) for n in spec.levels))
+
+
+def _kept(specs: Mapping[str, MoESpec]) -> Iterator[tuple[str, Fraction, dict[str, int]]]:
+    """Yields labels, shares and the k of each layer: all experts, and shares of the trained ones.
+
+    The k are those of `--k` with that share.
+    """
     trained = {name: spec.trained_k for name, spec in specs.items()}
     every = {name: spec.experts for name, spec in specs.items()}
     what = "n"
     if trained != every:
-        yield _k_label("n", every), every
+        yield _k_label("n", every, specs), Fraction(1), every
         what = "trained k"
-    for share in (fraction for fraction in SHARES if fraction <= min(trained.values())):
-        kept = {name: max(1, k // share) for name, k in trained.items()}
-        yield _k_label(what if share == 1 else f"{what}/{share}", kept), kept
+    for part in (fraction for fraction in SHARES if fraction <= min(trained.values())):
+        share = Fraction(1, part)
+        kept = {name: share_of(share, k) for name, k in trained.items()}
+        of = {name: _sharing(spec, share) for name, spec in specs.items()}
+        yield _k_label(what if part == 1 else f"{what}/{part}", kept, of), share, kept
 
 
-def _k_label(what: str, kept: dict[str, int]) -> str:
+def _k_label(what: str, kept: dict[str, int], specs: Mapping[str, MoESpec]) -> str:
+    by_levels = {
+        by_level(spec.k_by_level(kept[name])) if isinstance(spec, MuMoESpec) else str(kept[name])
+        for name, spec in specs.items()
+        if spec.levels
+    }
+    if len(by_levels) == 1:
+        return f"{what} = {by_levels.pop()}"
     values = sorted(set(kept.values()))
     number = str(values[0]) if len(values) == 1 else f"{values[0]}–{values[-1]}"
     return f"{what} = {number}"
@@ -246,8 +416,9 @@ def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportRepo
     specs = {name: layer.spec for name, layer in model.layers.items() if layer.spec.rewritable}
     if not specs:
         raise UsageError(
-            f"--data: a {model.family} model has no muMoE layers, whose coefficients could be zero",
-            hint="leave --data out; `moexport bench` shows what k costs a Soft MoE",
+            f"--data: a {model.family} model has no muMoE layers, whose coefficients could be "
+            "zero, and the data have neither labels nor outputs of your own model",
+            hint="add an array 'label' or 'output'; `moexport bench` shows what k costs a Soft MoE",
         )
     x = feed_inputs(model, data, count)
     counts: dict[tuple[str, int], list[np.ndarray]] = {}

@@ -1,35 +1,28 @@
-"""The job of an export: what was asked, resolved for one model before any work begins.
+"""The job of an export: its options, resolved for one model before any work begins.
 
 `export_job` makes it, once, and refuses all that can be refused without calibrating, tracing or
-writing; what comes after is handed the whole job and resolves nothing again.
+writing; what comes after is handed the whole job, which only its trace may narrow (`plan`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from ..calibration.methods import DEFAULT_METHOD
-from ..calibration.table import CalibrationTable
-from ..common.option import Mistake, refuse
-from ..data.feeds import Feed
-from ..errors import CalibrationError, LoweringError, UsageError
-from ..graphs.layers.base import MoESpec
-from ..graphs.lowerings.choice import check
-from ..graphs.lowerings.cost import AnyWork, WorkOf
-from ..graphs.names import DOMAIN, PAST, operand_of
-from ..graphs.precision.weights import not_in_blocks
-from ..graphs.targets import TARGETS
-from .bundle.destination import check_destination
-from .bundle.parity_record import ROUNDED_RTOL
-from .bundle.runtimes import check_computes, check_engine
-from .bundle.steps import STEPS, Step, asked
-from .inputs import (
+from ..common.option import refuse
+from ..data.batches import Feed
+from ..errors import CalibrationError
+from ..graphs.k import parse_k, resolve_k, share_of
+from ..graphs.layers.base import MoESpec, moe_layers, sharing_weights
+from ..graphs.lowerings.base import AnyPlan, LayerPlan
+from ..graphs.names import DOMAIN, PAST
+from ..graphs.sizes import (
     BATCH,
     DEFAULT_BATCH,
     DEFAULT_TOKENS,
@@ -38,48 +31,52 @@ from .inputs import (
     TRACED_SIZES,
     AxisRange,
 )
-from .model import Model, TensorSpec, check_given_inputs, check_one_input, edited, fingerprint
-from .options import CHOOSERS, ExportOptions, check_renormalize, parse_k, parsed, resolve_k
-from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
-from .requests import CalibrateRequest, ExportRequest
+from .bundle.parity import ROUNDED_RTOL
+from .bundle.steps import STEPS, Step, asked
+from .model import Model, TensorSpec, check_given_inputs, edited, fingerprint
+from .options import ExportOptions
+from .refusals import check, check_without_model, not_renormalizable
+from .requests import CalibrateRequest
+
+if TYPE_CHECKING:
+    from ..calibration.table import CalibrationTable
+    from ..graphs.precision.types import ComputeTypes
+    from .quantization.calibrate import CalibrationJob
 
 PEAK_SAMPLES = 64
-"""Inputs whose largest values tell whether FP16 overflows, with `fp16.HEADROOM` to spare."""
-
-_TOKEN_AXES = frozenset({"tokens", "height", "width"})
-"""Axes of which `--tokens` says something: of an image it is the number of pixels."""
-
-NO_FACTORS = "its weight tensor is held whole, and integer products are those of factors"
-
-
-NO_EXPERTS = "it has no matrices of experts, which are what is written in blocks"
+"""Inputs whose largest values show whether FP16 overflows, with `fp16.HEADROOM` to spare."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportJob:
     """Everything that an export does, of which nothing has begun.
 
-    `model` has its edits. `k` is each layer's, None where it is a graph input, and `fixed` the
+    `model` has its edits. `layers` are its layers with their k, to be planned; `fixed` are the
     sizes of the axes that are constants of the graph. The ranges of tensors are those of `table`,
     or will be found by `calibration`; without either none are needed.
     """
 
     model: Model
     options: ExportOptions
-    k: Mapping[str, int | None]
+    layers: Mapping[str, AnyPlan]
     fixed: Mapping[str, int]
     table: CalibrationTable | None = None
     calibration: CalibrationJob | None = None
 
     @property
-    def fixed_batch(self) -> int | None:
-        """The batch size where it is a constant of the graph."""
-        return self.options.batch.opt if self.options.batch.fixed else None
+    def k(self) -> dict[str, int | None]:
+        """Each layer's k, None if it is a graph input."""
+        return {name: layer.k for name, layer in self.layers.items()}
 
     @property
-    def ranges(self) -> dict[str, AxisRange]:
-        """The sizes of axes that may vary and of which the options say something."""
-        asked = {"batch": self.options.batch, "tokens": self.options.tokens}
+    def fixed_batch(self) -> int | None:
+        """The batch size where it is a constant of the graph."""
+        return self.options.batches.opt if self.options.batches.fixed else None
+
+    @property
+    def axis_ranges(self) -> dict[str, AxisRange]:
+        """The sizes of dynamic axes that the options set."""
+        asked = {"batch": self.options.batches, "tokens": self.options.token_counts}
         most = {axis: n for spec in self.model.inputs for axis, n in spec.limits.items()}
         most |= {axis.split(" + ")[-1]: n for axis, n in most.items() if " + " in axis}
         return {
@@ -94,37 +91,65 @@ class ExportJob:
         return self.model.input.groups_of if self.fixed_batch is None else None
 
     @property
+    def fewest_experts(self) -> int:
+        """The experts of the layer that has the fewest: one k serves all layers at run time."""
+        return min(layer.spec.experts for layer in self.model.layers.values())
+
+    @property
     def whole_batch(self) -> int | None:
-        """The size of batches that the graph takes whatever it is; None where any will do."""
+        """The size of batches that the graph takes whatever it is; None if any will do."""
         return self.fixed_batch or self.groups_of
 
     @property
     def least_batch(self) -> int:
         """The smallest batch that the graph is for."""
-        return self.whole_batch or self.options.batch.min
+        return self.whole_batch or self.options.batches.min
 
     @property
     def checked_batch(self) -> int:
         """The size of batches in which inputs are compared: not the one that is traced."""
-        return self.fixed_batch or self.options.batch.compared(self.model.batch_of)
+        return self.fixed_batch or self.options.batches.compared(self.model.batch_of)
 
     @property
     def largest_batch(self) -> int:
         """The size of the largest batch that inputs are computed in."""
-        return self.fixed_batch or self.options.batch.largest(self.model.batch_of)
+        return self.fixed_batch or self.options.batches.largest(self.model.batch_of)
 
     def probed_batches(self, more: Iterable[int] = ()) -> tuple[int, ...]:
-        """Returns the batch sizes at which a graph is compared; none where that is fixed."""
+        """Returns the batch sizes at which a graph is compared; none if that is fixed."""
         if self.fixed_batch is not None:
             return ()
         of = self.model.batch_of
-        return self.options.batch.probed(of, [*(size * of for size in PARITY_BATCHES), *more])
+        return self.options.batches.probed(of, [*(size * of for size in PARITY_BATCHES), *more])
 
     @property
     def traced_sizes(self) -> dict[str, int]:
-        """The sizes of axes while the model is traced: within the ranges that are asked for."""
+        """The sizes of axes while the model is traced: within the requested ranges."""
         sizes = {**TRACED_SIZES, BATCH: TRACED_BATCH * self.model.batch_of}
-        return {axis: sizes_of.nearest(sizes[axis]) for axis, sizes_of in self.ranges.items()}
+        return {axis: sizes_of.nearest(sizes[axis]) for axis, sizes_of in self.axis_ranges.items()}
+
+    @property
+    def needs_ranges(self) -> bool:
+        """Whether a part becomes integers without a scale per row.
+
+        Those of rows are found while the graph runs.
+        """
+        if not self.options.ranged:
+            return False
+        dynamic = all(layer.spec.dynamic_int8 for layer in self.model.layers.values())
+        return self.options.quant_format == "qdq" or not dynamic
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether ranges are found before anything is planned: on the data, without a table."""
+        options = self.options
+        if self.table is not None or options.data is None or not options.finds_ranges:
+            return False
+        if options.ranged:
+            return self.needs_ranges
+        # In FP16, the export looks for overflows if a feed has the model's inputs.
+        several = any(spec.default is not None for spec in self.model.inputs)
+        return not (several and options.precision == "fp16")
 
     @property
     def decodes(self) -> bool:
@@ -133,52 +158,69 @@ class ExportJob:
 
     @property
     def writes_text(self) -> bool:
-        """Whether that is all it takes: a decoder alone also reads what its encoder gives."""
+        """Whether that is all it takes: a decoder alone also reads its encoder's output."""
         return writes_text(self.model, self.options)
 
     @property
     def steps(self) -> list[Step]:
-        """What plugins do in it: what the model brings along, then what is asked for."""
-        return _steps(self.model, self.options)
+        """The plugins' parts of it: those of the model, then those of the options."""
+        return steps_of(self.model, self.options)
 
-    def work(self, layer: str, tokens: int, *, fixed: bool = False) -> AnyWork:
-        """What a layer has to compute for one batch, of `tokens` m where its input has them.
+    def layer(self, name: str, tokens: int, *, fixed: bool = False) -> AnyPlan:
+        """Returns a layer to plan, without a lowering yet, for inputs of this number of `tokens`.
 
         `fixed`: they are a constant of the network.
         """
-        options, spec, k = self.options, self.model.layers[layer].spec, self.k[layer]
-        # With k as an input the plan must be good for every k: a quarter of n stands for them.
-        typical = k if k is not None else max(1, spec.experts // 4)
-        precisions = options.precision
-        floats = layer in precisions.floating
-        precision = precisions.float_name(options.target) if floats else precisions.name
-        return WorkOf(
-            spec=spec,
-            k=typical,
-            batch=options.batch.opt,
-            tokens=tokens,
-            precision=precision,
-            tokens_fixed=fixed,
-        )
+        batch = self.options.batches.opt
+        return replace(self.layers[name], batch=batch, tokens=tokens, tokens_fixed=fixed)
 
-    def works(self, traced: ir.Model) -> dict[str, AnyWork]:
-        """The work of each traced layer, in the order of execution."""
-        works = {}
+    def computed_in(self, numbers: Mapping[str, ComputeTypes]) -> ExportJob:
+        """Returns the job whose layers are planned in the numbers that they compute in."""
+        layers = {
+            name: replace(
+                layer,
+                precision=numbers[name].precision,
+                precision_reason=numbers[name].reason,
+            )
+            for name, layer in self.layers.items()
+        }
+        return replace(self, layers=layers)
+
+    def traced_layers(self, traced: ir.Model) -> tuple[AnyPlan, ...]:
+        """Returns the traced layers to plan, without lowerings yet, in the order of execution."""
+        layers = {}
         for node in traced.graph:
             if node.domain == DOMAIN:
                 x = node.inputs[0]
                 size = x.shape[-2] if x is not None and x.shape is not None else None
                 tokens = size if isinstance(size, int) else None
-                layer = node.attributes.get_string("layer")
-                if self.model.layers[layer].spec.flat:  # the tokens of the whole batch
-                    tokens = _tokens_of_an_input(size, self.options.batch.opt)
-                count = self.options.tokens.opt if tokens is None else tokens
-                works[layer] = self.work(layer, count, fixed=tokens is not None)
-        return works
+                name = node.attributes.get_string("layer")
+                if self.layers[name].spec.flat:  # the tokens of the whole batch
+                    tokens = _tokens_of_an_input(size, self.options.batches.opt)
+                count = self.options.token_counts.opt if tokens is None else tokens
+                layers[name] = self.layer(name, count, fixed=tokens is not None)
+        return tuple(layers.values())
+
+
+def layers_to_plan(
+    model: Model, k: Mapping[str, int | None], options: ExportOptions
+) -> dict[str, AnyPlan]:
+    """Returns a model's layers with their k, at the usual sizes, without lowerings yet.
+
+    Their precisions are those that the options ask for.
+    """
+    batch, tokens = options.batches.opt, options.token_counts.opt
+    floats = dict.fromkeys(options.floating, options.float_name)
+    return {
+        name: LayerPlan(
+            layer.spec, k[name], batch, tokens, floats.get(name, options.precision), name=name
+        )
+        for name, layer in model.layers.items()
+    }
 
 
 def _tokens_of_an_input(size: int | ir.SymbolicDim | None, batch: int) -> int | None:
-    """How many of `size` rows an input has: a number, or `196*batch`; None where that varies."""
+    """How many of `size` rows an input has: a number, or `196*batch`; None if that varies."""
     if isinstance(size, int):
         return max(1, size // batch)
     of_batch = re.fullmatch(r"(?:(\d+)\*)?batch", str(getattr(size, "value", size)))
@@ -188,137 +230,120 @@ def _tokens_of_an_input(size: int | ir.SymbolicDim | None, batch: int) -> int | 
 def decodes(model: Model, options: ExportOptions) -> bool:
     """Whether a model's graphs write texts, a token at a time, with a cache of the earlier ones."""
     cached = any(spec.name.startswith(PAST) for spec in model.inputs)
-    fixed = options.tokens.fixed and "tokens" in model.input.dynamic_axes
+    fixed = options.token_counts.fixed and "tokens" in model.input.dynamic_axes
     return model.host.of_tokens and cached and not fixed
 
 
 def writes_text(model: Model, options: ExportOptions) -> bool:
-    """Whether that is all they take: a decoder alone also reads what its encoder gives."""
+    """Whether that is all they take: a decoder alone also reads its encoder's output."""
     return decodes(model, options) and model.input.name == "input_ids"
 
 
-def _steps(model: Model, options: ExportOptions) -> list[Step]:
+def steps_of(model: Model, options: ExportOptions) -> list[Step]:
+    """Returns the plugins' parts of an export: those of the model, then those of the options."""
     return [*(STEPS[name] for name in model.host.steps), *asked(options)]
-
-
-def requested(request: ExportRequest, destination: Path | None) -> ExportOptions:
-    """Returns the options of an export, parsed, with what those of plugins stand for.
-
-    Raises `UsageError` for what cannot be meant.
-    """
-    for step in STEPS if request.further else ():
-        step.refuses(request)
-    options = parsed(request, destination)
-    for step in asked(options):
-        options = step.change(options, request)
-    return options
 
 
 def export_job(
     model: Model | Callable[[], Model], options: ExportOptions | None = None, **more: Any
 ) -> ExportJob:
-    """Returns the job of an export, or raises what would keep it from being done.
+    """Returns the job of an export, or raises what would keep it from being done (`refusals`).
 
     `model` may be a function that loads it: what needs no model is refused before it is called.
     `more` are fields of `options` that take the place of those.
 
-    Raises `UsageError` for what cannot be meant, `BundleError` for a destination that cannot be
+    Raises `UsageError` for contradictory options, `BundleError` for a destination that cannot be
     written, `CalibrationError` for a table of another model or of fewer experts, `LoweringError`
     for a layer that the lowering or the precision does not serve, and `EngineError` or
-    `MissingExtraError` for an engine that was asked for and cannot be built here.
+    `MissingExtraError` for a requested engine that cannot be built here.
     """
     options = replace(options or ExportOptions(), **more)
-    options.precision.check(options.target)
-    for step in asked(options):
-        refuse(step.check(options, None))
-    options.check_inputs()
-    check_engine(options.target, options.engine)
-    if options.verify:  # what compares, computes
-        check_computes(options.precision.name, options.target)
-    if options.destination is not None:
-        check_destination(options.destination, force=options.force)
-    table, where = options.calibration, "the table"
-    if isinstance(table, Path):
-        table, where = CalibrationTable.read(table), str(table)
+    check_without_model(options)
+    table, where = _given_table(options)
     loaded = model if isinstance(model, Model) else model()
-    refuse(_mistakes(loaded, options))
-    for step in _steps(loaded, options):
+    check("model", loaded, options)
+    for step in steps_of(loaded, options):
         refuse(step.check(options, loaded))
-    options = _in_groups(loaded, options)
-    if loaded.rounded and options.held_to_rounding:
-        options = replace(options, rtol=ROUNDED_RTOL)
-    if options.precision.min_retention is not None:
-        check_one_input(loaded, "--min-retention")
-    varies = "tokens" in loaded.input.shape
-    if options.tokens != DEFAULT_TOKENS and not varies:
-        loaded = loaded.host.with_token_axis(loaded, f"--tokens {options.tokens}")
-    fixed = fixed_axes(loaded.input, options)
+    options = _for_model(loaded, options)
+    if options.token_counts != DEFAULT_TOKENS and "tokens" not in loaded.input.shape:
+        loaded = loaded.host.with_token_axis(loaded, f"--tokens {options.token_counts}")
     changed = edited(loaded, options.edits)
-    k = resolve_k(options.k, _specs(changed))
+    k = resolve_k(options.kept, _specs(changed))
+    if isinstance(options.kept, Fraction):
+        changed = _with_shares(changed, options.kept)
     changed = changed.host.with_k(changed, k)
-    job = ExportJob(model=changed, options=options, k=k, fixed=fixed, table=table)
-    refuse(_mistakes_of_job(job))
-    _check_layers(job)
-    _check_blocks(job)
+    job = ExportJob(
+        model=changed,
+        options=options,
+        layers=layers_to_plan(changed, k, options),
+        fixed=fixed_axes(loaded.input, options),
+        table=table,
+    )
+    check("export", job)
     if table is not None:
         check_table(job, table, where, loaded)
-        return job
-    return replace(job, calibration=_ranges(job))
+    return replace(job, calibration=_calibration_of(job)) if job.calibrates else job
 
 
-def _ranges(job: ExportJob) -> CalibrationJob | None:
-    """How the ranges of a job without a table are found; None where it needs none.
-
-    Raises `UsageError` where there are no inputs to find them on.
-    """
-    model, options, precision = job.model, job.options, job.options.precision
-    if precision.ranged and not _needs_ranges(model, options):
-        return None  # each row's scale is found while the graph runs
-    if options.data is None:
-        if precision.ranged:
-            raise UsageError(
-                f"--precision {precision.name}: its ranges need real inputs",
-                hint="give a feed with --data, or a table with --calibration",
-            )
-        return None
-    # In FP16, what overflows is looked for in models whose inputs a feed has.
-    several = any(spec.default is not None for spec in model.inputs) and precision.name == "fp16"
-    if several or not options.finds_ranges:
-        return None
-    check_given_inputs(model, "--quantize all" if precision.scope == "all" else "--data")
-    request = CalibrateRequest(
-        method=options.method or DEFAULT_METHOD,
-        samples=None if precision.ranged else PEAK_SAMPLES,
-        renormalize=options.renormalize,
-    )
-    return CalibrationJob(model, options.data, _observed(job.k, _specs(model)), request, job.fixed)
-
-
-def _in_groups(model: Model, options: ExportOptions) -> ExportOptions:
-    """The options with batches of the inputs that a model computes together.
-
-    Raises UsageError for a batch that is no multiple of them.
-    """
-    images, batch = model.batch_of, options.batch
-    if images == 1:
-        return options
-    if batch == DEFAULT_BATCH:
-        most = -(-batch.max // images) * images
-        return replace(options, batch=AxisRange(images, images, most))
-    if any(size % images for size in (batch.min, batch.opt, batch.max)):
-        raise UsageError(
-            f"--batch {batch}: the model routes the tokens of {images} inputs together",
-            hint=f"--batch {images}:{images}:{4 * images}, or other multiples of {images}; one "
-            "input is routed by itself with a smaller group_size, or without a capacity_factor",
+def _for_model(model: Model, options: ExportOptions) -> ExportOptions:
+    """The options with what a model decides: a default batch in its groups, its own bounds."""
+    images, batch = model.batch_of, options.batches
+    if images > 1 and batch == DEFAULT_BATCH:
+        options = replace(
+            options, batch=AxisRange(images, images, -(-batch.max // images) * images)
         )
+    if model.rounded and options.held_to_rounding:
+        options = replace(options, rtol=ROUNDED_RTOL)
     return options
 
 
-def _needs_ranges(model: Model, options: ExportOptions) -> bool:
-    """Whether something becomes INT8 whose rows have no scales of their own."""
-    if options.precision.quant_format(options.target) == "qdq":
-        return True
-    return not all(layer.spec.dynamic_int8 for layer in model.layers.values())
+def _given_table(options: ExportOptions) -> tuple[CalibrationTable | None, str]:
+    """The ranges that were given, read from their file, and what messages call them."""
+    table = options.calibration
+    if table is None:
+        return None, ""
+    from ..calibration.table import CalibrationTable  # loaded if one is given
+
+    if isinstance(table, CalibrationTable):
+        return table, "the table"
+    return CalibrationTable.read(Path(table)), str(table)
+
+
+def _with_shares(model: Model, share: Fraction) -> Model:
+    """Returns the model whose hierarchies keep a share of each level, weights shared.
+
+    The model itself if k experts of each level, as many as it has, are those shares.
+    """
+    kept: dict[str, tuple[int, ...]] = {}
+    for name, layer in model.layers.items():
+        shares = tuple(share_of(share, n) for n in layer.spec.levels)
+        largest = max(shares, default=1)
+        if shares != tuple(min(largest, n) for n in layer.spec.levels):
+            kept[name] = shares
+    if not kept:
+        return model
+    module = sharing_weights(model.module)
+    for name, layer in moe_layers(module).items():
+        if name in kept:
+            spec: Any = layer.spec  # a kind with levels has `kept`
+            layer.spec = replace(spec, kept=kept[name])
+    return replace(model, module=module)
+
+
+def _calibration_of(job: ExportJob) -> CalibrationJob:
+    """How the ranges of a job are found."""
+    from ..calibration.methods import DEFAULT_METHOD  # loaded if ranges are found
+    from .quantization.calibrate import CalibrationJob
+
+    options = job.options
+    assert options.data is not None, "ranges are found on inputs"
+    request = CalibrateRequest(
+        method=options.method or DEFAULT_METHOD,
+        samples=None if options.ranged else PEAK_SAMPLES,
+        renormalize=options.renormalize,
+    )
+    observed = _observed(job.k, _specs(job.model))
+    return CalibrationJob(job.model, options.data, observed, request, job.fixed)
 
 
 def calibration_job(
@@ -332,11 +357,13 @@ def calibration_job(
 
     `fixed` are the sizes of axes that are constants of the graph.
     """
+    from .quantization.calibrate import CalibrationJob
+
     options = options or CalibrateRequest()
     check_given_inputs(model, "calibration")
     specs = _specs(model)
     if options.renormalize:
-        check_renormalize(specs)
+        refuse(not_renormalizable(specs))
     k = resolve_k(parse_k(options.k), specs)
     return CalibrationJob(model, data, _observed(k, specs), options, fixed or {})
 
@@ -350,106 +377,19 @@ def _observed(k: Mapping[str, int | None], specs: Mapping[str, MoESpec]) -> dict
     return {name: specs[name].experts if kept is None else kept for name, kept in k.items()}
 
 
-def _mistakes(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """What makes no sense of a model as it was loaded.
-
-    A network of the user's own is tried on the data when it is loaded.
-    """
-    if options.data is not None and not options.reads and not model.host.own_code:
-        yield (
-            "--data: nothing is calibrated and --no-verify compares nothing",
-            "leave --data or --no-verify out",
-        )
-    inside = {id(parameter) for layer in model.layers.values() for parameter in layer.parameters()}
-    beside = any(id(parameter) not in inside for parameter in model.module.parameters())
-    if options.precision.scope == "all" and not beside:
-        yield (
-            "--quantize all: the model has no linear layers outside its MoE layers",
-            "leave --quantize out",
-        )
-    engines = TARGETS[options.target].compiled
-    if engines and len(model.inputs) > 1:
-        yield (
-            f"--target {options.target}: engines are built of graphs with one input, and this "
-            f"model has {len(model.inputs)}",
-            "use --target ort-cuda for a GPU, or ort-cpu",
-        )
-
-
-def _mistakes_of_job(job: ExportJob) -> Iterator[Mistake]:
-    """What makes no sense of the model as it will be written, with its k."""
-    specs = _specs(job.model)
-    if job.options.expose_routing and all(
-        job.k[name] == spec.experts and not spec.drops for name, spec in specs.items()
-    ):
-        yield (
-            "--expose-routing: every layer computes all of its experts, so there is no routing "
-            "to expose",
-            "leave --expose-routing out, or choose a k below n",
-        )
-
-
-def _check_layers(job: ExportJob) -> None:
-    """Raises for a layer that cannot be renormalised, lowered or quantised as asked."""
-    options, precision = job.options, job.options.precision
-    unknown = precision.floating - job.model.layers.keys()
-    if unknown:
-        raise UsageError(
-            f"no MoE layer is called {', '.join(sorted(unknown))}",
-            hint=f"the layers are {', '.join(job.model.layers)}",
-        )
-    if options.renormalize:
-        check_renormalize(_specs(job.model))
-    for name, layer in job.model.layers.items():
-        work = job.work(name, options.tokens.opt)
-        for lowering in options.lowerings:
-            if lowering not in CHOOSERS:
-                check(lowering, work, options.target)
-        quantised = precision.ranged and name not in precision.floating
-        if precision.name == "int4" and not any(
-            part.name.startswith("experts.") for part in layer.stored()
-        ):
-            raise LoweringError(
-                f"layer {name}: --precision int4 does not serve this layer: {NO_EXPERTS}",
-                hint="use --precision int8 or fp32",
-            )
-        if quantised and not any(operand_of(part.name) for part in layer.stored()):
-            raise LoweringError(
-                f"layer {name}: --precision int8 does not serve this layer: {NO_FACTORS}",
-                hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
-            )
-
-
-def _check_blocks(job: ExportJob) -> None:
-    """Raises `LoweringError` where no layer would get INT4: the bundle would be in FP32."""
-    precision = job.options.precision
-    if precision.name != "int4" or precision.scope == "all":  # other linear layers may get it
-        return
-    form = precision.quant_format(job.options.target)
-    problems = {
-        name: not_in_blocks(layer.stored(), form)
-        for name, layer in job.model.layers.items()
-        if name not in precision.floating
-    }
-    if problems and all(problems.values()):
-        name, problem = next(iter(problems.items()))
-        raise LoweringError(
-            f"--precision int4: no layer can have it: of layer {name}, {problem}",
-            hint="use --precision int8, which takes any width",
-        )
-
-
 def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Model) -> None:
     """Raises `CalibrationError` with the reason where a table does not belong to a job.
 
     A table of more experts than are kept serves: its ranges hold theirs. One of fewer does not,
     since rows that other experts get were never observed. So a table of the model as it was
-    `loaded` serves where the job only drops or merges experts, or lets a router choose fewer.
+    `loaded` serves if the job only drops or merges experts, or lets a router choose fewer.
     `where` names the table.
     """
+    from .quantization.calibrate import AGAIN, renormalised
+
     again = AGAIN.format(path=where)
     edits = job.model.edits
-    same = not (edits.ablations or edits.rewrites or edits.steers)
+    same = not (edits.ablations or edits.combinations or edits.rewrites or edits.steers)
     models = (job.model, loaded) if same else (job.model,)
     if not same and table.origin.model == fingerprint(loaded):
         raise CalibrationError(
@@ -478,27 +418,9 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
 
 
 def fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
-    """Returns the named axes that the options make constants of the graph, with their sizes.
-
-    Raises UsageError for a size that the model does not take, and for one of no axis that it has.
-    """
-    if options.tokens != DEFAULT_TOKENS and not _TOKEN_AXES.intersection(spec.dynamic_axes):
-        raise UsageError(
-            f"--tokens {options.tokens}: the model has no token axis: its input '{spec.name}' is "
-            f"({', '.join(map(str, spec.shape))})",
-            hint="leave --tokens out",
-        )
-    limits = spec.limits
-    for axis, sizes in (("batch", options.batch), ("tokens", options.tokens)):
-        # The default range is no wish: a model with fewer positions narrows it.
-        default = axis == "tokens" and sizes == DEFAULT_TOKENS
-        if sizes.max > limits.get(axis, sizes.max) and not default:
-            raise UsageError(
-                f"--{axis} {sizes}: the model takes at most {limits[axis]}",
-                hint=f"--{axis} 1:{limits[axis]}:{limits[axis]} covers all that it can take",
-            )
-    # A token count says nothing of an image's height and width: those stay dynamic.
-    ranges = {"batch": options.batch, "tokens": options.tokens}
+    """Returns the named axes that the options make constants of the graph, with their sizes."""
+    # A token count does not determine an image's height and width: those stay dynamic.
+    ranges = {"batch": options.batches, "tokens": options.token_counts}
     return {
         axis: ranges[axis].opt
         for axis in spec.dynamic_axes

@@ -1,7 +1,7 @@
 """Measures, on this machine, the lowerings that can serve each layer (`--lowering tune`).
 
 A layer is timed alone: its own weights in a graph of one layer, in ONNX Runtime, at the k and the
-sizes that the export is asked to be fast at. The candidates take turns (`timing`).
+sizes for which the export is to be fast. The candidates take turns (`timing`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 
 from ..common.console import Progress, Silent
 from ..common.environment import cpu_model, versions
+from ..common.latency import Latency, differs
 from ..common.onnx_runtime import ort
-from ..common.timing import IndexedCall, Latency, Protocol, differs, measure
+from ..common.timing import IndexedCall, Protocol, measure
 from ..common.writing import scratch_folder
 from ..errors import LoweringError, MoexportError, UsageError
-from ..graphs.layers.stored import LayerOf
-from ..graphs.lower import LoweringRequest, lower
+from ..graphs.lower import lower
 from ..graphs.lowerings import lowerings_of
-from ..graphs.lowerings.base import AnyLowering
-from ..graphs.lowerings.choice import LoweringChoice, able
-from ..graphs.lowerings.cost import AnyWork, machine_for
+from ..graphs.lowerings.base import AnyLowering, AnyPlan
+from ..graphs.lowerings.choice import able
+from ..graphs.lowerings.cost import machine_for
 from ..graphs.names import DOMAIN
 from ..graphs.targets import TARGETS, Target
 from .bundle.manifest import TimedLowering, TunedLayers, Tuning
@@ -50,13 +50,14 @@ IR_VERSION = 10
 """Of the graphs that are timed; every supported ONNX Runtime takes it."""
 
 
-def tuned_choice(tuned: TunedLayers, work: AnyWork, target: Target) -> LoweringChoice:
-    """Returns the choice for a layer that was measured, with the figures as its reason."""
-    chosen = lowerings_of(work.spec.kind)[tuned.chosen]
-    predicted_us = chosen.predict_us(work, machine_for(target, work.precision))
+def with_fastest(tuned: TunedLayers, plan: AnyPlan, target: Target) -> AnyPlan:
+    """Returns a plan with the lowering that was measured fastest, and the figures as its reason."""
+    chosen = lowerings_of(plan.spec.kind)[tuned.chosen]
+    predicted_us = chosen.predict_us(plan, machine_for(target, plan.precision))
+    plan = replace(plan, chosen=chosen, predicted_us=predicted_us)
     if not tuned.candidates:
         reason = "the only lowering for this layer and target: nothing was measured"
-        return LoweringChoice(chosen, reason, predicted_us)
+        return replace(plan, reason=reason)
     best, *others = tuned.candidates
     listed = [
         f"{other.lowering} {other.latency_ms.median:.3g} ms"
@@ -69,16 +70,16 @@ def tuned_choice(tuned: TunedLayers, work: AnyWork, target: Target) -> LoweringC
     )
     if listed:
         reason += f" (others: {'; '.join(listed)})"
-    return LoweringChoice(chosen, reason, predicted_us)
+    return replace(plan, reason=reason)
 
 
 Tokens = Mapping[str, np.ndarray]
-"""What layers are given in a real model, [s, m, d] by name: s inputs, at least those of a batch."""
+"""The inputs of layers in a real model, [s, m, d] by name: s is at least the batch size."""
 
 
 @dataclass(frozen=True)
 class Measuring:
-    """How layers are measured: for how long, and on what inputs (random ones where none are given).
+    """How layers are measured: for how long, and on what inputs (random ones if none are given).
 
     `alone` measures a lowering that has no other to be compared with, too. One that is predicted to
     take over `within` times as long as the fastest is left out. `spin_ms`: as in `SessionOptions`.
@@ -97,18 +98,21 @@ class _Group:
 
     node: ir.Node
     names: tuple[str, ...]
-    work: AnyWork
-    k: int | None
+    plan: AnyPlan
 
 
 def _machine(target: Target) -> str:
-    """What runs a target's graphs here, by its name."""
+    """The runtime of a target's graphs on this machine, by its name."""
     if TARGETS[target].on_cpu:
         return cpu_model()
     from .tensorrt.backends import first_gpu  # no CPU needs it
 
     gpu = first_gpu()
     return cpu_model() if gpu is None else gpu.name
+
+
+def _place(target: Target) -> str:
+    return "cpu" if TARGETS[target].on_cpu else "gpu"
 
 
 def measure_lowerings(
@@ -132,7 +136,7 @@ def measure_lowerings(
     name = session.runtime
     return Tuning(
         machine=_machine(target),
-        provider=session.provider if "provider" in RUNTIMES[name].takes else session.device,
+        provider=session.provider if "provider" in RUNTIMES[name].takes else _place(target),
         runtime=f"{name} {versions((name,)).get(name, ort.__version__)}",
         threads=threads,
         rounds=measuring.protocol.rounds,
@@ -145,24 +149,22 @@ def measure_lowerings(
 
 
 def _groups(job: ExportJob, traced: ir.Model, precision: PrecisionPlan) -> list[_Group]:
-    works = job.works(traced)
+    layers = job.computed_in(precision.layers).traced_layers(traced)
+    plans = {plan.name: plan for plan in layers}
     nodes = {
         node.attributes.get_string("layer"): node for node in traced.graph if node.domain == DOMAIN
     }
     alike: dict[object, list[str]] = {}
-    for name, work in works.items():
+    for name, plan in plans.items():
         x = nodes[name].inputs[0]
         assert x is not None and x.shape is not None
         layer = precision.layers[name]
         key = (
-            *(replace(work.spec, name=""), job.k[name], work.tokens, str(x.shape), x.dtype),
+            *(replace(plan.spec, name=""), plan.k, plan.tokens, str(x.shape), x.dtype),
             *(layer.precision, layer.inner),
         )
         alike.setdefault(key, []).append(name)
-    return [
-        _Group(nodes[names[0]], tuple(names), works[names[0]], job.k[names[0]])
-        for names in alike.values()
-    ]
+    return [_Group(nodes[names[0]], tuple(names), plans[names[0]]) for names in alike.values()]
 
 
 def _measured(
@@ -173,10 +175,10 @@ def _measured(
     progress: Progress,
     measuring: Measuring,
 ) -> TunedLayers:
-    work, name = group.work, group.names[0]
-    candidates = able(work, job.options.target)
-    machine = machine_for(job.options.target, work.precision)
-    predicted = [name.predict_us(work, machine) for name in candidates]
+    plan, name = group.plan, group.names[0]
+    candidates = able(plan, job.options.target)
+    machine = machine_for(job.options.target, plan.precision)
+    predicted = [name.predict_us(plan, machine) for name in candidates]
     most = measuring.within * min(predicted)
     candidates = [name for name, us in zip(candidates, predicted, strict=True) if us <= most]
     latencies: dict[str, Latency] = {}
@@ -194,10 +196,10 @@ def _measured(
     ranked = sorted(latencies, key=lambda name: latencies[name].median)
     return TunedLayers(
         layers=group.names,
-        experts=work.spec.experts,
-        k=work.k,
-        batch=work.batch,
-        tokens=work.tokens,
+        experts=plan.spec.experts,
+        k=plan.typical_k,
+        batch=plan.batch,
+        tokens=plan.tokens,
         precision=precision.layers[name].precision,
         chosen=ranked[0] if ranked else candidates[0].name,
         candidates=tuple(TimedLowering(name, latencies[name]) for name in ranked),
@@ -217,7 +219,7 @@ def _write(
 
     What copies too much for one batch is put into `left_out`.
     """
-    name, work = group.names[0], group.work
+    name, plan, options = group.names[0], group.plan, job.options
     layer, compute = job.model.layers[name], precision.layers[name]
     needed, free = layer_bytes(layer, compute), shutil.disk_usage(folder).free
     if free < needed:
@@ -228,28 +230,22 @@ def _write(
         )
     with WeightsWriter(folder, reading=job.model.source.reading()) as writer:
         tensors = write_layer(writer, name, layer, compute)
-    traced = _alone(group.node, job.options.opset, work)
+    traced = _alone(group.node, options.least_opset, plan)
     paths = {}
     for candidate in candidates:
-        copied = candidate.copied_bytes(work)
+        copied = candidate.copies(plan)
         if copied > COPY_LIMIT_BYTES:
             left_out[candidate.name] = f"it would copy {copied / 1e9:.1f} GB of weights for a batch"
             continue
-        request = LoweringRequest(
-            lowering=candidate,
-            layer=LayerOf(
-                spec=work.spec,
-                tensors=tensors,
-                k=group.k,
-                renormalize=job.options.renormalize,
-                compute=compute,
-                target=job.options.target,
-                batch=work.batch,
-            ),
+        built = replace(plan, chosen=candidate).to_build(
+            tensors,
+            options.target,
+            compute,
+            renormalize=options.renormalize,
+            scores=options.shown_routing == "scores",
         )
         paths[candidate.name] = folder / f"{candidate.name}.onnx"
-        fp16_weights = job.options.precision.fp16_weights(job.options.target)
-        made = lower(traced, {name: request}, fp16_weights=fp16_weights)
+        made = lower(traced, {name: built}, fp16_weights=options.fp16_weights)
         ir.save(made.model, paths[candidate.name])
     return paths
 
@@ -258,13 +254,13 @@ def _constant(value: np.ndarray) -> ir.Node:
     return ir.node("Constant", [], {"value": ir.tensor(value)})
 
 
-def _chosen(tokens: ir.Value, work: AnyWork, routed: Sequence[ir.Value]) -> list[ir.Node]:
+def _chosen(tokens: ir.Value, plan: AnyPlan, routed: Sequence[ir.Value]) -> list[ir.Node]:
     """Nodes that choose experts for tokens by a random product, the last ones for what is `routed`.
 
     That is index and weights of rows; the slots of a layer that is given C, of which the tokens are
     then the logits; or a level's coefficients each.
     """
-    spec, random = work.spec, np.random.default_rng(SEED)
+    spec, random = plan.spec, np.random.default_rng(SEED)
     if spec.chooses_sets:
         axes = ir.node("Constant", [], {"value_ints": [1]})
         mean = ir.node("ReduceMean", [tokens, *axes.outputs], {"keepdims": 1})
@@ -281,7 +277,7 @@ def _chosen(tokens: ir.Value, work: AnyWork, routed: Sequence[ir.Value]) -> list
             nodes += [weight, logits]
         return [*nodes, *shares]
     weight = _constant(random.standard_normal((spec.dim, spec.experts)).astype(np.float32))
-    count = ir.node("Constant", [], {"value_ints": [work.k]})
+    count = ir.node("Constant", [], {"value_ints": [plan.typical_k]})
     logits = ir.node("MatMul", [tokens, *weight.outputs])
     best = ir.node("TopK", [*logits.outputs, *count.outputs], {"axis": -1}, num_outputs=2)
     softmax = ir.node("Softmax", [best.outputs[0]], {"axis": -1})
@@ -289,7 +285,7 @@ def _chosen(tokens: ir.Value, work: AnyWork, routed: Sequence[ir.Value]) -> list
     return [weight, count, logits, best, same, softmax]
 
 
-def _alone(node: ir.Node, opset: int, work: AnyWork) -> ir.Model:
+def _alone(node: ir.Node, opset: int, plan: AnyPlan) -> ir.Model:
     """A traced layer as a graph of its own: FP32 tokens in and out, whatever is between.
 
     A layer whose experts are chosen outside it gets a router, the same for all candidates.
@@ -301,12 +297,12 @@ def _alone(node: ir.Node, opset: int, work: AnyWork) -> ir.Model:
     tokens = ir.Value(name="input", shape=x.shape, type=single)
     nodes, chosen, first = list[ir.Node](), list[ir.Value](), tokens
     if routed:
-        nodes = _chosen(tokens, work, routed)
+        nodes = _chosen(tokens, plan, routed)
         for made, like in zip(nodes[-len(routed) :], routed, strict=True):
             (value,) = made.outputs
             value.name, value.shape, value.type = f"chosen_{len(chosen)}", like.shape, like.type
             chosen.append(value)
-        if work.spec.chooses_sets:
+        if plan.spec.chooses_sets:
             nodes.append(ir.node("Softmax", [tokens], {"axis": -1}))
             (first,) = nodes[-1].outputs
     cast = ir.node("Cast", [first], {"to": x.dtype or ir.DataType.FLOAT})
@@ -334,10 +330,10 @@ def _timed(
     """Returns the latencies of the graphs that run; those that do not go into `left_out`."""
     real = measuring.inputs.get(group.names[0])
     if real is None or len(group.node.inputs) > 1:
-        batches = _tokens(group.work, group.node)
+        batches = _tokens(group.plan, group.node)
     else:
-        batches = _real(real, group.work.batch)
-    k = group.work.k if group.k is None else None
+        batches = _real(real, group.plan.batch)
+    k = group.plan.typical_k if group.plan.k is None else None
     cases: dict[str, IndexedCall] = {}
     for name, path in paths.items():
         try:
@@ -363,15 +359,15 @@ def _real(tokens: np.ndarray, batch: int) -> list[np.ndarray]:
     return [np.ascontiguousarray(tokens[indices]) for indices in np.split(rows, PROTOCOL.inputs)]
 
 
-def _tokens(work: AnyWork, node: ir.Node) -> list[np.ndarray]:
+def _tokens(plan: AnyPlan, node: ir.Node) -> list[np.ndarray]:
     """Batches [b, m, d] or [t, d] to take in turn, whose routing differs from input to input."""
-    random, spec = np.random.default_rng(SEED), work.spec
+    random, spec = np.random.default_rng(SEED), plan.spec
     # A layer that is given its slots takes C.
     takes_slots = spec.chooses_sets and len(node.inputs) > 1
     width = spec.experts * spec.slots if takes_slots else spec.dim
     batches = []
     for _ in range(PROTOCOL.inputs):
-        own = random.standard_normal((work.batch, 1, width), np.float32)
-        x = own + random.standard_normal((work.batch, work.tokens, width), np.float32)
+        own = random.standard_normal((plan.batch, 1, width), np.float32)
+        x = own + random.standard_normal((plan.batch, plan.tokens, width), np.float32)
         batches.append(x.reshape(-1, width) if spec.flat else x)
     return batches

@@ -16,14 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from ..common.files import Reading, Watched, hash_files
-from ..common.user_code import names_code
-from ..data.shards import Inputs
+from ..data.batches import Inputs
+from ..data.user_code import names_code
 from ..errors import MoexportError, UsageError
+from ..graphs.edits import (
+    NO_EDITS,
+    AblatedCombination,
+    Ablation,
+    Edits,
+    KeptExperts,
+    MergedExperts,
+    Rewrite,
+    Steer,
+)
 from ..graphs.layers.base import (
-    LayerEdits,
     MoELayer,
     MoESpec,
-    Steering,
     a_layer,
     moe_layers,
     sharing_weights,
@@ -32,14 +40,13 @@ from ..graphs.layers.mumoe import MuMoE
 from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.names import STEER_INPUT
 from .bundle.manifest import TensorSpec as TensorSpec  # noqa: PLC0414
-from .edits import NO_EDITS, Ablation, Edits, KeptExperts, LayerRewrite, MergedExperts, Steer
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
 class Host:
-    """What a loader knows of its models that their tensors do not tell.
+    """A loader's knowledge about its models that their tensors do not contain.
 
     These are the answers for the core's own families; a plugin hands over its own (`Model.host`).
     """
@@ -54,20 +61,18 @@ class Host:
     """The names of those of `bundle.steps` that add files to each bundle."""
 
     def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
-        """Returns a model whose own routers choose so many experts in each layer, weights shared.
+        """Returns a model whose own routers choose `k` experts per layer; it shares the weights.
 
-        The model itself where they do, or where it has none. Raises `UsageError` for a k that a
-        router does not know.
+        The model itself if they do, or if it has none. Raises `UsageError` for a k that a
+        router does not support.
         """
-        del k
         return model
 
     def with_token_axis(self, model: Model, option: str) -> Model:
-        """Returns a model of inputs of a fixed length as one of any; itself where it knows none.
+        """Returns a model for a fixed input length as one for any length; itself otherwise.
 
-        Raises `UsageError` where the network takes no other length; `option` asked for it.
+        Raises `UsageError` if the network takes no other length; `option` asked for it.
         """
-        del option
         return model
 
     def traced(
@@ -81,28 +86,24 @@ class Host:
     ) -> ir.Model | None:
         """Returns the graph of a model's network with a node for each of its layers.
 
-        None where PyTorch's own exporter traces it. Axes have these `sizes`, and those in `fixed`
+        None if PyTorch's own exporter traces it. Axes have these `sizes`, and those in `fixed`
         are constants of the graph.
         """
-        del network, model, sizes, fixed, opset
         return None
 
     def benchmark(self, model: Model) -> str | None:
         """Returns the name of what measures a model of sequences (`bench.measure.sequences`)."""
-        del model
         return None
 
     def experts_form(self, model: Model) -> str | None:
-        """Returns how PyTorch computes the untouched model's experts; None where it is one way."""
-        del model
+        """Returns how PyTorch computes the untouched model's experts; None if it is one way."""
         return None
 
     def in_form(self, model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
-        """Returns the untouched model with so many experts, computed in a form (`experts_form`).
+        """Returns the untouched model with k experts per token, in a form (`experts_form`).
 
-        None leaves that as it is. Raises `UsageError` where there are no forms.
+        None leaves that as it is. Raises `UsageError` if there are no forms.
         """
-        del k, form
         raise UsageError(f"PyTorch computes the experts of {model.family} models in one way")
 
     def repeated(
@@ -112,9 +113,11 @@ class Host:
 
         It gives the first output, and can be repeated.
         """
-        del network, tensors
         return None
 
+
+IN_MEMORY = " (in memory)"
+"""The suffix of the name of a network in memory: no file and no code has such a name."""
 
 OURS = Host()
 """That of the core's families."""
@@ -127,7 +130,7 @@ class Source:
     `mapped` are the files that its weights may be mapped from: those, and one of converted weights.
     `further` are the options of plugins that load it again. It is `importable` but where it needs
     code of a notebook or this script. `watched` are the files as they were loaded. `host` is what
-    its loader knows of the model.
+    its loader provides for the model. `held` is the network of a model that was given in memory.
     """
 
     path: str
@@ -137,6 +140,7 @@ class Source:
     importable: bool = True
     watched: Watched | None = None
     host: Host = field(default=OURS, compare=False, repr=False)
+    held: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @property
     def elsewhere(self) -> bool:
@@ -144,22 +148,27 @@ class Source:
         return self.importable and bool(self.files or names_code(self.path))
 
     def sha256(self) -> str:
-        """Returns the SHA-256 of the files as they were loaded; empty where there are none.
+        """Returns the SHA-256 of the files as they were loaded, or of weights in memory.
 
-        Raises CheckpointError where one of them was changed, replaced or removed since.
+        Empty if code creates them. Raises CheckpointError if a file was changed, replaced or
+        removed since.
         """
+        if self.held is not None:
+            digest = hashlib.sha256()
+            _add_weights(digest, self.held, self.reading())
+            return digest.hexdigest()
         if self.watched is None:
             return hash_files(self.files)
         self.watched.check()
         return self.watched.sha256
 
     def reading(self) -> Reading:
-        """Returns a pass over the mapped weights; CheckpointError where a file was cut short."""
+        """Returns a pass over the mapped weights; CheckpointError if a file was cut short."""
         return Reading(self.mapped, self.watched)
 
     @contextmanager
     def changes_told(self) -> Iterator[None]:
-        """Within the block, an error says where one of the files was changed: it may come of that.
+        """Within the block, an error names a file that was changed: that may be the cause.
 
         A part of a mapped file that is no more cannot be written to another, which is an OSError.
         """
@@ -178,8 +187,8 @@ class Model:
     `inputs` and returns one for each of `outputs`. Its MoE layers are `MoELayer`
     modules. `original` is the untouched reference where that is not `module`: the user's own module
     where the model came from a factory, and the model before its `edits`. `as_trained` is our
-    network before its edits and with the k of its training, where that is not `module`. `order`
-    names the MoE layers as they are executed, where that is not the order in which the module holds
+    network before its edits and with the k of its training, if that is not `module`. `order`
+    names the MoE layers as they are executed, if that is not the order in which the module holds
     them.
     `rounded`: it rounds to BF16 on the way, so that a difference of float32 may become one of BF16.
     `config` holds the family's constructor arguments, JSON-able and complete. `notes` are sentences
@@ -217,12 +226,12 @@ class Model:
 
     @property
     def host(self) -> Host:
-        """What its loader knows of it."""
+        """Its loader's knowledge about it."""
         return self.source.host
 
     @property
     def untouched(self) -> nn.Module:
-        """The network that everything is compared with: the user's own where there is one."""
+        """The network that everything is compared with: the user's own if there is one."""
         return self.module if self.original is None else self.original
 
     def changed(self, module: nn.Module) -> Model:
@@ -238,22 +247,22 @@ class Model:
 
 
 def check_one_input(model: Model, what: str) -> None:
-    """Raises `UsageError` for a model of several inputs where `what` was asked, which takes one."""
+    """Raises `UsageError` for a model of several inputs if `what` needs a single input."""
     _check_inputs(model, what, len(model.inputs) > 1)
 
 
 def check_given_inputs(model: Model, what: str) -> None:
-    """Raises `UsageError` for a model with inputs that may be left out, where `what` was asked."""
+    """Raises `UsageError` if a model has optional inputs, which `what` does not support."""
     _check_inputs(model, what, any(spec.default is not None for spec in model.inputs))
 
 
 def _check_inputs(model: Model, what: str, wrong: bool) -> None:
     if wrong:
         raise UsageError(
-            f"{what}: a model with one input is expected, and this {model.family} model has "
+            f"{what}: a model with one input is expected, but this {model.family} model has "
             f"{len(model.inputs)}",
             hint="models with token-routed experts are exported, verified and run: "
-            "docs/token-routed.md"
+            "docs/families.md#token-routed-models"
             if any(spec.default is not None for spec in model.inputs)
             else "such networks are exported, verified, run, measured, calibrated and tuned: "
             "docs/families.md#inputs-and-outputs",
@@ -265,18 +274,23 @@ def fingerprint(model: Model) -> str:
     digest, reading = hashlib.sha256(), model.source.reading()
     known = {"family": model.family, "config": model.config, "edits": model.edits.texts()}
     digest.update(json.dumps(known, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.module.state_dict().items()):
+    _add_weights(digest, model.module, reading)
+    return digest.hexdigest()
+
+
+def _add_weights(digest: hashlib._Hash, module: nn.Module, reading: Reading) -> None:
+    """Adds the names and values of a module's tensors to a digest."""
+    for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         # Row by row: a transposed view of a checkpoint would be copied whole otherwise.
         for part in tensor if tensor.ndim > 2 else (tensor,):
             digest.update(np.ascontiguousarray(part.numpy()).data)
             reading.advance(part.nbytes)
     reading.end()
-    return digest.hexdigest()
 
 
 def edited(model: Model, edits: Edits) -> Model:
-    """Returns the model with edits in its layers; the model itself where there are none.
+    """Returns the model with edits in its layers; the model itself if there are none.
 
     The untouched module is its `original`, and all weights are shared. Raises UsageError for a
     layer, level, expert or output that is not there.
@@ -284,49 +298,34 @@ def edited(model: Model, edits: Edits) -> Model:
     if not edits:
         return model
     specs = {name: layer.spec for name, layer in model.layers.items()}
-    by_layer: dict[str, LayerEdits] = {}
-    at_run_time = edits.at_run_time
-    changes: list[Ablation | LayerRewrite | Steer]
-    changes = [*edits.ablations, *edits.rewrites, *edits.steers]
+    changes: list[Ablation | AblatedCombination | Rewrite | Steer]
+    changes = [*edits.ablations, *edits.combinations, *edits.rewrites, *edits.steers]
     for change in changes:
         if change.layer not in specs:
-            option = "--rewrite" if isinstance(change, LayerRewrite) else _option(change)
             raise UsageError(
-                f"{option}: the model has no MoE layer {change.layer}",
+                f"{change.option}: the model has no MoE layer {change.layer}",
                 hint=f"its MoE layers: {', '.join(specs)}",
             )
-        spec, before = specs[change.layer], by_layer.get(change.layer, LayerEdits())
-        if isinstance(change, Ablation):
-            after = replace(before, ablated=before.ablated | {_place(change, spec)})
-        elif isinstance(change, Steer):
-            _check_steered(change, spec)
-            place = at_run_time.index(change) if change.strength is None else None
-            level, expert = _place(change, spec)
-            steering = Steering(
-                level=level,
-                expert=expert,
-                strength=change.strength or 0.0,
-                place=place,
-                count=len(at_run_time),
-            )
-            after = replace(before, steerings=(*before.steerings, steering))
+        if isinstance(change, Rewrite):
+            _check_rewrite(change, specs[change.layer])
+        elif isinstance(change, AblatedCombination):
+            _check_combination(change, specs[change.layer])
         else:
-            _check_rewrite(change, spec)
-            after = replace(before, rewrites=(*before.rewrites, change.rewrite))
-        by_layer[change.layer] = after
+            _check_expert(change, specs[change.layer])
     module = sharing_weights(model.module)
     layers = moe_layers(module)
-    for name, layer_edits in by_layer.items():
-        layers[name].edits = layer_edits
+    for change in changes:
+        layers[change.layer].edits = edits.of(change.layer)
     for kept in edits.kept:
         _replace(module, kept.layer, partial(_without, kept))
     for merged in edits.merged:
         _replace(module, merged.layer, partial(_merged, merged))
     changed = replace(model.changed(module), edits=edits)
+    at_run_time = edits.at_run_time
     if not at_run_time:
         return changed
     strengths = TensorSpec(STEER_INPUT, "float32", ("batch", len(at_run_time)), default="zeros")
-    steered = [layers[name] for name, edits in by_layer.items() if edits.steerings]
+    steered = [layers[name] for name in {steer.layer: None for steer in edits.steers}]
     trained = changed.as_trained
     return replace(
         changed,
@@ -393,7 +392,7 @@ def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
 def _check_substitutes(
     what: str, arrays: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Raises `UsageError` where the numbers that take the places of experts do not fit."""
+    """Raises `UsageError` if the numbers that take the places of experts do not fit."""
     numbers = "the numbers that take the places of experts"
     for array, shape in zip(arrays, shapes, strict=True):
         if array is None:
@@ -425,7 +424,7 @@ class Steered(nn.Module):
         return self._held[0]
 
     def forward(self, *tensors: Tensor) -> Any:
-        """Returns what the network returns for all tensors but the last."""
+        """Returns the network's result for all tensors but the last."""
         network, layers = self._held
         for layer in layers:
             layer.strengths = tensors[-1]
@@ -436,23 +435,21 @@ class Steered(nn.Module):
                 layer.strengths = None
 
 
-def _option(edit: Ablation | Steer) -> str:
-    """An edit of an expert as it was typed."""
-    return f"--ablate {edit.text}" if isinstance(edit, Ablation) else f"--steer {edit.name}"
-
-
-def _check_steered(steer: Steer, spec: MoESpec) -> None:
-    if not spec.rewritable:
+def _check_expert(edit: Ablation | Steer, spec: MoESpec) -> None:
+    """Raises `UsageError` for an expert that is not there, or that nothing can be done with."""
+    if isinstance(edit, Ablation) and getattr(spec, "out_activation", "identity") == "softmax":
         raise UsageError(
-            f"{_option(steer)}: layer {spec.name} is {a_layer(spec.kind)}, whose experts have no "
+            f"{edit.option}: the experts of layer {spec.name} end in a softmax, which gives "
+            "numbers above zero for weights of zero",
+            hint="`moexport specialise` measures what each expert does",
+        )
+    if isinstance(edit, Steer) and not spec.rewritable:
+        raise UsageError(
+            f"{edit.option}: layer {spec.name} is {a_layer(spec.kind)}, whose experts have no "
             "cluster centre that tokens are compared with",
             hint="only muMoE layers can be steered; --ablate works for all kinds",
         )
-
-
-def _place(edit: Ablation | Steer, spec: MoESpec) -> tuple[int, int]:
-    """The level, from 0, and the expert of it."""
-    count, what = len(spec.levels), f"{_option(edit)}: layer {spec.name}"
+    count, what = len(spec.levels), f"{edit.option}: layer {spec.name}"
     sizes = ", ".join(f"{level} has {n}" for level, n in enumerate(spec.levels, start=1))
     if edit.level is None and count > 1:
         raise UsageError(
@@ -472,22 +469,39 @@ def _place(edit: Ablation | Steer, spec: MoESpec) -> tuple[int, int]:
         raise UsageError(
             f"{what} has {n} experts{of_level}", hint=f"they are counted from 0: use 0 to {n - 1}"
         )
-    return level - 1, edit.expert
 
 
-def _check_rewrite(entry: LayerRewrite, spec: MoESpec) -> None:
-    what = f"--rewrite: output {entry.rewrite.output} of layer {spec.name}"
+def _check_combination(edit: AblatedCombination, spec: MoESpec) -> None:
+    what, levels = f"{edit.option}: layer {spec.name}", spec.levels
+    if len(levels) < 2 or len(edit.experts) != len(levels):
+        has = "one level" if len(levels) == 1 else f"{len(levels)} levels"
+        raise UsageError(
+            f"{what} has {has} of experts, and {len(edit.experts)} are named together",
+            hint="EXPERT+EXPERT names one of each level of a hierarchy"
+            if len(levels) > 1
+            else "name experts of one level after commas",
+        )
+    for level, (expert, n) in enumerate(zip(edit.experts, levels, strict=True), start=1):
+        if not 0 <= expert < n:
+            raise UsageError(
+                f"{what} has {n} experts in level {level}",
+                hint=f"they are counted from 0: use 0 to {n - 1}",
+            )
+
+
+def _check_rewrite(entry: Rewrite, spec: MoESpec) -> None:
+    what = f"--rewrite: output {entry.output} of layer {spec.name}"
     if not spec.rewritable:
         raise UsageError(
             f"{what}: {a_layer(spec.kind)} has no coefficients to re-write an output by",
             hint="only muMoE layers can be re-written; --ablate works for both kinds",
         )
-    if entry.rewrite.output >= spec.out:
+    if entry.output >= spec.out:
         raise UsageError(
             f"{what}: the layer has {spec.out} outputs",
             hint=f"they are counted from 0: use 0 to {spec.out - 1}",
         )
-    lengths = tuple(len(vector) for vector in entry.rewrite.coefficients)
+    lengths = tuple(len(vector) for vector in entry.coefficients)
     if lengths != tuple(spec.levels):
         given_text, wanted = (" and ".join(map(str, sizes)) for sizes in (lengths, spec.levels))
         raise UsageError(

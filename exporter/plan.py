@@ -1,38 +1,32 @@
-"""What an export will do: every layer's precision and lowering, before anything is written."""
+"""The plan of an export: its trace, every layer's precision and lowering; writes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from ..calibration.table import CalibrationTable
 from ..common.console import Progress
 from ..errors import UsageError
-from ..graphs.fusion.fuse import FUSED_OPSET, fuse, join_products
-from ..graphs.lowerings.choice import LoweringChoice, Span, batch_spans, check, choose
-from ..graphs.lowerings.cost import AnyWork
-from ..graphs.targets import TARGETS
+from ..graphs.lowerings.base import AnyPlan
+from ..graphs.lowerings.choice import Span, batch_spans, check, choose
+from ..graphs.sizes import DEFAULT_TOKENS, AxisRange
+from ..graphs.targets import FUSED_OPSET, TARGETS, FusedOps
 from .bundle.manifest import MAIN_GRAPH, Tuning
 from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 from .job import ExportJob
 from .options import AUTO, TUNE
 from .quantization.precision import PrecisionPlan, Retention, apply_precision
+from .trace import HELD, Held, trace
+
+if TYPE_CHECKING:
+    from ..calibration.table import CalibrationTable
 
 DENSE = "dense"
-"""The lowering that copies no weights, beside one that copies more the larger k is."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """One layer's part of a graph. `k` is None where k is a graph input."""
-
-    name: str
-    k: int | None
-    choice: LoweringChoice
-    work: AnyWork
+"""The lowering that copies no weights, written along with one whose copies grow with k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +38,18 @@ class GraphPlan:
     """
 
     file: str
-    layers: tuple[LayerPlan, ...]
+    layers: tuple[AnyPlan, ...]
     batches: Span | None = None
 
     @property
     def predicted_us(self) -> float:
         """The MoE layers' predicted time on one batch; the backbone is not counted."""
-        return sum(layer.choice.predicted_us for layer in self.layers)
+        return sum(layer.predicted_us for layer in self.layers)
 
     @property
     def lowerings(self) -> tuple[str, ...]:
         """The lowering of each layer, in execution order."""
-        return tuple(layer.choice.lowering.name for layer in self.layers)
+        return tuple(layer.lowering.name for layer in self.layers)
 
     @property
     def title(self) -> str:
@@ -98,10 +92,10 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of k and the precision, and of graphs for some batches alone."""
+        """Notes for the user on k, the precision, and graphs for certain batch sizes only."""
         options, retention = self.job.options, self.precision.retention
         notes = _share_notes(self.job)
-        notes += options.precision.notes(options.target) if retention is None else retention.notes()
+        notes += options.notes if retention is None else retention.notes()
         by_k = TARGETS[options.target].compiled and options.lowerings == (AUTO,)
         if by_k and len(self.graphs) > 1:  # as `plan_auto` gives them
             main, dense = self.graphs
@@ -118,15 +112,15 @@ class Plan:
             return notes
         return (
             *notes,
-            f"no single graph is fast at every size of --batch {options.batch}: "
+            f"no single graph is fast at every size of --batch {options.batches}: "
             f"{', '.join(spans)}; a session of the bundle, `run` and `bench` take the one for a "
             "call's batch",
         )
 
 
 def _share_notes(job: ExportJob) -> tuple[str, ...]:
-    """What a share of k came to, where layers were trained with fewer experts than they have."""
-    share = job.options.k
+    """The k that a share resolves to, if layers were trained with fewer experts than they have."""
+    share = job.options.kept
     if not isinstance(share, Fraction):
         return ()
     specs = {name: layer.spec for name, layer in job.model.layers.items()}
@@ -141,7 +135,69 @@ def _share_notes(job: ExportJob) -> tuple[str, ...]:
     )
 
 
-def plan(
+def with_trace(
+    job: ExportJob,
+    progress: Progress,
+    traced: ir.Model | None = None,
+    *,
+    tokens: int | None = None,
+) -> tuple[ExportJob, ir.Model]:
+    """Returns a job, for sizes that its trace holds for, and the trace, made now without one.
+
+    It is made with this number of `tokens`, by default a few. Raises `UsageError` if sizes were
+    asked for at which the network computes something else.
+    """
+    if traced is None:
+        progress.step("tracing" if tokens is None else f"tracing with {tokens} tokens")
+        sizes = job.traced_sizes | ({} if tokens is None else {"tokens": tokens})
+        traced = trace(job.model, opset=job.options.least_opset, fixed=job.fixed, sizes=sizes)
+    held: Held | None = traced.meta.get(HELD)
+    if held is None:
+        return job, traced
+    for axis, wanted in job.axis_ranges.items():
+        low, high = held.between(axis)
+        high = wanted.max if high is None else high
+        if low <= wanted.min and wanted.max <= high:
+            continue
+        size = high + 1 if wanted.max > high else low - 1
+        within = AxisRange(
+            max(low, wanted.min), max(low, min(wanted.opt, high)), min(high, wanted.max)
+        )
+        changes = f"the network computes something else at a {axis} of {size}"
+        if axis == "tokens":
+            changes = f"the network computes something else with {size} tokens"
+            if job.options.token_counts == DEFAULT_TOKENS:
+                job = of_tokens(job, within.min, within.max, changes)
+                continue
+        raise UsageError(
+            f"--{axis} {wanted}: {changes}, and a graph holds for one of both",
+            hint=f"--{axis} {within} exports the graph that holds for {within.min} to {within.max}"
+            + (
+                f", --{axis} {size}:{size}:{wanted.max} that of the larger ones"
+                if size > high
+                else ""
+            ),
+        )
+    return job, traced
+
+
+def of_tokens(job: ExportJob, least: int, most: int, why: str) -> ExportJob:
+    """Returns the job for fewer numbers of tokens than it has by default; `why` is noted."""
+    before = job.axis_ranges["tokens"]
+    usual = max(least, min(before.opt, most))
+    tokens = AxisRange(max(least, before.min), usual, min(most, before.max))
+    inputs = tuple(
+        replace(spec, limits={**spec.limits, "tokens": tokens.max})
+        if "tokens" in spec.shape and tokens.max < before.max
+        else spec
+        for spec in job.model.inputs
+    )
+    note = f"exported for {tokens.min} to {tokens.max} tokens: {why}"
+    model = replace(job.model, inputs=inputs, notes=(*job.model.notes, note))
+    return replace(job, model=model, options=replace(job.options, tokens=tokens))
+
+
+def plan_traced(
     job: ExportJob,
     traced: ir.Model,
     table: CalibrationTable | None = None,
@@ -159,10 +215,16 @@ def plan(
     """
     known, traced = traced.meta, traced.clone()
     traced.meta.update(known)  # for what sizes it holds
-    if fuses(job):
-        fuse(traced)
+    fused = fused_ops(job)
+    if fused.floats:
+        from ..graphs.fusion.fuse import fuse  # for these targets alone
+
+        fuse(traced, fused, newest=_takes_newest(job))
     precision = apply_precision(job, traced, table, floats=floats, retention=retention)
-    if fuses(job):
+    job = job.computed_in(precision.layers)
+    if fused.joined:
+        from ..graphs.fusion.fuse import join_products
+
         join_products(traced.graph)
     tuning = None
     if TUNE in job.options.lowerings:
@@ -181,17 +243,21 @@ def plan(
     )
 
 
-def fuses(job: ExportJob) -> bool:
-    """Whether a job's graphs have the backbone's attention and norms as one op each.
+def fused_ops(job: ExportJob) -> FusedOps:
+    """Returns the parts around the layers that a job's graphs have as one op: none in other floats.
 
-    For models in FP32 around their experts: ONNX Runtime's CPU kernels are of that type. Not where
-    an older opset was asked for.
+    ONNX Runtime's CPU kernels are of FP32, whatever the experts are in. Nor where an older opset
+    was asked for, but for targets that do not mind.
     """
     options = job.options
-    if options.exact_opset and options.opset < FUSED_OPSET:
-        return False
-    target = options.target
-    return options.precision.float_name(target) == "fp32" and TARGETS[target].new_kernels
+    fused = TARGETS[options.target].fused
+    fits = options.float_name in fused.floats
+    return fused if fits and (fused.any_opset or _takes_newest(job)) else FusedOps()
+
+
+def _takes_newest(job: ExportJob) -> bool:
+    """Whether a graph may have the opset of the newest ops that fusion writes."""
+    return job.options.opset is None or job.options.least_opset >= FUSED_OPSET
 
 
 def _loadable(plan: Plan) -> Plan:
@@ -212,10 +278,10 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
 
     The main one, first, is that for OPT.
     """
-    batch, works = job.options.batch, job.works(traced)
+    batch = job.options.batches
     spans: list[Span] = []
     if not TARGETS[job.options.target].compiled and not batch.fixed:
-        spans = batch_spans([*works.values()], job.options.target, batch.min, batch.max)
+        spans = batch_spans(job.traced_layers(traced), job.options.target, batch.min, batch.max)
     if len(spans) < 2:
         graph = plan_graph(job, traced, AUTO, MAIN_GRAPH)
         if TARGETS[job.options.target].compiled and copies_by_k(graph):
@@ -242,14 +308,12 @@ def copied_bytes(graphs: Iterable[GraphPlan], batch: int, tokens: int) -> float:
     """
     return max(
         (
-            layer.choice.lowering.copied_bytes(
-                replace(
-                    layer.work,
-                    batch=batch,
-                    precision="fp32",
-                    tokens=layer.work.tokens if layer.work.tokens_fixed else tokens,
-                )
-            )
+            replace(
+                layer,
+                batch=batch,
+                precision="fp32",
+                tokens=layer.tokens if layer.tokens_fixed else tokens,
+            ).copied_bytes
             for graph in graphs
             if graph.batches is None or graph.batches[0] <= batch <= graph.batches[1]
             for layer in graph.layers
@@ -260,15 +324,14 @@ def copied_bytes(graphs: Iterable[GraphPlan], batch: int, tokens: int) -> float:
 
 def copies_by_k(graph: GraphPlan) -> bool:
     """Whether a graph that takes k copies the weights of the chosen experts: of all at k = n."""
-    return all(layer.k is None and layer.work.spec.chooses_sets for layer in graph.layers) and any(
-        layer.choice.lowering.copied_bytes(layer.work) for layer in graph.layers
+    return all(layer.k is None and layer.spec.chooses_sets for layer in graph.layers) and any(
+        layer.copied_bytes for layer in graph.layers
     )
 
 
 def _for_large_k(graph: GraphPlan) -> GraphPlan:
     reason = "copies no weights, so it is for a k near n"
-    layers = [replace(layer, choice=replace(layer.choice, reason=reason)) for layer in graph.layers]
-    return replace(graph, layers=tuple(layers))
+    return replace(graph, layers=tuple(replace(layer, reason=reason) for layer in graph.layers))
 
 
 def _span_text(span: Span) -> str:
@@ -279,26 +342,23 @@ def _span_text(span: Span) -> str:
 def plan_graph(
     job: ExportJob, traced: ir.Model, name: str, file: str, tuning: Tuning | None = None
 ) -> GraphPlan:
-    """Returns the plan of one graph: every layer with one lowering, or what is chosen for it."""
-    batch = job.options.batch
-    # An engine is compiled for OPT, and its profile says so.
+    """Returns the plan of one graph: every layer with one lowering, or the chosen one."""
+    batch = job.options.batches
+    # An engine is compiled for the OPT of its profile.
     batches = () if TARGETS[job.options.target].compiled else (batch.min, batch.opt, batch.max)
 
-    def chosen(work: AnyWork) -> LoweringChoice:
-        if work.spec.name in job.options.layer_lowerings:
-            lowering, why = job.options.layer_lowerings[work.spec.name]
-            choice = check(lowering, work, job.options.target)
-            return replace(choice, reason=why or choice.reason)
+    def planned(layer: AnyPlan) -> AnyPlan:
+        if layer.name in job.options.layer_lowerings:
+            lowering, why = job.options.layer_lowerings[layer.name]
+            checked = check(lowering, layer, job.options.target)
+            return replace(checked, reason=why or checked.reason)
         if name == AUTO:
-            return choose(work, job.options.target, batches, decodes=job.decodes)
+            return choose(layer, job.options.target, batches, decodes=job.decodes)
         if name == TUNE:
-            from .measured_lowerings import tuned_choice  # for `tune` alone
+            from .measured_lowerings import with_fastest  # for `tune` alone
 
             assert tuning is not None, "`tune` measures before anything is planned"
-            return tuned_choice(tuning.of(work.spec.name), work, job.options.target)
-        return check(name, work, job.options.target)
+            return with_fastest(tuning.of(layer.name), layer, job.options.target)
+        return check(name, layer, job.options.target)
 
-    works = job.works(traced).items()
-    return GraphPlan(
-        file, tuple(LayerPlan(layer, job.k[layer], chosen(work), work) for layer, work in works)
-    )
+    return GraphPlan(file, tuple(map(planned, job.traced_layers(traced))))

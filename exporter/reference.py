@@ -1,12 +1,18 @@
-"""Records what PyTorch computes, and finds the first layer where a graph differs from it."""
+"""Compares an export's graphs with PyTorch: its results, and where a graph differs from them.
+
+`compare_graphs` is the check of an export: it makes a `Reference` of each batch of inputs
+(`torch_reference`), checks that PyTorch's results are consistent (`check_network`), runs every
+graph (`bundle.parity`), and raises a `ParityError` that names where the first difference starts,
+and what may help.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,75 +23,431 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook
 
+from ..common.console import Progress
 from ..common.environment import available_bytes, grown_memory
-from ..data.shards import Fields
-from ..errors import MoexportError, ParityError, UsageError, in_one_line, tells_of_memory
-from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, recorded_choices
+from ..common.files import release
+from ..data.batches import Fields
+from ..errors import (
+    EngineError,
+    LoweringError,
+    MoexportError,
+    ParityError,
+    UsageError,
+    is_out_of_memory,
+    one_line,
+)
+from ..graphs.layers.base import Kind, MoELayer, algorithm_1, choice_key, recorded_choices
 from ..graphs.layers.margins import routed_margins
-from ..graphs.lower import LayerValues
-from ..graphs.targets import runtime_of
-from .bundle.parity_record import (
-    GPU_RTOL,
+from ..graphs.lower import LayerValues, Lowered
+from ..graphs.lowerings import lowerings_of
+from ..graphs.lowerings.base import AnyLowering
+from ..graphs.lowerings.cost import machine_for
+from ..graphs.sizes import AxisRange
+from .bundle.manifest import GraphRecord
+from .bundle.parity import (
+    FEW_NUMBERS,
+    MOST_KEPT,
+    MOST_TIES,
+    PARITY_FILE,
     TOLERANCES,
+    Comparison,
+    Parity,
     Reference,
     Rounded,
     Tolerance,
     by_expert,
     chunks,
+    compare,
     describe,
+    not_compared,
+    sized_file,
 )
-from .bundle.runtimes import opened
-from .inputs import PARITY_BATCHES, SAMPLES, Inputs, completed, random_arrays
+from .bundle.verify import LARGE_WEIGHTS_BYTES, checking_session, is_large
+from .inputs import SAMPLES, Inputs, completed, of_tokens, parity_batches
 from .job import ExportJob
 from .model import Model
-from .parity import compare
-from .session import SessionOptions
+from .options import ExportOptions
+from .plan import GraphPlan, Plan, copied_bytes, plan_graph
+from .trace import HELD, Held
+from .write import graph_record
+
+ROUNDED_FILE = "rounded.onnx"  # the graph that others are compared with; it is not kept
+KEPT_BYTES = 8 << 20  # of a record of more tokens than the first inputs have
+LOUD = 10.0  # times the loudness of the quietest input: such inputs decide the ranges
+EXACT_BYTES = 512 << 20  # of larger weights no second copy is made, in float64
+
+# What inputs of a size beyond the usual may take, as far as it is foreseen.
+MOST_BYTES = 512 << 20  # for the largest tensor
+MOST_COPIED_BYTES = 256 << 20  # for copies of weights in a graph: an export holds little but them
+MEMORY_SHARE = 0.25  # of the free memory, for PyTorch: a graph takes some, too
+MOST_SECONDS = 60.0  # for PyTorch
+HEADS = 16  # of attention: what scores between tokens take
 
 
-def torch_reference(job: ExportJob, x: Inputs, *, every_k: bool = True) -> Reference:
-    """Returns what PyTorch computes for inputs of a job.
+class TokensError(ParityError):
+    """A graph is right for fewer numbers of tokens than it should be.
 
-    Where k is chosen per run a quarter of the experts are kept and, with `every_k`, each number of
-    `other_k`, too. The pages of mapped weights are given back on the way.
+    It misses its bounds with this number of `tokens`, and holds from the first to the last of
+    `held`, as far as that is known.
     """
-    batch = job.largest_batch
 
-    def computed(kept: Mapping[str, int]) -> Reference:
-        renormalize = job.options.renormalize
-        return reference(job.model, x, kept, renormalize=renormalize, batch=batch)
-
-    with _pages_given_back(job.model):
-        others = other_k(job) if every_k else ()
-        at_other_k = {k: computed(kept_experts(job, k)) for k in others}
-        return replace(computed(kept_experts(job)), at_other_k=at_other_k)
+    def __init__(
+        self, message: str, *, hint: str, tokens: int, held: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.tokens, self.held = tokens, held
 
 
-def depends_on_batch(model: Model, batch: int) -> bool:
-    """Whether what a network gives for random inputs depends on the others of a batch.
+def compared_inputs(job: ExportJob) -> Iterator[Fields]:
+    """The inputs that a job's graphs are compared on."""
+    options = job.options
+    return parity_batches(
+        job.model,
+        job.fixed,
+        options.data,
+        options.samples_to_verify,
+        ranges=job.axis_ranges,
+        tiny=options.precision == "fp32",  # FP16 has no such numbers
+    )
 
-    It does, too, where it cannot be run on one input alone.
+
+def rounded_graph(planned: Plan) -> tuple[GraphPlan, ...]:
+    """The graph of another lowering in the same numbers that others are compared with.
+
+    None in FP32, where PyTorch in float64 shows the effect of rounding, and none if a lowering is
+    inexact.
     """
-    arrays = random_arrays(model, max(batch, PARITY_BATCHES[1]))
-    together = run_untouched(model, arrays)[0]
+    options, layers = planned.job.options, planned.graphs[0].layers
+    used = {name for graph in planned.graphs for name in graph.lowerings}
+    if options.precision == "fp32" or not options.verify or _inexact(planned):
+        return ()
+    kinds = dict.fromkeys(layer.spec.kind for layer in layers)
+    ways = [(kind, record) for kind in kinds for record in lowerings_of(kind).values()]
+    large = planned.weights_bytes * (len(planned.graphs) + 1) >= LARGE_WEIGHTS_BYTES
+
+    def rank(way: tuple[Kind, AnyLowering]) -> tuple[bool, float]:
+        """Others come first, of large weights those that read few of them."""
+        kind, record = way
+        own = (layer for layer in layers if layer.spec.kind == kind)
+        times = (record.predict_us(o, machine_for(options.target, o.precision)) for o in own)
+        return record.name in used, sum(times) if large else 0
+
+    for _, record in sorted(ways, key=rank):
+        if any(record.differs(layer.spec, layer.precision, options.target) for layer in layers):
+            continue
+        with suppress(LoweringError):
+            return (plan_graph(planned.job, planned.traced, record.name, ROUNDED_FILE),)
+    return (replace(planned.graphs[0], file=ROUNDED_FILE),)
+
+
+def _inexact(planned: Plan) -> bool:
+    """Whether a graph differs from PyTorch by more than rounding, according to its lowering."""
+    layers = [layer for graph in planned.graphs for layer in graph.layers]
+    target = planned.job.options.target
+    return any(layer.inexact(target) for layer in layers)
+
+
+def compare_graphs(
+    planned: Plan,
+    beside: Sequence[GraphPlan],
+    lowered: Mapping[str, Lowered],
+    directory: Path,
+    progress: Progress,
+) -> tuple[dict[str, Parity], tuple[str, ...]]:
+    """Returns each graph's parity, or raises a `ParityError` that names where a difference starts.
+
+    The second are sentences on what was not compared. It also writes `parity.npz` to `directory`:
+    the first of the inputs with what PyTorch computed of them, and such later ones as choose
+    further experts.
+    """
+    job = planned.job
+    held = job.options.held_to_rounding and not _inexact(planned)
+    comparisons: dict[str, Comparison] = {}
+    rounded: Comparison | None = None
+    kept: Reference | None = None
+    compared: list[Reference] = []
+    reached: dict[str, frozenset[int]] = {}
+    silent = {spec.name: None for spec in job.model.outputs}
+    experts = {name: layer.spec.experts for name, layer in job.model.layers.items()}
+    budget = Budget(job, partial(copied_bytes, (*planned.graphs, *beside)))
+
+    def opened(graph: GraphPlan, expected: Reference) -> Comparison:
+        record = graph_record(graph, lowered[graph.file])
+        return opened_comparison(job, directory, record, expected, budget.batches)
+
+    for x in compared_inputs(job):
+        expected = budget.timed(x)
+        if not comparisons:
+            budget.choose_batches(_changes(planned, "batch"))
+            check_network(job, expected, budget.batches)
+            comparisons = {graph.file: opened(graph, expected) for graph in planned.graphs}
+            rounded = next((opened(graph, expected) for graph in beside), None)
+        measured = held and kept is None
+        expected = _compared(job, comparisons, expected, rounded, directory, measured=measured)
+        if kept is None:
+            kept = expected
+        elif job.least_batch == 1:
+            kept = kept.with_unreached(expected, MOST_KEPT)
+        if job.options.tolerance.routing < 1 or expected.y[0].size < FEW_NUMBERS:
+            compared.append(expected)
+        for name, y in {job.model.outputs[0].name: expected.y, **expected.outputs}.items():
+            if y.any():
+                silent.pop(name, None)
+        for choice, sets in expected.compared(experts).items():
+            reached[choice] = reached.get(choice, frozenset()) | sets
+        progress.advance(len(x[job.model.input.name]))
+    assert kept is not None, "parity has inputs"
+    _compare_tokens(planned, kept, comparisons, budget, directory)
+    parities = {file: comparison.parity() for file, comparison in comparisons.items()}
+    for file, parity in parities.items():
+        if not parity.passed:
+            raise _differs(job, directory / file, lowered[file], parity, comparisons[file].worst)
+    alike = [one for one in compared if one.shapes() == compared[0].shapes()]
+    if alike and not all(one.alone(kept).passed for one in comparisons.values()):
+        # Of few inputs more may be outliers, or choose otherwise, than of all: `verify` needs them.
+        kept = reduce(Reference.joined, alike)
+    # Without a record it has more inputs than the first batch, or there is none.
+    again = held and kept.rounded is None
+    (with_exact(job, kept) if again else kept).save(directory / PARITY_FILE)
+    zeros = (
+        f"'{name}' is zero for all inputs of the check, which says nothing of the graph: give "
+        "other inputs with --data"
+        for name in silent
+    )
+    missing = not_compared(reached, experts)
+    told = (f"{missing}; give more inputs with --data",) if missing else ()
+    return parities, (*told, *budget.notes(), *_dropped(kept, job.model), *zeros)
+
+
+def opened_comparison(
+    job: ExportJob,
+    directory: Path,
+    graph: GraphRecord,
+    expected: Reference,
+    batches: Sequence[int] | None = None,
+) -> Comparison:
+    """Opens a graph that was written to a folder, to be compared with references like this one.
+
+    It is compared in `batches` of these sizes, by default in all those that a job names.
+    """
+    options, path = job.options, directory / graph.file
+    observe, threads = expected.observed(graph.selected), torch.get_num_threads()
+    return Comparison(
+        checking_session(path, options.target, observe=observe, threads=threads),
+        graph.selected,
+        batch=job.checked_batch,
+        tolerance=options.tolerance,
+        k=expected.main_k if options.kept == "input" else None,
+        probed=job.probed_batches() if batches is None else batches,
+        together=job.model.batch_of,
+    )
+
+
+def _changes(planned: Plan, axis: str) -> tuple[int, ...]:
+    """The sizes of an axis at which the network may compute something else than it was traced with.
+
+    Of each change these are the sizes on both sides.
+    """
+    held: Held | None = planned.traced.meta.get(HELD)
+    asked = planned.job.axis_ranges.get(axis)
+    if held is None or asked is None or axis not in held.traced:
+        return ()
+    traced = held.traced[axis]
+    found = held.changes(axis, asked.min, asked.max)
+    return tuple({*found, *(n - 1 if n > traced else n + 1 for n in found)})
+
+
+def _compare_tokens(
+    planned: Plan,
+    first: Reference,
+    comparisons: Mapping[str, Comparison],
+    budget: Budget,
+    directory: Path,
+) -> None:
+    """Compares graphs at other numbers of tokens than the inputs have, from theirs on.
+
+    Raises `TokensError` for the first number at which one misses its bounds or does not run.
+    """
+    job, model = planned.job, planned.job.model
+    asked = job.axis_ranges.get("tokens")
+    if asked is None or not all(comparison.parity().passed for comparison in comparisons.values()):
+        return
+    usual = first.x.shape[model.input.shape.index("tokens")]
+    rows = job.least_batch
+    random = job.options.data is None and model.example is None
+
+    def wrong(tokens: int) -> str | None:
+        """Why no graph is right for this number of tokens."""
+        inputs = first.feeds(model.input.name)
+        x = of_tokens(model, inputs, rows, tokens, random=random)
+        try:
+            expected = budget.timed(x, every_k=False)
+        except (RuntimeError, ValueError, IndexError) as error:
+            return f"PyTorch cannot compute them: {str(error).strip().splitlines()[0][:200]}"
+        for file, comparison in comparisons.items():
+            try:
+                right = comparison.add_sized(expected, tokens)
+            except MoexportError as error:
+                return f"{file} does not run: {error.message}"
+            finally:
+                _give_back(directory)
+            if not right:
+                return f"{file} differs from PyTorch: {describe(comparison.parity())}"
+        if expected.nbytes <= KEPT_BYTES:
+            expected.save(directory / sized_file(tokens))
+        return None
+
+    changes = _changes(planned, "tokens")
+    sizes, needed = asked.probed(more=changes), {asked.min, asked.opt, *changes}
+    for step in (1, -1):
+        right = usual
+        for tokens in sorted((n for n in sizes if (n - usual) * step > 0), reverse=step < 0):
+            if not budget.affords(rows, tokens, needed=tokens in needed):
+                continue
+            why = wrong(tokens)
+            if why is not None:
+                raise _first_missed(right, tokens, why, wrong, asked, step)
+            right = tokens
+
+
+def _first_missed(
+    right: int,
+    missed: int,
+    why: str,
+    wrong: Callable[[int], str | None],
+    asked: AxisRange,
+    step: int,
+) -> TokensError:
+    """The error for the number of tokens at which a graph ceases to be right, between two."""
+    while abs(missed - right) > 1:
+        between = (missed + right) // 2
+        reason = wrong(between)
+        right, missed = (between, missed) if reason is None else (right, between)
+        why = reason or why
+    held = (asked.min, right) if step > 0 else (right, asked.max)
+    return TokensError(
+        f"with {missed} tokens {why}",
+        hint=f"--tokens {held[0]}:{max(held[0], min(asked.opt, held[1]))}:{held[1]} exports it for "
+        "the numbers that it holds for",
+        tokens=missed,
+        held=held,
+    )
+
+
+def _compared(
+    job: ExportJob,
+    comparisons: Mapping[str, Comparison],
+    expected: Reference,
+    rounded: Comparison | None,
+    directory: Path,
+    *,
+    measured: bool,
+) -> Reference:
+    """Compares each graph with a reference, which is returned with what rounding makes of it.
+
+    That is what the `rounded` graph gives, or without one, if it is `measured`, PyTorch's
+    float64.
+    """
+    file = next(iter(comparisons))
     try:
-        alone = [run_untouched(model, part)[0] for part in chunks(arrays, 1)]
-    except (RuntimeError, ValueError, IndexError, UsageError):
-        return True
-    off = np.abs(np.concatenate(alone) - together).max(initial=0.0)
-    return not off <= GPU_RTOL * np.abs(together).max(initial=0.0)
+        if rounded is not None:
+            expected = rounded.with_rounded(expected)
+            _give_back(directory)
+        elif measured:
+            expected = with_exact(job, expected)
+        for file, comparison in comparisons.items():  # noqa: B007  for the error
+            comparison.add(expected)
+            _give_back(directory)
+    except EngineError as error:
+        port = job.model.input
+        at = port.shape.index("tokens") if "tokens" in job.axis_ranges else 0
+        raise TokensError(
+            f"{file} does not run at sizes that were not traced: {error.message}",
+            hint="a size of the network became a constant of the graph: --tokens N and "
+            "--batch N export it for that size alone",
+            tokens=expected.x.shape[at] if at else 0,
+        ) from error
+    return expected
 
 
-MOST_BYTES = 512 << 20
-"""The largest tensor that inputs of a size beyond the usual may make, as far as is foreseen."""
+def _give_back(directory: Path) -> None:
+    """Drops the pages of large weights that a graph has read, before others are read."""
+    if is_large(directory):
+        release(directory.glob("*.bin"))
 
-MOST_COPIED_BYTES = 256 << 20
-"""What a graph may copy of its weights for such inputs: an export holds little but weights."""
 
-MEMORY_SHARE = 0.25
-"""Of the free memory what PyTorch may take for them: a graph takes some, too."""
+def _differs(
+    job: ExportJob, path: Path, lowered: Lowered, parity: Parity, worst: Reference
+) -> ParityError:
+    """The error for a graph that misses its bounds, on the `worst` inputs furthest.
 
-MOST_SECONDS = 60.0
-"""What PyTorch may take for inputs of a size beyond the usual, as far as it is foreseen."""
+    Raises `ParityError` if the model itself is unsuitable for a comparison.
+    """
+    if parity.tied > MOST_TIES * (parity.choices or 0):
+        return ParityError(
+            f"{path.name}: routing is tied in {parity.tied} of the {parity.choices} "
+            f"{parity.what_chooses}, so almost nothing can be compared",
+            hint="give real inputs with --data; an untrained router ties everywhere",
+        )
+    check_network(job, worst, job.probed_batches())
+    where = parity.first_difference or first_different_layer(job, path, lowered.values, worst)
+    bounds = job.options.tolerance
+    absolute = f"atol {bounds.atol:g} + " if bounds.atol else ""
+    cosine = f", a cosine of {bounds.least_cosine:g}" if bounds.least_cosine > 0 else ""
+    return ParityError(
+        f"{path.name} differs from PyTorch, starting in {where}: {describe(parity)}",
+        hint=f"the limits are {absolute}rtol {bounds.rtol:g} · max|y| of each input{cosine} and "
+        f"the same experts in at least {bounds.routing:.0%}: {way_out(parity, job.options)}; "
+        "--no-verify exports without the check",
+    )
+
+
+def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
+    """A sentence on what experts with a capacity left out of the inputs of the check."""
+    left_out = {
+        name: (chosen >= layer.spec.experts).reshape(*chosen.shape[:2], -1)
+        for name, layer in model.layers.items()
+        if layer.spec.drops and (chosen := kept.selected.get(name)) is not None
+    }
+    if not left_out:
+        return ()
+
+    def listed(shares: Mapping[str, float]) -> str:
+        return ", ".join(f"{share:.1%} in {name}" for name, share in shares.items())
+
+    alone = listed({name: float(mask.all(axis=-1).mean()) for name, mask in left_out.items()})
+    said = f"of the tokens of the check's inputs no expert computes {alone}"
+    specs = [model.layers[name].spec for name in left_out]
+    if any(spec.trained_k < spec.experts for spec in specs):  # tokens choose
+        dropped = listed({name: float(mask.mean()) for name, mask in left_out.items()})
+        said = f"of the choices of the check's inputs were dropped: {dropped}; {said}"
+    return (said,)
+
+
+def way_out(parity: Parity, options: ExportOptions) -> str:
+    """Returns advice for a graph that misses the bounds of its parity check."""
+    real = ""
+    if options.data is None and options.ranged:
+        real = "random inputs may lie outside the ranges: give real ones with --data; or else "
+    quiet, loud = parity.loudness or (0.0, 0.0)
+    if options.ranged and options.data is not None and loud > LOUD * quiet:
+        real = (
+            f"max|y| is {quiet:.2g} for the quietest input and {loud:.2g} for the loudest, and one "
+            "range of eight bits has to hold them all: bring the inputs to one scale, or use "
+            "--precision fp16 or fp32; or else "
+        )
+    if parity.routing_agreement >= options.tolerance.routing:
+        return f"{real}raise --rtol if that is good enough, or choose another --lowering"
+    match options.precision:
+        case "fp32":
+            return "choose another --lowering"
+        case "int8" | "fp8":
+            return (
+                f"{real}no --rtol allows for other experts: try another --method or --precision, "
+                "or --min-retention, which keeps the layers that INT8 harms most in floats"
+            )
+        case _:
+            return "no --rtol allows for other experts: take --precision fp32"
 
 
 @dataclass(slots=True)
@@ -106,7 +468,7 @@ class Budget:
     _beyond: dict[str, list[int]] = field(default_factory=dict)
 
     def timed(self, x: Inputs, *, every_k: bool = True) -> Reference:
-        """Returns what PyTorch computes for inputs (`torch_reference`)."""
+        """Returns PyTorch's results for inputs (`torch_reference`)."""
         began = time.thread_time()  # what others do on the machine does not count
         with grown_memory() as memory:
             expected = torch_reference(self.job, x, every_k=every_k)
@@ -121,7 +483,7 @@ class Budget:
         return expected
 
     def choose_batches(self, changes: Sequence[int]) -> None:
-        """Chooses the batch sizes of the job that are compared."""
+        """Chooses the sizes of the batch that are compared."""
         rows, tokens, _ = self._last
         self.batches = tuple(
             size
@@ -132,7 +494,7 @@ class Budget:
     def affords(
         self, rows: int, tokens: int, axis: str = "tokens", *, needed: bool = False
     ) -> bool:
-        """Whether so many inputs of so many tokens are compared; if not, `notes` tell of it.
+        """Whether inputs of this number and length are compared; if not, a note is added.
 
         What is `needed` may take any time.
         """
@@ -160,70 +522,33 @@ class Budget:
         )
 
 
-HEADS = 16
-"""Of attention, as far as it is foreseen what scores between tokens take."""
+def torch_reference(job: ExportJob, x: Inputs, *, every_k: bool = True) -> Reference:
+    """Returns PyTorch's results for inputs of a job.
 
-
-def run_untouched(model: Model, x: Fields) -> list[np.ndarray]:
-    """Returns what the untouched model gives for inputs."""
-    return _Network(model, model.untouched).outputs(x)
-
-
-EXACT_BYTES = 512 << 20
-"""Of larger weights no second copy is made, in float64: their FP32 graphs have one bound alone."""
-
-
-def with_exact(job: ExportJob, expected: Reference) -> Reference:
-    """Returns a reference with what PyTorch computes in float64, with every k that it is of."""
-    others = {k: with_exact(job, other) for k, other in expected.at_other_k.items()}
-    return replace(expected, rounded=_exact(job, expected), at_other_k=others)
-
-
-def _exact(job: ExportJob, expected: Reference) -> Rounded | None:
-    """What PyTorch computes for the inputs of a reference in float64.
-
-    None where weights are larger than `EXACT_BYTES`, or the network cannot be run so.
+    If k is chosen per run a quarter of the experts are kept and, with `every_k`, each number of
+    `other_k`, too.
     """
-    model = job.model
-    weights = dict((*model.module.named_parameters(), *model.module.named_buffers()))
-    if sum(weight.nbytes for weight in weights.values()) > EXACT_BYTES:
-        return None
-    y: list[np.ndarray] = []
-    selected: dict[str, list[np.ndarray]] = {}
-    # Few inputs at once, but no fewer than a batch may be.
-    few = max(SAMPLES // job.least_batch, 1) * job.least_batch
-    batch = job.whole_batch or min(few, job.largest_batch)
-    network = _InFloat64(model, model.module, expected.kept, renormalize=job.options.renormalize)
-    with _pages_given_back(model):
-        try:
-            for part in chunks(expected.feeds(model.input.name), batch):
-                computed = network.computed(part)
-                y.append(computed.outputs[0])
-                for name, sets in expected.selected.items():
-                    chosen = computed.choices[name][0]
-                    wanted = (len(y[-1]), *sets.shape[1:])
-                    selected.setdefault(name, []).append(chosen.reshape(wanted))
-        except Exception:  # noqa: BLE001  a network may insist on float32: nothing is known then
-            return None
-    outputs = np.concatenate(y)
-    if outputs.dtype != np.float64 or not np.isfinite(outputs).all():
-        return None
-    return Rounded(outputs, {name: np.concatenate(parts) for name, parts in selected.items()})
+    renormalize, batch = job.options.renormalize, job.largest_batch
+    computed = partial(reference, job.model, x, renormalize=renormalize, batch=batch)
+    with pages_given_back(job.model):
+        others = other_k(job) if every_k else ()
+        at_other_k = {k: computed(kept_experts(job, k)) for k in others}
+        return replace(computed(kept_experts(job)), at_other_k=at_other_k)
 
 
 def kept_experts(job: ExportJob, shared: int | None = None) -> dict[str, int]:
     """Returns each layer's k in a comparison.
 
-    Where it is an input that is the `shared` one of all layers; without it a quarter of the
+    If it is an input that is the `shared` one of all layers; without it a quarter of the
     experts.
     """
     # One k serves all layers at run time, so the layer with the fewest experts bounds it.
-    shared = shared or max(1, _fewest_experts(job) // 4)
+    shared = shared or max(1, job.fewest_experts // 4)
     return {name: shared if k is None else k for name, k in job.k.items()}
 
 
 def other_k(job: ExportJob) -> list[int]:
-    """Returns each k that is compared beside `kept_experts`, where it is an input of the graph.
+    """Returns the k compared in addition to `kept_experts`, if k is an input of the graph.
 
     Those are 1, a quarter, half and all of the experts of each layer, at each of its levels, and as
     many as its router chose in training.
@@ -234,79 +559,81 @@ def other_k(job: ExportJob) -> list[int]:
     for spec in (layer.spec for layer in job.model.layers.values()):
         found |= {spec.trained_k, *(n // part for n in spec.levels for part in (1, 2, 4))}
     found -= {0, *kept_experts(job).values()}
-    return sorted(k for k in found if k <= _fewest_experts(job))
+    return sorted(k for k in found if k <= job.fewest_experts)
 
 
-def _fewest_experts(job: ExportJob) -> int:
-    return min(layer.spec.experts for layer in job.model.layers.values())
-
-
-@contextmanager
-def _pages_given_back(model: Model) -> Iterator[None]:
-    """Within the context the pages of mapped weights are given back once a module has run."""
-    reading = model.source.reading()
-
-    def count(module: nn.Module, *_: object) -> None:
-        lists = (part for part in module.children() if isinstance(part, nn.ParameterList))
-        own = (weight for part in (module, *lists) for weight in part.parameters(recurse=False))
-        reading.advance(sum(weight.nbytes for weight in own))
-
-    # Of all modules, as a factory's own network keeps its experts where it likes.
-    hook = register_module_forward_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()
-        reading.end()
+def run_untouched(model: Model, x: Fields) -> list[np.ndarray]:
+    return Network(model, model.untouched).outputs(x)
 
 
 def reference(
     model: Model, x: Inputs, kept: Mapping[str, int], *, renormalize: bool, batch: int
 ) -> Reference:
-    """Returns what PyTorch computes for inputs x, in batches of `batch`.
+    """Returns PyTorch's results for inputs x, in batches of `batch`.
 
-    Where every layer computes what it was trained with, that is what the untouched network gives.
+    If every layer has the k of its training, these are the results of the untouched network.
     """
-    ours = _Network(model, model.module, kept, renormalize=renormalize)
+    ours = Network(model, model.module, kept, renormalize=renormalize)
     arrays = completed(x, model.inputs)
-    untouched = _Network(model, model.untouched)
-    trained = model.as_trained is None and not renormalize and kept == _trained(model)
-    dense, outputs = [], []
-    selected: dict[str, list[np.ndarray]] = {}
-    margin: dict[str, list[np.ndarray]] = {}
-    apart: set[str] = set()
+    untouched = Network(model, model.untouched)
+    as_trained = model.as_trained is None and not renormalize and kept == _trained(model)
+    dense: list[np.ndarray] = []
+    parts: list[Computed] = []
     for part in chunks(arrays, batch):
         values = untouched.outputs(part)
         dense.append(values[0])
         computed = ours.computed(part)
-        outputs.append(values if trained else computed.outputs)
-        rows = len(values[0])
-        for name, choice in computed.choices.items():
-            chosen, gap = choice
-            if len(chosen) != rows:  # of tokens, which the layer sees one after the other
-                if len(chosen) % rows:  # not those of single inputs: the values alone decide
-                    apart.add(name)
-                    continue
-                chosen = chosen.reshape(rows, -1, *chosen.shape[1:])
-                gap = gap.reshape(rows, -1, *gap.shape[1:])
-            selected.setdefault(name, []).append(chosen)
-            margin.setdefault(name, []).append(gap)
-    for name, parts in selected.items():  # as many of each input, or no input's own
-        if len({part.shape[1:] for part in parts}) > 1:
-            apart.add(name)
-    first, *further = (np.concatenate(parts) for parts in zip(*outputs, strict=True))
+        parts.append(replace(computed, outputs=values) if as_trained else computed)
+    first, *further = (
+        np.concatenate(y) for y in zip(*(part.outputs for part in parts), strict=True)
+    )
+    choices = _by_input(parts)
     rest = iter(arrays.items())
     _, inputs = next(rest)
     return Reference(
         x=inputs,
         y=first,
         dense=np.concatenate(dense),
-        selected={n: np.concatenate(parts) for n, parts in selected.items() if n not in apart},
-        margin={n: np.concatenate(parts) for n, parts in margin.items() if n not in apart},
+        selected={name: chosen for name, (chosen, _) in choices.items()},
+        margin={name: margin for name, (_, margin) in choices.items()},
         kept=dict(kept),
         inputs=dict(rest),
         outputs={spec.name: y for spec, y in zip(model.outputs[1:], further, strict=True)},
     )
+
+
+def with_exact(job: ExportJob, expected: Reference) -> Reference:
+    """Returns a reference with what PyTorch computes in float64, with every k that it is of.
+
+    Without it where weights are larger than `EXACT_BYTES`, or the network cannot be run so.
+    """
+    others = {k: with_exact(job, other) for k, other in expected.at_other_k.items()}
+    model = job.model
+    unknown = replace(expected, rounded=None, at_other_k=others)
+    if weights_bytes(model) > EXACT_BYTES:
+        return unknown
+    # Few inputs at once, but no fewer than a batch may be.
+    few = max(SAMPLES // job.least_batch, 1) * job.least_batch
+    batch = job.whole_batch or min(few, job.largest_batch)
+    renormalize = job.options.renormalize
+    network = Network(model, model.module, expected.kept, renormalize=renormalize, exact=True)
+    with pages_given_back(model):
+        try:
+            feeds = expected.feeds(model.input.name)
+            parts = [network.computed(part) for part in chunks(feeds, batch)]
+        except Exception:  # noqa: BLE001  a network may insist on float32: the result is then unknown
+            return unknown
+    y = np.concatenate([part.outputs[0] for part in parts])
+    choices = _by_input(parts)
+    known = choices.keys() >= expected.selected.keys()
+    if not known or y.dtype != np.float64 or not np.isfinite(y).all():
+        return unknown
+    return replace(unknown, rounded=Rounded(y, {n: choices[n][0] for n in expected.selected}))
+
+
+def weights_bytes(model: Model) -> int:
+    weights = dict((*model.module.named_parameters(), *model.module.named_buffers()))
+    return sum(weight.nbytes for weight in weights.values())
 
 
 def _trained(model: Model) -> dict[str, int]:
@@ -314,105 +641,41 @@ def _trained(model: Model) -> dict[str, int]:
     return {name: layer.spec.trained_k for name, layer in model.layers.items()}
 
 
-def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -> None:
-    """Raises `ParityError` where the model itself is not what a graph can be compared with.
-
-    On the inputs of the reference our layers, as they were trained, must give what the untouched
-    network gives; and where the batch is no constant of the graph, what PyTorch gives for an input
-    must not depend on the others of its batch, but for those that it is computed together with: it
-    is run in `batches` of these sizes.
-    """
-    model, options = job.model, job.options
-    bounds = TOLERANCES["fp32"]
-    if options.precision.name == "fp32":  # wider where the user said so
-        atol, rtol = options.tolerance.atol, options.tolerance.rtol
-        bounds = replace(bounds, atol=atol, rtol=max(bounds.rtol, rtol))
-    with _pages_given_back(model):
-        ours = model.module if model.as_trained is None else model.as_trained
-        trained = replace(model, module=ours, as_trained=None)
-        most = job.checked_batch
-        x = _several(expected.feeds(model.input.name), most)
-        batch = job.largest_batch
-        whole = reference(trained, x, _trained(trained), renormalize=False, batch=batch)
-        if model.untouched is not ours:
-            _check_stand_ins(trained, whole, batch, bounds)
-        if job.fixed_batch is not None:
-            return
-        network = _Network(trained, trained.untouched, _trained(trained))
-        _check_batches(network, whole, bounds, batches)
-        kept, renormalize = expected.kept, options.renormalize
-        if ours is not model.module or kept != whole.kept or renormalize:
-            changed = reference(model, x, kept, renormalize=renormalize, batch=batch)
-            network = _Network(model, model.module, kept, renormalize=renormalize)
-            _check_batches(network, changed, bounds, batches)
-
-
-def _several(arrays: Fields, count: int) -> Fields:
-    """So many inputs at least: where there are fewer, the same again, turned along an axis.
-
-    A batch of one input, several times over, does not show what depends on the others in it.
-    """
-    samples, *_ = (len(array) for array in arrays.values())
-    if samples >= count:
-        return arrays
-    turned: dict[str, np.ndarray] = {}
-    for name, array in arrays.items():
-        rows = array[np.arange(count) % samples]
-        if name == next(iter(arrays)) and array.ndim > 1:
-            axis = next((axis for axis in range(1, array.ndim) if array.shape[axis] > 1), 1)
-            rows = np.stack([np.roll(row, i // samples, axis - 1) for i, row in enumerate(rows)])
-        turned[name] = rows
-    return turned
-
-
-def _check_stand_ins(model: Model, expected: Reference, batch: int, bounds: Tolerance) -> None:
-    """Raises `ParityError` where our layers give something else than the user's own."""
-    ours = _Network(model, model.module, expected.kept)
-    parity = compare(ours, expected, ours.keys, batch=batch, tolerance=bounds)
-    if parity.passed:
-        return
-    name = ", ".join(model.layers)
-    raise ParityError(
-        f"{model.source.path}: the network's outputs change when its layers ({name}) are replaced: "
-        f"{describe(parity)}",
-        hint="the adapter matched on the example but not on these inputs: does it describe "
-        "everything the layer does? With --data the layers are compared on your inputs when the "
-        "model is loaded",
-    )
-
-
-def _check_batches(
-    network: _Network, expected: Reference, bounds: Tolerance, sizes: Sequence[int]
-) -> None:
-    """Raises `ParityError` where an input's output depends on the others in its batch."""
-    count = len(expected.x)
-    for size in sizes:
-        rows = expected.rows(np.arange(size) % count)
-        parity = compare(network, rows, network.keys, batch=size, tolerance=bounds)
-        if parity.passed or parity.tied == parity.choices:
-            continue
-        where = f", starting in layer {parity.first_difference}" if parity.first_difference else ""
-        raise ParityError(
-            f"in PyTorch the output for an input depends on the others in its batch{where}: "
-            f"a batch of {size} gives something else than one of {count} ({describe(parity)})",
-            hint="--batch N exports it for batches of N alone; for any batch its router must "
-            "choose for each input by itself, without a capacity or statistics over the batch",
-        )
-
-
 @dataclass(frozen=True, slots=True)
-class _Computed:
+class Computed:
     """One pass: the outputs, and each choice with the margin by which it was made."""
 
     outputs: list[np.ndarray]
     choices: dict[str, tuple[np.ndarray, np.ndarray]]
 
 
-class _Network:
+def _by_input(parts: Sequence[Computed]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The choices and margins of each input, over all parts.
+
+    Tokens that a layer sees one after the other stand by their inputs. What is not as many of each
+    input is no input's own: it is left out, and the values alone decide.
+    """
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for name in parts[0].choices:
+        pairs = []
+        for part in parts:
+            rows, (chosen, margin) = len(part.outputs[0]), part.choices[name]
+            if len(chosen) != rows and len(chosen) % rows == 0:
+                chosen = chosen.reshape(rows, -1, *chosen.shape[1:])
+                margin = margin.reshape(rows, -1, *margin.shape[1:])
+            pairs.append((chosen, margin))
+        own = all(len(p[0]) == len(part.outputs[0]) for p, part in zip(pairs, parts, strict=True))
+        if own and len({chosen.shape[1:] for chosen, _ in pairs}) == 1:
+            sets, margins = zip(*pairs, strict=True)
+            found[name] = np.concatenate(sets), np.concatenate(margins)
+    return found
+
+
+class Network:
     """A network in PyTorch, run as a graph is (`exporter.session.GraphSession`).
 
-    `network` gives the outputs; what was chosen is that of the model's own module, with so many
-    experts `kept`.
+    `network` computes the outputs; the choices are those of the model's own module, with a number
+    of experts `kept`. It computes in float64 where that is `exact`; its weights stay as they are.
     """
 
     takes_k = False
@@ -425,8 +688,9 @@ class _Network:
         kept: Mapping[str, int] | None = None,
         *,
         renormalize: bool = False,
+        exact: bool = False,
     ) -> None:
-        self._model, self._network = model, network
+        self._model, self._network, self._exact = model, network, exact
         self._kept, self._renormalize = dict(kept or {}), renormalize
         self.input_name = model.input.name
         self.output_names = [spec.name for spec in model.outputs]
@@ -444,8 +708,6 @@ class _Network:
     def run(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, np.ndarray]:
-        """Returns outputs and choices by name."""
-        del k, outputs
         arrays = dict(x) if isinstance(x, Mapping) else {self.input_name: x}
         computed = self.computed({spec.name: arrays[spec.name] for spec in self._model.inputs})
         own = self._network is self._model.module
@@ -455,12 +717,12 @@ class _Network:
 
     @torch.no_grad()
     def outputs(self, arrays: Fields) -> list[np.ndarray]:
-        """Returns what the network gives, as it is."""
+        """Returns the unchanged network's results."""
         return self._values(self._network, arrays)
 
     @torch.no_grad()
-    def computed(self, arrays: Fields) -> _Computed:
-        """Returns what the model's own module gives and chooses with the experts that are kept."""
+    def computed(self, arrays: Fields) -> Computed:
+        """Returns the results and choices of the model's own module with the kept experts."""
         module = self._model.module
         with (
             algorithm_1(module, self._kept, renormalize=self._renormalize),
@@ -474,43 +736,145 @@ class _Network:
             margin = margins.get(name, records[name].margin).numpy()
             chosen = by_expert(chosen) if margin.shape == chosen.shape else chosen
             choices[name] = chosen, margin
-        return _Computed(values, choices)
+        return Computed(values, choices)
 
     def _values(self, module: nn.Module, arrays: Fields) -> list[np.ndarray]:
-        tensors = [
-            torch.from_numpy(np.array(arrays[spec.name])) for spec in self._model.inputs
-        ]  # copies: a network may change its inputs in place
+        # Copies: a network may change its inputs in place.
+        tensors = [torch.from_numpy(np.array(arrays[spec.name])) for spec in self._model.inputs]
         with _told(self._model, len(tensors[0])):
-            values = all_outputs(module(*tensors))[: len(self._model.outputs)]
-        return [value.numpy() for value in values]
+            if self._exact:
+                own = (*module.named_parameters(), *module.named_buffers())
+                weights = {name: _in_float64(tensor) for name, tensor in own}
+                output = functional_call(module, weights, tuple(map(_in_float64, tensors)))
+            else:
+                output = module(*tensors)
+        return [value.numpy() for value in all_outputs(output)[: len(self._model.outputs)]]
+
+
+def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 @contextmanager
 def _told(model: Model, count: int) -> Iterator[None]:
-    """Within the context a user's own network runs on so many inputs: it may refuse them."""
+    """A context for runs of a user's own network on a number of inputs: it may refuse them."""
     try:
         yield
     except Exception as error:  # the user's code may fail in any way
-        if not model.host.own_code or isinstance(error, MoexportError) or tells_of_memory(error):
+        if not model.host.own_code or isinstance(error, MoexportError) or is_out_of_memory(error):
             raise
         raise UsageError(
-            f"{model.source.path}: its forward failed on a batch of {count}: {in_one_line(error)}",
+            f"{model.source.path}: its forward failed on a batch of {count}: {one_line(error)}",
             hint="if it takes some batches alone, --batch N exports it for batches of N",
         ) from error
 
 
-class _InFloat64(_Network):
-    """The same in float64; the weights of the network stay as they are."""
+@contextmanager
+def pages_given_back(model: Model) -> Iterator[None]:
+    """Within the context the pages of mapped weights are given back once a module has run."""
+    reading = model.source.reading()
 
-    def _values(self, module: nn.Module, arrays: Fields) -> list[np.ndarray]:
-        weights = {
-            name: tensor.double() if tensor.is_floating_point() else tensor
-            for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        }
-        tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays.values()]
-        tensors = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
-        values = all_outputs(functional_call(module, weights, tuple(tensors)))
-        return [value.numpy() for value in values[: len(self._model.outputs)]]
+    def count(module: nn.Module, *_: object) -> None:
+        lists = (part for part in module.children() if isinstance(part, nn.ParameterList))
+        own = (weight for part in (module, *lists) for weight in part.parameters(recurse=False))
+        reading.advance(sum(weight.nbytes for weight in own))
+
+    # Of all modules, as a factory's own network keeps its experts where it likes.
+    hook = register_module_forward_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+        reading.end()
+
+
+def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -> None:
+    """Raises `ParityError` if the model itself is unsuitable for a comparison.
+
+    On the inputs of the reference our layers, as they were trained, must return what the untouched
+    network returns; and if the batch is not constant in the graph, what PyTorch returns for an
+    input must not depend on the others of its batch, but for those that it is computed together
+    with: it is run in `batches` of these sizes.
+    """
+    model, options, bounds = job.model, job.options, pytorch_bounds(job.options)
+    with pages_given_back(model):
+        ours = model.module if model.as_trained is None else model.as_trained
+        trained = replace(model, module=ours, as_trained=None)
+        x = _several(expected.feeds(model.input.name), job.checked_batch)
+        batch = job.largest_batch
+        whole = reference(trained, x, _trained(trained), renormalize=False, batch=batch)
+        if model.untouched is not ours:
+            _check_stand_ins(trained, whole, batch, bounds)
+        if job.fixed_batch is not None:
+            return
+        network = Network(trained, trained.untouched, _trained(trained))
+        _check_batches(network, whole, bounds, batches)
+        kept, renormalize = expected.kept, options.renormalize
+        if ours is not model.module or kept != whole.kept or renormalize:
+            changed = reference(model, x, kept, renormalize=renormalize, batch=batch)
+            network = Network(model, model.module, kept, renormalize=renormalize)
+            _check_batches(network, changed, bounds, batches)
+
+
+def pytorch_bounds(options: ExportOptions) -> Tolerance:
+    """Returns the bounds for PyTorch's results: those of FP32, or a user's wider ones."""
+    usual, asked = TOLERANCES["fp32"], options.tolerance
+    if options.precision != "fp32":
+        return usual
+    return replace(usual, atol=asked.atol, rtol=max(usual.rtol, asked.rtol))
+
+
+def _several(arrays: Fields, count: int) -> Fields:
+    """At least `count` inputs: if there are fewer, they are repeated, rotated along an axis.
+
+    A batch of one input, several times over, does not show what depends on the others in it.
+    """
+    samples, *_ = (len(array) for array in arrays.values())
+    if samples >= count:
+        return arrays
+    turned: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        rows = array[np.arange(count) % samples]
+        if name == next(iter(arrays)) and array.ndim > 1:
+            axis = next((axis for axis in range(1, array.ndim) if array.shape[axis] > 1), 1)
+            rows = np.stack([np.roll(row, i // samples, axis - 1) for i, row in enumerate(rows)])
+        turned[name] = rows
+    return turned
+
+
+def _check_stand_ins(model: Model, expected: Reference, batch: int, bounds: Tolerance) -> None:
+    """Raises `ParityError` if our layers' results differ from those of the user's own."""
+    ours = Network(model, model.module, expected.kept)
+    parity = compare(ours, expected, ours.keys, batch=batch, tolerance=bounds)
+    if parity.passed:
+        return
+    name = ", ".join(model.layers)
+    raise ParityError(
+        f"{model.source.path}: the network's outputs change when its layers ({name}) are replaced: "
+        f"{describe(parity)}",
+        hint="the adapter matched on the example but not on these inputs: does it describe "
+        "everything the layer does? With --data the layers are compared on your inputs when the "
+        "model is loaded",
+    )
+
+
+def _check_batches(
+    network: Network, expected: Reference, bounds: Tolerance, sizes: Sequence[int]
+) -> None:
+    """Raises `ParityError` if an input's output depends on the others in its batch."""
+    count = len(expected.x)
+    for size in sizes:
+        rows = expected.rows(np.arange(size) % count)
+        parity = compare(network, rows, network.keys, batch=size, tolerance=bounds)
+        if parity.passed or parity.tied == parity.choices:
+            continue
+        where = f", starting in layer {parity.first_difference}" if parity.first_difference else ""
+        raise ParityError(
+            f"in PyTorch the output for an input depends on the others in its batch{where}: "
+            f"a batch of {size} gives something else than one of {count} ({describe(parity)})",
+            hint="--batch N exports it for batches of N alone; for any batch its router must "
+            "choose for each input by itself, without a capacity or statistics over the batch",
+        )
 
 
 @torch.no_grad()
@@ -525,10 +889,8 @@ def first_different_layer(
     x = expected.feeds(model.input.name, job.fixed_batch)
     names = {name for layer in values.values() for name in (layer.input, layer.output)}
     observe = dict.fromkeys(sorted(names), onnx.TensorProto.FLOAT)
-    runtime = runtime_of(job.options.target)
-    options = SessionOptions(runtime=runtime, plan_memory=False, observe=observe, rounded=True)
-    session = opened(path, options)
-    actual = session.run(x, next(iter(expected.kept.values())) if session.takes_k else None)
+    session = checking_session(path, job.options.target, observe=observe, rounded=True)
+    actual = session.run(x, expected.main_k if session.takes_k else None)
     wanted: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], output: Any, name: str) -> None:
@@ -543,33 +905,27 @@ def first_different_layer(
         for name, layer in model.layers.items():
             hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
         model.module(*(torch.from_numpy(np.ascontiguousarray(array)) for array in x.values()))
+
+    def off(actual: np.ndarray, wanted: np.ndarray) -> bool:
+        """Whether some row is further off than its own largest number allows."""
+        largest, furthest = (
+            np.abs(array).reshape(len(wanted), -1).max(axis=1, initial=0.0)
+            for array in (wanted, actual - wanted)
+        )
+        return not (furthest <= rtol * largest).all()
+
     before = "the network before it"
     for name, value in values.items():
         wanted_input, wanted_output = wanted[name]
-        if _differs(actual[value.input], wanted_input, rtol):
+        if off(actual[value.input], wanted_input):
             return f"{before}, at the input of layer {name}"
-        if _differs(actual[value.output], wanted_output, rtol):
+        if off(actual[value.output], wanted_output):
             return f"layer {name}"
         before = f"the network after layer {name}"
     return f"{before.replace('before it', 'before the layers')}, at the output"
 
 
-def _differs(actual: np.ndarray, wanted: np.ndarray, rtol: float) -> bool:
-    """Whether some row is further off than its own largest number allows."""
-    rows = len(wanted)
-    largest = np.abs(wanted).reshape(rows, -1).max(axis=1, initial=0.0)
-    off = np.abs(actual - wanted).reshape(rows, -1).max(axis=1, initial=0.0)
-    return not bool((off <= rtol * largest).all())
-
-
 def all_outputs(output: Any) -> tuple[torch.Tensor, ...]:
-    """Returns a backbone's output tensors; what is no tensor of a tuple is left out."""
+    """Returns a backbone's output tensors; of a tuple what is no tensor is left out."""
     values = output if isinstance(output, tuple) else (output,)
     return tuple(value for value in values if isinstance(value, torch.Tensor))
-
-
-def first_output(output: Any) -> torch.Tensor:
-    """Returns a backbone's output tensor; published layers give a tuple with auxiliary values."""
-    value = output[0] if isinstance(output, tuple) else output
-    assert isinstance(value, torch.Tensor)
-    return value

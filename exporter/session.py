@@ -1,4 +1,4 @@
-"""Runs an exported graph in ONNX Runtime: numpy in, numpy out."""
+"""Runs an exported graph in ONNX Runtime: numpy or torch in, the same out."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from math import inf
 from numbers import Integral
 from pathlib import Path
@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ..common.option import misfits, refuse, speaks_python
 from ..common.registry import left_out
-from ..errors import BundleError, EngineError, FeedError, UsageError, install
+from ..errors import BundleError, EngineError, FeedError, MissingExtraError, UsageError, install
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime, runtime_names
 from .bundle.manifest import METADATA, GraphFacts, TensorSpec
-from .inputs import WHOLE, Inputs, check_array, check_given, completed
+from .inputs import WHOLE, Inputs, by_name, check_array, check_given, completed, tensor_of
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
     from ..common.onnx_runtime import ort
+    from .bundle.gpu_runs import GpuRuns
+    from .tensorrt.cuda import Stream
 
 CPU, CUDA = CPU_PROVIDER, CUDA_PROVIDER
 
@@ -35,7 +38,7 @@ PROVIDERS = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
 """Execution providers by the names that the command line and results use."""
 
 CUDA_MAJOR = 13
-"""What onnxruntime-gpu is linked with from 1.31 on (`libcudart.so.13` in its CUDA provider)."""
+"""The CUDA that onnxruntime-gpu needs from 1.31 on (`libcudart.so.13` in its provider)."""
 
 NO_KLEIDIAI = ("mlas.disable_kleidiai", "1")
 """On ARM its products of INT4 weights round what they multiply row by row, not block by block: 2.5
@@ -63,50 +66,56 @@ class SessionOptions:
     `plan_memory` lets the runtime decide at the start which values share a buffer, as it does by
     default: the time grows with the square of the nodes, and for thousands of them is most of what
     opening takes, so graphs that are only checked go without. `observe` names inner values to
-    return beside the outputs, with their ONNX element type. `profile` makes the runtime time every
-    node, into a file whose name begins with it. `spin_ms` is how long the runtime's threads spin
-    after a call (None: some 35 ms, as they do by default): the next call finds them awake, but
-    whatever else runs in between waits for a core. `rounded` runs 16-bit graphs in FP32 with their
-    own rounding (`fp16_emulation`): to check them, not to be fast.
+    return in addition to the outputs, with their ONNX element type. `profile` makes the runtime
+    time every node, into a file whose name begins with it. `spin_ms` is how long the runtime's
+    threads spin after a call (None: some 35 ms, as they do by default): the next call finds them
+    awake, but whatever else runs in between waits for a core. `rounded` runs 16-bit graphs in FP32
+    with their own rounding (`fp16_emulation`): to check them, not to be fast. With `cuda_graphs`
+    the CUDA provider replays repeated work as CUDA graphs, where it can (`bundle.gpu_runs`);
+    `timed` runs it on a stream on which the GPU's time can be measured.
 
-    `runtime` says who runs it, by the name of its record (`bundle.runtimes`), which says what of
-    `OWN_OPTIONS` it takes: `provider` is ONNX Runtime's name for what computes, `device` where
-    another runtime computes, `streams` how many calls at a time share the threads, and `cache` a
-    folder for what was compiled, from which it starts again. `of_plugins` are what plugins' options
-    of `run` say, by name: it takes all of them. What else a runtime does not know, it goes without.
+    `runtime` is the name of the runtime's record (`bundle.runtimes`), which tells what of
+    `OWN_OPTIONS` it takes: `provider` is ONNX Runtime's name for what computes, or a short one of
+    `PROVIDERS`. `of_plugins` are
+    the options of a plugin's runtime, by name: it takes all of them. What else a runtime does not
+    know, it goes without.
     """
 
     provider: str = CPU
     runtime: Runtime = "onnxruntime"
-    device: str = "cpu"
-    streams: int | None = None
-    cache: Path | None = None
     threads: int | None = None
     prepack: bool = True
     plan_memory: bool = True
     observe: Mapping[str, int] | None = None
-    profile: Path | None = None
+    profile: Path | str | None = None
     spin_ms: float | None = None
     rounded: bool = False
+    cuda_graphs: bool = True
+    timed: bool = False
     of_plugins: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for what cannot be a number of threads or a time."""
+        """Raises `UsageError` for a value of another type, a number of threads or a time."""
         threads: Any = self.threads
         spin_ms: Any = self.spin_ms
         if threads is not None and (not isinstance(threads, Integral) or threads < 1):
             raise UsageError(f"threads={threads!r}: not a number of threads", hint="threads=2")
-        streams: Any = self.streams
-        if streams is not None and (not isinstance(streams, Integral) or streams < 1):
-            raise UsageError(f"streams={streams!r}: not a number of calls", hint="streams=2")
         if self.runtime not in runtime_names():
             known = " or ".join(runtime_names()) + left_out()
             raise UsageError(f"runtime={self.runtime!r}: unknown runtime", hint=f"use {known}")
         if spin_ms is not None and not (isinstance(spin_ms, int | float) and 0 <= spin_ms < inf):
             raise UsageError(f"spin_ms={spin_ms!r}: not a time", hint="spin_ms=0 lets them rest")
+        refuse(
+            misfits(SessionOptions, {each.name: getattr(self, each.name) for each in fields(self)})
+        )
+        object.__setattr__(self, "provider", PROVIDERS.get(self.provider, self.provider))
+
+    def stating(self, **stated: Any) -> SessionOptions:
+        """Returns the options with those of these that are stated, which None is not."""
+        return replace(self, **{name: each for name, each in stated.items() if each is not None})
 
 
-OWN_OPTIONS = ("provider", "device", "streams", "cache", "profile")
+OWN_OPTIONS = ("provider", "profile", "cuda_graphs")
 """The options that some runtimes do not have, and then refuse."""
 
 
@@ -119,7 +128,7 @@ class GraphSession(Protocol):
 
     @property
     def provider(self) -> str:
-        """Who runs the graph."""
+        """The provider that runs the graph."""
         ...
 
     def __call__(self, x: Inputs, k: int | None = None) -> np.ndarray:
@@ -139,22 +148,29 @@ class Session:
     Calling it with x returns y; with a graph whose k is an input, `k` must be given too. Of a graph
     with several inputs x is the first, or a dict of arrays by name: those that are left out take
     their defaults, a mask of ones, positions by that mask, an empty cache.
+
+    The session of another runtime is a subclass. Its constructor sets `path` and `options` and
+    calls `describe`; `provider` names the provider that runs the graph; and it has a `call`, which
+    `bench` times alone, with the `errors` that this raises, or a `run`, which begins with `feeds`.
     """
 
     def __init__(self, path: Path | str, options: SessionOptions | None = None) -> None:
         self.path = path = Path(path)
         self.options = options or SessionOptions()
-        self._session = _open(path, self.options)
-        self._describe(
+        if self.options.provider == CPU:
+            self._on_cpu = _open(path, self.options)
+        else:
+            self._runs = _gpu_runs(path, self.options)
+        self.describe(
             [(value.name, value.type, value.shape) for value in self._session.get_inputs()],
             [value.name for value in self._session.get_outputs()],
             _facts(self._session),
         )
 
-    def _describe(
+    def describe(
         self, ports: Sequence[Described], outputs: Sequence[str], facts: GraphFacts | None
     ) -> None:
-        """Takes what a graph says of its inputs and outputs; `BundleError` for one not as ours."""
+        """Reads a graph's inputs and outputs; `BundleError` for one not as ours."""
         inputs = {name: (dtype, shape) for name, dtype, shape in ports}
         self.takes_k = inputs.pop(K_INPUT, None) is not None
         ours = facts is not None
@@ -175,7 +191,7 @@ class Session:
             if dtype in _NUMPY_TYPES
         ]
         given_ports = [port for port in self._ports if port.default is None]
-        # Without a record of ours several inputs say nothing of which is the first.
+        # Without our metadata it is unknown which of several inputs is the first.
         unclear = not given_ports or (not ours and len(given_ports) > 1)
         if len(self._ports) != len(inputs) or unclear:
             taken = ", ".join(f"{name} ({dtype})" for name, (dtype, _) in inputs.items())
@@ -189,81 +205,111 @@ class Session:
         self._ports.sort(key=lambda port: port is not given_ports[0])
         self.output_names = list(outputs)
 
+    _runs: GpuRuns | None = None
+    """The object that runs the graph on a GPU."""
+
+    @property
+    def _session(self) -> ort.InferenceSession:
+        return self._on_cpu if self._runs is None else self._runs.session
+
     @property
     def provider(self) -> str:
         """The execution provider that serves the graph."""
         return str(self._session.get_providers()[0])
 
     @property
+    def recorded(self) -> bool | None:
+        """Whether the last run was replayed as a CUDA graph; None if there is no GPU."""
+        return None if self._runs is None else self._runs.replayed
+
+    @property
+    def no_cuda_graphs(self) -> str | None:
+        """Why runs are not replayed as CUDA graphs; None if repeated runs are replayed."""
+        return "it does not run on a GPU" if self._runs is None else self._runs.refused
+
+    @property
     def computed_in(self) -> str | None:
-        """What the runtime says that it computes matrix products in; None where it does not."""
+        """The type in which the runtime reports computing matrix products; None if it does not."""
         return None
 
-    def __call__(self, x: Inputs, k: int | None = None) -> np.ndarray:
-        """Returns the graph's first output for a batch x."""
+    @speaks_python
+    def __call__(self, x: Any, k: int | None = None) -> Any:
+        """Returns the graph's first output for a batch x, as `run` does."""
         return self.run(x, k, self.output_names[:1])[self.output_names[0]]
 
+    @speaks_python
     def run(
-        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
-    ) -> dict[str, np.ndarray]:
-        """Returns outputs by name, all of them unless `outputs` says which.
+        self, x: Any, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Returns outputs by name, all of them unless `outputs` lists some.
 
-        Raises `FeedError` when x does not fit the graph's input, `EngineError` where the run fails.
+        If the first input is an array of numpy, they are such arrays. A tensor of torch, or
+        anything else that supports DLPack, returns tensors of torch on its device: what is on the
+        GPU stays there. Raises `FeedError` when x does not fit the graph's input, `EngineError`
+        where the run fails.
         """
         wanted = list(outputs) if outputs is not None else self.output_names
-        feeds = self._feeds(x, k)
+        first = x.get(self.input_name) if isinstance(x, Mapping) else x
+        like = None if first is None else tensor_of(first)
+        feeds = self.feeds(x, k)
         try:
-            return dict(zip(wanted, self._call(wanted, feeds), strict=True))
-        except self._errors() as error:
-            who, said = self._told(error)
+            if like is not None and like.is_cuda and self._runs is not None:
+                values = self._runs.run(wanted, feeds, stays=True)
+            else:
+                values = self.call(wanted, feeds)
+        except self.errors() as error:
+            who, said = self.failure(error)
             raise _failed(self.path, who, len(feeds[self.input_name]), said) from error
+        if like is not None and not like.is_cuda:
+            import torch
 
-    def _errors(self) -> tuple[type[Exception], ...]:
-        """What the runtime raises where a run fails."""
-        return _errors()
+            values = [torch.from_numpy(value) for value in values]
+        return dict(zip(wanted, values, strict=True))
 
-    def _told(self, error: Exception) -> tuple[str, str]:
-        """Who failed, and what it says of an error."""
-        return self.options.provider, _words(error)
+    def errors(self) -> tuple[type[Exception], ...]:
+        """Returns the exceptions that the runtime raises if a run fails."""
+        from ..common.onnx_runtime import runtime_errors
+
+        # What copies to and from a GPU fails with is not the runtime's own.
+        return runtime_errors() if self._runs is None else (RuntimeError, *runtime_errors())
+
+    def failure(self, error: Exception) -> tuple[str, str]:
+        """Returns the name of the runtime, and its message for an error."""
+        from ..common.onnx_runtime import words
+
+        return self.options.provider, words(error)
 
     def bound(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> Callable[[], list[np.ndarray]]:
         """Returns the runtime's own call for a batch x, by default its first output's: to time it.
 
-        Inputs are checked here, once, and not by the call. Raises what `run` raises.
+        Inputs are checked here, once, and not by the call. Raises what `run` raises. A runtime that
+        has no more than a `run` of its own is called by that.
         """
-        return partial(self._call, list(outputs or self.output_names[:1]), self._feeds(x, k))
+        wanted = list(outputs or self.output_names[:1])
+        kind = type(self)
+        if kind.run is not Session.run and kind.call is Session.call:
+            return lambda: list(self.run(x, k, wanted).values())
+        return partial(self.call, wanted, self.feeds(x, k))
 
     @property
-    def _call(self) -> Callable[..., list[np.ndarray]]:
+    def call(self) -> Callable[..., list[np.ndarray]]:
         """The runtime's own call, of the names of outputs and of inputs by name."""
-        call: Callable[..., list[np.ndarray]] = self._run_bound
-        if self.options.provider == CPU:
-            call = self._session.run
+        call: Callable[..., list[np.ndarray]] = (
+            self._on_cpu.run if self._runs is None else self._runs.run
+        )
         return call
 
-    def _run_bound(
-        self, wanted: Sequence[str], feeds: Mapping[str, np.ndarray]
-    ) -> list[np.ndarray]:
-        """Runs with inputs and outputs bound to the GPU: one copy each way, none between.
+    def gpu_ms(
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> float | None:
+        """Returns the GPU's time for one run, copies to and from it left out; by default of y.
 
-        k stays on the CPU, where the runtime reads it as a size.
+        None on a CPU, and for a session that was opened without `SessionOptions.timed`.
         """
-        from ..common.onnx_runtime import ort
-
-        binding = self._session.io_binding()
-        for name, array in feeds.items():
-            if name == K_INPUT:
-                binding.bind_cpu_input(name, array)
-            else:
-                value = ort.OrtValue.ortvalue_from_numpy(array, "cuda", 0)
-                binding.bind_ortvalue_input(name, value)
-        for name in wanted:
-            binding.bind_output(name, "cuda")
-        self._session.run_with_iobinding(binding)
-        results: list[np.ndarray] = binding.copy_outputs_to_cpu()
-        return results
+        wanted = list(outputs or self.output_names[:1])
+        return None if self._runs is None else self._runs.gpu_ms(wanted, self.feeds(x, k))
 
     def bound_values(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
@@ -275,46 +321,64 @@ class Session:
         """
         from ..common.onnx_runtime import ort
 
-        wanted, feeds = list(outputs or self.output_names), self._feeds(x, k)
-        device = "cpu" if self.options.provider == CPU else "cuda"
+        wanted, feeds = list(outputs or self.output_names), self.feeds(x, k)
+        device = "cpu" if self._runs is None else self._runs.device
         values = {
             name: ort.OrtValue.ortvalue_from_numpy(array, "cpu" if name == K_INPUT else device, 0)
             for name, array in feeds.items()
         }
 
         def call() -> list[Any]:
-            if device == "cpu":
-                results = self._session.run_with_ort_values(wanted, values)
+            if self._runs is None:
+                results = self._on_cpu.run_with_ort_values(wanted, values)
             else:
-                binding = self._session.io_binding()
-                for name, value in values.items():
-                    binding.bind_ortvalue_input(name, value)
-                for name in wanted:
-                    binding.bind_output(name, device)
-                self._session.run_with_iobinding(binding)
-                results = binding.get_outputs()
+                results = self._runs.run_values(wanted, values)
             return [results[0].numpy(), *results[1:]]
 
         return call
 
     def end_profile(self) -> Path:
-        """Ends the profile that `SessionOptions.profile` asked for; returns its file (JSON)."""
+        """Ends the profile of `SessionOptions.profile`; returns its file (JSON)."""
         return Path(self._session.end_profiling())
 
-    def _feeds(self, x: Inputs, k: int | None) -> dict[str, np.ndarray]:
+    def _seen(self, name: str, tensor: Any) -> np.ndarray:
+        """A tensor as checks see it: floats on the GPU, which stay there, as zeros of its shape."""
+        where = tensor.device
+        here = "cpu" if self._runs is None else "cuda:0"
+        if where.type not in ("cpu", "cuda") or (where.type == "cuda" and str(where) != here):
+            raise FeedError(
+                f"input '{name}' lies on {where}, and the session on {here}",
+                hint=f"move it: x.to('{here}')",
+            )
+        strengths = any(port.name == name and port.default == "zeros" for port in self._ports)
+        if tensor.is_cuda and tensor.is_floating_point() and not strengths:
+            return np.broadcast_to(np.zeros((), np.float32), tuple(tensor.shape))
+        array: np.ndarray = (tensor.float() if str(tensor.dtype) == BF16 else tensor).cpu().numpy()
+        return array
+
+    def feeds(self, x: Any, k: int | None) -> dict[str, Any]:
+        """Returns the inputs of a run by name, checked and completed; raises what `run` raises."""
         check_given(k, takes_k=self.takes_k, what="graph")
-        # The runtime takes 0 for an answer of zeros, and logs what else it does not take.
+        # The runtime returns zeros for k = 0, and only logs other invalid values.
         if k is not None and self._experts and not (k == int(k) and 1 <= k <= self._experts):
             raise UsageError(
                 f"k = {k}: the model has {self._experts} experts",
                 hint=f"use 1 ≤ k ≤ {self._experts}",
             )
-        arrays = completed(x, self._ports)
-        feeds = {}
+        given = by_name(x, self._ports)
+        tensors = {n: t for n, value in given.items() if (t := tensor_of(value)) is not None}
+        seen = {n: self._seen(n, tensor) for n, tensor in tensors.items()}
+        arrays = completed({**given, **seen}, self._ports)
+        feeds: dict[str, Any] = {}
         for port in self._ports:
-            check_array(arrays[port.name], port)
-            self._check_sizes(arrays[port.name], port)
-            feeds[port.name] = np.asarray(arrays[port.name], dtype=port.dtype, order="C")
+            array = arrays[port.name]
+            check_array(array, port)
+            self._check_sizes(array, port)
+            tensor = tensors.get(port.name)
+            if tensor is not None and tensor.is_cuda and tensor.shape == array.shape:
+                feeds[port.name] = _cast(tensor, port.dtype)
+            else:
+                feeds[port.name] = np.asarray(array, dtype=port.dtype, order="C")
         if k is not None:
             feeds[K_INPUT] = np.array([k], dtype=np.int64)
         return feeds
@@ -335,6 +399,15 @@ class Session:
                 )
 
 
+BF16 = "torch.bfloat16"  # which numpy has not
+
+
+def _cast(tensor: Any, dtype: str) -> Any:
+    import torch
+
+    return tensor.to(getattr(torch, dtype)).contiguous()
+
+
 _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(float16)": np.dtype(np.float16),
@@ -348,7 +421,7 @@ Described = tuple[str, str, Sequence[Any]]
 
 
 def described(model: ModelProto) -> list[Described]:
-    """Returns the inputs of a graph as its file tells them; those of BF16 are fed as FP32."""
+    """Returns the inputs of a graph from its file; those of BF16 are fed as FP32."""
     import onnx
 
     names = {
@@ -369,13 +442,29 @@ def described(model: ModelProto) -> list[Described]:
 
 
 def _facts(session: ort.InferenceSession) -> GraphFacts | None:
-    """What a graph's own metadata tell of it; None of one that is not ours."""
+    """The graph's own metadata; None if another program wrote the graph."""
     text = session.get_modelmeta().custom_metadata_map.get(METADATA)
     return None if text is None else GraphFacts.read(text, "the graph")
 
 
+def graph_call(
+    path: Path, options: SessionOptions | None = None
+) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
+    """Returns a callable that runs a graph as it is written, from a bundle or not, on named arrays.
+
+    Nothing is checked: that is for who makes graph and inputs.
+    """
+    session = _open(path, options or SessionOptions())
+    names = [value.name for value in session.get_outputs()]
+
+    def call(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+    return call
+
+
 def check_provider(provider: str) -> None:
-    """Raises `UsageError` or `EngineError` where this machine cannot run a provider."""
+    """Raises `UsageError` or `EngineError` if this machine cannot run a provider."""
     from ..common.onnx_runtime import ort
 
     available = ort.get_available_providers()
@@ -402,7 +491,7 @@ def _settings(options: SessionOptions) -> ort.SessionOptions:
 
     settings = ort.SessionOptions()
     # Errors are raised, and warnings about folding are noise; only why a GPU's libraries cannot be
-    # loaded is told by the log alone.
+    # loaded appears only in the log.
     settings.log_severity_level = 4 if options.provider == CPU else 3
     # Graphs in Q/DQ form are TensorRT's. ONNX Runtime runs them as written, but what it fuses them
     # to is wrong for stacked weights and saturates in 16 bits on CPUs without VNNI.
@@ -427,19 +516,60 @@ def _settings(options: SessionOptions) -> ort.SessionOptions:
     return settings
 
 
-def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
+def _gpu_runs(path: Path, options: SessionOptions) -> GpuRuns:
+    """Runs a graph on a GPU, with the reason if repeated runs are not replayed."""
+    from .bundle.gpu_runs import GpuRuns, capture_refused
+    from .tensorrt.cuda import Stream
+
+    check_provider(options.provider)
+    refused: str | None = None
+    if options.provider != CUDA:
+        refused = f"{options.provider} has CUDA graphs of its own"
+    elif not options.cuda_graphs:
+        refused = "switched off (cuda_graphs=False)"
+    elif options.profile is not None:
+        refused = "a replay has no nodes that a profile could time"
+    else:
+        refused = capture_refused(path)
+    stream = None
+    if options.timed:
+        with contextlib.suppress(MissingExtraError):  # no GPU times without it
+            stream = Stream()
+    return GpuRuns(
+        lambda graphs: _open(path, options, graphs=graphs, stream=stream), refused, stream=stream
+    )
+
+
+def _provider_options(
+    path: Path, provider: str, *, graphs: bool, stream: Stream | None
+) -> dict[str, str]:
+    if provider == TENSORRT:
+        return _tensorrt_options(path)
+    own = dict(PROVIDER_OPTIONS.get(provider, {}))
+    if provider == CUDA and graphs:
+        own["enable_cuda_graph"] = "1"
+    if provider == CUDA and stream is not None:
+        own["user_compute_stream"] = str(stream.handle)
+    return own
+
+
+def _open(
+    path: Path, options: SessionOptions, *, graphs: bool = False, stream: Stream | None = None
+) -> ort.InferenceSession:
     from google.protobuf.message import DecodeError
 
-    from ..common.onnx_runtime import ort
+    from ..common.onnx_runtime import ort, runtime_errors, words
 
     on_cpu, settings = options.provider == CPU, _settings(options)
     check_provider(options.provider)
     if not on_cpu:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
-            ort.preload_dlls()  # CUDA and cuDNN as pip installs them, which no loader knows of
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints missing libraries
+            ort.preload_dlls()  # pip's CUDA and cuDNN, which the loader does not find
+        # Tells which nodes of a graph that captures nothing run on the CPU.
+        settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     fallbacks = {CPU: [], TENSORRT: [CUDA, CPU]}.get(options.provider, [CPU])
     providers = [
-        (name, _tensorrt_options(path) if name == TENSORRT else PROVIDER_OPTIONS.get(name, {}))
+        (name, _provider_options(path, name, graphs=graphs, stream=stream))
         for name in (options.provider, *fallbacks)
     ]
     try:
@@ -450,28 +580,34 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
             content = model.SerializeToString()
         session = ort.InferenceSession(content, settings, providers, enable_fallback=0)
         _ = session.get_modelmeta().custom_metadata_map  # read here, where it may be no text
-    except (DecodeError, *_errors()) as error:
+    except (DecodeError, *runtime_errors()) as error:
         if not on_cpu:
             raise EngineError(
-                f"{options.provider} cannot load {path.name}: {_words(error)}",
+                f"{options.provider} cannot load {path.name}: {words(error)}",
                 hint="another --lowering, or --provider cpu, may run it",
             ) from error
         raise BundleError(
-            f"ONNX Runtime cannot load {path.name}: {_words(error)}",
+            f"ONNX Runtime cannot load {path.name}: {words(error)}",
             hint="`moexport verify` tells whether the bundle is damaged",
         ) from error
-    started = session.get_providers()[0]
-    if started != options.provider:  # one that does not start is left out silently
-        from .tensorrt.cuda import DRIVERS  # no CPU needs it
-
-        raise EngineError(
-            f"ONNX Runtime cannot start {options.provider} here and would run on {started} instead",
-            hint=f"it needs CUDA {CUDA_MAJOR} with a driver of {DRIVERS[CUDA_MAJOR]} or newer, and "
-            "cuDNN (pip install 'onnxruntime-gpu[cuda,cudnn]')"
-            + (" and the TensorRT that it was built with" if options.provider == TENSORRT else "")
-            + "; `moexport doctor` shows what is installed",
-        )
+    _check_started(session, options.provider)
     return session
+
+
+def _check_started(session: ort.InferenceSession, provider: str) -> None:
+    """Raises `EngineError` if another provider runs: one that cannot start is silent."""
+    started = session.get_providers()[0]
+    if started == provider:
+        return
+    from .tensorrt.cuda import DRIVERS  # no CPU needs it
+
+    raise EngineError(
+        f"ONNX Runtime cannot start {provider} here and would run on {started} instead",
+        hint=f"it needs CUDA {CUDA_MAJOR} with a driver of {DRIVERS[CUDA_MAJOR]} or newer, and "
+        "cuDNN (pip install 'onnxruntime-gpu[cuda,cudnn]')"
+        + (" and the TensorRT that it was built with" if provider == TENSORRT else "")
+        + "; `moexport doctor` shows what is installed",
+    )
 
 
 def _tensorrt_options(path: Path) -> dict[str, str]:
@@ -492,25 +628,6 @@ def _failed(path: Path, who: str, batch: int, said: str) -> EngineError:
     return EngineError(
         f"{path.name}: the run failed in {who}: {said}",
         hint="`moexport verify` tells whether the bundle is damaged; another --lowering may run",
-    )
-
-
-def _words(error: Exception) -> str:
-    """What ONNX Runtime says of an error, without the places in its sources."""
-    last = (str(error).splitlines() or [""])[0].rsplit("[ONNXRuntimeError] : ", 1)[-1]
-    return re.sub(r"^\d+ : \w+ : |/onnxruntime_src/\S+ (.*\) )?", "", last)
-
-
-@cache
-def _errors() -> tuple[type[Exception], ...]:
-    """What ONNX Runtime raises."""
-    from ..common.onnx_runtime import ort
-
-    state = ort.capi.onnxruntime_pybind11_state
-    return (
-        *(state.Fail, state.InvalidGraph, state.InvalidProtobuf, state.InvalidArgument),
-        *(state.NoSuchFile, state.NotImplemented, state.RuntimeException),
-        UnicodeDecodeError,  # of names in a damaged graph, in its messages too
     )
 
 

@@ -19,12 +19,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import Parameter, signature
 from itertools import chain, islice
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
-from unittest import mock
 
 import onnx_ir as ir
 import torch
@@ -32,14 +32,15 @@ from onnxscript import opset20 as op
 from onnxscript.function_libs.torch_lib.ops import core
 from onnxscript.function_libs.torch_lib.ops import nn as torchlib
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._sympy.printers import PythonPrinter
 
-from ..common.versions import least_size, older_tracer
-from ..errors import MoexportError, TraceError, tells_of_memory
+from ..common.libraries import least_size, older_tracer
+from ..errors import MoexportError, TraceError, is_out_of_memory
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers
 from ..graphs.lower import simplify
 from ..graphs.names import DOMAIN
-from .inputs import BATCH, TRACED_BATCH, TRACED_SIZES
+from ..graphs.sizes import BATCH, TRACED_BATCH, TRACED_SIZES
 from .model import Model, Steered
 
 RANK = 4  # [b, heads, m, d / heads]
@@ -59,7 +60,14 @@ def scaled_dot_product_attention(
     plain = attn_mask is None and not is_causal and not enable_gqa
     if not plain or query.shape is None or len(query.shape) != RANK:
         return torchlib.aten_scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scaled = op.Mul(query, op.Constant(value_float=factor))
@@ -71,7 +79,6 @@ def stable_sort(
     values: Any, stable: bool = True, dim: int = -1, descending: bool = False
 ) -> tuple[Any, Any]:
     """A sort as `TopK` of all, which leaves equal values in their order."""
-    del stable
     shape: Any = op.Shape(values)
     at: Any = op.Constant(value_ints=[dim])
     size: Any = op.Gather(shape, at)
@@ -79,7 +86,7 @@ def stable_sort(
 
 
 def squeeze(values: Any, dim: int) -> Any:
-    """An axis is left out where its size is 1: as in PyTorch, others stay."""
+    """An axis is left out if its size is 1: as in PyTorch, others stay."""
     size = None if values.shape is None or not len(values.shape) else values.shape[dim]
     if isinstance(size, int) and size != 1:
         return op.Identity(values)
@@ -91,9 +98,6 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
     torch.ops.aten.sort.stable: stable_sort,
 }
-
-
-_embedding_bag = nn.functional.embedding_bag
 
 
 def embedding_bag(
@@ -111,9 +115,18 @@ def embedding_bag(
 ) -> Tensor:
     """Bags of one size as rows, looked up and reduced: PyTorch's is a loop over the bags."""
     if input.ndim != 2 or offsets is not None or max_norm is not None:
-        return _embedding_bag(
-            *(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse),
-            *(per_sample_weights, include_last_offset, padding_idx),
+        return nn.functional.embedding_bag(
+            input,
+            weight,
+            offsets=offsets,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            mode=mode,
+            sparse=sparse,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
         )
     rows = nn.functional.embedding(input, weight)  # [b, m, d]
     if per_sample_weights is not None:
@@ -130,12 +143,44 @@ def embedding_bag(
     return total if mode == "sum" else total / counts.sum(dim=1).clamp(min=1)
 
 
-def said_to_be_causal(
-    mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
-) -> bool:
-    """Whether a mask was said to be causal: to see it, PyTorch reads its values; it is added."""
-    del mask, size
-    return is_causal is True
+class BagsAsRows(TorchFunctionMode):
+    """Within the block, calls of PyTorch's `embedding_bag` are calls of ours."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        called = embedding_bag if func is nn.functional.embedding_bag else func
+        return called(*args, **(kwargs or {}))
+
+
+CAUSAL = {nn.TransformerEncoder: "is_causal", nn.TransformerDecoder: "tgt_is_causal"}
+"""The argument with which a module learns that its mask is causal."""
+
+
+@contextlib.contextmanager
+def _masks_unread(network: nn.Module) -> Iterator[None]:
+    """Within the block, PyTorch's Transformers add a mask unless `is_causal` is set.
+
+    Otherwise they compare its values with those of a causal mask, which a trace cannot follow.
+    """
+
+    def hook(name: str, module: nn.Module, args: Any, named: Any) -> tuple[Any, Any]:
+        given = signature(module.forward).bind(*args, **named)
+        if name in given.signature.parameters:
+            given.arguments[name] = given.arguments.get(name) is True
+        return given.args, given.kwargs
+
+    with contextlib.ExitStack() as hooks:
+        for module in network.modules():
+            for kind, name in CAUSAL.items():
+                if isinstance(module, kind):
+                    add = module.register_forward_pre_hook
+                    hooks.callback(add(partial(hook, name), with_kwargs=True).remove)
+        yield
 
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -155,7 +200,7 @@ def name_nodes(graph: ir.Graph) -> None:
 
 
 def _module(node: ir.Node) -> str:
-    """The path of the module that called the op, empty where the tracer does not tell."""
+    """The path of the module that called the op, empty if the tracer does not record it."""
     recorded = node.metadata_props.get(_SCOPES)
     if recorded is None:
         return ""
@@ -166,11 +211,11 @@ def _module(node: ir.Node) -> str:
 NOTICES = ("torch.onnx", "torch.fx.experimental.symbolic_shapes")
 
 LINE = re.compile(r'call raised this error:\n  File "([^"]+)", line (\d+), in .*\n +(.+)')
-"""Where in the user's code PyTorch could not go on, as it says so."""
+"""The place in the user's code where PyTorch failed, from its message."""
 
 
-class _Node(nn.Module):
-    """Stands in for a MoE layer while tracing: one node that knows the layer's name."""
+class _StandIn(nn.Module):
+    """Stands in for a MoE layer while tracing: one node with the layer's name."""
 
     def __init__(self, name: str, layer: MoELayer) -> None:
         super().__init__()
@@ -212,7 +257,7 @@ class Held:
     def changes(self, axis: str, least: int, most: int) -> tuple[int, ...]:
         """Returns the sizes from `least` to `most` at which a guard first comes out otherwise.
 
-        Of each guard that is one below the traced size and one above it. A size of 1 is none of
+        Of each guard that is one below the traced size and one above it. A size of 1 is not one of
         them: guards about it are of any network.
         """
         traced, found = self.traced[axis], set[int]()
@@ -234,6 +279,9 @@ class Held:
 HELD = "moexport.held"
 """The key of what is known of a trace's sizes (`Held`), in its `meta`."""
 
+PROGRAM = "moexport.program"
+"""The key of PyTorch's program that a graph is made of, in the `meta` of what a host traces."""
+
 
 def trace(
     model: Model,
@@ -252,14 +300,14 @@ def trace(
     if isinstance(model.module, Steered):  # strengths meet the layers when these are lowered
         model = replace(model, module=model.module.network, inputs=model.inputs[:-1])
     sizes = traced_sizes(model, {**(sizes or {}), **fixed})
-    with layers_as_nodes(model.module) as backbone, _quiet(), _programs() as programs:
+    with layers_as_nodes(model.module) as backbone, _quiet():
         try:
             graph = model.host.traced(backbone, model, sizes, fixed, opset=opset)
             if graph is None:
                 graph = _program(backbone, model, sizes, fixed, opset=opset)
         except torch.onnx.errors.OnnxExporterError as error:
             cause = error.__cause__ or error
-            if tells_of_memory(cause):  # that says nothing of the network
+            if is_out_of_memory(cause):  # that does not concern the network
                 # Anew: chained to itself, it would have no end.
                 raise MemoryError(str(cause)) from None
             if isinstance(cause, MoexportError):  # of what stands around the user's code
@@ -274,23 +322,10 @@ def trace(
     name_nodes(graph.graph)
     simplify(graph)
     _check_calls(graph, moe_layers(model.module))
-    if programs:
-        graph.meta[HELD] = _held(programs[-1], model, sizes, fixed)
+    program = graph.meta.pop(PROGRAM, None)
+    if program is not None:
+        graph.meta[HELD] = _held(program, model, sizes, fixed)
     return graph
-
-
-@contextlib.contextmanager
-def _programs() -> Iterator[list[torch.export.ExportedProgram]]:
-    """Lists what PyTorch's tracer makes within the block."""
-    made: list[torch.export.ExportedProgram] = []
-    export = torch.export.export
-
-    def listing(*arguments: Any, **named: Any) -> torch.export.ExportedProgram:
-        made.append(export(*arguments, **named))
-        return made[-1]
-
-    with mock.patch.object(torch.export, "export", listing):
-        yield made
 
 
 def _held(
@@ -308,7 +343,7 @@ def _held(
     for value, spec in zip(
         (value for value in values if isinstance(value, Tensor)), model.inputs, strict=False
     ):
-        sizes: Iterable[Any] = value.shape  # PyTorch's types know of no symbols in it
+        sizes: Iterable[Any] = value.shape  # PyTorch's types do not include symbols
         for size, axis in zip(sizes, spec.shape, strict=False):
             if not isinstance(size, torch.SymInt) or not isinstance(axis, str) or axis in fixed:
                 continue
@@ -319,7 +354,7 @@ def _held(
                 continue  # a sum of axes, each of which is an axis of another input
             symbols[str(symbol)] = axis, int(times)
             ranges = environment.var_to_range[symbol]
-            # A size of 1, or of one group, the trace never knows: graphs are compared at it.
+            # The trace never covers a size of 1, or of one group: graphs are compared at it.
             least, high = int(ranges.lower), None
             low = 1 if least <= TRACED_BATCH else least * int(times)
             if ranges.upper.is_integer and ranges.upper < sys.maxsize - 1:
@@ -351,9 +386,9 @@ def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[C
 
 
 def _why(cause: BaseException) -> tuple[str, str]:
-    """What kept PyTorch from tracing a network, in words, and the beginning of a hint, if any.
+    """Why PyTorch could not trace a network, in words, and the beginning of a hint, if any.
 
-    What was raised first says it: what is around it says only in which step that was.
+    The first error has the reason; those around it name only the step.
     """
     chain = [cause]
     while (before := chain[-1].__cause__) is not None:
@@ -430,11 +465,7 @@ def _program(
     nested: tuple[Any, ...] = dynamic  # what `*past` takes is one argument to the tracer
     if listed is not None and listed < len(dynamic):
         nested = (*dynamic[:listed], dynamic[listed:])
-    with (
-        _sizes_as_numbers() as lines,
-        mock.patch.object(nn.functional, "embedding_bag", embedding_bag),
-        mock.patch.object(nn.modules.transformer, "_detect_is_causal_mask", said_to_be_causal),
-    ):
+    with BagsAsRows(), _masks_unread(backbone):
         program = torch.onnx.export(
             backbone,
             examples,
@@ -444,13 +475,54 @@ def _program(
             output_names=[spec.name for spec in model.outputs],
             dynamic_shapes=nested,
             custom_translation_table=TRANSLATIONS,
+            optimize=False,
             verbose=False,
         )
-    assert program is not None
-    _check_dynamic(program.model, dynamic, model, lines)
+        assert program is not None
+        optimise(program.model, program.exported_program)
+        _check_dynamic(
+            program.model, dynamic, model, lambda: _made_a_number(backbone, examples, nested)
+        )
     if model.batch_of > 1:
         _name_batch(program.model, model.batch_of)
+    program.model.meta[PROGRAM] = program.exported_program
     return program.model
+
+
+def optimise(model: ir.Model, program: torch.export.ExportedProgram | None) -> None:
+    """Does to a graph what PyTorch's exporter does last, and keeps the numbers near 0 and 1.
+
+    onnxscript's rules take x + 1e-8 and x · 1.000005 for x: that divides by zero if 1e-8 is
+    what a norm adds. While the rules run, such numbers are inputs of the graph.
+    """
+    graph = model.graph
+    numbers: list[tuple[ir.Value, ir.TensorProtocol]] = []
+    for name, value in [*graph.initializers.items()]:
+        if (number := value.const_value) is not None and _nearly_neutral(number):
+            del graph.initializers[name]
+            numbers.append((value, number))
+    for node in [*graph.all_nodes()]:
+        number = ir.convenience.get_const_tensor(node.outputs[0])
+        if node.op_type == "Constant" and number is not None and _nearly_neutral(number):
+            value = ir.val(node.outputs[0].name, number.dtype, ())
+            ir.convenience.replace_all_uses_with(node.outputs[0], value)
+            numbers.append((value, number))
+    for value, _ in numbers:
+        value.const_value = None
+        graph.inputs.append(value)
+    torch.onnx.ONNXProgram(model, program).optimize()  # in place
+    for value, number in numbers:
+        graph.inputs.remove(value)
+        value.const_value = number
+        graph.register_initializer(value)
+
+
+def _nearly_neutral(number: ir.TensorProtocol) -> bool:
+    """Whether onnxscript's rules (`math.isclose`) take a number for 0 or 1, and it is neither."""
+    if number.shape.rank() or not number.dtype.is_floating_point():
+        return False
+    x = number.numpy().item()
+    return any(x != y and math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-8) for y in (0.0, 1.0))
 
 
 GROUPS = "groups"
@@ -458,29 +530,33 @@ GROUPS = "groups"
 PYTORCH = str(Path(torch.__file__).parent)
 
 
-@contextlib.contextmanager
-def _sizes_as_numbers() -> Iterator[list[str]]:
-    """Lists the lines at which code makes a number of a size that is traced as a symbol."""
+def _made_a_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: Any) -> str:
+    """The line of a network's code that makes a number of a size which is traced as a symbol.
+
+    It traces the network once more and watches the calls, which takes several times as long.
+    """
+    conversions = {torch.SymInt.__int__.__code__, torch.SymInt.__index__.__code__}
     lines: list[str] = []
 
-    def noting(method: Callable[[torch.SymInt], int]) -> Callable[[torch.SymInt], int]:
-        def as_number(size: torch.SymInt) -> int:
-            if size.node.maybe_as_int() is None:
-                frames = traceback.walk_stack(sys._getframe(1))
-                frame = next((f for f, _ in frames if not _of_pytorch(f.f_code.co_filename)), None)
-                if frame is not None:
-                    file, line = frame.f_code.co_filename, frame.f_lineno
-                    code = linecache.getline(file, line).strip()
-                    lines.append(f"{Path(file).name}, line {line}: {code}")
-            return method(size)
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or frame.f_code not in conversions or lines:
+            return
+        if frame.f_locals["self"].node.maybe_as_int() is None:
+            frames = (f for f, _ in traceback.walk_stack(frame.f_back))
+            own = next((f for f in frames if not _of_pytorch(f.f_code.co_filename)), None)
+            if own is not None:
+                file, line = own.f_code.co_filename, own.f_lineno
+                code = linecache.getline(file, line).strip()
+                lines.append(f" ({Path(file).name}, line {line}: {code})")
 
-        return as_number
-
-    with contextlib.ExitStack() as patched:
-        for name in ("__int__", "__index__"):
-            as_number = noting(getattr(torch.SymInt, name))
-            patched.enter_context(mock.patch.object(torch.SymInt, name, as_number))
-        yield lines
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        with contextlib.suppress(Exception):  # PyTorch reports the constant by an error
+            torch.export.export(backbone, examples, dynamic_shapes=shapes, strict=False)
+    finally:
+        sys.setprofile(before)
+    return "".join(lines)
 
 
 def _of_pytorch(file: str) -> bool:
@@ -491,26 +567,25 @@ def _check_dynamic(
     traced: ir.Model,
     dynamic: Sequence[Mapping[int, object]],
     model: Model,
-    lines: Sequence[str],
+    line: Callable[[], str],
 ) -> None:
-    """Raises TraceError where the network made a constant of an axis that is to stay dynamic."""
+    """Raises TraceError if the network made a constant of an axis that is to stay dynamic."""
     for value, spec, axes in zip(traced.graph.inputs, model.inputs, dynamic, strict=True):
         sizes = () if value.shape is None else value.shape.dims
         for axis in axes:
             if axis < len(sizes) and isinstance(sizes[axis], int):
-                where = f" ({lines[0]})" if lines else ""
                 of_batch = spec.shape[axis] == BATCH
                 raise TraceError(
                     f"the network takes the {spec.shape[axis]} of its {spec.name} as a number, "
                     f"{sizes[axis]} while it is traced, and a graph with it runs for that size "
-                    f"alone{where}",
+                    f"alone{line()}",
                     hint=f"write x.shape[{axis}] alone: no len(x), no int(…) and no loop over it"
                     + ("; or export for one size with --batch N" if of_batch else ""),
                 )
 
 
 def _name_batch(traced: ir.Model, images: int) -> None:
-    """Writes sizes that are so many times the groups as what they are of a batch.
+    """Expresses sizes that are a multiple of the number of groups in terms of the batch.
 
     Behind a Reshape PyTorch calls the groups by its own symbol, and no other axis varies.
     """
@@ -557,7 +632,7 @@ def layers_as_nodes(module: nn.Module) -> Iterator[nn.Module]:
     """Puts a one-node stand-in at the place of every MoE layer, and the layers back after."""
     if "" in moe_layers(module):
         raise TraceError("the model is a bare MoE layer; wrap it in a module that calls it")
-    with replaced_layers(module, _Node) as backbone:
+    with replaced_layers(module, _StandIn) as backbone:
         yield backbone
 
 
@@ -569,12 +644,12 @@ def _quiet() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        # It tells its steps on stdout, where results belong alone; and the graph of what it cannot
-        # trace on stderr, where a bar may be drawn.
+        # It prints its steps on stdout, which is for results only, and the graph of what it cannot
+        # trace on stderr.
         with (
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),
-            mock.patch("torch.export._trace.print", create=True),
+            contextlib.redirect_stderr(io.StringIO()),
         ):
             warnings.simplefilter("ignore")
             yield

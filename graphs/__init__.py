@@ -1,1 +1,1 @@
-"""What an exported MoE layer computes: the layers, routing and the lowerings."""
+"""The computation of an exported MoE layer: layers, routing and lowerings."""

@@ -1,4 +1,4 @@
-"""Writes the nodes of one layer, each under a name that says what it computes."""
+"""Adds the nodes of one layer to a graph, under descriptive names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ Attribute = int | float | str | Sequence[int] | ir.Graph
 
 
 class Builder:
-    """Collects nodes and constants whose names begin with one layer's name.
+    """Collects the nodes and constants of one layer, named after the layer.
 
-    Node and value names are `LAYER/what` (`blocks.6.mlp/router/logits`), so that a profile or a
-    viewer groups them, and no two layers collide. Equal constants within the layer are one
-    initializer.
+    Node and value names are `LAYER/name` (`blocks.6.mlp/router/logits`), so profilers and viewers
+    group them, and layers do not collide. Equal constants within the layer share one initializer.
     """
 
     def __init__(self, layer: str) -> None:
@@ -23,6 +22,7 @@ class Builder:
         self.nodes: list[ir.Node] = []
         self.initializers: list[ir.Value] = []
         self.taps: dict[str, list[ir.Value]] = {}
+        self.scores: dict[ir.Value, tuple[int | None, ...]] = {}
         self._taken: set[str] = set()
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
 
@@ -34,7 +34,7 @@ class Builder:
         domain: str = "",
         **attributes: Attribute,
     ) -> ir.Value:
-        """Adds a node with one output and returns that output, named `LAYER/name`."""
+        """Adds a node with one output, named `LAYER/name`, and returns the output."""
         return self.ops(op_type, *inputs, names=(name,), domain=domain, **attributes)[0]
 
     def ops(
@@ -45,7 +45,7 @@ class Builder:
         domain: str = "",
         **attributes: Attribute,
     ) -> list[ir.Value]:
-        """Adds a node with an output per name; the node takes the first name."""
+        """Adds a node with one output per name; the node has the first name."""
         outputs = [ir.Value(name=self._name(name)) for name in names]
         node = ir.node(
             op_type,
@@ -59,46 +59,48 @@ class Builder:
         return outputs
 
     def tap(self, tensor: str, value: ir.Value) -> None:
-        """Marks a value as (a part of) one of the layer's tensors that a calibration observes.
+        """Records a value as (a part of) one of the layer's tensors that a calibration observes.
 
-        Parts of one tensor differ in their first axis alone. A graph that nobody observes is the
-        same as without.
+        Parts of one tensor are concatenated along the first axis. Without an observer the graph is
+        unchanged.
         """
         self.taps.setdefault(tensor, []).append(value)
+
+    def show(self, score: ir.Value, *sizes: int | None) -> None:
+        """Adds a score, float32 [b, *sizes], to the graph's outputs; None is the token axis."""
+        score.type = ir.TensorType(ir.DataType.FLOAT)
+        self.scores[score] = sizes
 
     def cast(
         self, value: ir.Value, source: ir.DataType, target: ir.DataType, name: str
     ) -> ir.Value:
-        """Returns a value of type `source` as `target`: itself where they are the same."""
+        """Returns a value of type `source` as `target`; the same value if the types are equal."""
         if source == target:
             return value
         return self.op("Cast", value, to=target.value, name=name)
 
     def rounded(self, value: ir.Value, dtype: ir.DataType, name: str) -> ir.Value:
-        """Returns a value of type `dtype` rounded to BF16, in its own type."""
+        """Returns a value of type `dtype`, rounded to BF16 but still of type `dtype`."""
         short = self.op("Cast", value, to=ir.DataType.BFLOAT16.value, name=f"{name}_bf16")
         return self.op("Cast", short, to=dtype.value, name=f"{name}_rounded")
 
     def branch(self, nodes: Builder, output: ir.Value | Sequence[ir.Value], name: str) -> ir.Graph:
-        """Returns a graph without inputs for an `If`, made of another builder's nodes.
+        """Returns a graph without inputs for an `If`, from the nodes of another builder.
 
         The constants of `nodes` become initializers of the main graph: ONNX Runtime pre-packs
-        weights that a branch reads from there, and the branch stays free of data.
+        weights that a branch reads from there, and the branch contains no data.
         """
         self.initializers.extend(nodes.initializers)
         outputs = [output] if isinstance(output, ir.Value) else output
         return ir.Graph([], outputs, nodes=nodes.nodes, name=self._name(name))
 
     def ints(self, *values: int) -> ir.Value:
-        """Returns a constant int64 vector."""
         return self.constant(np.array(values, dtype=np.int64))
 
     def integer(self, value: int) -> ir.Value:
-        """Returns a constant int64 scalar."""
         return self.constant(np.array(value, dtype=np.int64))
 
     def number(self, value: float, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
-        """Returns a constant scalar, float32 unless `dtype` says otherwise."""
         return self.constant(np.array(value, dtype=dtype.numpy()))
 
     def constant(self, array: np.ndarray) -> ir.Value:
@@ -110,7 +112,7 @@ class Builder:
         return self._constants[key]
 
     def weight(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
-        """Returns an initializer that holds `tensor`, under its full `name`."""
+        """Returns an initializer with the content of `tensor` and this full name."""
         value = ir.Value(
             name=name,
             shape=ir.Shape(tensor.shape.numpy()),
@@ -121,7 +123,7 @@ class Builder:
         return value
 
     def insert_before(self, graph: ir.Graph, node: ir.Node) -> None:
-        """Puts the nodes into a graph before `node`, and what they read among its initializers."""
+        """Inserts the nodes before `node`, and their constants among the graph's initializers."""
         for initializer in self.initializers:
             assert initializer.name is not None
             if initializer.name not in graph.initializers:
@@ -129,7 +131,7 @@ class Builder:
         graph.insert_before(node, self.nodes)
 
     def nested(self, name: str) -> Builder:
-        """Returns a builder for a branch's nodes, named below `LAYER/name`."""
+        """Returns a builder for the nodes of a branch, named below `LAYER/name`."""
         return Builder(f"{self.layer}/{name}")
 
     def _name(self, name: str) -> str:
@@ -143,7 +145,7 @@ class Builder:
 
 
 def _describe(array: np.ndarray) -> str:
-    """A readable name for a constant: its values where they are few."""
+    """A readable name for a constant: its values, if there are few."""
     if array.size <= 4:
         return "x".join(f"{value:g}" for value in array.flatten().tolist()) or "empty"
     return f"{array.dtype.name}_{'x'.join(str(size) for size in array.shape)}"

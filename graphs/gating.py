@@ -1,9 +1,9 @@
-"""A muMoE layer's coefficients as ONNX nodes: logits, activation, and the k largest of them.
+"""A muMoE layer's coefficients as ONNX nodes: logits, activation, and the k largest.
 
-Everything is FP32 and free of Sort and CumSum: entmax15 and sparsemax find their threshold τ by
-Newton's method, whose steps are a few operations on one number per token. The equations in τ are
-convex and decreasing, and the start lies left of the root, so every step stays left of it and τ
-only grows: what once fell to zero stays zero, and a step can work on r = [z − τ]₊ in place.
+All of it is FP32 and free of Sort and CumSum: entmax15 and sparsemax find their threshold τ by
+Newton's method, with a few operations on one number per token and step. The equations in τ are
+convex and decreasing, and the start is left of the root, so every step stays left of it and τ only
+grows: a coefficient that reaches zero stays zero, and a step can update r = [z − τ]₊ in place.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .layers.stored import MuMoELayer
 from .precision.products import one_token
 
 ENTMAX_STEPS = ((64, 5), (256, 6), (2048, 7))
-"""Newton steps for up to so many experts: one more than brought every distribution that was tried
-to rounding error, adversarial ones among them."""
+"""Newton steps by the largest number of experts: one more than any tested distribution, adversarial
+ones included, needed to converge to rounding error."""
 
 ERROR = 1e-6
-"""What the bounded iterations leave of an error in a coefficient, before rounding."""
+"""The largest error of a coefficient after the iterations, before rounding."""
 
 
 def entmax15_steps(n: int) -> int:
-    """Returns how many Newton steps entmax15 takes for n experts."""
+    """Returns the number of Newton steps of entmax15 for n experts."""
     return next((steps for size, steps in ENTMAX_STEPS if n <= size), _bounded_steps(n))
 
 
 def sparsemax_steps(n: int) -> int:
-    """Returns how many Newton steps sparsemax takes for n experts, by a bound.
+    """Returns the number of Newton steps of sparsemax for n experts, from a bound.
 
-    For a convex function f each step has f'/f' + f/f ≤ 1 (new over old), so |f·f'| falls to a
-    quarter or less. It starts at n² or less, and |f'|, the support, is 1 or more: after that many
-    steps the coefficients are right to `ERROR`.
+    For a convex f each step satisfies f'/f' + f/f ≤ 1 (new over old), so |f·f'| falls to a quarter
+    or less. It starts at n² at most, and |f'|, the size of the support, is at least 1: after that
+    many steps the coefficients are accurate to `ERROR`.
     """
     return _bounded_steps(n * n)
 
@@ -49,9 +49,9 @@ def _bounded_steps(start: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeptLevel:
-    """One level's coefficients [b, m, n], all but the k largest zero, and the indices [b, m, k].
+    """One level's coefficients [b, m, n], zero except for the k largest, and indices [b, m, k].
 
-    `indices` is None where the level keeps all its experts.
+    `indices` is None if the level keeps all its experts.
     """
 
     coefficients: ir.Value
@@ -59,12 +59,12 @@ class KeptLevel:
 
 
 def coefficients(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[ir.Value]:
-    """Adds each level's coefficients [b, m, n] for tokens x [b, m, d], all but the k largest 0."""
+    """Adds each level's coefficients [b, m, n] for tokens x [b, m, d], limited to the k largest."""
     return [level.coefficients for level in kept_levels(b, layer, x)]
 
 
 def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
-    """Adds each level's coefficients for tokens x [b, m, d], and which of them are kept."""
+    """Adds each level's coefficients for tokens x [b, m, d], and the indices of the kept ones."""
     single = ir.DataType.FLOAT
     if not layer.spec.external_routing:
         x = b.cast(x, layer.x_type, single, "gate/tokens_fp32")
@@ -72,20 +72,26 @@ def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
     levels = []
     for level, n in enumerate(layer.spec.levels):
         name = names.coefficients(level)
-        selects = not isinstance(layer.k, int) or layer.k < n
+        k = layer.spec.k_by_level(layer.k)[level] if isinstance(layer.k, int) else None
+        selects = k is None or k < n
         if layer.spec.external_routing:
             a = layer.routed[level]
             a = b.cast(a, a.dtype or single, single, f"gate/{name}_fp32")
-            levels.append(_largest(b, layer, a, n, name) if selects else KeptLevel(a, None))
+            if layer.scores:  # under the layer's name
+                whole = b.op("Reshape", a, b.ints(0, 0, n), name=f"all_{name}")
+                b.show(whole, None, n)
+            levels.append(_largest(b, layer, a, n, k, name) if selects else KeptLevel(a, None))
             continue
         logits = _logits(b, layer, level, x)
         a = activations[layer.spec.activation](b, logits, n, f"all_{name}" if selects else name)
-        levels.append(_largest(b, layer, a, n, name) if selects else KeptLevel(a, None))
+        if layer.scores and selects:
+            b.show(a, None, n)
+        levels.append(_largest(b, layer, a, n, k, name) if selects else KeptLevel(a, None))
     return levels
 
 
 def _logits(b: Builder, layer: MuMoELayer, level: int, x: ir.Value) -> ir.Value:
-    """Adds the normalised logits [b, m, n], times what the activation wants of them."""
+    """Adds the normalised logits [b, m, n], scaled for the activation."""
     name = f"gate.{level}"
     weight = layer.stacked(b, f"{name}.weight")
     bias = layer.stacked(b, f"{name}.bias") if layer.spec.norm == "bn" else None
@@ -102,15 +108,14 @@ def _logits(b: Builder, layer: MuMoELayer, level: int, x: ir.Value) -> ir.Value:
 
 
 def _softmax(b: Builder, logits: ir.Value, n: int, name: str) -> ir.Value:
-    del n
     return b.op("Softmax", logits, axis=-1, name=name)
 
 
 def _entmax15(b: Builder, halves: ir.Value, n: int, name: str) -> ir.Value:
     """Adds p = [z − τ]₊² with Σp = 1 for z = logits / 2, from τ = max z − 1.
 
-    Newton's steps solve ‖[z − τ]₊‖ = 1 rather than its square: that is linear in τ while the
-    support is one of equals, and arrives in about half as many steps.
+    Newton's steps solve ‖[z − τ]₊‖ = 1 instead of its square: that is linear in τ when all values
+    in the support are equal, and converges in about half as many steps.
     """
     r = _start(b, halves, name)
     for _ in range(entmax15_steps(n)):
@@ -131,16 +136,16 @@ def _sparsemax(b: Builder, logits: ir.Value, n: int, name: str) -> ir.Value:
         signs = b.op("Sign", r, name=f"{name}/signs")
         support = b.op("ReduceSum", signs, b.ints(-1), keepdims=1, name=f"{name}/support")
         excess = b.op("Sub", total, b.number(1.0), name=f"{name}/excess")
-        # Rounding may put τ right of the root: going back would bring zeros to life.
+        # Rounding may move τ right of the root: a step back would revive zeros.
         excess = b.op("Relu", excess, name=f"{name}/excess_left")
         moved = b.op("Div", excess, support, name=f"{name}/step")
-        # Others look the result up by its name, which an Identity behind it would lose.
+        # This name is looked up elsewhere, so no Identity may follow.
         r = _step(b, r, moved, name, name if step == steps else None)
     return r
 
 
 def _start(b: Builder, z: ir.Value, name: str) -> ir.Value:
-    """Adds r = [z − τ]₊ for τ = max z − 1, which the root is never left of."""
+    """Adds r = [z − τ]₊ for τ = max z − 1, which is never right of the root."""
     largest = b.op("ReduceMax", z, b.ints(-1), keepdims=1, name=f"{name}/largest")
     start = b.op("Sub", largest, b.number(1.0), name=f"{name}/start")
     return _step(b, z, start, name)
@@ -153,11 +158,13 @@ def _step(
     return b.op("Relu", moved, name=result or f"{name}/above")
 
 
-def _largest(b: Builder, layer: MuMoELayer, a: ir.Value, n: int, name: str) -> KeptLevel:
-    """Adds the k largest of coefficients [b, m, n], the others zero."""
-    k = layer.k_value(b)
+def _largest(
+    b: Builder, layer: MuMoELayer, a: ir.Value, n: int, baked: int | None, name: str
+) -> KeptLevel:
+    """Adds the k largest of coefficients [b, m, n], with zero elsewhere; None if k is an input."""
+    k = layer.k_value(b) if baked is None else b.ints(baked)
     # One k serves all levels, and this one may have fewer experts.
-    if not isinstance(layer.k, int) and n < layer.spec.experts:
+    if baked is None and n < layer.spec.experts:
         k = b.op("Min", k, b.ints(n), name=f"{name}/k")
     values, indices = b.ops(
         "TopK",

@@ -1,4 +1,4 @@
-"""Replaces each MoE node of a traced graph by the nodes of a lowering."""
+"""Replaces each MoE node of a traced graph by the nodes of its lowering."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from onnx_ir.passes import common
 from ..errors import LoweringError
 from .builder import Builder
 from .layers.base import choice_key
-from .layers.stored import LayerOf
-from .lowerings.base import AnyLowering
+from .layers.stored import Layer
 from .names import DOMAIN, K_INPUT, STEER_CENTRES, STEER_INPUT, in_layer
-from .precision.fp16_weights import compute_in_fp32
 
 
 def simplify(model: ir.Model) -> None:
-    """Drops identities, dead nodes, unused weights, duplicate constants and metadata, in place.
+    """Removes identities, dead nodes, unused weights, duplicate constants and metadata, in place.
 
-    PyTorch's exporter leaves stack traces with the paths of the machine in the metadata.
+    PyTorch's exporter writes stack traces with local paths into the metadata.
     """
     passes = ir.passes.Sequential(
         common.IdentityEliminationPass(),
@@ -34,17 +32,17 @@ def simplify(model: ir.Model) -> None:
     passes(model)
     for graph in (graph for graph in model.graphs() if graph is not model.graph):
         _own_outputs(graph)
-    for graph in model.graphs():  # that pass leaves the notes on values where they are
+    for graph in model.graphs():  # that pass keeps the metadata of values
         outputs = (value for node in graph for value in node.outputs)
         for value in (*graph.inputs, *graph.initializers.values(), *outputs):
             value.metadata_props.clear()
 
 
 def _own_outputs(graph: ir.Graph) -> None:
-    """Makes each output of a subgraph the value of a node of its own, in place.
+    """Gives each output of a subgraph a node of its own, in place.
 
-    A branch must not return a value from outside, and no graph one value twice: either is left
-    where an identity is dropped.
+    A branch may not return a value from outside, and no graph may return one value twice; removing
+    identities can cause both.
     """
     seen: set[ir.Value | None] = {None}
     for index, value in enumerate(graph.outputs):
@@ -61,39 +59,31 @@ def _own_outputs(graph: ir.Graph) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LoweringRequest:
-    """One layer and how it is lowered."""
-
-    lowering: AnyLowering
-    layer: LayerOf[Any]
-
-
-@dataclass(frozen=True, slots=True)
 class LayerValues:
-    """Names of the values around a lowered layer, for finding where two graphs part ways.
+    """Names of the values around a lowered layer, to locate where two graphs diverge.
 
-    `choices` names the values that hold what the layer chose, by `moe.choice_key`; empty where
-    every expert is kept.
+    `choices` maps `moe.choice_key` to the values with the layer's choice; it is empty if every
+    expert is kept. `scores` are the layer's score outputs.
     """
 
     input: str
     output: str
     choices: Mapping[str, str]
+    scores: Sequence[str] = ()
 
     @property
     def selected(self) -> str | None:
-        """The value of the layer's first choice."""
         return next(iter(self.choices.values()), None)
 
     def renamed(self, names: Mapping[str, str]) -> LayerValues:
-        """Returns them by other names, for those that have one."""
+        """Returns a copy with the given values renamed."""
         choices = {choice: names.get(value, value) for choice, value in self.choices.items()}
-        x, y = (names.get(name, name) for name in (self.input, self.output))
-        return LayerValues(x, y, choices)
+        x, y, *scores = (names.get(name, name) for name in (self.input, self.output, *self.scores))
+        return LayerValues(x, y, choices, scores)
 
 
 def selected_values(values: Mapping[str, LayerValues]) -> dict[str, str]:
-    """Returns the names of the values that hold what was chosen, of the layers that choose."""
+    """Returns the names of the values with the choice, for the layers that choose."""
     return {key: name for layer in values.values() for key, name in layer.choices.items()}
 
 
@@ -106,33 +96,37 @@ class Lowered:
 
 
 Observer = Callable[[Builder], Sequence[ir.Value]]
-"""Adds nodes that look at a layer's `Builder.taps` and returns what they see."""
+"""Adds nodes that reduce a layer's `Builder.taps`, and returns their outputs."""
 
 
 def lower(
     traced: ir.Model,
-    requests: Mapping[str, LoweringRequest],
+    layers: Mapping[str, Layer[Any]],
     observer: Observer | None = None,
     *,
     fp16_weights: bool = False,
+    coefficients: bool = False,
 ) -> Lowered:
-    """Returns a copy of a traced model in which every MoE node is replaced as requested.
+    """Returns a copy of a traced model in which each MoE node is replaced by its lowering.
 
-    The traced model is left as it is, and its tensors are shared, not copied. With an `observer`,
-    what it returns for each layer becomes further outputs of the graph. With `fp16_weights` FP16 is
-    what weights are stored in alone (`precision.fp16_weights`).
+    The traced model stays unchanged; its tensors are shared, not copied. The values that an
+    `observer` returns for a layer become outputs of the graph. With `fp16_weights`, FP16 applies to
+    stored weights only (`precision.fp16_weights`). With `coefficients`, the values include those of
+    layers that keep every coefficient. The layers' scores become outputs; if the router is outside
+    the layer, their rows are tokens, [b·m, k].
     """
     model = traced.clone()
-    layers = [request.layer for request in requests.values()]
-    steer = _add_steer_input(model, layers)
-    k_input = _add_k_input(model, layers)
+    steer = _add_steer_input(model, [*layers.values()])
+    k_input = _add_k_input(model, [*layers.values()])
     values: dict[str, LayerValues] = {}
     for node in [node for node in model.graph if node.domain == DOMAIN]:
         name = node.attributes.get_string("layer")
-        layer = requests[name].layer
+        layer = layers[name]
         layer = layer if layer.k is not None else replace(layer, k=k_input)
-        values[name] = _replace(model.graph, node, requests[name].lowering, layer, steer, observer)
-    missing = requests.keys() - values.keys()
+        values[name] = _lower_node(model.graph, node, layer, steer, observer)
+        if coefficients and layer.spec.rewritable:
+            values[name] = replace(values[name], choices=_chosen(layer))
+    missing = layers.keys() - values.keys()
     if missing:
         raise LoweringError(
             f"the traced graph does not hold the layer {', '.join(sorted(missing))}",
@@ -140,6 +134,8 @@ def lower(
         )
     model.opset_imports.pop(DOMAIN, None)
     if fp16_weights:
+        from .precision.fp16_weights import compute_in_fp32  # needed for this precision only
+
         names = compute_in_fp32(model)
         values = {name: layer.renamed(names) for name, layer in values.items()}
     simplify(model)
@@ -148,11 +144,11 @@ def lower(
 
 
 def _lowest_ir_version(opset: int) -> int:
-    """The oldest form of the file that has an opset, which the oldest runtimes load."""
+    """The oldest IR version that allows an opset, so that old runtimes load the file."""
     return max(9, (opset - 1) // 2 if opset < 24 else opset // 2)
 
 
-def _add_k_input(model: ir.Model, layers: Sequence[LayerOf[Any]]) -> ir.Value | None:
+def _add_k_input(model: ir.Model, layers: Sequence[Layer[Any]]) -> ir.Value | None:
     if all(layer.k is not None for layer in layers):
         return None
     value = ir.Value(name=K_INPUT, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
@@ -160,8 +156,8 @@ def _add_k_input(model: ir.Model, layers: Sequence[LayerOf[Any]]) -> ir.Value | 
     return value
 
 
-def _add_steer_input(model: ir.Model, layers: Sequence[LayerOf[Any]]) -> ir.Value | None:
-    """The strengths [b, s] of steerings that are given per run; None where no layer has any."""
+def _add_steer_input(model: ir.Model, layers: Sequence[Layer[Any]]) -> ir.Value | None:
+    """The input with strengths [b, s] of steerings at run time; None without any."""
     for layer in layers:
         if layer.tensors.has(STEER_CENTRES):
             centres, _ = layer.tensors.stacked(STEER_CENTRES).shape.numpy()
@@ -174,8 +170,8 @@ def _add_steer_input(model: ir.Model, layers: Sequence[LayerOf[Any]]) -> ir.Valu
     return None
 
 
-def _steered(b: Builder, layer: LayerOf[Any], x: ir.Value, strengths: ir.Value | None) -> ir.Value:
-    """Adds the experts' cluster centres to tokens x [b, m, d], each times its strength."""
+def _steered(b: Builder, layer: Layer[Any], x: ir.Value, strengths: ir.Value | None) -> ir.Value:
+    """Adds the experts' cluster centres, times their strengths, to tokens x [b, m, d]."""
     single = ir.DataType.FLOAT
     if layer.tensors.has(STEER_CENTRES):
         assert strengths is not None
@@ -188,14 +184,14 @@ def _steered(b: Builder, layer: LayerOf[Any], x: ir.Value, strengths: ir.Value |
     return b.op("Add", x, moved, name="steer/steered")
 
 
-def _replace(
+def _lower_node(
     graph: ir.Graph,
     node: ir.Node,
-    lowering: AnyLowering,
-    layer: LayerOf[Any],
+    layer: Layer[Any],
     steer: ir.Value | None,
     observer: Observer | None,
 ) -> LayerValues:
+    """Replaces a MoE node by the nodes of its lowering, in place; returns the names around them."""
     (x, *others), old = node.inputs, node.outputs[0]
     routed = tuple(value for value in others if value is not None)
     assert x is not None and x.name is not None
@@ -212,12 +208,18 @@ def _replace(
     if any(layer.tensors.has(name) for name in (STEER_INPUT, STEER_CENTRES)):
         seen = _steered(b, layer, x, steer)
         layer = replace(layer, x_type=ir.DataType.FLOAT)
-    y = lowering.build(b, layer, seen)
+    y = layer.build(b, layer, seen)
+    scores: Sequence[ir.Value] = ()
+    if layer.scores:
+        from .scores import shown
+
+        scores = shown(b, layer, x)
+    graph.outputs.extend(scores)
     if observer is not None:
         graph.outputs.extend(observer(b))
     y.shape, y.type = old.shape, old.type
     if old in graph.outputs:
-        y.name = old.name  # the graph's own outputs keep their names
+        y.name = old.name  # the graph's outputs keep their names
     b.insert_before(graph, node)
     ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
     graph.remove(node, safe=True)
@@ -227,12 +229,13 @@ def _replace(
     return LayerValues(
         input=x.name,
         output=y.name,
-        choices=_chosen(layer) if layer.selects else {},
+        choices=_chosen(layer) if layer.selects or (layer.scores and layer.spec.flat) else {},
+        scores=[str(value.name) for value in scores],
     )
 
 
-def _chosen(layer: LayerOf[Any]) -> dict[str, str]:
-    """Names of the values that hold what a layer chose, or what was chosen for it."""
+def _chosen(layer: Layer[Any]) -> dict[str, str]:
+    """Names of the values with a layer's choice, whether made inside or outside the layer."""
     name = layer.spec.name
     if layer.spec.flat:
         index = layer.routed[0].name
@@ -244,7 +247,7 @@ def _chosen(layer: LayerOf[Any]) -> dict[str, str]:
 
 
 def _count_domain(graph: ir.Graph, node: ir.Node) -> None:
-    """Declares the opset of a node's domain, and of those in its branches, if none did yet."""
+    """Declares the opset of the domains of a node and its branches, unless declared already."""
     if node.domain:
         graph.opset_imports.setdefault(node.domain, 1)
     for attribute in node.attributes.values():

@@ -1,7 +1,7 @@
-"""Names in graphs that other code looks up, and what each means; importing them loads nothing.
+"""Names in graphs that other code looks up, with their meanings; imports nothing heavy.
 
-A node and its first value are called `LAYER/what` (`blocks.6.mlp/router/logits`). Below that, only
-the names of this module may be searched for: a lowering is free in all others.
+A node and its first output are called `LAYER/name` (`blocks.6.mlp/router/logits`). Only the names
+in this module may be searched for: lowerings choose the others freely.
 """
 
 from __future__ import annotations
@@ -11,66 +11,70 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 DOMAIN = "ai.moexport"
-"""Of the nodes that stand for MoE layers in a traced graph."""
+"""The domain of the nodes that stand for MoE layers in a traced graph."""
 
 MICROSOFT = "com.microsoft"
-"""Of ONNX Runtime's own ops."""
+"""The domain of ONNX Runtime's own ops."""
+
+HIDDEN, SEEN_AS = "hidden", "seen_as"
+"""Keys of `meta`, which is not saved. On a node that replaces several: the names of the nodes whose
+results it computes internally. On a value: the name of the node that computed it originally. A
+table of ranges uses these names."""
 
 K_INPUT = "k"
-"""The graph input that holds k, int64 [1], where k is chosen per run."""
+"""The graph input with k, int64 [1], if k is chosen per run."""
 
 PAST, PRESENT = "past_key_values", "present"
-"""What the names of a cache's inputs and outputs begin with."""
+"""Prefixes of the names of a cache's inputs and outputs."""
 
 STEER_INPUT = "steer"
-"""The graph input [b, s] that holds the strength of each steering, if given per run; and in
-a layer what is added to its tokens."""
+"""The graph input [b, s] with the strengths of steerings at run time; within a layer, the vector
+that is added to its tokens."""
 
 STEER_CENTRES = "steer.centres"
-"""The cluster centres [s, d] of a layer's steerings whose strengths are given per run."""
+"""The cluster centres [s, d] of a layer's steerings at run time."""
 
 SELECTED = "selected"
-"""The value of a Soft MoE layer that holds the chosen experts, int64 [b, k]."""
+"""The value of a Soft MoE layer with the chosen experts, int64 [b, k]."""
 
 OUTPUT = "output"
-"""The value of a Soft MoE layer that holds what it returns, [b, m, o]."""
+"""The value with the output of a Soft MoE layer, [b, m, o]."""
 
 CONSTANTS = "constants"
-"""The weight of a Soft MoE layer that holds what the slots of dropped experts give, [d·p, o] for d
-of them."""
+"""The weight of a Soft MoE layer with the outputs of the d dropped experts' slots, [d·p, o]."""
 
 INPUT = "input"
-"""What a linear layer of the backbone multiplies, in a table of ranges."""
+"""The input of a linear layer of the backbone, in a table of ranges."""
 
 _PART_SCOPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "router": ("router", "gate", SELECTED, "input"),
+        "router": ("router", "gate", SELECTED, "input", "C", "D", "column_sums", "gates"),
         "dispatch": ("dispatch",),
         "combine": ("combine", OUTPUT),
     }
 )
-"""How the nodes of a layer's parts begin, below the layer; all others are its experts'."""
+"""Prefixes of the nodes of each part, after the layer's name; all others belong to the experts."""
 
 PARTS = ("router", "dispatch", "experts", "combine")
-"""The parts of a layer, in the order in which they run."""
+"""The parts of a layer in execution order."""
 
 
 def coefficients(level: int) -> str:
-    """Returns the value of a muMoE layer that holds a level's kept coefficients, [b, m, n]."""
+    """Returns the value of a muMoE layer with a level's kept coefficients, [b, m, n]."""
     return "coefficients" if level == 0 else f"coefficients_{level + 1}"
 
 
 _COEFFICIENTS = re.compile(r"(all_)?coefficients(_.*)?")
-"""What a muMoE layer's gate calls its nodes beside `gate`: before and after the k largest, cast."""
+"""Nodes of a muMoE layer's gate outside `gate/`: before and after the k largest, and cast."""
 
 
 def in_layer(layer: str, name: str) -> str:
-    """Returns the name in a whole graph of what a layer calls `name`."""
+    """Returns the full name in a graph of a layer's `name`."""
     return f"{layer}/{name}"
 
 
 def part_of(node: str, layer: str) -> str | None:
-    """Returns which of `PARTS` a node belongs to, or None for one of another layer."""
+    """Returns the part (`PARTS`) that a node belongs to, or None for a node outside the layer."""
     scope = in_layer(layer, "")
     if not node.startswith(scope):
         return None
@@ -84,13 +88,13 @@ EXPERT_INPUT = "experts.input"
 """The rows that the selection sends to experts, [r, d]."""
 
 EXPERT_HIDDEN = "experts.hidden"
-"""The same rows between an expert's matrices, after the activation, [r, h]."""
+"""Those rows between the expert's matrices, after the activation, [r, h]."""
 
 EXPERT_PRODUCTS = "experts.products"
-"""Before the activation: nothing that is quantised, but a 16-bit float must hold it."""
+"""Those rows before the activation: not quantised, but a 16-bit float must represent them."""
 
 EXPERT_OUTPUTS = "experts.outputs"
-"""After the second matrix: as above."""
+"""Those rows after the second matrix; as above."""
 
 _OPERANDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -98,13 +102,13 @@ _OPERANDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "tensor": {"input": "input", "core": "reduced", "output": "product"},
     }
 )
-"""By the first and the last part of the name of a weight, what its operand is called there."""
+"""The name of a weight's operand, by the first and the last part of the weight's name."""
 
 
 def operand_of(weight: str) -> str | None:
-    """Returns the tensor that a layer's weight is multiplied with as integers, None for others.
+    """Returns the tensor that an integer product multiplies with a layer's weight, or None.
 
-    `experts.input` of `experts.w1`; of a muMoE layer `tensor.0.product` of `tensor.0.output`.
+    `experts.input` for `experts.w1`; in a muMoE layer `tensor.0.product` for `tensor.0.output`.
     """
     group, _, part = weight.rpartition(".")
     operand = _OPERANDS.get(group.partition(".")[0], {}).get(part)
@@ -112,17 +116,22 @@ def operand_of(weight: str) -> str | None:
 
 
 def is_ranged(tensor: str) -> bool:
-    """Whether a layer's tensor meets a matrix, so that it may be quantised and needs a range."""
+    """Whether a tensor of a layer enters a matrix product, so that quantising it needs a range."""
     return any(tensor.rpartition(".")[2] in of.values() for of in _OPERANDS.values())
 
 
 def range_key(layer: str, tensor: str) -> str:
     """Returns the name of a tensor in a table of ranges.
 
-    Of a Soft MoE layer: `LAYER/experts.input` and `LAYER/experts.hidden`, over the rows that the
-    selection sends to experts. Of a muMoE layer's tensor t: `LAYER/tensor.{t}.input`,
-    `LAYER/tensor.{t}.product`, what meets the output factor, and `LAYER/tensor.{t}.reduced`, what
-    meets Tucker's core. Of a linear layer of the backbone: `NODE/input` with the node's name in the
-    traced graph (`blocks.0.attn.qkv/MatMul/input`). No name depends on a lowering.
+    In a Soft MoE layer: `LAYER/experts.input` and `LAYER/experts.hidden`, over the rows that the
+    selection sends to experts. For tensor t of a muMoE layer: `LAYER/tensor.{t}.input`,
+    `LAYER/tensor.{t}.product`, which the output factor multiplies, and `LAYER/tensor.{t}.reduced`,
+    which Tucker's core multiplies. For a linear layer of the backbone: `NODE/input` with the node's
+    name in the traced graph (`blocks.0.attn.qkv/MatMul/input`). No name depends on a lowering.
     """
     return in_layer(layer, tensor)
+
+
+def is_cached(name: str) -> bool:
+    """Whether the name is that of an input or output with cached keys or values."""
+    return name.startswith((f"{PAST}.", f"{PRESENT}."))

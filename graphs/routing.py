@@ -1,10 +1,10 @@
-"""Algorithm 1 as ONNX nodes: logits, both softmaxes, the scores, TopK, dispatch and combine.
+"""Algorithm 1 as ONNX nodes: logits, both softmaxes, scores, TopK, dispatch and combine.
 
-Everything here is FP32 but for the last product, whatever type the tokens and the experts have, and
-independent of how the experts are computed. Two rewritings keep the passes over the tokens few, and
-both are exact: a normalisation x̂ = r·x by a factor per token moves behind the products
-(x̂·φ = r·(x·φ) and Dᵀx̂ = (D·r)ᵀx), so x̂ is never written; and D is a softmax down its own column,
-so it is computed for the selected columns alone.
+All of it is FP32, except for the last product, whatever the type of tokens and experts, and
+independent of how the experts are computed. Two exact transformations save passes over the tokens:
+a per-token normalisation x̂ = r·x moves behind the products (x̂·φ = r·(x·φ) and Dᵀx̂ = (D·r)ᵀx), so
+x̂ is never stored; and D is a softmax along each column, so it is computed for selected columns
+only.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 import onnx_ir as ir
 
 from .builder import Builder
-from .layers.stored import Layer
+from .layers.stored import SoftMoELayer
 from .names import CONSTANTS, OUTPUT, SELECTED
 from .targets import TARGETS
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The router's results for a batch, and what the slots are made from.
+    """The router's results for a batch, and the source of the slots.
 
-    `source` [b, m, d] is averaged into the slots, after the factor `scale` [b, 1, m] where the
-    family normalises. `logits` is L, [b, m, n·p], and `logits_by_slot` the same with tokens last;
-    `combine` is C, [b, m, n·p]. `selected` [b, k] is None where every expert is kept. `constant`
-    [b, m, o] is what constant experts add to the outputs, None where there are none.
+    The slots are averages of `source` [b, m, d], scaled by `scale` [b, 1, m] in families that
+    normalise. `logits` is L, [b, m, n·p], and `logits_by_slot` the same with tokens last; `combine`
+    is C, [b, m, n·p]. `selected` [b, k] is None if every expert is kept. `constant` [b, m, o] is
+    the contribution of constant experts, or None.
     """
 
     source: ir.Value
@@ -44,8 +44,8 @@ class Slots:
     """The inputs of the experts: `rows` [b, e·p, d] and their columns of C, `combine` [b, m, e·p].
 
     e is k for `selected_slots`, in the order of `Routed.selected`, and n for `all_slots`.
-    `constant` is that of `Routed`. `kept` [b, e·p, 1] tells which slots are those of selected
-    experts, None where all are.
+    `constant` is that of `Routed`. `kept` [b, e·p, 1] marks the slots of selected experts; None if
+    all are.
     """
 
     rows: ir.Value
@@ -54,8 +54,8 @@ class Slots:
     kept: ir.Value | None = None
 
 
-def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
-    """Adds the router for tokens x [b, m, d]; for C [b, m, n·p] where the layer is given slots."""
+def route(b: Builder, layer: SoftMoELayer, x: ir.Value) -> Routed:
+    """Adds the router for tokens x [b, m, d], or for C [b, m, n·p] if slots are given."""
     if layer.spec.external_routing:
         return _external_routing(b, layer, x)
     x = b.cast(x, layer.x_type, ir.DataType.FLOAT, "router/tokens_fp32")
@@ -68,7 +68,7 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
         logits = b.op("Add", logits, layer.stacked(b, "bias"), name="router/logits_biased")
     combine = b.op("Softmax", logits, axis=-1, name="router/C")
     constant = None
-    if layer.spec.dropped:  # they had their part in that sum
+    if layer.spec.dropped:  # dropped experts are part of that sum
         spec = layer.spec
         kept = spec.experts * spec.slots
         columns = (b.ints(0), b.ints(kept), b.ints(2))
@@ -81,6 +81,10 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
             combine = b.op("Slice", combine, *columns, name="router/C_kept")
         logits = b.op("Slice", logits, *columns, name="router/logits_kept")
     selected = _select(b, layer, combine) if layer.selects else None
+    if layer.scores:
+        from .scores import show
+
+        show(b, layer, combine, logits)
     return Routed(
         source=_rounded(b, layer, x if layer.spec.slots_from == "raw" else normalised),
         scale=_dispatch_scale(b, layer, scale),
@@ -92,12 +96,16 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     )
 
 
-def _external_routing(b: Builder, layer: Layer, combine: ir.Value) -> Routed:
-    """What the network around the layer decided: C, and the slots [b, n·p, d] as the source."""
+def _external_routing(b: Builder, layer: SoftMoELayer, combine: ir.Value) -> Routed:
+    """Uses the routing of the surrounding network: C, and the slots [b, n·p, d] as source."""
     combine = b.cast(combine, layer.x_type, ir.DataType.FLOAT, "router/C_fp32")
     (slots,) = layer.routed
     slots = b.cast(slots, slots.dtype or ir.DataType.FLOAT, ir.DataType.FLOAT, "dispatch/fp32")
     selected = _select(b, layer, combine) if layer.selects else None
+    if layer.scores:
+        from .scores import show
+
+        show(b, layer, combine)
     return Routed(
         source=slots,
         scale=None,
@@ -108,30 +116,30 @@ def _external_routing(b: Builder, layer: Layer, combine: ir.Value) -> Routed:
     )
 
 
-def _rounded(b: Builder, layer: Layer, source: ir.Value) -> ir.Value:
-    """The tokens that the slots average, rounded to BF16 where the layer does so."""
+def _rounded(b: Builder, layer: SoftMoELayer, source: ir.Value) -> ir.Value:
+    """The tokens that the slots average, rounded to BF16 if the layer does so."""
     if not layer.spec.rounded:
         return source
     return b.rounded(source, ir.DataType.FLOAT, "dispatch/source")
 
 
-def _constant(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
-    """Adds what constant experts give, [b, m, o], for their columns of C, [b, m, dropped·p]."""
+def _constant(b: Builder, layer: SoftMoELayer, combine: ir.Value) -> ir.Value:
+    """Adds the output of constant experts, [b, m, o], for their columns of C [b, m, dropped·p]."""
     constants = layer.stacked(b, CONSTANTS)
     added = b.op("MatMul", combine, constants, name="combine/constant")
     return b.cast(added, ir.DataType.FLOAT, layer.y_type, "combine/constant_narrow")
 
 
-def all_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
-    """Adds the dispatch for every expert: slots [b, n·p, d]."""
+def all_slots(b: Builder, layer: SoftMoELayer, routed: Routed) -> Slots:
+    """Adds the dispatch to every expert: slots [b, n·p, d]."""
     if layer.spec.external_routing:
         return Slots(routed.source, routed.combine, routed.constant)
     slots = _dispatch(b, layer, routed, routed.logits_by_slot, layer.spec.experts)
     return Slots(slots, routed.combine, routed.constant)
 
 
-def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
-    """Adds the dispatch for the selected experts alone: slots [b, k·p, d]."""
+def selected_slots(b: Builder, layer: SoftMoELayer, routed: Routed) -> Slots:
+    """Adds the dispatch to the selected experts: slots [b, k·p, d]."""
     if routed.selected is None:
         return all_slots(b, layer, routed)
     index = b.op("Unsqueeze", routed.selected, b.ints(2), name="router/index")
@@ -150,18 +158,18 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     return Slots(_dispatch(b, layer, routed, logits, experts), combine, routed.constant)
 
 
-def _selected_combine(b: Builder, layer: Layer, routed: Routed, index: ir.Value) -> ir.Value:
+def _selected_combine(b: Builder, layer: SoftMoELayer, routed: Routed, index: ir.Value) -> ir.Value:
     """Adds the selected experts' columns of C, [b, m, k·p]."""
     by_slot = b.op("Transpose", routed.combine, perm=[0, 2, 1], name="router/C_by_slot")
     by_slot = _gather_experts(b, layer, by_slot, index, "combine/C_by_slot")
     return b.op("Transpose", by_slot, perm=[0, 2, 1], name="combine/C")
 
 
-def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -> ir.Value:
+def combine_outputs(b: Builder, layer: SoftMoELayer, slots: Slots, outputs: ir.Value) -> ir.Value:
     """Adds y [b, m, o] = C·Ỹ for the experts' outputs [b, e·p, o], in the experts' float type.
 
-    What constant experts give is added to it. Outputs of experts that were not selected are left
-    out by a choice and not by a product: they may be infinite.
+    The contribution of constant experts is added. Outputs of experts that were not selected are
+    excluded by Where, not by a product with zero: they may be infinite.
     """
     inner = layer.compute.inner
     if slots.kept is not None:
@@ -180,55 +188,75 @@ def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -
     return b.op("Add", output, slots.constant, name=OUTPUT)
 
 
-def one_hot_experts(b: Builder, index: ir.Value, n: int) -> ir.Value:
-    """Adds ones where the experts of an index [r, k] are, and zeros: float [r, k, n]."""
+def is_expert(b: Builder, index: ir.Value, n: int) -> ir.Value:
+    """Adds a comparison of indices [r, k] with each of n experts: bool [r, k, n]."""
     experts = b.constant(np.arange(n, dtype=np.int64))
     column = b.op("Unsqueeze", index, b.ints(2), name="router/index")
-    one_hot = b.op("Equal", column, experts, name="router/one_hot")
+    return b.op("Equal", column, experts, name="router/one_hot")
+
+
+def one_hot_experts(b: Builder, index: ir.Value, n: int) -> ir.Value:
+    """Adds a one-hot encoding of indices [r, k]: float [r, k, n]."""
+    one_hot = is_expert(b, index, n)
     return b.op("Cast", one_hot, to=ir.DataType.FLOAT.value, name="router/one_hot_float")
 
 
-def selection_mask(b: Builder, layer: Layer, selected: ir.Value) -> ir.Value:
-    """Adds the selection as ones and zeros, float [b, n]."""
-    one_hot = one_hot_experts(b, selected, layer.spec.experts)
-    return b.op("ReduceMax", one_hot, b.ints(1), keepdims=0, name="router/mask")
+def _selection_mask(
+    b: Builder, layer: SoftMoELayer, selected: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    if not TARGETS[layer.target].launches:
+        one_hot = one_hot_experts(b, selected, layer.spec.experts)
+        mask = b.op("ReduceMax", one_hot, b.ints(1), keepdims=0, name="router/mask")
+        return mask, b.op("Unsqueeze", mask, b.ints(2), name="combine/mask")
+    values = b.constant(np.array([0, 1], dtype=np.float32))
+    depth = b.integer(layer.spec.experts)
+    one_hot = b.op("OneHot", selected, depth, values, axis=1, name="router/one_hot_float")
+    column = b.op("ReduceMax", one_hot, b.ints(2), keepdims=1, name="combine/mask")
+    return b.op("Squeeze", column, b.ints(2), name="router/mask"), column
 
 
-def masked_slots(b: Builder, layer: Layer, routed: Routed) -> tuple[Slots, ir.Value | None]:
-    """Adds the dispatch for every expert, and the mask of those that are selected.
+def masked_slots(b: Builder, layer: SoftMoELayer, routed: Routed) -> tuple[Slots, ir.Value | None]:
+    """Adds the dispatch to every expert, and the mask of the selected ones.
 
-    The mask is [b, n], or None where every expert is kept.
+    The mask is [b, n], or None if every expert is kept.
     """
     slots = all_slots(b, layer, routed)
     if routed.selected is None:
         return slots, None
-    mask = selection_mask(b, layer, routed.selected)
+    mask, column = _selection_mask(b, layer, routed.selected)
     n, p = layer.spec.experts, layer.spec.slots
-    column = b.op("Unsqueeze", mask, b.ints(2), name="combine/mask")  # [b, n, 1]
-    if p > 1:  # to [b, n·p, 1]: each slot follows its expert
+    if p > 1:  # to [b, n·p, 1]: one entry per slot, by expert
         ones = b.constant(np.ones((1, 1, p), dtype=np.float32))
         repeated = b.op("Mul", column, ones, name="combine/mask_per_slot")
         column = b.op("Reshape", repeated, b.ints(0, n * p, 1), name="combine/mask_of_slots")
-    kept = b.op("Cast", column, to=ir.DataType.BOOL.value, name="combine/kept")
+    kept = _above_zero(b, layer, column, "combine/kept")
     combine = slots.combine
     if layer.renormalize:
         row = b.op("Reshape", column, b.ints(0, 1, n * p), name="combine/mask_row")
-        chosen = b.op("Cast", row, to=ir.DataType.BOOL.value, name="combine/kept_row")
+        chosen = _above_zero(b, layer, row, "combine/kept_row")
         logits = b.op("Where", chosen, routed.logits, b.number(-np.inf), name="combine/logits")
         combine = _renormalised(b, logits)
     return Slots(slots.rows, combine, routed.constant, kept), mask
 
 
-def _renormalised(b: Builder, logits: ir.Value) -> ir.Value:
-    """Adds C[S] / ΣC[S] for the logits [b, m, e·p] of the kept experts, −∞ those of the others.
+def _above_zero(b: Builder, layer: SoftMoELayer, ones: ir.Value, name: str) -> ir.Value:
+    """Adds a conversion of ones and zeros to booleans."""
+    if TARGETS[layer.target].launches:
+        return b.op("Greater", ones, b.number(0.5), name=name)
+    return b.op("Cast", ones, to=ir.DataType.BOOL.value, name=name)
 
-    It is their own softmax. The quotient itself is 0 / 0 for a token that all but ignores them.
+
+def _renormalised(b: Builder, logits: ir.Value) -> ir.Value:
+    """Adds C[S] / ΣC[S] for logits [b, m, e·p], which are −∞ for experts that are not kept.
+
+    It is a softmax over the kept experts. The quotient itself would be 0 / 0 for a token that puts
+    almost no weight on them.
     """
     return b.op("Softmax", logits, axis=-1, name="combine/C")
 
 
-def _normalise(b: Builder, layer: Layer, x: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-    """Returns what meets phi, and 1/‖x‖ per token [b, m, 1] where that factor is left out of it."""
+def _normalise(b: Builder, layer: SoftMoELayer, x: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+    """Returns the factor of phi, and 1/‖x‖ per token [b, m, 1] if it is applied afterwards."""
     spec = layer.spec
     if spec.norm == "none":
         return x, None
@@ -240,7 +268,7 @@ def _normalise(b: Builder, layer: Layer, x: ir.Value) -> tuple[ir.Value, ir.Valu
         )
         norm = b.op("Sqrt", shifted, name="router/norm")
     else:
-        # ONNX Runtime's Max of a tensor and a scalar takes twenty times as long as Clip.
+        # ONNX Runtime's Max of a tensor and a scalar takes 20 times as long as Clip.
         guard = "Clip" if spec.norm == "l2" else "Add"
         length = _lengths(b, layer, x)
         norm = b.op(guard, length, b.number(spec.norm_eps), name="router/norm")
@@ -248,22 +276,20 @@ def _normalise(b: Builder, layer: Layer, x: ir.Value) -> tuple[ir.Value, ir.Valu
 
 
 SHORT_SUMS = range(16, 49)
-"""ONNX Runtime adds squares one after the other, and each addition waits for the one before. It
-computes several sums at a time where they are as short as this."""
+"""Numbers of squares per sum. ONNX Runtime adds squares sequentially, each addition waiting for the
+previous one; it computes several sums of this length in parallel."""
 
 SMALL_INPUT = 1 << 14
-"""Below so many numbers per input, the three nodes more cost what short sums save."""
+"""Numbers per input below which the three additional nodes cost more than short sums save."""
 
 
-def _lengths(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
-    """Adds ‖x‖ per token, [b, m, 1]."""
+def _lengths(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
     if _short_sum(layer) is None:
         return b.op("ReduceL2", x, b.ints(2), keepdims=1, name="router/length")
     return b.op("Sqrt", _squares(b, layer, x), name="router/length")
 
 
-def _squares(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
-    """Adds ‖x‖² per token, [b, m, 1]."""
+def _squares(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
     width = _short_sum(layer)
     if width is None:
         return b.op("ReduceSumSquare", x, b.ints(2), keepdims=1, name="router/squares")
@@ -272,8 +298,8 @@ def _squares(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     return b.op("ReduceSum", sums, b.ints(2), keepdims=1, name="router/squares")
 
 
-def _short_sum(layer: Layer) -> int | None:
-    """How many squares to add at a time: a divisor of d, or None for all at once."""
+def _short_sum(layer: SoftMoELayer) -> int | None:
+    """The number of squares in a partial sum, a divisor of d; None to add all at once."""
     small = layer.tokens is not None and layer.tokens * layer.spec.dim < SMALL_INPUT
     if not TARGETS[layer.target].cpu_forms or small:
         return None
@@ -281,7 +307,7 @@ def _short_sum(layer: Layer) -> int | None:
     return min(widths, key=lambda w: abs(w - 32), default=None)
 
 
-def _layer_norm(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
+def _layer_norm(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
     gain = layer.optional(b, "gain")
     return b.op(
         "LayerNormalization",
@@ -294,15 +320,17 @@ def _layer_norm(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     )
 
 
-def _dispatch_scale(b: Builder, layer: Layer, scale: ir.Value | None) -> ir.Value | None:
-    """1/‖x‖ as [b, 1, m] where the slots average normalised tokens, else None."""
+def _dispatch_scale(b: Builder, layer: SoftMoELayer, scale: ir.Value | None) -> ir.Value | None:
+    """1/‖x‖ as [b, 1, m] if the slots average normalised tokens, else None."""
     if scale is None or layer.spec.slots_from == "raw":
         return None
+    if TARGETS[layer.target].launches:  # a change of shape launches no kernel
+        return b.op("Reshape", scale, b.ints(0, 1, -1), name="dispatch/scale")
     return b.op("Transpose", scale, perm=[0, 2, 1], name="dispatch/scale")
 
 
-def _select(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
-    """Adds s = Σ_{m,p} C and its k largest, [b, k] (Algorithm 1)."""
+def _select(b: Builder, layer: SoftMoELayer, combine: ir.Value) -> ir.Value:
+    """Adds s = Σ_{m,p} C and the indices of the k largest, [b, k] (Algorithm 1)."""
     spec = layer.spec
     scores = b.op("ReduceSum", combine, b.ints(1), keepdims=0, name="router/slot_scores")
     if spec.slots > 1:
@@ -317,15 +345,15 @@ def _select(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
 
 def _gather_experts(
     b: Builder,
-    layer: Layer,
+    layer: SoftMoELayer,
     by_slot: ir.Value,
     index: ir.Value,
     name: str,
     width: int | None = None,
 ) -> ir.Value:
-    """Takes the selected experts' rows of [b, n·p, m]; returns [b, k·p, m].
+    """Gathers the selected experts' rows of [b, n·p, m] as [b, k·p, m].
 
-    With a `width`, that is the last axis instead of m.
+    A `width` replaces m as the last axis.
     """
     n, p = layer.spec.experts, layer.spec.slots
     if p == 1:
@@ -336,8 +364,10 @@ def _gather_experts(
     return b.op("Reshape", chosen, shape, name=name)
 
 
-def _rows_by_tokens(b: Builder, layer: Layer, by_slot: ir.Value, width: int | None) -> ir.Value:
-    """The shape [b, k·p, m] for a Reshape, from constants unless both k and m are dynamic."""
+def _rows_by_tokens(
+    b: Builder, layer: SoftMoELayer, by_slot: ir.Value, width: int | None
+) -> ir.Value:
+    """The shape [b, k·p, m] for a Reshape: constant unless both k and m are dynamic."""
     if isinstance(layer.k, int):
         return b.ints(0, layer.k * layer.spec.slots, -1)
     if width is not None:
@@ -347,27 +377,28 @@ def _rows_by_tokens(b: Builder, layer: Layer, by_slot: ir.Value, width: int | No
 
 
 FEW_SLOTS = 64
-"""ONNX Runtime packs a constant matrix when it loads a graph, in blocks of 256 rows, and then reads
-the tokens once per block: for a few columns that costs more than it saves. A constant of three axes
-is left as it is."""
+"""Below this number of slots, phi is stored with three axes. ONNX Runtime packs a constant matrix
+in blocks of 256 rows when it loads a graph, and then reads the tokens once per block, which does
+not pay for few columns; it does not pack a constant with three axes."""
 
 
-def _unpacked(layer: Layer) -> bool:
-    """Whether phi is better a batch of one matrix, [1, d, n·p]."""
+def _unpacked(layer: SoftMoELayer) -> bool:
+    """Whether phi should be stored as a batch of one matrix, [1, d, n·p]."""
     return TARGETS[layer.target].cpu_forms and layer.spec.routed * layer.spec.slots <= FEW_SLOTS
 
 
 FEW_ROWS = range(2, 5)
 LARGE_INPUT = 1 << 16
-"""ONNX Runtime multiplies one row by a matrix as that lies in memory, and copies it for more rows,
-which pays from about eight. For so few rows, and inputs of so many numbers that a batch leaves the
-caches, a product per row is faster; elsewhere its three nodes more are not worth it."""
+"""Numbers per input from which averages are computed row by row. ONNX Runtime multiplies a single
+row by a matrix in place, but copies the matrix for several rows, which pays off from about eight
+rows. For fewer rows, and inputs too large for the caches in a batch, a product per row is faster;
+for smaller inputs its three additional nodes cost more."""
 
 
 def _averages(
-    b: Builder, layer: Layer, weights: ir.Value, source: ir.Value, experts: int | None
+    b: Builder, layer: SoftMoELayer, weights: ir.Value, source: ir.Value, experts: int | None
 ) -> ir.Value:
-    """Adds weights [b, e·p, m] times the tokens [b, m, d]: [b, e·p, d]."""
+    """Adds the product of weights [b, e·p, m] and tokens [b, m, d]: [b, e·p, d]."""
     rows = 0 if experts is None else experts * layer.spec.slots
     large = layer.tokens is None or layer.tokens * layer.spec.dim >= LARGE_INPUT
     if not TARGETS[layer.target].cpu_forms or rows not in FEW_ROWS or not large:
@@ -379,11 +410,11 @@ def _averages(
 
 
 def _dispatch(
-    b: Builder, layer: Layer, routed: Routed, logits: ir.Value, experts: int | None
+    b: Builder, layer: SoftMoELayer, routed: Routed, logits: ir.Value, experts: int | None
 ) -> ir.Value:
     """Adds X̃ = Dᵀ·x for logits [b, e·p, m]; returns the slots [b, e·p, d].
 
-    `experts` is e, or None where it is chosen per run.
+    `experts` is e, or None if it is chosen per run.
     """
     weights = b.op("Softmax", logits, axis=-1, name="dispatch/D")
     if routed.scale is not None:

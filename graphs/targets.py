@@ -1,7 +1,4 @@
-"""Targets, their machines, and precisions: what runs a graph, and what it computes in.
-
-Importing loads nothing.
-"""
+"""Targets, machines and precisions; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,40 +11,39 @@ from typing import Literal
 from ..common.registry import Registry, names_in
 
 Target = str
-"""Who runs the graph, by the name of its record in `TARGETS`."""
+"""The name of a record in `TARGETS`: the runtime and machine that a graph is for."""
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
-"""What a graph computes in. INT8 is for matrix products; the rest is a float then, too. INT4 is
-what weights are stored in, a scale for every 32 of them; what they multiply is a float. FP8 is
+"""The type in which a graph computes. INT8 applies to matrix products, the rest stays a float. INT4
+applies to stored weights, in blocks of 32 with a scale each; their operands are floats. FP8 is
 TensorRT's E4M3, scaled as INT8 is."""
 
 FloatName = Literal["fp32", "fp16", "bf16"]
-"""The float types among them."""
 
 Scope = Literal["experts", "all"]
-"""What INT8 is for: the experts, or all linear layers."""
+"""The part that INT8 applies to: the experts, or all linear layers."""
 
 Method = Literal["minmax", "percentile", "entropy", "mse"]
-"""How a calibration chooses ranges from what was observed."""
+"""The method by which a calibration derives ranges from observations."""
 
 Runtime = str
-"""What runs the file of a graph, by the name of its record (`exporter/bundle/runtimes.py`). An
-engine is another file, which a TensorRT has compiled of it."""
+"""The name of a runtime that opens a graph (`exporter/bundle/runtimes.py`). An engine is a separate
+file, compiled from the graph by TensorRT."""
 
 
 def runtime_names() -> tuple[str, ...]:
-    """Returns the names of all runtimes: the core's own, and what plugins bring."""
+    """Returns the names of all runtimes, including those of plugins."""
     return ("onnxruntime", *names_in("moexport.runtimes"))
 
 
 QuantFormat = Literal["kernel", "standard", "qdq", "qdq-unsigned"]
-"""How a product of integers is written. `kernel`: ONNX Runtime's `MatMulIntegerToFloat`;
-`standard`: `MatMulInteger`, whose result is cast and scaled; `qdq`: QuantizeLinear and
-DequantizeLinear around a float MatMul, which TensorRT turns into an integer one; `qdq-unsigned`:
-the same, where what meets the weights is unsigned with a zero point, as in the first two."""
+"""The form of integer products. `kernel`: ONNX Runtime's `MatMulIntegerToFloat`; `standard`:
+`MatMulInteger` with a cast and a scale; `qdq`: QuantizeLinear and DequantizeLinear around a float
+MatMul, which TensorRT fuses to an integer product; `qdq-unsigned`: the same, with unsigned
+activations and a zero point, as in the first two."""
 
 QDQ: tuple[QuantFormat, ...] = ("qdq", "qdq-unsigned")
-"""Forms that are QuantizeLinear and DequantizeLinear around a product of floats."""
+"""The forms with QuantizeLinear and DequantizeLinear around a float product."""
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
@@ -57,22 +53,25 @@ CUDA_PROVIDER = "CUDAExecutionProvider"
 class Machine:
     """Rates of one kind of machine.
 
-    Weights: `bytes_per_us` where each expert's are a constant of their own, packed when the graph
-    was loaded, or tokens are read; `stacked_bytes_per_us` where all experts' are one constant, and
-    `pack_bytes_per_us` besides where that is packed in the run (`packing_us`);
-    `copy_bytes_per_us` for what a Gather writes. `cached` times faster is what the caches hold,
-    which are the last `cache_bytes`. With `reads_once` an expert that several inputs choose is read
-    from memory once, and after that from the caches.
+    Weights: `bytes_per_us` for tokens, and for weights that are one constant per expert, packed at
+    load time; `stacked_bytes_per_us` for weights that are one constant for all experts, plus
+    `pack_bytes_per_us` if that is packed at run time (`packing_us`); `copy_bytes_per_us` for the
+    output of a Gather. Data in caches of `cache_bytes` is read `cached` times as fast. With
+    `reads_once`, an expert that several inputs choose is read from memory once, and then from the
+    caches.
 
-    Arithmetic: `macs_per_us` in products with the experts' weights, half as many for the first
-    `lone_macs` of a product, since so small a one has one thread; `batched_macs_per_us` in the
-    products with tokens; `number_us` for a number that an operator between products passes over.
+    Arithmetic: `macs_per_us` in products with the experts' weights, half of it for the first
+    `lone_macs` of a product, because small products use one thread; `batched_macs_per_us` in
+    products with tokens; `number_us` for a number that an operator between products processes.
 
-    Operators: `node_us` for one with nothing to do, `product_us` more for a product with rows,
-    `branch_us` for an `If`, `sort_us` for each (row, expert) that is compared to sort rows by
-    expert. In integers an expert takes `integer_nodes` more, and `integer_passes` more passes over
-    the results of its products. Of `com.microsoft.MoE` alone are `routing_us` for each expert that
-    a row could go to, and `scalar_us` for a number that its loops take one by one.
+    Operators: `node_us` for an empty one, `product_us` in addition for a product with rows,
+    `branch_us` for an `If`, `sort_us` for each pair of row and expert that sorting rows by expert
+    compares. With integers an expert takes `integer_nodes` more nodes and `integer_passes` more
+    passes over the results of its products. `com.microsoft.MoE` also takes `routing_us` for each
+    row and candidate expert, and `scalar_us` for a number that its scalar loops process.
+
+    GPUs only: `launch_us` is the additional time of a node outside a CUDA graph. A grouped product
+    distributes its columns over `processors`, each of which reads `lone_bytes_per_us`.
     """
 
     bytes_per_us: float
@@ -91,6 +90,9 @@ class Machine:
     sort_us: float = 0.0
     routing_us: float = 0.0
     scalar_us: float = 0.0
+    launch_us: float = 0.0
+    lone_bytes_per_us: float = math.inf
+    processors: int = 1
     lone_macs: int = 0
     integer_nodes: int = 0
     integer_passes: int = 0
@@ -98,16 +100,18 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MachineKind:
-    """What the cost model takes a target to run on: its rates, by what computes the experts.
+    """The machine that the cost model assumes for a target: its rates by the experts' precision.
 
-    A byte of their weights is counted as four, and weights of fewer bytes stream so much faster.
-    `card` is the GPU whose data sheet they are from, where they were not measured.
+    A byte of weights counts as four bytes of FP32, and narrower weights stream faster in
+    proportion. `card` is the GPU, with rates from its data sheet, or fitted to measured runs of the
+    lowerings in `measured`, by kind of layer. Other lowerings are only predicted.
     """
 
     name: str
-    rates: Mapping[Precision, Machine]
+    rates: Mapping[Precision, Machine] | None = None
     on_cpu: bool = True
     card: str | None = None
+    measured: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 CPU = Machine(
@@ -127,73 +131,9 @@ CPU = Machine(
     scalar_us=0.00078,
     lone_macs=1 << 16,
 )
-"""What `python -m perf fit` found on two cores with AVX-512; they choose as well on two with AVX2.
-`sort_us` was measured apart; `lone_macs` is a constant of the runtime."""
+"""Fitted by `python -m perf fit` on two cores with AVX-512; the choices are as good on two with
+AVX2. `sort_us` was measured separately; `lone_macs` is a constant of the runtime."""
 
-
-STREAMED = 0.85
-"""The share of a GPU's bandwidth by its data sheet that large reads and writes reach."""
-
-
-def _card(
-    gigabytes_per_s: float,
-    fp32_tflops: float,
-    fp16_tflops: float,
-    int8_tops: float,
-    *,
-    cache_mib: int,
-    cached: float,
-) -> Mapping[Precision, Machine]:
-    """A GPU by its data sheet, dense products; what a Gather wrote is read again at once.
-
-    Its L2 holds `cache_mib`, and is `cached` times as fast as its memory. Nodes are those of a
-    CUDA graph; an `If` waits for the host, which decides.
-    """
-    streamed = gigabytes_per_s * STREAMED * 1e3
-
-    def machine(width: float, tflops: float, copied_width: float) -> Machine:
-        counted = streamed * 4 / width  # of bytes that are counted as FP32
-        return Machine(
-            bytes_per_us=counted,
-            stacked_bytes_per_us=counted,
-            copy_bytes_per_us=streamed * 4 / copied_width / 2,
-            macs_per_us=tflops * 0.5e6,
-            batched_macs_per_us=tflops * 0.5e6,
-            node_us=1.5,
-            branch_us=15.0,
-            cached=cached,
-            cache_bytes=cache_mib << 20,
-            reads_once=True,
-        )
-
-    half = machine(2, fp16_tflops, 2)
-    return MappingProxyType(
-        {
-            "fp32": machine(4, fp32_tflops, 4),
-            "fp16": half,
-            "bf16": half,
-            # A constant stack is dequantised to FP16 before a Gather: all of it is written, too.
-            "int8": machine(1, int8_tops, 8),
-            # Unpacked to FP16 as they are read.
-            "int4": machine(4.5 / 8, fp16_tflops, 2),
-            "fp8": machine(1, int8_tops, 8),
-        }
-    )
-
-
-GPUS: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
-    {
-        "A100": _card(2039, 19.5, 312, 624, cache_mib=40, cached=2.5),
-        "H100": _card(3350, 67, 989, 1979, cache_mib=50, cached=2.0),
-        "H200": _card(4800, 67, 989, 1979, cache_mib=50, cached=1.5),
-        "Jetson AGX Orin": _card(205, 5.3, 42.5, 85, cache_mib=4, cached=2.0),
-        "L4": _card(300, 30.3, 121, 242, cache_mib=48, cached=5.0),
-        "L40S": _card(864, 91.6, 362, 733, cache_mib=96, cached=5.0),
-        "RTX 4090": _card(1008, 82.6, 165, 661, cache_mib=72, cached=5.0),
-    }
-)
-"""Cards by NVIDIA's data sheets, and guesses of what a node, a branch and the L2 cost: nothing of
-it was measured."""
 
 CPU_INT8 = Machine(
     bytes_per_us=77e3,
@@ -212,8 +152,8 @@ CPU_INT8 = Machine(
     integer_nodes=1,
     integer_passes=1,
 )
-"""Fitted likewise, on machines with VNNI and without, to both forms of integer products. Stacked
-weights are packed for any number of rows: what they take has that in it."""
+"""Fitted in the same way, on machines with and without VNNI, to both forms of integer products.
+Stacked weights are packed for any number of rows; the rate includes that."""
 
 CPU_INT4 = replace(
     CPU,
@@ -223,43 +163,74 @@ CPU_INT4 = replace(
     pack_bytes_per_us=math.inf,
     cached=1.1,
 )
-"""From single products of `MatMulNBits`, not fitted: unpacking keeps it from being as fast as the
-bytes that it reads, and many rows take about as long as with FP32 weights."""
+"""From single `MatMulNBits` products, not fitted: unpacking makes it slower than the bytes read
+suggest, and with many rows it takes about as long as FP32 weights."""
 
-ON_CPU = MachineKind(
-    "cpu",
-    {  # 16-bit floats are computed in FP32 there.
+CPU_RATES: Mapping[Precision, Machine] = MappingProxyType(
+    {  # 16-bit floats are computed in FP32 there
         "fp32": CPU,
         "fp16": CPU,
         "bf16": CPU,
         "int8": CPU_INT8,
         "int4": CPU_INT4,
         "fp8": CPU,
-    },
+    }
 )
-SERVER_GPU = MachineKind("server-gpu", GPUS["H100"], on_cpu=False, card="H100")
-RTX_GPU = MachineKind("rtx-gpu", GPUS["RTX 4090"], on_cpu=False, card="RTX 4090")
-"""The cards that `auto` assumes for targets on GPUs."""
+ON_CPU = MachineKind("cpu", CPU_RATES)
+CUDA_GPU = MachineKind(
+    "cuda-gpu",
+    on_cpu=False,
+    card="H100",
+    measured={"soft-moe": frozenset({"dense", "gather", "grouped", "conditional"})},
+)
+SERVER_GPU = MachineKind("server-gpu", on_cpu=False, card="H100")
+RTX_GPU = MachineKind("rtx-gpu", on_cpu=False, card="RTX 4090")
+"""The cards that `auto` assumes for GPU targets."""
+
+
+FUSED_OPSET = 23
+"""The first opset with `Attention`, `RotaryEmbedding` and `RMSNormalization`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedOps:
+    """The fused ops of a runtime, for the parts around the layers.
+
+    For the types in `floats` it has attention, rotary embeddings and RMS norms. With `in_place`,
+    attention appends to a cache in place, which takes an `If`; with `joined`, the product of
+    queries, keys and values is part of the attention op; with `residuals`, a norm includes the
+    preceding residual and bias, and GELU a bias. With `wide_sums` its 16-bit kernels of these ops,
+    of softmax and of norms sum in FP32. With `any_opset` the ops outside ONNX's own domain are
+    allowed before the first opset with all of these.
+    """
+
+    floats: tuple[FloatName, ...] = ()
+    in_place: bool = False
+    joined: bool = False
+    residuals: bool = False
+    wide_sums: bool = False
+    any_opset: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TargetRecord:
-    """The facts of one target, which everything else reads.
+    """The facts about a target that all other code reads.
 
-    `machine` is what the cost model takes it to run on. `runtime` runs its graphs, and checks those
-    of which engines are compiled: ONNX Runtime on `provider`, or that of a plugin; the TensorRT
-    `backend` of that name compiles them. `integers` is how products of integers are written, and
-    `rest` the usual float type around INT8 experts. A target that is not `standard_ops` alone takes
-    ONNX Runtime's own (`com.microsoft`); `data_sizes` says whether it runs ops whose output's size
-    depends on values (NonZero), `branches` whether it computes `If` right at every batch size,
-    `broadcasts` whether a product may multiply the same rows by every matrix of a stack,
-    `constant_integers` whether products of integers are those with constant weights alone,
-    `bf16_attention` whether it needs a softmax in BF16 to compute attention in BF16 as one kernel,
-    and `moe` the floats in which it has `com.microsoft.MoE`. `cpu_forms` says whether graphs take
-    the forms that ONNX Runtime's CPU kernels are fast at, and `new_kernels` whether it has those
-    kernels that a browser has not, or was not tried with: attention as one op, weights of eight
-    bits in blocks, integer experts. It loads weights of up to `most_bytes` together. `refused` has
-    by precision a reason and what to do instead, `notes` what a user should know.
+    `machine` is the one that the cost model assumes. `runtime` runs its graphs, and checks graphs
+    for engines: ONNX Runtime on `provider`, or a plugin's; the TensorRT `backend` compiles engines.
+    `integers` is the form of integer products, and `rest` the default float type around INT8
+    experts. Unless `standard_ops`, graphs use ONNX Runtime's ops (`com.microsoft`). `data_sizes`:
+    it runs ops with data-dependent output sizes (NonZero). `branches`: it computes `If` correctly
+    at every batch size. `auto_branches`: `auto` may choose that (on a GPU, each `If` waits for the
+    host). `broadcasts`: a product may multiply the same rows by every matrix of a stack.
+    `constant_integers`: integer products need constant weights. `bf16_attention`: attention in BF16
+    is one kernel only if its softmax is in BF16. `moe`: the floats for which it has
+    `com.microsoft.MoE`. `weight_only`: only weights are integers, in blocks; their operands are
+    floats. `cpu_forms`: graphs use the forms for which ONNX Runtime's CPU kernels are fast.
+    `new_kernels`: it has kernels that browsers lack or that were not tried there: blocks of 8-bit
+    weights, integer experts. `fused` are the ops for the parts around the layers. It loads weights
+    of up to `most_bytes` in total. `summary` names what runs its graphs, for lists. `refused` has
+    a reason and a remedy by precision, `notes` remarks for users.
     """
 
     name: Target
@@ -272,24 +243,32 @@ class TargetRecord:
     standard_ops: bool = True
     data_sizes: bool = True
     branches: bool = True
+    auto_branches: bool = True
     broadcasts: bool = True
     constant_integers: bool = False
     bf16_attention: bool = False
     moe: tuple[FloatName, ...] = ()
+    weight_only: bool = False
     cpu_forms: bool = False
     new_kernels: bool = False
+    fused: FusedOps = FusedOps()
     most_bytes: int | None = None
+    summary: str = ""
     refused: Mapping[Precision, tuple[str, str]] = field(default_factory=dict)
     notes: Mapping[Precision, str] = field(default_factory=dict)
 
     @property
     def compiled(self) -> bool:
-        """Whether an engine is compiled of its graphs."""
+        """Whether an engine is compiled from its graphs."""
         return self.backend is not None
 
     @property
+    def launches(self) -> bool:
+        """Whether each node costs a kernel launch."""
+        return not self.on_cpu and not self.compiled
+
+    @property
     def on_cpu(self) -> bool:
-        """Whether its graphs run on a CPU."""
         return self.machine.on_cpu
 
 
@@ -298,12 +277,10 @@ _CPU_FP16 = (
     "the same on every CPU; for a GPU use --target ort-cuda"
 )
 
-_NO_INT4: Mapping[Precision, tuple[str, str]] = {
-    "int4": (
-        "weights of four bits are written for ONNX Runtime's CPU provider",
-        "use --target ort-cpu or onnx, or --precision fp16 here",
-    )
-}
+_CUDA_INTEGERS = (
+    "weights alone are integers, in blocks, and are multiplied in FP16: no ranges are needed; not "
+    "run on a GPU"
+)
 
 NO_FP8: Mapping[Precision, tuple[str, str]] = {
     "fp8": (
@@ -318,6 +295,7 @@ _RECORDS = (
         ON_CPU,
         "standard",
         provider=CPU_PROVIDER,
+        summary="any ONNX runtime (the default)",
         refused=NO_FP8,
         notes={
             "fp16": _CPU_FP16,
@@ -335,6 +313,8 @@ _RECORDS = (
         moe=("fp32",),
         cpu_forms=True,
         new_kernels=True,
+        fused=FusedOps(("fp32",), in_place=True, joined=True),
+        summary="ONNX Runtime on a CPU",
         refused={
             **NO_FP8,
             "bf16": (
@@ -346,22 +326,20 @@ _RECORDS = (
     ),
     TargetRecord(
         "ort-cuda",
-        SERVER_GPU,
-        "standard",
+        CUDA_GPU,
+        "kernel",
         provider=CUDA_PROVIDER,
+        rest="fp16",
         standard_ops=False,
-        moe=("fp32", "fp16"),
-        refused={
-            **_NO_INT4,
-            **NO_FP8,
-            "int8": (
-                "ONNX Runtime's CUDA provider computes quantised graphs in floats, slower than "
-                "without",
-                "use --precision fp16, or --target tensorrt",
-            ),
-        },
+        auto_branches=False,
+        moe=("fp32", "fp16", "bf16"),
+        fused=FusedOps(("fp32", "fp16", "bf16"), residuals=True, wide_sums=True, any_opset=True),
+        weight_only=True,
+        summary="ONNX Runtime with CUDA",
+        refused=NO_FP8,
+        notes={"int8": _CUDA_INTEGERS, "int4": _CUDA_INTEGERS},
     ),
-    # onnxruntime-web in a browser: its WASM is ONNX Runtime's CPU provider with 32-bit addresses.
+    # onnxruntime-web in a browser: ONNX Runtime's CPU provider as WASM, with 32-bit addresses.
     TargetRecord(
         "ort-web",
         ON_CPU,
@@ -371,6 +349,7 @@ _RECORDS = (
         moe=("fp32",),
         cpu_forms=True,
         most_bytes=2**31 - 1,
+        summary="onnxruntime-web, in browsers and Node",
         refused={
             **NO_FP8,
             "bf16": (
@@ -380,7 +359,7 @@ _RECORDS = (
         },
         notes={"fp16": _CPU_FP16},
     ),
-    # TensorRT-RTX compiles no NonZero; TensorRT does, but its size has to come back to the CPU.
+    # TensorRT-RTX does not compile NonZero; TensorRT does, but sends the size back to the CPU.
     TargetRecord(
         "tensorrt",
         SERVER_GPU,
@@ -388,6 +367,7 @@ _RECORDS = (
         backend="tensorrt",
         rest="fp16",
         data_sizes=False,
+        summary="TensorRT, on data-centre GPUs and Jetsons",
     ),
     TargetRecord(
         "tensorrt-rtx",
@@ -396,23 +376,22 @@ _RECORDS = (
         backend="tensorrt-rtx",
         rest="fp16",
         data_sizes=False,
+        summary="TensorRT-RTX, on RTX cards",
     ),
 )
 
 TARGETS = Registry("moexport.targets", TargetRecord, _RECORDS)
-"""`onnx` means standard ONNX ops alone, so that any runtime can."""
+"""`onnx` uses standard ONNX ops only, so that any runtime can run it."""
 
 
 def compiled_names() -> tuple[str, ...]:
-    """Returns the names of the core's targets of whose graphs engines are compiled."""
+    """Returns the names of the core's targets that compile engines."""
     return tuple(record.name for record in TARGETS.own if record.compiled)
 
 
 def runtime_of(target: Target) -> Runtime:
-    """Returns what runs the graphs of a target."""
     return TARGETS[target].runtime
 
 
 def for_cpus(target: Target) -> bool:
-    """Returns whether a target's graphs are for CPUs."""
     return TARGETS[target].on_cpu

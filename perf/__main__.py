@@ -15,7 +15,7 @@ from moexport.common.console import Console, Progress
 
 from . import cache, calibration, experts, granite, models, profiles, runtimes, scale, startup, tune
 from .generation import benchmark as generation
-from .layers import auto, fit, mumoe, soft_moe, tables
+from .layers import auto, cuda, fit, mumoe, soft_moe, tables
 from .measure import keep, kept
 
 RESULTS = Path(__file__).parent / "results"
@@ -26,7 +26,7 @@ MINUTES, NETWORK, QUICK = "--minutes=", "--network=", "--quick"
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One benchmark: `measure` writes its results to `file`, `tables` says what that holds."""
+    """One benchmark: `measure` writes its results to `file`, `tables` prints them."""
 
     file: Path
     measure: Callable[[Path, Progress], None]
@@ -36,9 +36,9 @@ class Benchmark:
 def main(arguments: list[str]) -> None:
     """Runs the named benchmarks, all without a name.
 
-    `tables` prints what was kept, `fit` what it says of the cost model; `--minutes=12` is what
-    `auto` may take; `tune --network=vit` measures one network, and keeps the rows of the others;
-    `generation --quick` tries all of it at tiny sizes, and keeps nothing.
+    `tables` prints the kept results, `fit` and `cuda` their findings on the cost model;
+    `--minutes=12` is what `auto` may take; `tune --network=vit` measures one network, and keeps the
+    rows of the others; `generation --quick` tries all of it at tiny sizes, and keeps nothing.
     """
     if arguments == ["generation", QUICK]:
         with tempfile.TemporaryDirectory() as folder, Console() as console:
@@ -52,10 +52,12 @@ def main(arguments: list[str]) -> None:
         _network(single[0])
         return
     wanted = [each for each in arguments if not each.startswith(MINUTES)] or list(BENCHMARKS)
-    unknown = set(wanted) - {*BENCHMARKS, "tables", "fit"}
+    unknown = set(wanted) - {*BENCHMARKS, "tables", "fit", "cuda"}
     if unknown:
         known = ", ".join(BENCHMARKS)
-        sys.exit(f"error: no benchmark {', '.join(sorted(unknown))}: use {known}, tables or fit")
+        sys.exit(
+            f"error: no benchmark {', '.join(sorted(unknown))}: use {known}, tables, fit or cuda"
+        )
     for name, benchmark in BENCHMARKS.items():
         if name in wanted:
             measure = benchmark.measure
@@ -68,6 +70,8 @@ def main(arguments: list[str]) -> None:
     if "fit" in wanted:
         cells = auto.read_cells(BENCHMARKS["auto"].file, auto.FITTED)
         print(fit.report([read(file) for file in LAYERS], cells))
+    if "cuda" in wanted:
+        print(cuda.report(RESULTS / "layers-cuda.json"))
 
 
 def _network(name: str) -> None:
@@ -102,7 +106,7 @@ def _figures(
     found: Callable[[Progress], Mapping[str, object] | None],
     table: Callable[[Any], str],
 ) -> Benchmark:
-    """A benchmark whose results are figures of its own; none where it cannot run."""
+    """A benchmark whose results are figures of its own; none if it cannot run."""
 
     def measure(file: Path, progress: Progress) -> None:
         figures = found(progress)

@@ -80,7 +80,7 @@ def _in_turn(steps: Mapping[str, IndexedCall], protocol: Protocol) -> dict[str, 
 def table(body: Any) -> str:
     """The results as Markdown, with the machine they were measured on."""
     heads = (
-        "tokens before",
+        "tokens in context",
         "exported, with the cache",
         "PyTorch, with a cache",
         "PyTorch, without",

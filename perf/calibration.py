@@ -26,8 +26,8 @@ from moexport.calibration.table import METHODS, CalibrationTable
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
+from moexport.exporter.bundle.parity import jaccard
 from moexport.exporter.job import calibration_job
-from moexport.exporter.parity import jaccard
 from moexport.exporter.quantization.calibrate import Observed, observe_model
 from moexport.exporter.requests import CalibrateRequest
 from moexport.exporter.session import Session, SessionOptions
@@ -54,7 +54,7 @@ QUANTISER_BATCH = 16
 """Of both quantisers: what `moexport calibrate` runs at once."""
 
 Row = Mapping[str, object]
-"""What was found of one method or quantiser on one network, as it is kept."""
+"""The kept results of one method or quantiser on one network."""
 
 
 def measure(progress: Progress) -> dict[str, object]:
@@ -154,7 +154,7 @@ def compare_tools(checkpoint: Path, feed: Path, test: LabelledData, place: Path)
     """Yields accuracy, times and memory of FP32, ours, and `quantize_static` in its two formats.
 
     `calibration_s` and `peak_mb` are those of a process that calibrates and quantises, from the
-    start of its work; `base_mb` is what it held before. `failure` is what the runtime said of a
+    start of its work; `base_mb` is the memory before. `failure` is the runtime's message for a
     graph that it does not run.
     """
     experts = load(checkpoint).layers["layer"].spec.experts
@@ -201,13 +201,13 @@ def compare_tools(checkpoint: Path, feed: Path, test: LabelledData, place: Path)
 
 
 def _bytes(path: Path) -> int:
-    """A graph with its weights, which lie beside ours."""
+    """A graph with its weights, in the folder of ours."""
     weights = path.parent / "weights.bin"
     return path.stat().st_size + (weights.stat().st_size if weights.exists() else 0)
 
 
 def _child(*arguments: object) -> dict[str, float]:
-    """Runs one quantiser in a process of its own; returns what it took."""
+    """Runs one quantiser in its own process; returns its cost."""
     command = [sys.executable, "-m", "perf.calibration", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     cost: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""One layer of token-routed experts with its router: PyTorch's forms beside our graphs."""
+"""One layer of token-routed experts with its router: PyTorch's forms compared with our graphs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moexport.common.console import Progress
 from moexport.common.text import markdown
 from moexport.common.timing import IndexedCall, Protocol, measure
 from moexport.errors import install
-from moexport.exporter.export import export
+from moexport.exporter.export import write_bundle
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
-from moexport.exporter.options import ExportOptions, PrecisionOptions
+from moexport.exporter.options import ExportOptions
 from moexport.exporter.session import Session, SessionOptions
 from moexport.plugins.token_routed.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from .measure import measured_on
 SPEC = ExpertsSpec("moe.experts", experts=32, k=8, dim=1024, hidden=512, out=1024)
 TOKENS = (1, 16, 256)
 SLOW = {"batched_mm": 1}
-"""What is measured up to so many tokens: it gathers the weights of every pair."""
+"""The most tokens at which `batched_mm` is measured: it gathers the weights of every pair."""
 
 GRAPHS = (
     ("grouped", "fp32"),
@@ -77,12 +77,12 @@ def measured(progress: Progress) -> dict[str, object] | None:
             options = ExportOptions(
                 k=SPEC.k,
                 target="ort-cpu",
-                lowerings=(lowering,),
-                precision=PrecisionOptions(precision),  # type: ignore[arg-type]
+                lowering=lowering,
+                precision=precision,  # type: ignore[arg-type]
                 verify=False,
                 destination=Path(folder) / f"{lowering}-{precision}",
             )
-            bundle = export(export_job(model, options))
+            bundle = write_bundle(export_job(model, options))
             calls[f"{lowering} {precision}"] = Session(
                 bundle.path / "model.onnx", SessionOptions(threads=torch.get_num_threads())
             )
@@ -151,6 +151,6 @@ def table(body: Any) -> str:
     ]
     return (
         f"Measured on {measured_on(body)}, {body['threads']} threads; ms, medians. d = {SPEC.dim}, "
-        f"h = {SPEC.hidden}, k = {SPEC.k} of {SPEC.experts}; `bytes` is reading the FP32 weights "
-        f"in use.\n\n{markdown(('tokens', *names), rows)}"
+        f"h = {SPEC.hidden}, k = {SPEC.k} of {SPEC.experts}; `bytes` is the time to read the FP32 "
+        f"weights in use.\n\n{markdown(('tokens', *names), rows)}"
     )

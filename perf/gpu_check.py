@@ -1,15 +1,15 @@
-"""What only a GPU can show: engines built, run, compared and timed. `make gpu-check` runs it.
+"""The checks that need a GPU, in ten minutes on one card. `make gpu-check` runs it.
 
-For each backend, precision and lowering that the machine has: the engine's outputs against the
-PyTorch reference of its bundle, and its time for every k, on the GPU and from array to array; the
-same for ONNX Runtime's providers; in the end the tests that need a GPU. FP16 of a small and of a
-large model comes before the other precisions: the first minutes say the most. A fault on the GPU
-ends a process, or leaves its CUDA unusable: each of these units has a process of its own
-(`--unit`), its request as JSON on stdin and its answer on the last line of stdout. The results are
-written after each, what TensorRT's inspector says of an engine as it says it; the same command goes
-on where it stopped. What is left out is listed with the reason and what failed with its message and
-traceback: the results of a machine say what they are not about. It fails where a backend that
-serves the card was not checked.
+`perf.gpu_rows` comes first: graphs of `ort-cuda` against PyTorch's outputs and times. Then for each
+backend, precision and lowering that the machine has: the engine's outputs against the PyTorch
+reference of its bundle, and its time for every k, on the GPU and from array to array; the same for
+ONNX Runtime's providers; in the end the tests that need a GPU. FP16 of a small and of a large model
+comes before the other precisions: the most informative checks come first. A fault on the GPU ends a
+process, or leaves its CUDA unusable: each of these units has a process of its own (`--unit`), its
+request as JSON on stdin and its answer on the last line of stdout. The results are written after
+each, the unchanged output of TensorRT's inspector for an engine; the same command goes on where it
+stopped. What is left out is listed with the reason, a TensorRT that is not installed too, and what
+failed with its message and traceback: the results of a machine list what is missing.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ import numpy as np
 from moexport.common.environment import environment
 from moexport.common.writing import write_text
 from moexport.errors import MissingExtraError, MoexportError
-from moexport.exporter.bundle.parity_record import (
+from moexport.exporter.bundle.parity import (
     PARITY_FILE,
     TOLERANCES,
     Parity,
     Reference,
+    compare,
     on_gpu,
     recorded,
-    settled,
 )
-from moexport.exporter.parity import compare
 from moexport.exporter.session import PROVIDERS, Session, SessionOptions
 from moexport.exporter.tensorrt import cache, cuda
 from moexport.exporter.tensorrt.backends import BACKENDS, TENSORRT, Backend, Gpu, first_gpu
@@ -55,14 +54,14 @@ from moexport.exporter.tensorrt.ort_provider import load_libraries
 from moexport.exporter.tensorrt.profiles import parse_profile
 from moexport.exporter.tensorrt.records import engines_of
 from moexport.exporter.tensorrt.session import EngineSession
-from moexport.exporter.tensorrt.verify import engine_parity
+from moexport.exporter.tensorrt.verify import engine_parity, settled
 from moexport.graphs.targets import Precision, Target
 
 from .scale import vit_checkpoint
 
 LOWERINGS = ("gather", "dense", "conditional", "block-grouped")
 PRECISIONS: tuple[Precision, ...] = ("fp16", "int8", "bf16", "fp32", "fp8", "int4")
-"""What an engine is built of, what is most often deployed first."""
+"""The sources of an engine, the most often deployed first."""
 PROVIDER_TARGETS: Mapping[str, Target] = {
     "onnxruntime-cuda": "ort-cuda",
     "onnxruntime-tensorrt": "tensorrt",
@@ -74,6 +73,12 @@ MOST_S = 900.0
 
 TESTS = "pytest -m gpu"
 """The tests that need a GPU: the check's last unit, which shares its time and its engines."""
+
+ROWS = "perf.gpu_rows"
+"""The times and values of ONNX Runtime and PyTorch, which come first."""
+
+ROWS_SHARE = 0.75
+"""The share of the time that they take where engines and tests are to follow."""
 
 SIZES = ("small", "large")
 SMALL = {"dim": 192, "experts": 8, "hidden": 192, "depth": 2}
@@ -107,7 +112,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is checked: a graph of a bundle, in a backend or a provider of ONNX Runtime.
+    """A unit to check: a graph of a bundle, in a backend or a provider of ONNX Runtime.
 
     `runner` is a backend's name or `onnxruntime-cuda`, `onnxruntime-tensorrt`, `size` small or
     large; `graph` the file in the folder `bundle`; `ks` are timed. What the inspector says of an
@@ -125,12 +130,12 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """What a reader calls it."""
+        """Its name for readers."""
         return named(self.runner, self.size, self.precision, self.lowering)
 
 
 def named(*parts: str) -> str:
-    """Returns what a unit, or several of a kind, is called."""
+    """Returns the name of a unit, or of several of a kind."""
     return ", ".join(parts)
 
 
@@ -138,8 +143,8 @@ def named(*parts: str) -> str:
 class Checked:
     """One engine or graph on the GPU: how far it is from PyTorch, and its times.
 
-    `recorded` says whether the runner could record its work as a CUDA graph (null: the runtime does
-    it by itself). `types` counts the types of tensors as TensorRT's inspector names them.
+    `recorded` tells whether the runner could record its work as a CUDA graph (null: the runtime
+    does it by itself). `types` counts the types of tensors as TensorRT's inspector names them.
     """
 
     runner: str
@@ -170,7 +175,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What was left out, and why; a traceback where that is a failure."""
+    """The parts left out, and why; a traceback for a failure."""
 
     what: str
     why: str
@@ -188,7 +193,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What is exported once: graphs of a size and precision, by lowering with those that run it."""
+    """One export: graphs of a size and precision, by lowering with those that run it."""
 
     size: str
     precision: Precision
@@ -196,7 +201,7 @@ class Export:
     runners: Mapping[str, Sequence[str]]
 
     def names(self, lowering: str) -> list[str]:
-        """What the units of one lowering are called."""
+        """The name of the units of one lowering."""
         return [
             named(runner, self.size, self.precision, lowering) for runner in self.runners[lowering]
         ]
@@ -205,7 +210,7 @@ class Export:
 def exports(
     asked: argparse.Namespace, runners: Collection[str], done: Collection[str] = ()
 ) -> Iterator[Export]:
-    """Yields what is to be exported for these runners, what says the most first.
+    """Yields the exports for these runners, the most informative first.
 
     That is FP16 of both sizes, then the other precisions of the small model, then of the large one.
     """
@@ -232,7 +237,7 @@ def exports(
 
 
 def target_of(runner: str) -> Target:
-    """Returns what a runner's graphs are exported for: both TensorRTs build the same."""
+    """Returns the target of a runner's exports: both TensorRTs build the same graphs."""
     return PROVIDER_TARGETS.get(runner, "tensorrt")
 
 
@@ -280,6 +285,8 @@ def rows(
     What there is no time for is left out. The tests that need a GPU come last.
     """
     until = time.monotonic() + 60 * asked.minutes
+    if gpu is not None and ROWS not in done:
+        yield card_rows(asked, 60 * asked.minutes * ROWS_SHARE)
     missing = {name: absent(name, gpu) for name in (*BACKENDS, *PROVIDER_TARGETS)}
     yield from (asdict(trouble) for trouble in missing.values() if trouble is not None)
     here = [name for name, trouble in missing.items() if trouble is None]
@@ -338,11 +345,7 @@ def _model(folder: Path, size: str, shape: Mapping[str, int]) -> moexport.Model:
 
 
 def absent(runner: str, gpu: Gpu | None) -> Trouble | None:
-    """Returns why a runner is left out: it is not here, or does not serve this GPU.
-
-    A backend that serves the GPU and is not installed is a failure: nothing else shows that its
-    engines are right.
-    """
+    """Returns why a runner is left out: it is not here, or does not serve this GPU."""
     backend: Backend | None = BACKENDS.get(runner)
     if runner == "onnxruntime-tensorrt":
         try:
@@ -356,7 +359,7 @@ def absent(runner: str, gpu: Gpu | None) -> Trouble | None:
         why = f"it serves {backend.served}, and {gpu.name} is {gpu.compute_capability}"
         return Trouble(runner, why, failure=False)
     if not backend.installed():
-        return Trouble(runner, f"not installed: {backend.install}", failure=gpu is not None)
+        return Trouble(runner, f"not installed: {backend.install}", failure=False)
     return None
 
 
@@ -375,7 +378,7 @@ def outcome(
     most_s: float = MOST_S,
     left_s: float = math.inf,
 ) -> Row:
-    """Runs a unit in a process of its own and returns its answer, or how it ended without one.
+    """Runs a unit in its own process and returns its answer, or how it ended without one.
 
     One that takes longer than it may has failed; of one that takes longer than what is left of all
     time nothing is known.
@@ -403,6 +406,28 @@ def outcome(
     end = "\n".join(done.stderr.splitlines()[-20:])
     why = f"its process ended with status {done.returncode}"
     return asdict(Trouble(what, why, failure=True, traceback=end or None))
+
+
+def card_rows(asked: argparse.Namespace, left_s: float, *more: str) -> Row:
+    """Measures the rows of `perf.gpu_rows`, whose table goes to stdout, and returns its output.
+
+    If a row ended the process, the others follow in another one.
+    """
+    if left_s <= 0:
+        return asdict(Trouble(ROWS, NO_TIME, failure=False))
+    output = asked.output.with_name(f"{asked.output.stem}-rows.json")
+    begun, end, status, said = time.monotonic(), time.monotonic() + left_s, -1, ""
+    module = f"{__package__}.gpu_rows"
+    while status < 0 and time.monotonic() < end:
+        minutes = str((end - time.monotonic()) / 60)
+        command = (sys.executable, "-m", module, "-o", str(output), "--minutes", minutes, *more)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        status, said = done.returncode, done.stdout
+    print(said)
+    seconds = round(time.monotonic() - begun, 1)
+    if status:
+        return asdict(Trouble(ROWS, f"a row failed: see {output}", failure=True))
+    return asdict(Passed(ROWS, summary=f"all rows in {output}", seconds=seconds))
 
 
 def tests(left_s: float, command: Sequence[str] = (sys.executable, "-m", *TESTS.split())) -> Row:
@@ -438,13 +463,14 @@ def run(asked: argparse.Namespace, gpu: Gpu | None) -> bool:
             _write(asked, gpu, results, complete=False)
     complete = not any(row.get("why") == NO_TIME for row in results)
     _write(asked, gpu, results, complete=complete)
-    checked = [row["passed"] for row in results if "runner" in row]
+    judged = (row for row in results if "runner" in row or row.get("what") == ROWS)
+    checked = [row.get("passed", False) for row in judged]
     failed = any(row.get("failure") for row in results)
     return complete and bool(checked) and all(checked) and not failed
 
 
 def _unfinished(asked: argparse.Namespace, gpu: Gpu | None) -> list[Row]:
-    """What passed in a run that was stopped; what failed is tried again."""
+    """The units that passed in an interrupted run; failed ones are tried again."""
     if not asked.output.exists():
         return []
     content = json.loads(asked.output.read_text(encoding="utf-8"))
@@ -478,7 +504,7 @@ def _line(row: Row) -> str:
 
 
 def _about(asked: argparse.Namespace, gpu: Gpu | None) -> dict[str, Any]:
-    """What was checked, and on what: the results of two runs belong together where it is equal."""
+    """The subject and the machine of a check: results of runs with equal ones belong together."""
     return {
         "model": _shape(asked),
         "protocol": {"warm_ups": WARM_UPS, "runs": RUNS, "rounds": ROUNDS},
@@ -547,12 +573,12 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
 
 
 def check_graph(bundle: moexport.Bundle, unit: Unit) -> Checked:
-    """Returns what a provider of ONNX Runtime makes of a bundle's main graph."""
+    """Returns a provider's results for a bundle's main graph."""
     tolerance = on_gpu(TOLERANCES[unit.precision], unit.precision)
     expected = settled(Reference.load(bundle.path / PARITY_FILE), tolerance.tie)
     provider = PROVIDERS[unit.runner.removeprefix("onnxruntime-")]
     session = bundle.session(options=SessionOptions(provider))
-    k = next(iter(expected.kept.values()))
+    k = expected.main_k
     parity = compare(session, expected, {}, batch=4, tolerance=tolerance, k=k)
     return Checked(
         **_found(unit, parity),
@@ -652,7 +678,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--lowering", type=_listed(LOWERINGS), default=LOWERINGS, help="those alone: gather,dense"
     )
-    found.add_argument("--minutes", type=float, default=45.0, help="the most it takes")
+    found.add_argument("--minutes", type=float, default=10.0, help="the most it takes")
     found.add_argument("--dim", type=int, default=768, help="a multiple of 12, the heads")
     found.add_argument("--experts", type=int, default=32)
     found.add_argument("--hidden", type=int, default=768)

@@ -1,9 +1,9 @@
 """A language model of 24 layers of routed experts: how long its export takes, how fast it decodes.
 
-A Granite-MoE of 1.3 B with random weights, beside the graph of `transformers`' own exporter. Each
-step runs in a process of its own, which gives its memory back: `python -m perf.granite ours FOLDER
-OUT` exports a folder in each precision, `theirs` has it exported by `transformers`, and `decode
-GRAPH LAYERS THREADS` times one token. Each prints its figures as its last line.
+A Granite-MoE of 1.3 B with random weights, compared with the graph of `transformers`' own exporter.
+Each step runs in its own process, which gives its memory back: `python -m perf.granite ours
+FOLDER OUT` exports a folder in each precision, `theirs` has it exported by `transformers`, and
+`decode GRAPH LAYERS THREADS` times one token. Each prints its figures as its last line.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def save_random(model: Any, folder: Path) -> int:
 
 
 def active_weights(layers: int) -> int:
-    """Returns how many weights a token is multiplied with."""
+    """Returns the number of weights that multiply a token."""
     d = CONFIG["hidden_size"]
     expert = 3 * d * CONFIG["intermediate_size"]
     shared = CONFIG["num_key_value_heads"] / CONFIG["num_attention_heads"]
@@ -158,11 +158,11 @@ class _Steps(Silent):
 
 
 def ours(folder: Path, place: Path) -> dict[str, object]:
-    """Exports in each precision from one trace, in FP32 verified; that one is told in seconds."""
+    """Exports in each precision from one trace, in FP32 verified, with the time of its steps."""
     import moexport
-    from moexport.exporter.export import export
+    from moexport.exporter.export import write_bundle
     from moexport.exporter.job import export_job
-    from moexport.exporter.options import ExportOptions, PrecisionOptions
+    from moexport.exporter.options import ExportOptions
     from moexport.exporter.trace import trace
 
     steps = _Steps()
@@ -171,16 +171,17 @@ def ours(folder: Path, place: Path) -> dict[str, object]:
     for name, (lowering, scope) in GRAPHS.items():
         options = ExportOptions(
             target="ort-cpu",
-            lowerings=(lowering,),
-            precision=PrecisionOptions(name, scope=scope),  # type: ignore[arg-type]
+            lowering=lowering,
+            precision=name,  # type: ignore[arg-type]
+            quantize=scope,  # type: ignore[arg-type]
             verify=name == "fp32",
             destination=place / name,
         )
         job = export_job(model, options)
         if traced is None:
             steps.step("tracing")
-            traced = trace(job.model, opset=options.opset, fixed=job.fixed)
-        export(job, steps, traced)
+            traced = trace(job.model, opset=options.least_opset, fixed=job.fixed)
+        write_bundle(job, steps, traced)
         if name == "fp32":
             steps.end()
             found = {"steps": dict(steps.seconds), "peak_bytes": peak_bytes()}
@@ -227,7 +228,7 @@ def decode(graph: Path, layers: int, threads: int) -> dict[str, object]:
 
 
 def together(turns: Sequence[Mapping[str, float]]) -> dict[str, object]:
-    """Returns what the turns of a graph say: the median time, what each took, the most memory."""
+    """Returns the results of a graph's turns: the median time, each time, the most memory."""
     ms = [each["ms"] for each in turns]
     return {
         "ms": statistics.median(ms),
@@ -264,7 +265,8 @@ def table(body: Any) -> str:
         f"Measured on {measured_on(body)}, {body['threads']} threads. A Granite-MoE of "
         f"{body['layers']} layers and {body['parameters'] / 1e9:.2f} B parameters, random weights; "
         f"one token after {PAST}, medians of {TURNS} turns, each in a process of its own. "
-        f"`× its bytes` is over reading the weights of one token at {stream:.0f} GB/s.\n\n"
+        "`× its bytes` is that time divided by the time to read the weights of one token at "
+        f"{stream:.0f} GB/s.\n\n"
         f"{markdown(header, rows)}"
         f"\n\nThe verified FP32 export took {seconds:.0f} s ({listed}) and at most "
         f"{body['ours']['peak_bytes'] / weights:.2f} times the FP32 weights in memory; "
@@ -274,7 +276,7 @@ def table(body: Any) -> str:
 
 
 def _itself(what: str, *arguments: object) -> Any:
-    """Runs a step of this module in a process of its own; returns what it prints last."""
+    """Runs a step of this module in its own process; returns its last line of output."""
     command = [sys.executable, "-m", "perf.granite", what, *map(str, arguments)]
     return json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: cases timed in turn, results that are kept, and cells of tables."""
+"""Shared by the benchmarks: cases timed alternately, kept results, and cells of tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def opened(*graphs: GraphSource) -> tuple[GraphSource, ...]:
 
 
 def in_pytorch(model: Model, engine: str, name: str, batches: Sequence[int] = ()) -> GraphSource:
-    """Returns another form of a model in PyTorch, to be measured beside the model's graphs."""
+    """Returns another form of a model in PyTorch, to be measured along with the model's graphs."""
     n = max(layer.spec.experts for layer in model.layers.values())
     loader = TorchLoader(Case(name, engine, n, n), tuple(batches), False, lambda: model)
     return GraphSource(n, name, loader, engine=engine)
@@ -72,7 +72,7 @@ def timed(
     """Returns a row per case of a candidate, timed in turn on all inputs as one batch.
 
     With them the rates of the machine, which are measured in the same rounds and give the limits.
-    `names` says what rows of PyTorch are called, by engine.
+    `names` are the names of PyTorch's rows, by engine.
     """
     batch = len(data)
     group = TimingGroup(tuple(candidate.cases), batch, protocol)
@@ -113,7 +113,7 @@ def timed(
 
 
 def in_own_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Returns what a function finds in a process of its own, which gives its memory back."""
+    """Runs a function in its own process, which then frees its memory; returns the result."""
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as process:
         return process.submit(work, *args, **kwargs).result()
 
@@ -152,7 +152,7 @@ def results(
 
 
 def random_weights(model: Model, name: str) -> ModelInfo:
-    """Returns what results say of a model."""
+    """Returns the entry of a model in the results."""
     parameters = sum(p.numel() for p in model.module.parameters())
     return ModelInfo(name, model.family, "random weights", parameters)
 
@@ -169,12 +169,12 @@ def keep(file: Path, command: str, **figures: object) -> None:
 
 
 def kept(file: Path) -> Any:
-    """Returns what a file of a benchmark holds."""
+    """Reads a results file of a benchmark."""
     return json.loads(file.read_text(encoding="utf-8"))
 
 
 def measured_on(body: Any) -> str:
-    """Returns the day and the machine of what was kept: processor, cores and memory."""
+    """Returns the day and the machine of the kept results: processor, cores and memory."""
     facts = body["environment"]
     return (
         f"{body['created'][:10]}: {facts['cpu']['model']}, {facts['cpu']['cores']} cores, "

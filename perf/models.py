@@ -44,7 +44,7 @@ def run(
 ) -> Iterator[Results]:
     """Yields a row per model, batch, engine and k: all so far, after each model and batch.
 
-    All cases of a batch are interleaved, in a process of their own: what they hold is several
+    All cases of a batch are interleaved, in their own process: what they hold is several
     times a model.
     """
     models: dict[str, ModelInfo] = {}
@@ -99,7 +99,7 @@ def _images(batch: int) -> np.ndarray:
 
 
 def table(results: Results, batch: int | None = None) -> str:
-    """Returns whole models as Markdown: medians in ms for every k, beside their limits.
+    """Returns whole models as Markdown: medians in ms for every k, with their limits.
 
     Only one batch size where that is given.
     """

@@ -1,6 +1,6 @@
 """`python -m perf.nodes NODES CELLS`: what a cell costs on many nodes of Ray, all on this machine.
 
-The nodes are Ray's own, each with its processes and one CPU that it is told to have. The cells do
+The nodes are Ray's own, each with its processes and one CPU by its configuration. The cells do
 nothing: what is measured is how they are placed, run, collected and kept by the code of `bench
 --ray`. What a node takes of memory and of time to start is printed.
 """
@@ -27,11 +27,11 @@ CONFIG = {
     "health_check_period_ms": 30_000,
     "worker_register_timeout_seconds": 900,
 }
-"""What nodes that share a machine need otherwise than real ones."""
+"""Settings for nodes that share one machine."""
 
 
 def nothing(cell: int) -> dict[str, int]:
-    """Returns what a cell found."""
+    """Returns the results of a cell."""
     return {"cell": cell}
 
 
@@ -75,7 +75,7 @@ def _load() -> str:
 
 
 def _memory_mb() -> float:
-    """What the processes of all nodes take for themselves, beside what they share."""
+    """The memory that the processes of all nodes do not share."""
     psutil: Any = importlib.import_module("psutil")  # Ray brings it
     found = 0
     for process in psutil.Process().children(recursive=True):

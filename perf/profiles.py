@@ -1,7 +1,7 @@
 """Where the time of whole models goes, by kinds of ops, in ONNX Runtime and in OpenVINO.
 
 The time of a call is measured without a profile, which adds microseconds to every op; the profile
-tells how it is shared out. A product of large matrices in FP32 is measured beside them.
+shows its parts. A product of large matrices in FP32 is measured along with them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def images(bundle: Bundle, batch: int) -> dict[str, np.ndarray]:
 
 
 def next_token(bundle: Bundle, batch: int, context: int = 128) -> dict[str, np.ndarray]:
-    """Returns a token for each input, after so many."""
+    """Returns a token for each input, after a number of earlier ones."""
     ids, *past = bundle.manifest.inputs
     heads, width = past[0].shape[1], past[0].shape[3]
     assert isinstance(heads, int) and isinstance(width, int)
@@ -177,7 +177,7 @@ def _exported(
 
 
 Opened = tuple[Callable[[Mapping[str, np.ndarray]], object], Callable[..., dict[str, float]]]
-"""What runs a graph, and what returns the milliseconds of each op in so many calls."""
+"""A function that runs a graph, and one that returns each op's milliseconds over its calls."""
 
 
 def in_onnxruntime(file: Path, count: int) -> Opened:

@@ -1,8 +1,7 @@
 """Every family, lowering and precision that claims TensorRT-RTX, compiled: which do, how large.
 
-`python -m perf.rtx_builds -o FILE` needs no GPU.
-The models are the recorded cases of the tests, so that sizes say what an engine takes beside its
-weights.
+`python -m perf.rtx_builds -o FILE` needs no GPU. The models are the recorded cases of the tests, so
+that sizes show an engine's size in addition to its weights.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ OPSETS = {"int4": 21}
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """One engine: compiled in so many seconds to so many bytes, or why it was refused."""
+    """One engine: its build time and its size, or why it was refused."""
 
     case: str
     lowering: str
@@ -51,11 +50,9 @@ def builds(case: RecordedCase, place: Path) -> Iterator[Build]:
     model = moexport.load(case.weights, config=case.config)
     specs = [layer.spec for layer in model.layers.values()]
     for lowering, record in lowerings_of(specs[0].kind).items():
-        if "tensorrt-rtx" not in record.targets or any(map(record.unable, specs)):
-            continue
         for precision in get_args(Precision):
             one = Build(case.name, lowering, precision)
-            if record.no_kernel(precision, "tensorrt-rtx") is None:
+            if not any(record.problem(spec, precision, "tensorrt-rtx") for spec in specs):
                 yield _built(model, case, one, place)
 
 

@@ -1,4 +1,4 @@
-"""A whole Soft MoE ViT-S/16 in ONNX Runtime and in OpenVINO, in each precision, beside its peers.
+"""A whole Soft MoE ViT-S/16 in ONNX Runtime and OpenVINO, in each precision, and its peers.
 
 The peers are PyTorch eager and compiled, `torch.onnx` in both runtimes, OpenVINO's own conversion
 from PyTorch, and NNCF's INT8 of that where NNCF is installed.
@@ -181,7 +181,7 @@ def _images(batch: int) -> np.ndarray:
 
 
 def table(results: Results) -> str:
-    """Returns the medians in ms as Markdown, beside FP32 in ONNX Runtime at k = n/4.
+    """Returns the medians in ms as Markdown, with FP32 in ONNX Runtime at k = n/4.
 
     And over the least time that this machine needs at the rates of its products.
     """

@@ -1,6 +1,6 @@
 """Large models: the time and memory of exporting them, and of building the engine of one.
 
-What is measured runs in a process of its own, which measures itself: `python -m perf.scale`, with
+What is measured runs in its own process, which measures itself: `python -m perf.scale`, with
 the arguments of `moexport`, prints seconds and peak memory as its last line.
 """
 
@@ -26,10 +26,10 @@ SAYS = "moexport: "
 """How the line begins that `moexport export` writes when a step does."""
 
 START = "start"
-"""What comes before the first step: Python and the imports."""
+"""The part before the first step: Python and the imports."""
 
 STEPS = ("loading", "tracing", "writing", "checking", "hashing")
-"""The steps of a verified export, by the first word of what it says."""
+"""The steps of a verified export, by the first word of their messages."""
 
 SAID = ("--set", "num_heads=12", "--set", "rest=default")
 EXPORT = ("--k", "0.25", "--precision", "fp16", "--target", "tensorrt-rtx", "--lowering", "gather")
@@ -72,7 +72,7 @@ def measure(progress: Progress) -> dict[str, object]:
 def export(
     checkpoint: Path, bundle: Path, *options: str
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Exports through the command line; returns its steps' seconds, and what it says of itself."""
+    """Exports through the command line; returns its steps' seconds, and its report."""
     command = [sys.executable, "-m", "perf.scale", "export", str(checkpoint), "-o", str(bundle)]
     command += [*SAID, *options]
     with subprocess.Popen(
@@ -88,14 +88,14 @@ def export(
 
 
 def seconds_by_step(lines: Iterable[str]) -> dict[str, float]:
-    """Passes on what an export says, until it ends, and returns what each of its steps took."""
+    """Passes an export's messages on until it ends; returns the time of each of its steps."""
     steps: dict[str, float] = {}
     step, began = START, time.monotonic()
     for line in lines:
         print(line, end="", file=sys.stderr, flush=True)
         if line.startswith(SAYS):
             now = time.monotonic()
-            # A step that says how far it is says its name again.
+            # A step repeats its name when it reports progress.
             steps[step] = steps.get(step, 0.0) + now - began
             step, began = line.removeprefix(SAYS).split()[0], now
     steps[step] = steps.get(step, 0.0) + time.monotonic() - began

@@ -1,4 +1,4 @@
-"""`tune` beside the best uniform k and precision of `bench`, and beside Optuna as the search.
+"""Compares `tune` with the best uniform k and precision of `bench`, and with Optuna.
 
 Each network is trained on one part of its data; `tune` and all others get the other part, half of
 which confirms. What each found is timed in turn. A whole run takes about forty minutes.
@@ -24,15 +24,15 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.runners.pytorch import untouched
 from moexport.common.console import Progress
+from moexport.common.latency import Latency
 from moexport.common.text import markdown
-from moexport.common.timing import Latency, Protocol
+from moexport.common.timing import Protocol
 from moexport.common.timing import measure as measure_calls
 from moexport.errors import MoexportError
-from moexport.exporter.export import export
+from moexport.exporter.export import write_bundle
 from moexport.exporter.families.mumoe_mixer import MixerSpec
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model
-from moexport.exporter.options import PrecisionOptions, parse_k
 from moexport.exporter.session import SessionOptions
 from moexport.graphs.targets import Precision
 from moexport.plugins.demo import digits, experts
@@ -44,9 +44,9 @@ from moexport.plugins.tune.accuracy.quality import Quality, Tally
 from moexport.plugins.tune.budget import Clock, spin_for
 from moexport.plugins.tune.prepare import SearchJob, prepare
 from moexport.plugins.tune.recipe import LayerRecipe
-from moexport.plugins.tune.request import SearchOptions
+from moexport.plugins.tune.request import TuneRequest
 from moexport.plugins.tune.search import search
-from moexport.plugins.tune.space import AROUND, RANGED, Point, Trial
+from moexport.plugins.tune.space import BACKBONE, RANGED, Point, Trial
 from moexport.plugins.tune.tune import export_best
 from torch import nn
 from torch.nn import functional as F
@@ -65,15 +65,15 @@ PROTOCOL = Protocol(rounds=21, warmup=5, round_s=0.02, inputs=8)
 
 FASTEST, OPENED = 3, 3
 """So many of the uniform exports, the fastest of a first measurement, are timed again with what
-`tune` found, each of them opened so many times: sessions of one graph differ by 5%, and the fastest
-of ten is the one that was lucky."""
+`tune` found, each of them opened this many times: sessions of one graph differ by 5%, and the
+fastest of ten is the one that was lucky."""
 
 AGAIN = replace(PROTOCOL, rounds=45)
 """Of that."""
 
 TUNE_S, OPTUNA_S = 150.0, 500.0
-"""What the two searches may take for a network, `tune` three times as much of the language model,
-which is traced again for another k. Optuna's is enough for all its graphs."""
+"""The time limit of the two searches for a network, `tune` three times as much of the language
+model, which is traced again for another k. Optuna's is enough for all its graphs."""
 
 COPIES = 16
 """How often each digit is among the inputs: MNIST has 10,000 to test with."""
@@ -82,16 +82,16 @@ TURNED, SCALED, SHIFTED = 0.09, 0.05, 0.07
 """By how much a copy is turned, in radians, scaled, and shifted, in halves of the image."""
 
 FLOOR = 0.9
-"""What must be kept before a point counts in the comparison of fronts."""
+"""The retention from which a point counts in the comparison of fronts."""
 
 SLACK = 1.25
 """By how much a time of a search may be off: the machine changes its speed."""
 
 REPEATED = 10
-"""Optuna asks for points again that it knows: those are no graphs, but end at so many times."""
+"""Optuna proposes known points again. They are not graphs, but this many end the search."""
 
 MORE = 3
-"""Optuna may look at so many times as many graphs."""
+"""How many times as many graphs Optuna may evaluate."""
 
 VIT = Path(__file__).parents[1] / "tests" / "data" / "soft_moe_vit" / "weights.pt"
 """Random weights of a ViT with two MoE layers of 8 experts, which is trained here."""
@@ -110,10 +110,10 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was found for one network: milliseconds, what is kept on the confirming half, fronts.
+    """The results for one network: milliseconds, retention on the confirming half, fronts.
 
     `uniform` is the fastest uniform export that is confirmed. `area` is what our front dominates
-    after so many `graphs`, `optuna_area` what Optuna's does (`_area`).
+    after a number of `graphs`, `optuna_area` the area of Optuna's (`_area`).
     """
 
     name: str
@@ -320,9 +320,9 @@ NETWORKS: Mapping[str, Callable[[Path, Progress], Network]] = {
 def row_of(
     network: Network, folder: Path, progress: Progress, tune_s: float, optuna_s: float
 ) -> Row:
-    """Returns what was found for a network, by searches of so many seconds."""
+    """Returns the results for a network of searches of these lengths in seconds."""
     place = Path(folder) / network.title.replace(" ", "-").replace(",", "")
-    request = SearchOptions(keep=KEEP, seconds=tune_s)
+    request = TuneRequest(keep=KEEP, time=tune_s)
     began = time.monotonic()
     job = prepare(*(network.model, network.data, request, place / "work", progress, Clock(tune_s)))
     found = search(job, progress)
@@ -366,7 +366,7 @@ def _times(
     progress: Progress,
     opened: int = 1,
 ) -> dict[str, float]:
-    """What bundles take in turn, ms (`_typical`), each opened in so many sessions."""
+    """The times of bundles, measured alternately, ms (`_typical`), in a number of sessions each."""
     calls: dict[str, Callable[[int], object]] = {
         f"{index} {name}": _call(bundle, network.data)
         for name, bundle in bundles.items()
@@ -407,14 +407,14 @@ def _uniform(
             try:
                 asked = export_job(
                     network.model,
-                    replace(options, k=parse_k(k), precision=PrecisionOptions(precision)),
+                    replace(options, k=k, precision=precision),
                     calibration=table if precision in RANGED else None,
                     destination=place / f"{precision}-{k.replace('/', '-')}",
                 )
                 if (precision, *asked.k.values()) in seen:
                     continue
                 seen.add((precision, *asked.k.values()))
-                bundles[name] = export(asked, traced=found.graphs.traces.of(asked))
+                bundles[name] = write_bundle(asked, traced=found.graphs.traces.of(asked))
             except MoexportError as error:
                 progress.step(f"{name}: {error.message}")
     qualities = _qualities(bundles, job, found, progress)
@@ -444,7 +444,7 @@ def _qualities(
 def _optuna(
     found: SearchResult, job: SearchJob, limit: int, seconds: float, progress: Progress
 ) -> list[Trial]:
-    """What Optuna looks at, over the same choices, with the layers' lowerings known to both."""
+    """Optuna's points, over the same choices, with the layers' lowerings known to both."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -463,7 +463,7 @@ def _optuna(
             )
         point = Point(tuple(layers), "ort-cpu")
         around = trial.suggest_categorical("around in integers", [False, True])
-        if around and width != "fp32" and AROUND in job.spaces["ort-cpu"].integers[width]:
+        if around and width != "fp32" and BACKBONE in job.spaces["ort-cpu"].integers[width]:
             point = point.with_around(width)
         if not found.graphs.times["ort-cpu"].knows(point):
             raise optuna.TrialPruned  # there was no time to time such a layer
@@ -478,7 +478,7 @@ def _optuna(
     sampler = optuna.samplers.TPESampler(seed=0)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
     progress.step(f"Optuna: {limit} graphs", total=limit)
-    with found.graphs.beside(found.base):
+    with found.graphs.timed_with(found.base):
         most = REPEATED * limit
         study.optimize(objective, n_trials=most, timeout=seconds, catch=(MoexportError,))
     return [*trials.values()]
@@ -544,7 +544,7 @@ def _worth_keeping(trials: Sequence[Trial], base: Trial) -> list[Trial]:
 def _area(trials: Sequence[Trial], base: Trial) -> float:
     """The area that a front dominates: over time in factors of the model as trained, and kept.
 
-    What keeps less than `FLOOR` adds nothing: nobody would deploy it.
+    A model that keeps less than `FLOOR` adds nothing: it would not be deployed.
     """
     front = _worth_keeping(trials, base)
     # From the fastest on: each adds the stretch of time up to the next slower one.

@@ -1,1 +1,1 @@
-"""What moexport adds to its core, each by the door that plugins of others take, too."""
+"""The plugins that ship with moexport; they use the same entry points as plugins of others."""

@@ -25,10 +25,10 @@ import moexport
 import numpy as np
 import torch
 from moexport.graphs.targets import TARGETS, Target
+from moexport.plugins.token_routed.tests import architectures
 from moexport.tests.command import run
 from moexport.tests.exporter.families.test_constructors import CASES, Case
-from moexport.tests.exporter.token_routed import architectures
-from moexport.tests.pairs.formulas import Change, by_formulas
+from moexport.tests.hard.pairs.formulas import Change, by_formulas
 
 TRANSFORMERS = "transformers"
 FAMILIES = (*CASES, TRANSFORMERS)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 DATA = Path(__file__).parent / "data"
+TABLE = DATA / "table.json"
+"""A calibration table of no model."""
 MUMOE = sorted(path.name for path in DATA.glob("mumoe_*"))
 SOFT_MOE = sorted(path.name for path in DATA.glob("soft_moe_*"))
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import moexport
 import numpy as np
 import pytest
-from moexport import calls, errors
-from moexport.commands.export import export as export_command
-from moexport.commands.options import Verbosity, flattened
-from moexport.common.option import declared, panels_of
+import torch
+from moexport import errors
+from moexport.bench.request import BenchRequest
+from moexport.calibration.table import CalibrationTable, Origin
+from moexport.cli import COMMANDS
+from moexport.commands.program import declared_command
+from moexport.common.console import Silent
+from moexport.common.option import declared, misfits, panels_of
 from moexport.errors import UsageError
-from moexport.exporter.requests import ExportRequest, LoadRequest
+from moexport.exporter.options import ExportOptions
+from moexport.exporter.requests import LoadRequest
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.tests.recorded import DATA, VIT_CONFIG
 
@@ -73,9 +79,7 @@ def test_load_export_and_run_give_the_recorded_outputs(
     assert np.abs(y - wanted).max() <= rtol * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize(
-    ("k", "kept"), [("n", 8), (0.25, 2), (0.5, 4), (1.0, 8), (3, 3), ([2, 5], [2, 5])]
-)
+@pytest.mark.parametrize(("k", "kept"), [("n", 8), (0.25, 2), (0.5, 4), (3, 3), ([2, 5], [2, 5])])
 def test_k_may_be_a_number_a_share_or_a_list(
     model: moexport.Model, tmp_path: Path, k: int | float | str | list[int], kept: int | list[int]
 ) -> None:
@@ -146,7 +150,7 @@ def test_bench_of_a_bundle_whose_checkpoint_is_gone_says_what_to_name(
     checkpoint.unlink()
     with pytest.raises(UsageError, match=r"vit\.pt is not here") as caught:
         moexport.bench(bundle, data=recorded["x"])
-    assert "moexport bench CHECKPOINT" in str(caught.value.hint)
+    assert "moexport.bench([checkpoint, " in str(caught.value.hint)
 
 
 def test_bench_of_a_mumoe_has_no_loop_over_experts_to_compare(tmp_path: Path) -> None:
@@ -166,7 +170,8 @@ CALLS += ["bench", "specialise", "tune", "report", "demo"]
 
 def function(call: str) -> Any:
     """What `moexport.NAME` does: `moexport.bench` is also a package, once that is imported."""
-    return getattr(calls, call, None) or getattr(moexport, call)
+    found = getattr(moexport, call)
+    return importlib.import_module(f"{found.__name__}.calls").bench if call == "bench" else found
 
 
 def parameters(call: str) -> dict[str, inspect.Parameter]:
@@ -189,7 +194,159 @@ def test_a_keyword_that_a_call_does_not_have_is_an_error() -> None:
     with pytest.raises(TypeError, match="presicion"):
         moexport.export(
             moexport.load(DATA / "soft_moe_mnist" / "weights.pt"), "x", presicion="int8"
-        )  # type: ignore[call-arg]
+        )
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "told"),
+    [
+        ("lowering", ["gather"], "lowering=['gather']: not a text"),
+        ("target", None, "target=None: not a text"),
+        ("precision", 16, "precision=16: not one of fp32, fp16"),
+        ("precision", "FP16", 'precision="FP16": unknown value'),
+        ("method", "mean", 'method="mean": unknown value'),
+        ("verify", "no", "verify='no': not True or False"),
+        ("threads", "2", "threads='2': not a whole number or None"),
+        ("threads", True, "threads=True: not a whole number or None"),
+        ("opset", 20.5, "opset=20.5: not a whole number or None"),
+        ("rtol", "1e-3", "rtol='1e-3': not a number or None"),
+        ("keep_floating", "layer", "keep_floating='layer': not a list"),
+        ("keep_floating", [3], "keep_floating=[3]: not a list"),
+        ("k", float("nan"), 'k="nan": not a number of experts'),
+        ("k", float("inf"), 'k="inf": not a number of experts'),
+        ("k", b"4", "k=\"b'4'\": not a number of experts"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_before_the_work_begins(
+    keyword: str, value: Any, told: str, tmp_path: Path
+) -> None:
+    calls: list[Callable[[], Any]] = [lambda: moexport.export(never, tmp_path, **{keyword: value})]
+    calls.append(lambda: moexport.export(never, tmp_path, ExportOptions(**{keyword: value})))
+    for call in calls:
+        with pytest.raises(UsageError) as refused:
+            call()
+        assert refused.value.message.startswith(told)
+        assert refused.value.hint
+
+
+def never() -> Any:
+    pytest.fail("the model is not loaded for what is refused")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"k": np.int64(2), "threads": np.int32(1), "verify": np.bool_(False)},
+        {"renormalize": 0, "min_retention": np.float32(0.9), "rest": None},
+        {"keep_floating": frozenset({"layer"}), "min_retention": 1, "k": [2]},
+    ],
+)
+def test_numbers_of_numpy_and_lists_of_any_kind_are_values_too(values: dict[str, Any]) -> None:
+    assert list(misfits(ExportOptions, values)) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "options", "told"),
+    [
+        ("load", ("x.pt",), {"sets": "num_heads=4"}, "sets='num_heads=4': not a list"),
+        ("load", ("x.pt",), {"config": 4}, "config=4: not a mapping or a text or a path or None"),
+        ("inspect", ("x.pt",), {"tokens": "4"}, "tokens='4': not a whole number or None"),
+        ("calibrate", ("x.pt", "x.npz"), {"batch": 2.5}, "batch=2.5: not a whole number"),
+        ("calibrate", ("x.pt", "x.npz"), {"k": " input "}, 'k="input": ranges are'),
+        ("sensitivity", ("x.pt", None, "x.npz"), {"k": "input"}, 'k="input": ranges are'),
+        ("sensitivity", ("x.pt", None, "x.npz"), {"samples": 0}, "samples=0: at least 1"),
+        ("run", ("x", "x.npz", "y.npz"), {"provider": "gpu"}, 'provider="gpu": unknown value'),
+        (
+            "run",
+            ("x", "x.npz", "y.npz"),
+            {"engine": "onnxruntime", "trust_engine": True},
+            'trust_engine=True: no engine is loaded with engine="onnxruntime"',
+        ),
+        ("verify", ("x",), {"rtol": float("inf")}, 'rtol="inf": not a finite number'),
+        ("verify", ("x",), {"atol": float("nan")}, 'atol="nan": not a finite number'),
+        ("bench", ("x.pt",), {"samples": 0}, "samples=0: at least 1"),
+        ("bench", ("x.pt",), {"threads": 0}, "threads=0: at least 1"),
+        ("tune", ("x.pt", "x.npz", "out"), {"threads": "1"}, "threads='1': not a whole number"),
+        ("load", ("x.pt",), {"progress": print}, "progress=<built-in function print>: not a Prog"),
+        ("build", ("x",), {"options": 3}, "options=3: not an EngineOptions or None"),
+        ("build", (3,), {}, "bundle=3: not a Bundle or a text or a path"),
+        ("calibrate", ("x.pt", "x.npz"), {"loading": 3}, "loading=3: not a LoadRequest"),
+        ("export", ("x.pt", 3), {}, "destination=3: not a text or a path"),
+        ("export", ("x.pt", "x"), {"data": 3}, "data=3: not a text or a path or an array or a map"),
+        ("export", ("x.pt", "x"), {"engine": "on"}, "engine='on': not an EngineOptions or True or"),
+        ("verify", ("x",), {"data": 3}, "data=3: not a text or a path or an array"),
+        ("bench", ("x.pt",), {"before": 3}, "before=3: not a Results or a mapping or None"),
+        (
+            "bench",
+            ("x.pt",),
+            {"data": 3},
+            "data=3: not a text or a path or a LabelledData",
+        ),
+        ("bench", (3,), {}, "3: not a path"),
+        (
+            "report",
+            ("x", "y"),
+            {"beside": [3]},
+            "beside=[3]: not a list with entries that",
+        ),
+    ],
+)
+def test_every_call_refuses_what_cannot_be_meant(
+    call: str, arguments: tuple[Any, ...], options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        function(call)(*arguments, **options)
+    assert refused.value.message.startswith(told)
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"profile": 3}, "profile=3: not a path or a text or None"),
+        ({"prepack": "no"}, "prepack='no': not True or False"),
+        ({"options": 3}, "options=3: not a SessionOptions or None"),
+        ({"provider": 3}, "provider=3: not a text"),
+        ({"threads": 0}, "threads=0: not a number of threads"),
+    ],
+)
+def test_a_session_refuses_values_of_another_type(
+    options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    weights = DATA / "soft_moe_lucidrains" / "weights.pt"
+    bundle = moexport.export(weights, tmp_path / "out", lowering="dense", verify=False)
+    with pytest.raises(UsageError) as refused:
+        bundle.session(**options)
+    assert refused.value.message.startswith(told)
+    assert refused.value.hint
+    with pytest.raises(UsageError, match="atol='x': not a number or None"):
+        bundle.verify(atol="x")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="3: not a path"):
+        moexport.Bundle.open(3)  # type: ignore[arg-type]
+
+
+def test_objects_of_types_that_only_checkers_import_are_values() -> None:
+    table = CalibrationTable(
+        Origin("m", "f", 1, {}, "minmax", None, renormalize=False), {}, {}, "1"
+    )
+    values = {
+        "calibration": table,
+        "engine": EngineOptions(),
+        "data": torch.zeros(1),
+        "progress": Silent(),
+    }
+    assert list(misfits(ExportOptions, values)) == []
+    assert list(misfits(BenchRequest, {"data": torch.zeros(1), "calibrate_data": [[1.0]]})) == []
+
+
+def test_ranges_that_are_none_are_refused() -> None:
+    with pytest.raises(UsageError, match="calibration=3: not a CalibrationTable or a text"):
+        moexport.export(never, "x", precision="int8", calibration=3)
+
+
+def test_layers_to_keep_floating_where_all_are_is_refused() -> None:
+    with pytest.raises(UsageError, match='keep_floating: with precision="fp16" every layer is'):
+        moexport.export(never, "x", precision="fp16", keep_floating=["layer"])
 
 
 ELSEWHERE = {
@@ -201,13 +358,13 @@ ELSEWHERE = {
 
 
 def test_every_option_of_export_is_a_parameter_of_the_python_call() -> None:
-    ours = set(inspect.signature(flattened(export_command)).parameters)
+    ours = {each.name for each in declared_command(COMMANDS["export"]).params}
     loading = {*declared(LoadRequest)}  # of `moexport.load`
     loading |= {name for panel in panels_of(LoadRequest) for name in declared(panel.options)}
     building = declared(EngineOptions).keys() - {"expose_routing"}
-    saying = {field.name for field in fields(Verbosity)}  # what `progress` does with it
+    saying = {"verbose", "quiet"}  # what `progress` does with it
     # Keywords, too, which are looked up when they are used.
-    theirs = {name for panel in panels_of(ExportRequest) for name in declared(panel.options)}
+    theirs = {name for panel in panels_of(ExportOptions) for name in declared(panel.options)}
     options = ours - loading - building - saying - theirs - ELSEWHERE.keys()
     keywords = parameters("export").keys() - {"destination", "progress"}
     assert options <= keywords

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from moexport.common.onnx_runtime import INSTALL
 from moexport.tests.recorded import DATA
-from moexport.tests.test_wheel import FOLDERS, ROOT
+from moexport.tests.test_wheel import ROOT, package_files
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 MODULES = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx-cu13", "cuda": "cuda-bindings"}
@@ -52,7 +52,7 @@ def distributions(modules: set[str]) -> set[str]:
 
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 RUNTIME = named(EXTRAS["cpu"] + EXTRAS["gpu"])
-SOURCES = [*ROOT.glob("*.py"), *(file for name in FOLDERS for file in (ROOT / name).rglob("*.py"))]
+SOURCES = [*ROOT.glob("*.py"), *package_files("*.py")]
 
 
 def test_every_import_of_the_package_is_a_declared_dependency_and_every_dependency_is_used() -> (
@@ -70,7 +70,8 @@ def test_every_import_of_the_package_is_a_declared_dependency_and_every_dependen
 
 
 def test_what_the_tests_and_benchmarks_import_comes_with_the_extra_of_developers() -> None:
-    files = [file for name in ("tests", "perf", "docs") for file in (ROOT / name).rglob("*.py")]
+    folders = (*(ROOT / name for name in ("tests", "perf", "docs")), *ROOT.glob("plugins/*/tests"))
+    files = [file for folder in folders for file in folder.rglob("*.py")]
     found = {name for file in files for name in imported(file)}
     # scipy comes with scikit-learn; what is not installed is a module that a test writes.
     wanted = distributions(found & metadata.packages_distributions().keys()) - {"scipy"}
@@ -80,6 +81,8 @@ def test_what_the_tests_and_benchmarks_import_comes_with_the_extra_of_developers
 
 WITHOUT = """
 import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 sys.modules["onnxruntime"] = {left}
 from moexport.tests.command import run
 export = run("export", {model!r}, "-o", "out")
@@ -91,7 +94,9 @@ print(run("doctor").out)
 
 
 @pytest.mark.parametrize(
-    "left", ["None", "type(sys)('onnxruntime')"], ids=["nothing", "an empty folder"]
+    "left",
+    ["None", "module_from_spec(ModuleSpec('onnxruntime', None))"],
+    ids=["nothing", "an empty folder"],
 )
 def test_without_onnx_runtime_the_user_is_told_which_packages_there_are(
     left: str, tmp_path: Path

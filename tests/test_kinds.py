@@ -153,7 +153,7 @@ def test_without_plugins_what_they_brought_is_refused_and_the_hint_tells_why(
     kind, lowering, family, detected = found(tmp_path, expression, MOEXPORT_PLUGINS="off")
     assert kind[:2] == [
         "PluginError",
-        "moexport.kinds: nothing that is installed is called 'experts'",
+        "moexport.kinds: no installed package provides 'experts'",
     ]
     assert lowering[:2] == ["LoweringError", "there is no lowering 'slots'"]
     assert family[:2] == ["FamilyError", "unknown family 'vmoe-vit'"]
@@ -193,3 +193,14 @@ def test_a_plugin_of_another_version_harms_no_other(module: str, tmp_path: Path)
     assert names == [*kinds, "mine"]
     assert "vmoe-vit" in families
     assert failed == ["mine", "first-of-mine", "second-of-mine"]
+
+
+def test_names_that_are_known_without_loading_are_those_of_the_records() -> None:
+    from moexport.exporter.checkpoints import family_names
+    from moexport.exporter.families import FAMILIES
+    from moexport.graphs.lowering_names import NAMES
+    from moexport.graphs.lowerings import KINDS
+
+    assert tuple(family.name for family in FAMILIES.own) == family_names.OWN
+    listed = {kind.name: tuple(each.name for each in kind.lowerings) for kind in KINDS}
+    assert {kind.name: kind.lowerings for kind in NAMES} == listed

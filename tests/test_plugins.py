@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
+from dataclasses import fields
 from graphlib import TopologicalSorter
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,6 +21,10 @@ import moexport
 import numpy as np
 import pytest
 from moexport.cli import COMMANDS
+from moexport.common.option import CALLS
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.runtimes import of_plugins
+from moexport.exporter.session import SessionOptions
 from moexport.tests.recorded import DATA
 from moexport.tests.test_structure import ROOT, graph, module_files
 
@@ -126,10 +131,10 @@ beside = sorted(name for name in sys.modules if name.startswith(rooms))
 print(json.dumps([imported, ours(), beside]))
 """
 
-IMPORTED = (98, 23_230)
+IMPORTED = (79, 19_970)
 """Modules of moexport, and their lines, that `import moexport.exporter.export` loads: they fall."""
 
-EXPORTED = (120, 28_380)
+EXPORTED = (104, 25_350)
 """The same after a plain FP32 Soft MoE was loaded and exported."""
 
 
@@ -266,7 +271,7 @@ def test_without_plugins_the_core_is_alone(tmp_path: Path) -> None:
         ("import nothing_of_this_name", "ModuleNotFoundError: No module named"),
         (READER.replace("API = 1", "API = 2"), "theirs is for API 2, and this moexport has API 1"),
         (READER.replace("API = 1", ""), "theirs is for API None"),
-        ("API = 1\nMINE = 3", "theirs:MINE is no Reader"),
+        ("API = 1\nMINE = 3", "theirs:MINE is not a Reader"),
         (READER.replace('"mine"', '"other"'), "theirs:MINE is not named 'mine'"),
         ("API = 1", "AttributeError"),
         ("API = 2", "theirs is for API 2"),  # whose record may have another name
@@ -283,6 +288,7 @@ def test_a_plugin_that_does_not_load_harms_no_other(
     assert why.startswith(reason)
 
 
+@pytest.mark.slow
 def test_doctor_names_a_plugin_that_does_not_load(tmp_path: Path) -> None:
     outcome_with(tmp_path, "import nothing_of_this_name", {"mine": "theirs:MINE"})
     paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(tmp_path)])
@@ -298,6 +304,7 @@ def test_doctor_names_a_plugin_that_does_not_load(tmp_path: Path) -> None:
     assert "plugin theirs 1.5: moexport.readers: mine cannot be loaded: ModuleNotFound" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("door", "name", "other"),
     [("targets", "openvino", "moexport 0"), ("targets", "onnx", "moexport itself"),
@@ -315,6 +322,7 @@ def test_doctor_names_what_two_claim_and_what_has_no_options_of_plugins_works(
     assert helped.returncode == 0, helped.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("points", [b"[moexport.commands]\nmine\n", b"[moexport.commands]\n\xff"])
 def test_entry_points_that_cannot_be_read_harm_nothing_else(points: bytes, tmp_path: Path) -> None:
     outcome_of((), tmp_path, "mine", "")
@@ -336,7 +344,7 @@ def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "No such option: --ray" in done.stderr
-    assert "MOEXPORT_PLUGINS=off leaves out plugins" in done.stderr
+    assert "MOEXPORT_PLUGINS=off disables all plugins" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -346,16 +354,16 @@ def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
             ("export", "w.pt", "-o", "new", "--target", "openvino"),
             "'openvino' is not one of 'onnx'",
         ),
-        (("verify", "out"), "manifest.json: target is 'openvino', which nothing that is installed"),
+        (("verify", "out"), "manifest.json: target is 'openvino', which no installed"),
         (("run", "out", "-i", "x.npz", "-o", "y.npz"), "hint: install the plugin that runs it"),
-        (("build", "out"), "MOEXPORT_PLUGINS=off leaves out plugins"),
+        (("build", "out"), "MOEXPORT_PLUGINS=off disables all plugins"),
         (
             ("run", "onnx", "-i", "x.npz", "-o", "y.npz", "--engine", "openvino"),
             "'openvino' is not one of 'onnxruntime'",
         ),
         (
             ("bench", "w.pt", "-o", "new", "--engine", "openvino"),
-            "all; MOEXPORT_PLUGINS=off leaves out plugins",
+            "all; MOEXPORT_PLUGINS=off disables all plugins",
         ),
     ],
 )
@@ -445,6 +453,8 @@ def with_theirs(words: tuple[str, ...], folder: Path) -> subprocess.CompletedPro
 
 OPTIONS = """
 from dataclasses import dataclass
+from typing import Annotated
+from moexport.commands.options import option_for
 from moexport.common.option import Panel, option
 API = 1
 
@@ -452,7 +462,10 @@ API = 1
 class Options:
     {field}: int | None = option(None, "Their own.", unset="none")
 
-MINE = Panel("mine", "Theirs", ("build-engines", "calibrate"), Options)
+def options({field}: Annotated[int | None, option_for(Options, "{field}")] = None):
+    return Options({field}={field})
+
+MINE = Panel("mine", "Theirs", ("bench", "calibrate"), Options, "theirs:options")
 """
 
 
@@ -473,8 +486,49 @@ def test_options_of_plugins_have_a_panel_and_one_that_two_claim_names_both(
         assert "Theirs:\n  --depth <int>  Their own." in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("calls", "reason"),
+    [('("calibrat",)', "there is no call 'calibrat'; did you mean 'calibrate'?"),
+     ('("bench", "tun")', "there is no call 'tun'; did you mean 'tune'?"),
+     ('("verify",)', "there is no call 'verify'; choose one of: load, inspect, export"),
+     ('("serve",)', "the command 'serve' takes no options of plugins"),
+     ("()", "no call is named; choose one of: load")],
+)  # fmt: skip
+def test_options_for_a_call_that_there_is_not_are_told_of(
+    calls: str, reason: str, tmp_path: Path
+) -> None:
+    module = OPTIONS.format(field="depth").replace('("bench", "calibrate")', calls)
+    done = outcome_of(("doctor",), tmp_path, "mine", module, "options")
+    (line,) = [line for line in done.stdout.splitlines() if "theirs" in line]
+    assert f"plugin theirs 1.5: moexport.options: mine cannot be loaded: {reason}" in line
+    refused = with_theirs(("calibrate", "w.pt", "--depth", "3"), tmp_path)
+    assert "No such option: --depth" in refused.stderr
+    assert "`moexport doctor` shows why theirs 1.5 cannot be loaded" in refused.stderr
+
+
+def test_options_for_a_command_of_a_plugin_are_its_options(tmp_path: Path) -> None:
+    module = OPTIONS.format(field="depth").replace('("bench", "calibrate")', '("tune",)')
+    done = outcome_of(("tune", "--help"), tmp_path, "mine", module, "options")
+    assert "Theirs:\n  --depth <int>  Their own." in done.stdout
+
+
+def test_a_command_with_options_for_a_call_that_there_is_not_does_not_load(tmp_path: Path) -> None:
+    module = COMMAND.format(name="twice").replace("5)", '5, calls=("laod", "twice"))')
+    done = outcome_of(("twice", "3"), tmp_path, "twice", module)
+    assert done.returncode == 1
+    assert "there is no call 'laod'; did you mean 'load'?" in done.stderr
+
+
+def test_the_calls_that_take_options_of_plugins_are_those_of_the_core_s_commands() -> None:
+    own = {call for command in COMMANDS.own for call in command.calls}
+    assert own == set(CALLS)
+
+
 OF_A_RUNTIME = """
 from dataclasses import dataclass
+from typing import Annotated
+from moexport.commands.options import option_for
 from moexport.common.option import Panel, option
 from moexport.exporter.bundle.runtimes import RuntimeRecord
 from moexport.exporter.session import Session
@@ -484,7 +538,10 @@ API = 1
 class Options:
     colour: str = option("red", "The colour.")
 
-PANEL = Panel("mine", "Theirs", ("run",), Options)
+def options(colour: Annotated[str, option_for(Options, "colour")] = "red"):
+    return Options(colour=colour)
+
+PANEL = Panel("mine", "Theirs", ("run",), Options, "theirs:options")
 
 def opened(path, options):
     print("colour", options.of_plugins["colour"])
@@ -497,7 +554,7 @@ MINE = RuntimeRecord("mine", "Their runtime", opened, takes=("colour",))
 def test_a_runtime_of_somebody_else_gets_its_options_and_others_refuse_them(tmp_path: Path) -> None:
     model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
     bundle = moexport.export(model, tmp_path / "out", lowering="dense", verify=False)
-    with pytest.raises(moexport.UsageError, match="devcie: no runtime takes") as told:
+    with pytest.raises(moexport.UsageError, match="devcie: no runtime has") as told:
         bundle.session(devcie="gpu")
     assert "did you mean 'device'" in str(told.value.hint)
     x, y = tmp_path / "x.npz", tmp_path / "y.npz"
@@ -508,10 +565,17 @@ def test_a_runtime_of_somebody_else_gets_its_options_and_others_refuse_them(tmp_
     words = ("run", str(bundle.path), "-i", str(x), "-o", str(y), "--colour", "blue")
     done = with_theirs(words, tmp_path)
     assert done.returncode == 2
-    assert "colour='blue': it is Their runtime's" in done.stderr
+    assert "colour='blue': an option of Their runtime" in done.stderr
     done = with_theirs((*words, "--engine", "mine"), tmp_path)
     assert (done.returncode, done.stdout) == (0, "colour blue\n")
     assert y.exists()
+
+
+def test_the_core_has_no_option_of_a_plugin_s_runtime() -> None:
+    session = inspect.signature(Bundle.session).parameters
+    own = {*session, *(field.name for field in fields(SessionOptions))}
+    assert {"device", "cache", "streams"} <= of_plugins().keys()
+    assert own.isdisjoint(of_plugins())
 
 
 def test_a_command_of_somebody_else_is_listed_by_the_package_s_own_words_and_runs(

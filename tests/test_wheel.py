@@ -27,7 +27,14 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = (
     *("bench", "calibration", "commands", "common", "data", "exporter", "graphs", "plugins"),
 )
-"""All that is part of the package below its root; tests, documents and benchmarks stay behind."""
+"""All that is part of the package below its root, beside the pages that messages name."""
+
+
+def package_files(pattern: str = "*") -> list[Path]:
+    """The files of the package in those folders, without the tests of plugins."""
+    files = [file for name in FOLDERS for file in (ROOT / name).rglob(pattern)]
+    return [f for f in files if f.is_file() and "tests" not in f.relative_to(ROOT).parts]
+
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 ELSEWHERE = {"build", "demo", "demo-mumoe", "dist", "site"}
@@ -100,8 +107,9 @@ def test_the_sdist_holds_what_a_clone_holds(sdist: Path) -> None:
 def test_the_wheel_holds_every_module_and_what_they_read(wheel: Path) -> None:
     sources = [
         *(file for file in ROOT.glob("*.py") if file.name != "setup.py"),
-        *(file for name in FOLDERS for file in (ROOT / name).rglob("*") if file.is_file()),
+        *package_files(),
         ROOT / "py.typed",
+        *(ROOT / "docs").rglob("*.md"),
     ]
     wanted = {
         f"moexport/{file.relative_to(ROOT).as_posix()}"
@@ -149,6 +157,13 @@ def test_the_wheel_works_where_there_is_no_checkout(wheel: Path, tmp_path: Path)
         done = run([sys.executable, "-c", program, *command], cwd=tmp_path)
         assert done.stdout.splitlines()[0] == str(tmp_path / "site" / "moexport" / "cli.py")
     assert "parity of model.onnx" in done.stdout
+    refused = functools.partial(run, check=False)(
+        [sys.executable, "-c", program, "inspect", __file__], cwd=tmp_path
+    )
+    named = re.search(r"^hint: .*?(/\S+/docs/families\.md)", refused.stderr, re.MULTILINE)
+    assert named is not None, refused.stderr
+    assert Path(named[1]) == tmp_path / "site" / "moexport" / "docs" / "families.md"
+    assert Path(named[1]).read_text(encoding="utf-8").startswith("# Families")
 
 
 BARE = """

@@ -40,7 +40,7 @@ def traced_once() -> Iterator[None]:
         return copy
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moexport.exporter.export.trace", memo)
+        patch.setattr("moexport.exporter.plan.trace", memo)
         patch.setattr("moexport.exporter.quantization.calibrate.trace", memo)
         patch.setattr("moexport.exporter.quantization.accuracy_search.trace", memo)
         yield

@@ -1,1 +1,1 @@
-"""What a benchmark measures of a case: latency, memory, parts, and the least time possible."""
+"""Measures a case: latency, memory, parts, and the least possible time."""

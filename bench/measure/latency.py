@@ -1,9 +1,9 @@
-"""How long calls take: cases timed in turn on the same inputs, and where a graph's time goes.
+"""Latency of cases timed in turn on the same inputs, and the time of a graph's parts.
 
-The parts are by ONNX Runtime's profile: nodes of a layer are named `LAYER/what/…`
-(`graphs.builder`), which tells routing from experts. The runtime's clock around every node makes
-small nodes look slower than they are: the parts are for comparing with each other, the latency is
-measured without it.
+The parts come from ONNX Runtime's profile: nodes of a layer are named `LAYER/part/…`
+(`graphs.builder`), which separates routing from experts. The runtime's clock around each node makes
+small nodes appear slower: the parts are comparable with each other, while the latency is measured
+without the clock.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..plan import Case, TimingGroup
 from ..results import PartTime
 from ..runners.base import Loader, Runner
 
-PREPARATIONS = 100  # how often a call is prepared to learn what that takes: some microseconds each
+PREPARATIONS = 100  # repetitions to measure the preparation of a call, some microseconds each
 
 
 class TimedRunner(timing.TimedCall):
     """The runtime's own call on the batches of a group in turn, prepared before it is timed.
 
-    `wrapper_ms` is what the package's call adds to it, where that is left out. Of a loader the
-    runner is opened for its part of each round and closed after: it saves memory.
+    `wrapper_ms` is the additional time of the package's call, if that is left out. A loader's
+    runner is only open during its part of each round, which saves memory.
     """
 
     def __init__(self, runner: Runner | Loader, batches: Sequence[Inputs]) -> None:
@@ -54,15 +54,15 @@ class TimedRunner(timing.TimedCall):
         return self._calls[index % len(self._calls)]()
 
     def device_ms(self, index: int) -> float | None:
-        """Runs one of the batches and returns its time on the device; None if nobody can tell."""
+        """Runs one of the batches and returns its time on the device; None if unknown."""
         return self._opened().device_ms(self._batches[index % len(self._batches)])
 
     def rest(self) -> None:
-        """Closes a runner that is opened anew in every round."""
+        """Closes a runner that is opened again in every round."""
         if self._open is not None and self._runner is not None:
             self._runner.close()
             self._runner = None
-            self._calls.clear()  # they hold the engine
+            self._calls.clear()  # they keep the engine alive
 
     def _opened(self) -> Runner:
         if self._runner is None:
@@ -72,7 +72,7 @@ class TimedRunner(timing.TimedCall):
 
 
 def preparing_ms(runner: Runner, x: Inputs) -> float:
-    """Returns the median milliseconds of preparing a call: what a wrapper adds to each."""
+    """Returns the median time in ms to prepare a call, which a wrapper adds to each."""
     times_ns = []
     for _ in range(PREPARATIONS):
         started = time.perf_counter_ns()
@@ -91,10 +91,10 @@ def measure_group(
     done: Sequence[timing.Round] = (),
     keep: Callable[[timing.Round], None] = lambda timed: None,
 ) -> tuple[timing.Measured, dict[str, float]]:
-    """Returns the latency of each case by its label, and what the wrapper adds where that is known.
+    """Returns the latency of each case by its label, and the wrapper's additional time, if known.
 
-    `runners` that are loaders are opened for each round anew; `benchmarks` of the machine are timed
-    beside them, by their own names. The `batches` are taken in turn, the same for every case.
+    `runners` that are loaders are opened again for each round; `benchmarks` of the machine are
+    timed with them, by their own names. The `batches` are used in turn, equally for every case.
     """
     protocol = replace(group.protocol, inputs=len(batches))
     calls = {c.label: TimedRunner(runners[c], batches) for c in group.cases if c in runners}
@@ -111,7 +111,7 @@ def measure_group(
 
 
 def group_batches(group: TimingGroup, data: LabelledData) -> list[Inputs]:
-    """Returns distinct batches of real inputs: what a group's protocol asks for, if the data do."""
+    """Returns distinct batches of real inputs, up to the number in a group's protocol."""
     inputs = min(group.protocol.inputs, -(-len(data) // group.batch))
     return [data.batch(index, group.batch) for index in range(inputs)]
 
@@ -121,13 +121,13 @@ TASKS = Path("/proc/self/task")
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """Nanoseconds that the threads of this process ran, and waited for a core, by thread."""
+    """Nanoseconds that each thread of this process ran, and waited for a core."""
 
     threads: dict[str, tuple[int, int]]
 
     @staticmethod
     def now() -> Scheduled:
-        """Reads the counts; none where the system keeps none."""
+        """Reads the counters; empty if the system has none."""
         threads = {}
         for file in TASKS.glob("*/schedstat"):
             try:
@@ -138,7 +138,7 @@ class Scheduled:
         return Scheduled(threads)
 
     def waited_share(self, since: Scheduled) -> float | None:
-        """Returns the share of waiting in all time that threads wanted a core; None if unknown."""
+        """Returns the share of time that threads waited for a core; None if unknown."""
         ran = waited = 0
         for name, (ran_ns, waited_ns) in self.threads.items():
             ran_before, waited_before = since.threads.get(name, (0, 0))
@@ -147,13 +147,13 @@ class Scheduled:
         return waited / (ran + waited) if ran + waited > 0 else None
 
 
-WARMUP = 2  # calls that are left out: the first ones allocate
+WARMUP = 2  # the first calls, which allocate, are left out
 PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One timed span of a profile, in microseconds; its nodes may lie within one another."""
+    """A timed span of a profile, in microseconds; spans of nodes may be nested."""
 
     name: str
     start: float
@@ -176,7 +176,7 @@ def parts_of(
 def parts_of_profile(
     profile: Iterable[Mapping[str, Any]], layers: Sequence[str], *, skip: int = 0
 ) -> tuple[PartTime, ...]:
-    """Returns the median milliseconds of each part per call, the first `skip` calls left out."""
+    """Returns the median time in ms of each part per call, without the first `skip` calls."""
     events = list(profile)
     runs = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "model_run")[
         skip:
@@ -209,7 +209,7 @@ def parts_of_profile(
 
 
 def own_times(events: Sequence[Event]) -> Iterable[tuple[Event, float]]:
-    """Yields each event with the time that no event within it takes: an `If` holds its branch."""
+    """Yields each event with its time outside nested events: an `If` contains its branch."""
     open_events: list[tuple[Event, list[float]]] = []  # each with the times of those inside
     for event in sorted(events, key=lambda e: (e.thread, e.start, -e.end)):
         while open_events and not event.within(open_events[-1][0]):

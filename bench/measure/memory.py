@@ -1,8 +1,8 @@
-"""Peak memory of an engine, measured in a process of its own.
+"""Peak memory of an engine, measured in a separate process.
 
-A process measures itself: the largest resident set from its start to the end of the last batch,
-the runtime's own code and the pages of mapped files included. Opening the model counts, since
-whoever runs it must do so too.
+The process measures its own largest resident set from its start to the end of the last batch,
+including the runtime's code and the pages of mapped files. Opening the model counts, since every
+user has to do it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ...common.console import Progress
 from ...common.environment import memory_bytes, peak_memory_bytes, usable_cores
-from ...errors import in_one_line
+from ...errors import one_line
 from ...exporter.inputs import Inputs
 from ..runners.base import Loader
 
@@ -27,20 +27,20 @@ CALLS = 3
 TIMEOUT_S = 900.0
 MB = 1e6
 AT_ONCE = 4
-ROOM = 4  # a process may take this many times the weights, beside what a runtime takes by itself
+ROOM = 4  # a process may take this multiple of the weights, plus the runtime's own memory
 RUNTIME_BYTES = 500 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """Resident megabytes (10⁶ bytes): before the engine was opened, and at most, by batch size."""
+    """Resident megabytes (10⁶ bytes): before the engine was opened, and the peak by batch size."""
 
     runtime_mb: float
     peak_mb: Mapping[int, float]
 
 
 def worker_count(weights_bytes: int) -> int:
-    """Returns how many processes may run at once: in half of the memory, and no more than cores."""
+    """Returns how many processes may run at once, in half of the memory and on all cores."""
     fitting = memory_bytes() // 2 // (ROOM * weights_bytes + RUNTIME_BYTES)
     return max(1, min(AT_ONCE, usable_cores(), fitting))
 
@@ -54,7 +54,7 @@ def measure_memories(
     title: str,
     progress: Progress,
 ) -> Iterator[tuple[str, PeakMemory]]:
-    """Yields the memory of each case as its process ends; failures are reported and left out."""
+    """Yields the memory of each case as its process ends; failures are reported and skipped."""
     jobs = {
         label: data for label, loader in loaders.items() if (data := pickled(loader)) is not None
     }
@@ -71,14 +71,14 @@ def measure_memories(
             try:
                 memory = future.result()
             except (RuntimeError, OSError, ValueError) as error:
-                progress.step(f"no memory for {label}: {in_one_line(error)}")
+                progress.step(f"no memory for {label}: {one_line(error)}")
             else:
                 yield label, memory
             progress.advance(1)
 
 
 def pickled(loader: object) -> bytes | None:
-    """Returns a loader as bytes, None for one that only this process understands."""
+    """Returns a loader as bytes; None for one that cannot be pickled."""
     try:
         return pickle.dumps(loader)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -88,13 +88,13 @@ def pickled(loader: object) -> bytes | None:
 def measure_memory(
     loader: bytes, inputs: Mapping[int, Inputs], *, threads: int | None = None
 ) -> PeakMemory:
-    """Returns the memory of what a loader (`pickled`) opens, running these batches, by their size.
+    """Returns the memory of a pickled loader's engine, running these batches, by batch size.
 
-    Sizes run in ascending order, so that each one's peak is its own. Raises RuntimeError with the
-    last line that the process wrote when it fails.
+    Sizes run in ascending order, so that each has its own peak. Raises RuntimeError with the last
+    line of the process's output if it fails.
     """
-    # What this process can import that one must find too, but for the package's own folder, whose
-    # modules are no top level.
+    # The process needs this process's import path, except for the package's own folder, whose
+    # modules are not top-level ones.
     here = Path(__file__).resolve().parents[1]
     places = [place for place in sys.path if place and Path(place).resolve() != here]
     try:

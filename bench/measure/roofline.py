@@ -1,10 +1,10 @@
-"""The least time that a machine needs for a model's work, to divide measured times by.
+"""The least time that a machine needs for a model's work, as a reference for measured times.
 
 A model is a chain of parts, the backbone and its MoE layers. A layer's work follows from its spec;
-the backbone's is counted by PyTorch, on one input. Each part takes at least the longer of its
-multiply-adds and its bytes at the machine's own rates (Williams, Waterman and Patterson,
-"Roofline", 2009), and the parts wait for each other. What stays in a cache between two calls can be
-faster than the limit, which then says that it does not hold.
+PyTorch counts the backbone's on one input. Each part takes at least the longer of its multiply-adds
+and its bytes at the machine's rates (Williams, Waterman and Patterson, "Roofline", 2009), and the
+parts run one after the other. Data that stay in a cache between calls can be faster than the limit,
+which is then reported as not valid.
 """
 
 from __future__ import annotations
@@ -28,46 +28,49 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from ...common import timing
-from ...common.onnx_runtime import ort
+from ...common.latency import Latency
 from ...common.text import size
-from ...errors import TraceError, in_one_line
+from ...common.writing import scratch_folder
+from ...errors import TraceError, one_line
 from ...exporter.inputs import Inputs, completed
 from ...exporter.model import Model
+from ...exporter.session import SessionOptions, graph_call
 from ...exporter.trace import layers_as_nodes
-from ...graphs.lowerings.cost import AnyWork, WorkOf
-from ...graphs.targets import CPU_PROVIDER
+from ...graphs.lowerings.base import AnyPlan, LayerPlan
 from ..engines import GraphEngine, engine_of
 from ..plan import Candidate, Case, GraphSource, IntegerLinear
 from ..results import Workload
+from .gpu_rates import GpuProbes
 
 FP32_BYTES = 4
 
 NUMBER_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2}
-"""Of a precision that has not four: INT8 is FP32 around its experts on a CPU."""
+"""Bytes per number, if not four: INT8 models are FP32 around their experts on a CPU."""
 
 COUNTED_NAMESPACES = ("aten", "prims", "onnx_symbolic")
-"""PyTorch's own operators, and the node that stands in for a MoE layer."""
+"""PyTorch's own operators, and the node that replaces a MoE layer."""
 
 UNCOUNTED = re.compile(r"rnn|fft|cdist|linalg|attention|transformer|quantiz|sparse|mv$|dot$")
-"""Operators of PyTorch that multiply and whose multiply-adds its counter does not know."""
+"""PyTorch operators that multiply but that its counter does not support."""
 
 STREAM_BYTES = 1 << 30  # larger than any cache
-SMALLEST_STREAM_BYTES = 1 << 20  # of less, the sum that measures the bandwidth is mostly the call
+SMALLEST_STREAM_BYTES = 1 << 20  # for less, the sum that measures the bandwidth is mostly overhead
 
 SHARES = (4, 16)
-"""Parts of a stream that are timed by themselves: a quarter, and a sixteenth."""
+"""Parts of a stream that are timed separately: a quarter, and a sixteenth."""
 
 SQUARE = 1024
-"""Rows of the matrices whose product is timed: 20 ms on a core, at the rate of larger ones."""
+"""Rows of the matrices for timed products: 20 ms on a core, at the rate of larger ones."""
 
-INT4_UNCOUNTED = "what INT4 weights take at least is not counted"
+INT4_UNCOUNTED = "the least time of INT4 weights is not counted"
 FEWER_EXPERTS = "the work is that of the layers of the bundle, which have fewer experts"
 
-NO_GPU_RATES = "the rates of a GPU are not measured"
+NO_GPU_RATES = "the rates of a GPU are measured with PyTorch, which has no CUDA here"
+NO_GPU_INTEGERS = "the rate of a GPU's products in this precision is not measured"
 
 
-Arithmetic = Literal["fp32", "bf16", "int8"]
-"""What products are computed in."""
+Arithmetic = Literal["fp32", "bf16", "fp16", "int8"]
+"""The type in which products are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ NO_PRODUCTS = Products()
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What one input asks for: the backbone's multiply-adds and weights, each layer's tokens."""
+    """The work for one input: the backbone's multiply-adds and weights, each layer's tokens."""
 
     model: Model
     backbone_macs: float
@@ -112,9 +115,9 @@ class ModelWork:
     ) -> tuple[RooflineStep, ...]:
         """Returns the work of a batch with k = `ks[layer]` experts, the backbone first.
 
-        Of the layers in `int8` the experts' weights are bytes and their products integer products,
-        and so are the `int8_backbone` products of the backbone. All other numbers take
-        `number_bytes`, and all other products but those of routing are computed in `arithmetic`.
+        In the layers in `int8` the experts' weights are bytes and their products integer products,
+        like the `int8_backbone` products of the backbone. All other numbers take `number_bytes`,
+        and all other products except routing are computed in `arithmetic`.
         """
         numbers = self.backbone_numbers - int8_backbone.numbers
         parts = (
@@ -131,7 +134,7 @@ class ModelWork:
             part
             for name, layer in self.model.layers.items()
             for part in layer_parts(
-                WorkOf(layer.spec, ks[name], batch, self.tokens[name]),
+                LayerPlan(layer.spec, ks[name], batch, self.tokens[name]),
                 int8_experts=name in int8,
                 number_bytes=number_bytes,
                 arithmetic=arithmetic,
@@ -141,21 +144,21 @@ class ModelWork:
 
 
 def work_of(model: Model, x: Inputs) -> ModelWork:
-    """Returns what one of the inputs x [b, …] asks of a model, of several the first of each.
+    """Returns the work of a model for one of the inputs x [b, …], or the first of each.
 
     PyTorch counts the multiply-adds of matrix products, convolutions and attention. Raises
-    `TraceError` that names the operators where the backbone calls others that multiply.
+    `TraceError` naming other operators of the backbone that multiply.
     """
     tokens: dict[str, int] = {}
 
     def note(name: str, node: nn.Module, inputs: tuple[Any, ...]) -> None:
         as_tokens: Callable[[Tensor], Tensor] = node.tokens  # type: ignore[assignment]
         shape = as_tokens(inputs[0]).shape
-        # m of [b, m, d], or one of [b, d]; where tokens are routed b·m of them, of one input.
+        # m of [b, m, d], or one of [b, d]; if tokens are routed, b·m of them for one input.
         tokens[name] = prod(shape[:-1] if routes[name] else shape[1:-1])
 
     arrays = [x] if isinstance(x, np.ndarray) else completed(x, model.inputs).values()
-    # Layers are not to be found while nodes stand in their places.
+    # Collected first: afterwards nodes replace the layers.
     routes = {name: layer.spec.routes_tokens for name, layer in model.layers.items()}
     with layers_as_nodes(model.module) as backbone, torch.inference_mode(), _plain_attention():
         hooks = [
@@ -164,7 +167,7 @@ def work_of(model: Model, x: Inputs) -> ModelWork:
         ]
         reads = _Reads(backbone)
         try:
-            # The later mode is asked first: it takes apart what the earlier one then sees.
+            # The later mode is called first: it decomposes operators for the earlier one.
             with reads, FlopCounterMode(display=False) as counter:
                 backbone(*(torch.from_numpy(np.ascontiguousarray(array[:1])) for array in arrays))
         finally:
@@ -179,7 +182,7 @@ def work_of(model: Model, x: Inputs) -> ModelWork:
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """The counter knows attention as two matmuls, not as the kernels that fuse them on a CPU."""
+    """Disables fused attention: the counter counts attention only as two matmuls."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -190,9 +193,9 @@ def _plain_attention() -> Iterator[None]:
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's is not annotated
-    """Notes how much of each parameter is read, and what multiplies without being counted.
+    """Records how much of each parameter is read, and uncounted operators that multiply.
 
-    Of a table that is only looked up in, the rows are read that are asked for.
+    Of an embedding table, only the selected rows are read.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -213,7 +216,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's i
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs an operator and notes what it reads."""
+        """Runs an operator and records its reads."""
         result = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         counted = func._overloadpacket in flop_registry
@@ -234,27 +237,27 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's i
 
 
 def layer_parts(
-    work: AnyWork,
+    plan: AnyPlan,
     *,
     int8_experts: bool = False,
     number_bytes: int = FP32_BYTES,
     arithmetic: Arithmetic = "fp32",
 ) -> Iterator[RooflineStep]:
-    """Yields a layer's two kinds of work on one batch: passes over the tokens, and the experts.
+    """Yields a layer's two steps on one batch: passes over the tokens, and the experts.
 
-    The tokens [b, m, d] are read and the outputs [b, m, o] written once. Experts that nobody chose
-    are not read; with b·k ≥ n all are taken to be in use, and where tokens are routed as many as
-    they would choose evenly. A layer that chooses no sets of experts is one step, of which INT8
-    makes two: what it quantises, and the rest. Routing is computed in FP32.
+    The tokens [b, m, d] are read and the outputs [b, m, o] written once. Unused experts are not
+    read; with b·k ≥ n all are assumed to be used, and with routed tokens as many as uniform choices
+    would use. A layer without sets of experts is one step, or two with INT8: the quantised part and
+    the rest. Routing is computed in FP32.
     """
-    spec, macs = work.spec, work.spec.macs(work.tokens, work.k)
-    active = min(spec.experts, work.selections) if spec.chooses_sets else work.k
+    spec, macs = plan.spec, plan.spec.macs(plan.tokens, plan.typical_k)
+    active = min(spec.experts, plan.selections) if spec.chooses_sets else plan.typical_k
     if spec.routes_tokens:
-        active = round(work.expected_active)
+        active = round(plan.expected_active)
     share = number_bytes / FP32_BYTES
-    moved = number_bytes * work.batch * work.tokens * (spec.dim + spec.out)
-    experts_macs = work.batch * sum(macs.get(part, 0) for part in spec.quantized_parts)
-    rest_macs = work.batch * sum(macs.values()) - experts_macs
+    moved = number_bytes * plan.batch * plan.tokens * (spec.dim + spec.out)
+    experts_macs = plan.batch * sum(macs.get(part, 0) for part in spec.quantized_parts)
+    rest_macs = plan.batch * sum(macs.values()) - experts_macs
     weights = share * spec.bytes_read(active)
     if not (spec.chooses_sets or int8_experts):
         yield RooflineStep(spec.name, rest_macs + experts_macs, moved + weights, arithmetic)
@@ -270,7 +273,7 @@ def layer_parts(
 def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, ...]:
     """Returns those of the backbone's `nodes` that the graph file computes in integers.
 
-    Those with weights of four bits are products of floats.
+    Products with 4-bit weights are products of floats.
     """
     wanted = list(nodes)
     if not wanted:
@@ -284,7 +287,7 @@ def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, .
         if value.type.tensor_type.HasField("shape")
     }
     weights = {tensor.name: tuple(tensor.dims) for tensor in content.initializer}
-    # What a linear layer becomes is named below it (`graphs.builder`).
+    # The nodes of a linear layer have its name as prefix (`graphs.builder`).
     rounded = {
         node.name.rpartition("/")[0]: node.input[0]
         for node in content.node
@@ -299,14 +302,14 @@ def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, .
 
 
 def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> Products:
-    """Returns what linear layers ask for, for an input of named `sizes`; TraceError if untold."""
+    """Returns the work of linear layers for an input with named `sizes`; TraceError if unknown."""
     macs = numbers = 0
     for linear in linears:
         rows = [
             sizes.get(size) if isinstance(size, str) else size for size in linear.rows or [None]
         ]
         if None in rows:
-            raise TraceError(f"the graph does not tell how many rows {linear.node} multiplies")
+            raise TraceError(f"the graph does not show how many rows {linear.node} multiplies")
         macs += prod(size for size in rows if size is not None) * prod(linear.weights)
         numbers += prod(linear.weights)
     return Products(macs, numbers)
@@ -314,13 +317,13 @@ def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> P
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine reaches with the threads of a benchmark.
+    """A machine's rates with the threads of a benchmark.
 
     `stream_gb_s` is a plain sum in PyTorch. `matmul_gflop_s` is the product of two square matrices
-    in PyTorch or ONNX Runtime, whichever is faster; `int8_gop_s` the same of unsigned by signed
-    bytes in ONNX Runtime, and `bf16_gflop_s` of BF16 in PyTorch, None where nothing needs them. A
-    multiply-add is two operations.
-    `cached_gb_s` are the rates of sums over fewer bytes, by their number.
+    in PyTorch or ONNX Runtime, whichever is faster; `int8_gop_s` the same for unsigned by signed
+    bytes in ONNX Runtime, and `bf16_gflop_s` for BF16 in PyTorch, None if not needed. A
+    multiply-add is two operations. For a `gpu` they are its own, with `fp16_gflop_s`. `cached_gb_s`
+    are the rates of sums over fewer bytes, by their number.
     """
 
     stream_gb_s: float
@@ -328,9 +331,11 @@ class Rates:
     int8_gop_s: float | None = None
     bf16_gflop_s: float | None = None
     cached_gb_s: Mapping[str, float] = field(default_factory=dict)
+    fp16_gflop_s: float | None = None
+    gpu: bool = False
 
     def of(self, moved: float) -> Rates:
-        """Returns the rates for so many bytes, which may stay in a cache between two calls."""
+        """Returns the rates for moving this many bytes, which may stay in a cache between calls."""
         known = {int(streamed): rate for streamed, rate in self.cached_gb_s.items()}
         least = min((streamed for streamed in known if streamed >= moved), default=None)
         if least is None:
@@ -338,11 +343,22 @@ class Rates:
         return replace(self, stream_gb_s=max(self.stream_gb_s, known[least]))
 
 
+def gpu_rates(reached: Mapping[str, float]) -> Rates:
+    """Returns a GPU's rates from the results of `gpu_rates.GpuProbes`."""
+    return Rates(
+        stream_gb_s=reached["stream_gb_s"],
+        matmul_gflop_s=reached["matmul_gflop_s"],
+        fp16_gflop_s=reached["fp16_gflop_s"],
+        gpu=True,
+    )
+
+
 def least_ms(part: RooflineStep, rates: Rates) -> float:
-    """Returns the milliseconds of one part, moving and computing at the same time."""
+    """Returns the time of one part in ms, moving and computing at the same time."""
     known: dict[Arithmetic, float | None] = {
         "fp32": rates.matmul_gflop_s,
         "bf16": rates.bf16_gflop_s,
+        "fp16": rates.fp16_gflop_s,
         "int8": rates.int8_gop_s,
     }
     rate = known[part.arithmetic]
@@ -352,13 +368,13 @@ def least_ms(part: RooflineStep, rates: Rates) -> float:
 
 
 def limit_ms(parts: Iterable[RooflineStep], rates: Rates) -> float:
-    """Returns the least time of parts that run one after the other, in milliseconds."""
+    """Returns the least time of consecutive parts in ms."""
     return sum(least_ms(part, rates) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a row asks of the machine and the least time for it; `reason` says why one is absent."""
+    """The work of a row and the least time for it; `reason` explains a missing value."""
 
     work: Workload | None = None
     limit_ms: float | None = None
@@ -366,24 +382,26 @@ class Limit:
 
 
 def arithmetic_of(case: Case) -> Arithmetic:
-    """Returns what a case's products of floats are computed in on a CPU.
+    """Returns the type in which a case computes products of floats.
 
-    Most runtimes multiply 16-bit numbers in FP32 there.
+    On a CPU most runtimes multiply 16-bit numbers in FP32; on a GPU both types have the same rate.
     """
+    if case.provider != "cpu":
+        return "fp16" if case.precision in ("fp16", "bf16") else "fp32"
     kind = engine_of(case.engine, case.provider)
     short = kind.short_products if isinstance(kind, GraphEngine) else ()
     return "bf16" if case.precision == "bf16" and "bf16" in short else "fp32"
 
 
 class Limits:
-    """What the rows of a candidate ask of the machine.
+    """The work of a candidate's rows.
 
-    `benchmarks` of the machine are to be timed beside the rows. They stream as many bytes as the
-    model's weights hold, a quarter of them and a sixteenth: what fits in a cache is read at its
-    rate, by the model and by them, and a smaller k reads less.
+    `benchmarks` of the machine are timed together with the rows. They stream as many bytes as the
+    model's weights have, a quarter and a sixteenth: data that fit in a cache are read at its rate,
+    and a smaller k reads less.
     """
 
-    def __init__(self, candidate: Candidate, x: Inputs, cases: Iterable[Case]) -> None:
+    def __init__(self, candidate: Candidate, x: Inputs, cases: Collection[Case]) -> None:
         self._machine = Microbenchmarks(
             torch.get_num_threads(),
             stream_bytes=min(max(candidate.weights_bytes, SMALLEST_STREAM_BYTES), STREAM_BYTES),
@@ -391,7 +409,9 @@ class Limits:
             integer=any(c.precision == "int8" for c in cases),
             bf16=any(arithmetic_of(c) == "bf16" for c in cases),
         )
-        self.benchmarks = self._machine.calls
+        on_gpu = any(c.provider != "cpu" for c in cases) and torch.cuda.is_available()
+        self._gpu = GpuProbes() if on_gpu else None
+        self.benchmarks = self._machine.calls | ({} if self._gpu is None else self._gpu.calls)
         inputs = {candidate.model.input.name: x} if isinstance(x, np.ndarray) else x
         self._sizes = {
             axis: size
@@ -400,26 +420,36 @@ class Limits:
             for axis, size in zip(spec.shape, (1, *inputs[spec.name].shape[1:]), strict=False)
             if isinstance(axis, str)
         }
-        self._work: ModelWork | str  # or why it is not known
+        self._work: ModelWork | str  # or why it is unknown
         try:
             self._work = work_of(candidate.model, x)
         except TraceError as error:
             self._work = error.message
-        except Exception as error:  # noqa: BLE001  a stranger's network: the row says what failed
-            self._work = f"the backbone's work: {in_one_line(error)}"
+        except Exception as error:  # noqa: BLE001  the user's code: the row has the reason
+            self._work = f"the backbone's work: {one_line(error)}"
 
     def rates(self, measured: timing.Measured) -> Rates | str:
-        """Returns the rates that the benchmarks found, or why there are none."""
+        """Returns the rates from the benchmarks, or why there are none."""
         for name in self.benchmarks:
             if name in measured.failures:
                 return f"{name}: {measured.failures[name]}"
         return self._machine.rates(measured.latencies)
 
-    def of(self, case: Case, graph: GraphSource | None, batch: int, rates: Rates | str) -> Limit:
-        """Returns the work of a row and the least time for it; `graph` is the row's, if it is one.
+    def gpu_rates(self, measured: timing.Measured) -> Rates | str:
+        """Returns the rates of the GPU, measured in the same rounds, or why there are none."""
+        if self._gpu is None:
+            return NO_GPU_RATES
+        for name in self._gpu.calls:
+            if name in measured.failures:
+                return f"{name}: {measured.failures[name]}"
+        ms = {name: measured.device[name].median for name in self._gpu.calls}
+        return gpu_rates(self._gpu.rates(ms))
 
-        A GPU's row has no limit. 16-bit numbers are counted with two bytes; `arithmetic_of` says
-        at which rate they are multiplied.
+    def of(self, case: Case, graph: GraphSource | None, batch: int, rates: Rates | str) -> Limit:
+        """Returns the work of a row and the least time for it; `graph` is the row's, if any.
+
+        `rates` are those of the row's device. 16-bit numbers count two bytes; `arithmetic_of`
+        determines the rate of their products.
         """
         if isinstance(self._work, str):
             return Limit(reason=self._work)
@@ -446,14 +476,15 @@ class Limits:
             int8_operations=2 * sum(part.macs for part in parts if part.arithmetic == "int8"),
             bytes=sum(part.bytes for part in parts),
         )
-        known = rates if case.provider == "cpu" else NO_GPU_RATES
-        if isinstance(known, str):
-            return Limit(work, reason=known)
-        return Limit(work, limit_ms(parts, known.of(work.bytes)))
+        if case.provider != "cpu" and case.precision not in ("fp32", "fp16", "bf16"):
+            rates = NO_GPU_INTEGERS
+        if isinstance(rates, str):
+            return Limit(work, reason=rates)
+        return Limit(work, limit_ms(parts, rates.of(work.bytes)))
 
 
 def not_held(limit: Limit, median_ms: float, rates: Rates | str) -> str | None:
-    """Returns why a row took less than the least time, None where it did not."""
+    """Returns why a row took less than the least time; None if it did not."""
     if limit.work is None or limit.limit_ms is None or median_ms >= limit.limit_ms:
         return None
     assert isinstance(rates, Rates), "a limit has rates"
@@ -470,7 +501,7 @@ def not_held(limit: Limit, median_ms: float, rates: Rates | str) -> str | None:
 
 
 class Microbenchmark(timing.TimedCall):
-    """One call that measures the machine, whatever inputs others take."""
+    """A call that measures the machine, independent of the inputs."""
 
     inputs = 1
 
@@ -478,16 +509,14 @@ class Microbenchmark(timing.TimedCall):
         self._call = call
 
     def __call__(self, index: int) -> object:
-        """Makes the call."""
-        del index
         return self._call()
 
 
 class Microbenchmarks:
-    """Calls that measure the machine: put beside others, they see the same disturbances.
+    """Calls that measure the machine in turn with other cases, under the same disturbances.
 
-    Streams `stream_bytes` and multiplies matrices of `square` rows and columns; integers and BF16
-    only where `integer` and `bf16` ask for them.
+    They stream `stream_bytes` and multiply matrices of `square` rows and columns; integers and BF16
+    only with `integer` and `bf16`.
     """
 
     def __init__(
@@ -522,7 +551,7 @@ class Microbenchmarks:
             name: Microbenchmark(call) for name, call in calls.items()
         }
 
-    def rates(self, latencies: Mapping[str, timing.Latency]) -> Rates:
+    def rates(self, latencies: Mapping[str, Latency]) -> Rates:
         """Returns the rates from the medians among measured latencies."""
         ms = {name: latencies[name].median for name in self.calls}
         int8, bf16 = ms.get("probe: int8"), ms.get("probe: bf16")
@@ -538,7 +567,7 @@ class Microbenchmarks:
 
 
 def machine_rates(threads: int) -> Rates:
-    """Measures this machine on its own; takes a few seconds and 1 GiB."""
+    """Measures this machine separately; takes a few seconds and 1 GiB."""
     machine = Microbenchmarks(threads)
     protocol = timing.Protocol(round_s=0.3, warmup=2)
     return machine.rates(timing.measure(machine.calls, protocol).latencies)
@@ -560,7 +589,7 @@ def _product(
         f"=> ({result}[{size}, {size}] y) {{ y = {op}(x, w) }}"
     )
     model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=[CPU_PROVIDER])
-    return partial(session.run, None, {"x": x})
+    with scratch_folder("rates") as folder:
+        onnx.save(model, folder / "product.onnx")
+        run = graph_call(folder / "product.onnx", SessionOptions(threads=threads))
+    return partial(run, {"x": x})

@@ -1,4 +1,4 @@
-"""The door for how models of sequences are measured: their outputs foretell the next token."""
+"""The registry of benchmarks for models of sequences, whose outputs predict the next token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.registry import Registry
-from ...data.feeds import Array
+from ...data.batches import Array
 from ...exporter.inputs import Inputs
 from ...exporter.model import Model
 from ..data import LabelledData
@@ -19,9 +19,9 @@ from ..runners.pytorch import PyTorch
 class SequenceBenchmark:
     """How a benchmark measures the models whose `Host.benchmark` names it.
 
-    `data` returns sequences of what was asked for, for a prompt of so many tokens (None: its own
-    number); `phases` the calls that are timed, of such a prompt where sequences have a length; and
-    `inputs` what a call takes of some sequences, with what the untouched model has in its cache.
+    `data` returns sequences for a request and a prompt length in tokens (None: the default);
+    `phases` the timed calls for such a prompt, if sequences have a length; `inputs` the inputs of a
+    call for some sequences, with the unmodified model's cache.
     """
 
     name: str
@@ -31,17 +31,17 @@ class SequenceBenchmark:
 
 
 BENCHMARKS = Registry("moexport.benchmarks", SequenceBenchmark)
-"""All are plugins'."""
+"""All come from plugins."""
 
 
 def benchmark_of(model: Model) -> SequenceBenchmark | None:
-    """Returns how a model of sequences is measured; None for all others."""
+    """Returns how a model of sequences is measured; None for other models."""
     name = model.host.benchmark(model)
     return None if name is None else BENCHMARKS[name]
 
 
 def phase_inputs(model: Model, phase: Phase, x: Inputs, base: PyTorch) -> dict[str, Array]:
-    """Returns what a call of a model of sequences takes of some."""
+    """Returns the inputs of a call of a model of sequences."""
     benchmark = benchmark_of(model)
     assert benchmark is not None, "only models of sequences are timed in phases"
     return benchmark.inputs(phase, x, base)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...common import timing
-from ...common.option import parse_share
+from ...common.latency import differs
+from ...common.text import parse_share
 from ...errors import CheckError, MoexportError, UsageError
 from ..results import Results, Row, read
 from .summary import line_name, milliseconds
@@ -21,7 +21,7 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """Latency now over before: above 1 is slower. None where one of them failed."""
+        """Latency now over before: above 1 is slower. None if one of them failed."""
         old, new = self.before.median_ms, self.now.median_ms
         return None if old is None or new is None else new / old
 
@@ -29,7 +29,7 @@ class Change:
     def beyond_spread(self) -> bool:
         """Whether the latencies differ by more than the spread of the rounds of either."""
         old, new = self.before.latency_ms, self.now.latency_ms
-        return old is not None and new is not None and timing.differs(old, new)
+        return old is not None and new is not None and differs(old, new)
 
     @property
     def quality_changed(self) -> bool:
@@ -77,12 +77,12 @@ class ResultsComparison:
 
     @property
     def notable(self) -> tuple[Change, ...]:
-        """Rows with something to tell: another latency, another accuracy, a failure."""
+        """Rows worth reporting: another latency, another accuracy, a failure."""
         return tuple(c for c in self.changes if c.beyond_spread or c.quality_changed or c.broken)
 
     @property
     def sentence(self) -> str:
-        """What changed, in one sentence."""
+        """A summary of the changes, in one sentence."""
         same = len(self.changes) - len(self.slower) - len(self.faster)
         return (
             f"Of {len(self.changes)} rows in both files {len(self.faster)} are faster and "
@@ -104,7 +104,7 @@ def compare(before: Results, now: Results) -> ResultsComparison:
     notes = []
     for name in ("cpu", "gpu", "threads", "memory_bytes"):
         was, is_now = before.environment.get(name), now.environment.get(name)
-        if isinstance(was, dict) and isinstance(is_now, dict):  # earlier files tell less of a CPU
+        if isinstance(was, dict) and isinstance(is_now, dict):  # earlier files have fewer facts
             is_now = {key: is_now[key] for key in is_now if key in was}
         if was != is_now:
             notes.append(f"Measured on another machine or setting: {name} was {was}, is {is_now}.")
@@ -139,7 +139,7 @@ def _host(row: Row) -> str | None:
 
 
 def parse_slower(text: str) -> float:
-    """Returns 0.05 for `5%` or `0.05`; UsageError for what is no share."""
+    """Returns 0.05 for `5%` or `0.05`; UsageError for anything else."""
     share = parse_share(text, "--fail-if-slower")
     if not 0 <= share < 10:
         raise UsageError(
@@ -158,7 +158,7 @@ def earlier(out: Path, named: Path | None, *, wanted: bool) -> Results | None:
 
 
 def check_regression(before: Results, now: Results, share: float | None) -> tuple[str, ...]:
-    """Returns what changed, in lines; raises CheckError where rows are slower than allowed.
+    """Returns the changes, in lines; raises CheckError if rows are slower than allowed.
 
     A row is slower when it is so by more than `share` and by more than the spread of its rounds. A
     row that fails and did not before counts too.

@@ -12,7 +12,7 @@ from ...common.text import printable
 from ..results import Results
 
 Cell = str | tuple[str, str]
-"""Text, or text and what it is: good, bad, quiet, or heat-0 to heat-9."""
+"""Text, or text and its style: good, bad, quiet, or heat-0 to heat-9."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class TableContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionContent:
-    """What a section holds: sentences before and after its tables."""
+    """The content of a section: sentences before and after its tables."""
 
     tables: tuple[TableContent, ...]
     intro: tuple[str, ...] = ()
@@ -35,9 +35,9 @@ class SectionContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowDecision:
-    """What has chosen the last of the rows, by what was asked of it.
+    """The search that chose the last row, and the request it fulfils.
 
-    `keep` is the share that was to be kept, None where nothing was said. `asked` is a sentence, and
+    `keep` is the requested share, None if there was no request. `asked` is a sentence, and
     `keeps` what the chosen row keeps, if that was confirmed. `recipe` exports it again.
     """
 
@@ -66,10 +66,10 @@ class PageChart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSection:
-    """A section of a report, at its place on the page; those of a plugin show what it has found.
+    """A section of a report, at its place on the page; a plugin's section shows its findings.
 
     `shows` is the name that these findings have among the analyses of `results.json`; of results
-    without them nothing else is called. `content` returns None where there is nothing to show.
+    without them nothing else is called. `content` returns None if there is nothing to show.
     `text` returns findings for the terminal, `figures` writes them to a folder, `chart` draws them
     on the page, and `decision` returns what they have chosen of the rows.
     """
@@ -85,7 +85,7 @@ class ReportSection:
     decision: Callable[[Results], RowDecision | None] = lambda _: None
 
     def is_of(self, results: Results) -> bool:
-        """Whether these results hold what it shows; a section of rows shows those of any."""
+        """Whether the results hold the section's data; a section of rows applies to all results."""
         return not self.shows or self.shows in results.analyses
 
 
@@ -102,13 +102,13 @@ def showing(results: Results) -> list[ReportSection]:
 
 
 def decision_of(results: Results) -> RowDecision | None:
-    """Returns what has chosen the last row of these results, None where nothing has."""
+    """Returns the search that chose the last row of these results, if any."""
     decisions = (section.decision(results) for section in showing(results))
     return next((decision for decision in decisions if decision is not None), None)
 
 
 def left_out(results: Results) -> str:
-    """Returns a sentence on findings that no section shows; empty where all are shown."""
+    """Returns a sentence on findings that no section shows; empty if all are shown."""
     shown = {section.shows for section in showing(results)}
     names = [name for name in results.analyses if name not in shown]
     if not names:

@@ -1,8 +1,8 @@
 """`report.html`: one self-contained page that draws a results file.
 
-The page fetches nothing: plotly.js (the basic bundle: scatter, bar, pie; compressed), style, script
+The page fetches nothing: Vega and Vega-Lite (compressed), the charts' specifications, style, script
 and data are in it. Its parts lie in `assets/`; placeholders are `%%NAME%%`. The results are
-embedded as they are, with what is said of every row in words beside; `report.js` draws them,
+embedded as they are, with a description of every row in words; `report.js` draws them,
 filters them and answers what to deploy.
 """
 
@@ -17,22 +17,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib import resources
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
 from ...common.option import panels_of, shell_options, spelled
 from ...common.text import count, size
-from ...common.user_code import names_code
 from ...common.writing import check_file, output_errors, write_text
+from ...data.user_code import names_code
 from ...errors import UsageError
 from ...exporter.requests import LoadRequest
-from ..engines import GraphEngine, engine_of
-from ..results import TOKEN_ROUTED, ModelInfo, Results, Row, as_json, write
+from ..engines import PYTORCH_EAGER
+from ..results import ModelInfo, Results, Row, as_json, write
+from .charts import STAR, SYMBOLS, core_charts
 from .compare import ResultsComparison
 from .content import PageChart, ReportSection, decision_of, showing
-from .figures import figures
-from .runs import NamedRun, run_points
+from .figures import figures, marks
+from .runs import NamedRun, machine_of, run_points
 from .sections import all_sections, contents
 from .summary import (
     DISAGREE,
@@ -52,7 +53,13 @@ from .summary import (
     summary,
     unknown,
 )
-from .text import method_lines, reproduce, to_csv, to_markdown
+from .text import absent_lines, method_lines, reproduce, to_csv, to_markdown
+
+FIRST = 30
+"""Sections at places before this one are answers: they stand before the charts."""
+
+OPEN = 40
+"""Those before this one are not folded."""
 
 
 def write_report(results: Results, path: Path, comparison: ResultsComparison | None = None) -> None:
@@ -74,9 +81,9 @@ def write_views(
     comparison: ResultsComparison | None = None,
     runs: Sequence[NamedRun] = (),
 ) -> tuple[Path, ...]:
-    """Writes the page (.html, else UsageError), and Markdown, CSV and figures beside it.
+    """Writes the page (.html, else UsageError), and Markdown, CSV and figures next to it.
 
-    The page draws other `runs` beside the results. Without Matplotlib there are no figures.
+    The page draws other `runs` next to the results. Without vl-convert there are no figures.
     """
     check_file(page)
     if page.suffix not in (".html", ".htm"):
@@ -99,8 +106,8 @@ def write_views(
 
 
 def can_draw() -> bool:
-    """Whether figures can be drawn: the page draws its own, which needs no Matplotlib."""
-    return importlib.util.find_spec("matplotlib") is not None
+    """Whether figures can be drawn: the page draws its own, which needs no vl-convert."""
+    return importlib.util.find_spec("vl_convert") is not None
 
 
 def html(
@@ -114,11 +121,13 @@ def html(
     parts = {
         "TITLE": escape(f"moexport benchmark: {', '.join(names)}"),
         "STYLE": _asset("report.css"),
+        "SUBJECT": escape(shown[0].model if shown else "moexport"),
+        "MACHINE": escape(machine_of(results) if "cpu" in results.environment else ""),
         "CREATED": escape(results.created.replace("T", " ").replace("+00:00", " UTC")),
         "SUMMARY": escape(summary(shown[0]) if shown else "No rows were measured."),
         "CAVEAT": escape(caveat(shown[0]) if shown else ""),
         "DATA": embedded_json(payload(results, comparison, runs)),
-        "PLOTLY": _packed("plotly-basic.min.js"),
+        "VEGA": _packed("vega.min.js", "vega-lite.min.js"),
         "CARDS": "\n".join(chart.asset(f"{section.name}.html") for section, chart in charts()),
         "CHARTS": ",\n".join(chart.asset(f"{section.name}.js") for section, chart in charts()),
         "SCRIPT": _asset("report.js"),
@@ -137,9 +146,10 @@ def _asset(name: str) -> str:
     return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _packed(name: str) -> str:
-    """An asset as gzip in Base64; the same bytes every time."""
-    return base64.b64encode(gzip.compress(_asset(name).encode(), mtime=0)).decode()
+def _packed(*names: str) -> str:
+    """Assets as gzip in Base64; the same bytes every time."""
+    text = "\n".join(map(_asset, names))
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def embedded_json(value: Any) -> str:
@@ -153,12 +163,19 @@ def payload(
     comparison: ResultsComparison | None = None,
     runs: Sequence[NamedRun] = (),
 ) -> dict[str, Any]:
-    """Returns what the page's script draws: the results, and what is said of them in words."""
+    """Returns the data of the page's script: the results, and their description in words."""
     shown = sections(results)
     sections_by_row = by_row(shown)
+    own = [sections_by_row[section_of(row)] for row in results.rows]
+    symbols = _symbols(results)
     return {
         "results": as_json(results),
-        "rows": [_words(results, sections_by_row[section_of(row)], row) for row in results.rows],
+        "rows": [
+            _words(results, section, row) | marks(section, row, symbols[_style(row)])
+            for section, row in zip(own, results.rows, strict=True)
+        ],
+        "charts": core_charts(next(filter(None, (each.quality for each in shown)), "accuracy")),
+        "symbols": SYMBOLS,
         "keep": shown[0].keep if shown else KEPT,
         "disagree": DISAGREE,
         **{
@@ -168,20 +185,35 @@ def payload(
         "gpu": GPU_MS if any(row.device_ms is not None for row in results.rows) else None,
         "disturbed": results.disturbance,
         "tables": [
-            {"id": section.name, "title": section.title} | asdict(content)
+            {
+                **{"id": section.name, "title": section.title},
+                **{"first": section.place < FIRST, "open": section.place < OPEN},
+                **asdict(content),
+            }
             for section, content in contents(results, comparison, runs)
         ],
         "runs": list(map(run_points, runs)),
         "environment": list(_environment(results)),
         "method": method_lines(results),
-        "absent": [f"{engine.engine}: {engine.reason}" for engine in results.absent],
+        "absent": absent_lines(results),
         "again": reproduce(results),
         "csv": to_csv(results),
     }
 
 
+def _style(row: Row) -> tuple[str, str | None]:
+    return engine_name(row), row.lowering
+
+
+def _symbols(results: Results) -> dict[tuple[str, str | None], str]:
+    """The symbol of each engine and lowering, in the order of their rows."""
+    styles = dict.fromkeys(_style(row) for row in results.rows if row.engine != PYTORCH_EAGER)
+    symbols = dict(zip(styles, cycle(SYMBOLS), strict=False))
+    return symbols | {_style(row): STAR for row in results.rows if row.engine == PYTORCH_EAGER}
+
+
 def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
-    """What the page calls a row, says of it, and what its speed is against (`base`: its index)."""
+    """A row's name and description on the page, and the index of its `base` for the speed."""
     base = section.base(row)
     latency = row.latency_ms
     return {
@@ -192,6 +224,7 @@ def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
         "base": next((i for i, other in enumerate(results.rows) if other is base), None),
         "against": f"PyTorch{section.place(row)}",
         "speed": section.speedup(row),
+        "waited": section.waited if section.disturbed else None,
         "gain": section.gain(row),
         "told": base is row or section.faster_or_slower(row),
         "shown": section.shown(row),
@@ -210,7 +243,7 @@ def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
 
 
 def _limit(row: Row) -> str:
-    """What the least time is made of, or why it is not known or does not hold."""
+    """The parts of the least time, or why it is unknown or does not apply."""
     if row.no_limit or row.limit_ms is None or row.work is None:
         return row.no_limit or ""
     operations = row.work.operations + row.work.int8_operations
@@ -219,58 +252,69 @@ def _limit(row: Row) -> str:
 
 
 def export_command(results: Results, row: Row) -> str | None:
-    """Returns the command that exports what a row measured; None for PyTorch's own rows.
+    """Returns the command that makes the graph of a row again, or runs the bundle that holds it.
 
-    The model and what its shapes do not tell are taken from the command of the results.
+    None for rows of PyTorch, and where the results were not made by a command, which shows how the
+    model is read.
     """
-    kind = engine_of(row.engine, row.provider)
-    target: str | None = kind.target if isinstance(kind, GraphEngine) else None
     model = next((info for info in results.models if info.name == row.model), ModelInfo(""))
     source = model.source
     try:
         typed = shlex.split(results.command)
     except ValueError:
         typed = []
-    if target is None or row.error is not None or not source or typed[:1] != ["moexport"]:
+    if row.error is not None or not source or typed[:1] != ["moexport"]:
         return None
     decision = decision_of(results)
     if decision is not None and row is results.rows[-1]:  # the one that was chosen
         return recipe_command(source, decision.recipe, "BUNDLE", typed)
-    own = (reference for reference in results.of_model(row.model) if reference.is_reference)
-    full_k = next((reference.k for reference in own), row.experts)
-    if target == "ort-cpu":  # What a benchmark may be told to take another for.
-        target = (_values_of(typed, "--target") or [target])[0]
+    if not row.deploy:
+        return None
+    command, *options = row.deploy
+    data = next(iter(_values_of(typed, "--data")), None)
+    if command == "run":
+        file = (results.protocol.get("data") or {}).get("source") or ""
+        inputs = file if file.endswith(".npz") else "INPUTS.npz"
+        return shlex.join(["moexport", command, *options, "-i", inputs, "-o", "OUTPUTS.npz"])
     name = "".join(c if c.isalnum() else "-" for c in Path(source.split(":")[-1]).stem)
-    words = ["moexport", "export", source, "-o", f"{name}-k{row.k}-{row.precision}"]
-    words += ["--k", "n" if row.k == full_k else str(row.k), "--target", target]
-    if row.lowering and "+" not in row.lowering:
-        words += ["--lowering", row.lowering]
-    if row.precision != "fp32":
-        words += ["--precision", row.precision]
-    if row.batch > 1:
+    words = ["moexport", command, source, "-o", f"{name}-k{row.k}-{row.precision}", *options]
+    if row.batch > 1 and "--batch" not in options:
         words += ["--batch", f"1:{row.batch}:{max(row.batch, 32)}"]
-    data = results.protocol.get("calibration") or next(iter(_values_of(typed, "--data")), None)
-    if row.precision == "int8" and model.kind != TOKEN_ROUTED:
-        # A folder of images by class is no feed of arrays; the reader knows what is.
-        words += ["--data", data if data and (data.endswith(".npz") or ":" in data) else "FEED"]
-    return shlex.join([*words, *_carried(typed)])
+    words += ["--no-verify"] if _refused(row) else []
+    return shlex.join([*words, *_checked_on(source, data, typed), *_carried(typed)])
+
+
+def _refused(row: Row) -> bool:
+    """Whether an export refuses the graph of a row: too many inputs choose other experts.
+
+    Its accuracy was measured with them.
+    """
+    from ...exporter.bundle.parity import tolerance_of  # loads onnx, which a report does not need
+
+    least = tolerance_of(row.precision).routing
+    return row.precision != "fp32" and row.same_experts is not None and row.same_experts < least
+
+
+def _checked_on(source: str, data: str | None, typed: Sequence[str]) -> list[str]:
+    """The inputs that a network of the user's own is checked on, where those are not images."""
+    if data and names_code(source) and not (Path(data).is_dir() or _values_of(typed, "--pixels")):
+        return ["--data", data]
+    return []
 
 
 def recipe_command(source: str, recipe: str, bundle: str, typed: Sequence[str]) -> str:
-    """Returns the command that exports a model again as its recipe says.
+    """Returns the command that exports a model again according to its recipe.
 
-    `typed` is the command of the search, which tells how the model is read: a network of the
+    `typed` is the command of the search, which shows how the model is read: a network of the
     user's own also on which inputs it is checked, where those are not images.
     """
     words = ["moexport", "export", source, "--recipe", recipe, "-o", bundle]
     data = next(iter(_values_of(typed, "--data")), None)
-    if data and names_code(source) and not (Path(data).is_dir() or _values_of(typed, "--pixels")):
-        words += ["--data", data]
-    return shlex.join([*words, *_carried(typed)])
+    return shlex.join([*words, *_checked_on(source, data, typed), *_carried(typed)])
 
 
 def _carried(typed: Sequence[str]) -> list[str]:
-    """What a command says of how its model is read: an export of the same model needs it, too."""
+    """The options of a command for reading its model: an export of the model needs them, too."""
     panels = panels_of(LoadRequest)
     records: list[type[Any]] = [LoadRequest, *(panel.options for panel in panels)]
     options = (spelled(record, name) for record in records for name in shell_options(record))
@@ -283,7 +327,7 @@ def _carried(typed: Sequence[str]) -> list[str]:
 
 
 def _values_of(words: Sequence[str], option: str) -> list[str]:
-    """The values that a command gives an option, as `--option value` or `--option=value`."""
+    """The values of an option in a command, as `--option value` or `--option=value`."""
     after = [value for name, value in pairwise(words) if name == option]
     return after + [word.split("=", 1)[1] for word in words if word.startswith(f"{option}=")]
 
@@ -293,6 +337,11 @@ def _environment(results: Results) -> Iterator[tuple[str, str]]:
     for name, value in results.environment.items():
         if name == "packages" and isinstance(value, dict):
             yield from ((str(package), str(version)) for package, version in value.items())
+        elif name == "cpu" and isinstance(value, dict):
+            own = dict(value)
+            model, instructions = own.pop("model", ""), own.pop("instructions", None)
+            told = [str(model), *([_plain(instructions)] if instructions else [])]
+            yield name, "; ".join((*told, _plain(own)) if own else told)
         elif name == "memory_bytes" and isinstance(value, int):
             yield "memory", f"{value / 2**30:.1f} GiB"
         else:

@@ -20,7 +20,7 @@ NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class NamedRun:
-    """Results beside those of a report, by a name that tells them apart."""
+    """Results to compare with those of a report, by a distinct name."""
 
     name: str
     results: Results
@@ -69,7 +69,7 @@ def answers(now: Results, runs: Sequence[NamedRun]) -> dict[str, list[tuple[str,
 
 
 def run_points(run: NamedRun) -> dict[str, Any]:
-    """Returns what the page draws of a run beside its own: every row that was timed and judged."""
+    """Returns the rows of another run that the page draws: those with a time and a quality."""
     return {"name": run.name, "rows": list(map(_point, _drawn(run.results)))}
 
 
@@ -85,5 +85,5 @@ def _point(row: Row) -> dict[str, Any]:
         "k": row.k,
         "ms": row.median_ms,
         "kept": row.kept,
-        "name": f"{row_name(row)}, k = {row.k} of {row.experts}",
+        "name": f"{row_name(row)}, k = {row.k_of_n(' of ')}",
     }

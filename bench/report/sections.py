@@ -1,4 +1,4 @@
-"""The sections of a report beside its charts and rows: a record each, in one list.
+"""The sections of a report, apart from its charts and rows: a record each, in one list.
 
 The page, the Markdown and the tests read the list.
 """
@@ -9,11 +9,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ...common.text import size
 from ..results import Results, Row
 from .compare import Change, ResultsComparison
 from .content import SECTIONS, Cell, ReportSection, SectionContent, TableContent
+from .outputs import outputs_section
 from .runs import HEADS, NOTE, NamedRun, answers
-from .summary import line_name, milliseconds, percent, sections
+from .summary import Section, headline, line_name, milliseconds, percent, sections, times
 
 PARITY_NOTE = (
     "Compared with PyTorch at the same k: the share of samples for which every layer selected the "
@@ -22,8 +24,8 @@ PARITY_NOTE = (
 )
 
 HEAT_NOTE = (
-    "Inputs a second of the fastest export for each k and batch size; the darker, the more. The "
-    "same factor in speed is the same step in colour."
+    "Inputs a second of the fastest export for each k and batch size, in each precision; the "
+    "stronger the colour, the more. The same factor in speed is the same step in colour."
 )
 
 LOSING_NOTE = (
@@ -32,16 +34,66 @@ LOSING_NOTE = (
 )
 
 
+SIDE_BY_SIDE = (
+    "For each model its answer, by the rule of the first sentence of the page. Each model is "
+    "compared with its own untouched PyTorch model."
+)
+
+
+def _side_by_side(results: Results) -> SectionContent | None:
+    """The answer of every model, if there are several."""
+    shown = sections(results)
+    if len({section.model for section in shown}) < 2:
+        return None
+    groups: dict[str, list[Sequence[Cell]]] = {}
+    for section in shown:
+        row = headline(section)
+        if row is None:
+            continue
+        accuracy = "–" if row.accuracy is None else percent(row.accuracy.top1)
+        if row.perplexity is not None and row.accuracy is None:
+            accuracy = f"perplexity {row.perplexity.value:.4g}"
+        gains = (section.gain(row), section.speedup(row))
+        groups.setdefault(section.sizes, []).append(
+            (
+                section.model,
+                row.k_of_n(),
+                line_name(row),
+                "–" if row.median_ms is None else milliseconds(row.median_ms),
+                "–" if row.throughput is None else f"{row.throughput:,.0f}",
+                accuracy,
+                _kept(section, row),
+                *("–" if gain is None else times(gain) for gain in gains),
+                "–" if row.disk_bytes is None else size(row.disk_bytes),
+            )
+        )
+    heads = (
+        *("Model", "k", "Runs in", "Median ms", "Inputs/s", "Accuracy", "Kept"),
+        *("vs all experts", "vs PyTorch", "On disk"),
+    )
+    return SectionContent(tables=(TableContent("", heads, groups),), notes=(SIDE_BY_SIDE,))
+
+
+def _kept(section: Section, row: Row) -> str:
+    """A row's retention, and the lower end of its interval."""
+    low = section.shown(row)
+    if row.kept is None or low is None:
+        return "–"
+    least = percent(math.floor(1e3 * low + 1e-9) / 1e3)
+    return percent(row.kept) if low == row.kept else f"{percent(row.kept)} (at least {least})"
+
+
 def _by_k_and_batch(results: Results) -> SectionContent | None:
-    """Inputs a second over k and batch size, where there are several of both."""
+    """Inputs a second over k and batch size, if there are several of both; by precision."""
     tables = []
-    for model in dict.fromkeys(row.model for row in results.rows):
-        exported = [
-            row
-            for row in results.of_model(model)
-            if row.throughput and row.error is None and row.phase is None
-            if not row.engine.startswith("pytorch")
-        ]
+    rows = [
+        row
+        for row in results.rows
+        if row.throughput and row.error is None and row.phase is None
+        if not row.engine.startswith("pytorch")
+    ]
+    for model, precision in dict.fromkeys((row.model, row.precision) for row in rows):
+        exported = [row for row in rows if (row.model, row.precision) == (model, precision)]
         batches = sorted({row.batch for row in exported})
         fastest: dict[tuple[int, int], Row] = {}
         for row in sorted(exported, key=lambda row: row.throughput or 0.0):
@@ -54,7 +106,7 @@ def _by_k_and_batch(results: Results) -> SectionContent | None:
         quiet = ("–", "quiet")
         lines = [(f"{k}/{n}", *(heat.get((k, batch), quiet) for batch in batches)) for k in ks]
         heads = ("k", *(f"batch {batch}" for batch in batches))
-        tables.append(TableContent("", heads, {model: lines}))
+        tables.append(TableContent("", heads, {f"{model}, {precision.upper()}": lines}))
     return SectionContent(tables=tuple(tables), notes=(HEAT_NOTE,)) if tables else None
 
 
@@ -69,10 +121,10 @@ def _heat(values: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Cell
 
 
 def _losing(results: Results) -> SectionContent | None:
-    """Which classes lose at each k, beside the untouched model."""
+    """The classes whose accuracy falls at each k, compared with the untouched model."""
     groups: dict[str, list[Sequence[Cell]]] = {}
     for row in results.rows:
-        name = f"{row.model}, k = {row.k} of {row.experts}, {row.precision.upper()}"
+        name = f"{row.model}, k = {row.k_of_n(' of ')}, {row.precision.upper()}"
         if not row.losing or row.engine.startswith("pytorch") or name in groups:
             continue  # what is lost depends on neither engine nor batch size
         groups[name] = [
@@ -110,7 +162,7 @@ def _parity(results: Results) -> SectionContent:
                         same = (f"{same[0]} ({routing.ties:.1%} ties)", same[1])
                 if parity is not None:
                     near = (f"{parity.max_abs:.2g}", f"{parity.cosine:.7f}")
-                lines.append((line.name, f"{row.k}/{row.experts}", *same, *near))
+                lines.append((line.name, row.k_of_n(), *same, *near))
         groups[section.model] = lines
     heads = ("Engine", "k", "Same experts", "Jaccard", "Largest difference", "Cosine")
     note = PARITY_NOTE if any(groups.values()) else "Not measured."
@@ -118,7 +170,7 @@ def _parity(results: Results) -> SectionContent:
 
 
 def _changes(comparison: ResultsComparison | None) -> SectionContent | None:
-    """What changed since an earlier file."""
+    """The changes since an earlier file."""
     if comparison is None:
         return None
     heads = ("Engine", "k", "Before, ms", "Now, ms", "Change", "Kept before", "Kept now")
@@ -141,7 +193,7 @@ def _change(change: Change) -> tuple[Cell, ...]:
     both = (change.before, change.now)
     latencies = ["–" if r.median_ms is None else milliseconds(r.median_ms) for r in both]
     kept = ["–" if row.kept is None else percent(row.kept) for row in both]
-    name = f"{change.now.k}/{change.now.experts}"
+    name = change.now.k_of_n()
     return (line_name(change.now), name, *latencies, moved, *kept)
 
 
@@ -173,6 +225,7 @@ def all_sections(
             place=20,
             content=lambda _: _changes(comparison),
         ),
+        ReportSection(name="models", title="Models side by side", place=5, content=_side_by_side),
         ReportSection(name="heat", title="Speed by k and batch", place=50, content=_by_k_and_batch),
         ReportSection(
             name="losing",
@@ -180,6 +233,7 @@ def all_sections(
             place=60,
             content=_losing,
         ),
+        ReportSection(name="outputs", title="Each output", place=55, content=outputs_section),
         ReportSection(name="parity", title="Parity with PyTorch", place=90, content=_parity),
     )
     return sorted((*own, *SECTIONS), key=lambda section: section.place)
@@ -188,7 +242,7 @@ def all_sections(
 def contents(
     results: Results, comparison: ResultsComparison | None, runs: Sequence[NamedRun] = ()
 ) -> Iterator[tuple[ReportSection, SectionContent]]:
-    """Yields the sections of these results, each with what it holds: no table without rows."""
+    """Yields the sections of these results, each with its content, without empty tables."""
     for section in all_sections(comparison, runs):
         content = section.content(results) if section.is_of(results) else None
         if content is None:

@@ -1,4 +1,4 @@
-"""What a results file says: its rows by model and batch, their lines over k, and the summary."""
+"""Summarises a results file: its rows by model and batch, their lines over k, and the summary."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...common import timing
-from ...common.timing import Latency
-from ..engines import PYTORCH_EAGER, titles
+from ...common.latency import differs
+from ..engines import PYTORCH_EAGER, PYTORCH_STACKED, titles
 from ..metrics import inputs_needed
-from ..results import Interval, Results, Row
+from ..results import DISTURBED, Results, Row
 from .content import RowDecision, decision_of
 
 KEPT = 0.99
-"""The share of the untouched model's accuracy that a row must keep, unless another was asked."""
+"""The share of the untouched model's accuracy that a row must keep, unless another is requested."""
 
 DISAGREE = 0.5
 """Of times whose rounds lie further apart than this share of their median nothing is concluded."""
+
+R2 = "R²"  # what a regression is judged by
 
 UNTOUCHED = "PyTorch, untouched"  # what tables and charts call the reference
 GPU_MS = "GPU ms"  # the heading of the times by CUDA events, in every table that has them
@@ -37,29 +38,13 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorBar:
-    """A value and how far its bar reaches; `cut` where it goes on outside of the chart."""
-
-    value: float
-    below: float
-    above: float
-    cut: bool = False
-
-    @staticmethod
-    def around(value: float, interval: Interval | None) -> ErrorBar:
-        """Returns a value with its interval, or without a bar."""
-        if interval is None:
-            return ErrorBar(value, 0.0, 0.0)
-        return ErrorBar(value, max(0.0, value - interval.low), max(0.0, interval.high - value))
-
-
-@dataclass(frozen=True, slots=True)
 class Section:
-    """One model at one batch size: its lines over k and the untouched model beside them.
+    """One model at one batch size: its lines over k, and the untouched model.
 
-    Of a language model one phase, which `sizes` tells with the batch size.
+    For a language model it has one phase, which `sizes` names with the batch size.
     `reference` is the untouched model on the CPU, `gpu_reference` on the GPU: one of the lines.
-    `keep` is what a row must keep. By a `decision` one of the rows may be `chosen`.
+    `keep` is what a row must keep. By a `decision` one of the rows may be `chosen`. `waited` is the
+    share of their time for which the threads of the rows waited for a core.
     """
 
     model: str
@@ -73,6 +58,12 @@ class Section:
     keep: float = KEPT
     decision: RowDecision | None = None
     chosen: Row | None = None
+    waited: float = 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other work on the machine disturbed the times: none is divided by another."""
+        return self.waited >= DISTURBED
 
     @property
     def full_k(self) -> int:
@@ -96,29 +87,12 @@ class Section:
 
     @property
     def quality(self) -> str | None:
-        """What the models are judged by: `accuracy`, `perplexity`, or None without labels."""
+        """The metric of the models: accuracy, perplexity or R²; None without labels."""
         if any(row.accuracy is not None for row in self.all_rows):
             return "accuracy"
+        if any(row.regression is not None for row in self.all_rows):
+            return R2
         return "perplexity" if any(row.perplexity is not None for row in self.all_rows) else None
-
-    @property
-    def top_ms(self) -> float:
-        """Where the latency axis ends: above every median, and above every bar that is no outlier.
-
-        One disturbed round would otherwise flatten all lines.
-        """
-        timed = [row.latency_ms for row in self.all_rows if row.latency_ms is not None]
-        highest = max((latency.median for latency in timed), default=1.0)
-        bars = max((max(latency.rounds) for latency in timed), default=1.0)
-        return 1.06 * max(highest, min(bars, 1.5 * highest))
-
-    def bar(self, latency: Latency) -> ErrorBar:
-        """Returns a median with the range of its rounds, as far as the chart reaches."""
-        # A median of all calls can lie outside the medians of its rounds by a hair.
-        below = max(0.0, latency.median - min(latency.rounds))
-        above = max(0.0, max(latency.rounds) - latency.median)
-        room = self.top_ms - latency.median
-        return ErrorBar(latency.median, below, min(above, room), cut=above > room)
 
     def base(self, row: Row) -> Row | None:
         """The untouched model that a row's speed is against: on a GPU the GPU's, if measured."""
@@ -127,7 +101,7 @@ class Section:
         return self.reference
 
     def place(self, row: Row) -> str:
-        """Where the base of a row ran, to end a sentence; empty where no row ran on a GPU."""
+        """Where the base of a row ran, to end a sentence; empty if no row ran on a GPU."""
         base = self.base(row)
         if base is None or not any(other.on_gpu for other in self.rows):
             return ""
@@ -136,18 +110,27 @@ class Section:
     def speedup(self, row: Row) -> float | None:
         """How many times faster than its base a row is, by medians of the wall clock.
 
-        None where rounds disagree, too.
+        None if rounds disagree, too.
         """
-        return _ratio(self.base(row), row)
+        return self.ratio(self.base(row), row)
+
+    def ratio(self, base: Row | None, row: Row) -> float | None:
+        """How many times faster than another a row is; None if no times can be compared."""
+        return None if self.disturbed else _ratio(base, row)
+
+    def stacked(self, row: Row) -> Row | None:
+        """PyTorch with one product for all experts, where a row's base computes them in a loop."""
+        stacked = (r for r in self.rows if r.engine == PYTORCH_STACKED and r.on_gpu == row.on_gpu)
+        return next((r for r in stacked if r is not row and r.latency_ms), None)
 
     def faster_or_slower(self, row: Row) -> bool:
-        """Whether a row's speed can be told from its base's."""
+        """Whether a row's speed differs from its base's by more than the noise."""
         return _told_apart(self.base(row), row)
 
     def all_experts(self, row: Row) -> Row | None:
-        """The fastest row of all experts in the runtime of a row of fewer, in its precision if any.
+        """The fastest row of all experts in the runtime and the precision of a row of fewer.
 
-        What is gained beside it is gained by computing fewer experts, and not by the runtime.
+        A gain over it comes from computing fewer experts, not from the runtime.
         """
         if row.k >= self.full_k or row.engine.startswith("pytorch"):
             return None
@@ -156,33 +139,46 @@ class Section:
             for other in self.rows
             if other.k == self.full_k
             and engine_name(other) == engine_name(row)
+            and other.precision == row.precision
             and other.latency_ms
         ]
-        alike = [other for other in whole if other.precision == row.precision]
-        return min(alike or whole, key=_median, default=None)
+        return min(whole, key=_median, default=None)
 
     def gain(self, row: Row) -> float | None:
         """How many times faster than all experts in its runtime a row is."""
-        return _ratio(self.all_experts(row), row)
+        return self.ratio(self.all_experts(row), row)
 
     def shown(self, row: Row) -> float | None:
-        """What a row is shown to keep: the lower end of its interval.
+        """The lower end of a row's retention (`shown`)."""
+        return shown(row, self.full_k)
 
-        All experts in FP32 are the trained model, which parity tells and no statistics has to.
-        """
-        exact = row.k == self.full_k and row.precision == "fp32" and row.point is None
-        return row.kept if exact or row.kept_interval is None else row.kept_interval.low
-
-    def unproven(self, row: Row) -> str:
-        """Says how many more inputs would show that a row keeps enough; empty where it is shown."""
+    def missing(self, row: Row) -> float:
+        """How many more inputs would show that a row keeps enough: 0 if it is shown."""
         kept, low = row.kept, self.shown(row)
         if kept is None or low is None or low >= self.keep:
-            return ""
-        seen, unit = row.samples
+            return 0
+        seen, _ = row.samples
         if kept <= self.keep or not seen:
+            return math.inf
+        return max(1, math.ceil(inputs_needed(seen, kept, low, self.keep)) - seen)
+
+    def unproven(self, row: Row) -> str:
+        """Says how many more inputs would show that a row keeps enough; empty if it is shown."""
+        more, (_, unit) = self.missing(row), row.samples
+        if not more:
+            return ""
+        if math.isinf(more):
             return f"Not proven: more {unit} needed"
-        more = math.ceil(inputs_needed(seen, kept, low, self.keep)) - seen
-        return f"Not proven: about {_rounded(more):,} more {unit} needed"
+        return f"Not proven: about {_rounded(math.ceil(more)):,} more {unit} needed"
+
+
+def shown(row: Row, full_k: int) -> float | None:
+    """Returns the retention that a row is shown to reach: the lower end of its interval.
+
+    All experts in FP32 are the trained model: parity shows this without statistics.
+    """
+    exact = row.k == full_k and row.precision == "fp32" and row.point is None
+    return row.kept if exact or row.kept_interval is None else row.kept_interval.low
 
 
 def _ratio(base: Row | None, row: Row) -> float | None:
@@ -194,7 +190,7 @@ def _ratio(base: Row | None, row: Row) -> float | None:
 def _told_apart(base: Row | None, row: Row) -> bool:
     if base is None or base.latency_ms is None or row.latency_ms is None:
         return False
-    return timing.differs(row.latency_ms, base.latency_ms)
+    return differs(row.latency_ms, base.latency_ms)
 
 
 def disagreement(*rows: Row | None) -> float | None:
@@ -216,13 +212,14 @@ def engine_name(row: Row) -> str:
 
 
 def line_name(row: Row) -> str:
-    """Returns what a reader calls the engine of a row: `ONNX Runtime, grouped, INT8`."""
+    """Returns the name of a row's engine for readers: `ONNX Runtime, grouped, INT8`."""
     precision = "" if row.precision == "fp32" else row.precision.upper()
-    return ", ".join(_words(row, (row.lowering, precision)))
+    bundle = row.bundle if row.apart else None
+    return ", ".join(_words(row, (row.lowering, precision, bundle)))
 
 
 def _words(row: Row, between: tuple[str | None, ...]) -> Iterator[str]:
-    """The engine, what is said of the graph, and the provider, each where it tells something."""
+    """The engine, the graph's description, and the provider, each if it is informative."""
     provider = None if row.provider in ("cpu", row.engine) else row.provider
     engine = titles().get(row.engine, row.engine)
     if row.computed_in is not None:
@@ -231,12 +228,12 @@ def _words(row: Row, between: tuple[str | None, ...]) -> Iterator[str]:
 
 
 def row_name(row: Row) -> str:
-    """Returns what tables call a row: its engine, or that it is the reference."""
+    """Returns a row's name in tables: its engine, or the reference."""
     return UNTOUCHED if row.is_reference else line_name(row)
 
 
 def short_name(row: Row) -> str:
-    """Returns the name of a row's engine where there is little room: `grouped, INT8`."""
+    """Returns the name of a row's engine if there is little room: `grouped, INT8`."""
     return line_name(row).removeprefix("ONNX Runtime, ")
 
 
@@ -255,7 +252,9 @@ def sections(results: Results) -> tuple[Section, ...]:
             for row in sorted(here, key=lambda row: row.k):
                 if not row.is_reference:
                     by_name.setdefault(line_name(row), []).append(row)
-            on_gpu = (r for r in here if r.engine == PYTORCH_EAGER and r.on_gpu)
+            on_gpu = (
+                r for r in here if r.engine == PYTORCH_EAGER and r.on_gpu and r.precision == "fp32"
+            )
             listed.append(
                 Section(
                     model=model,
@@ -273,19 +272,36 @@ def sections(results: Results) -> tuple[Section, ...]:
                     keep=keep,
                     decision=decision,
                     chosen=None if decision is None or not here else here[-1],
+                    waited=_waited(results, model, batch, phase or None),
                 )
             )
     return tuple(listed)
+
+
+def _waited(results: Results, model: str, batch: int, phase: str | None) -> float:
+    """The share of waiting in the time of a section, from the protocol."""
+    own = {"model": model, "batch": batch, "phase": phase}
+    shares = [
+        wait["share"]
+        for wait in results.protocol.get("waited", ())
+        if all(wait.get(name, value) == value for name, value in own.items())
+    ]
+    return max(shares, default=0.0)
 
 
 def headline(section: Section) -> Row | None:
     """Returns the row that a section's summary is about.
 
     The rule: the fastest row that is shown to keep at least 99% of the untouched model's accuracy,
-    or what was asked; where none is, the fastest that seems to; where none does, the one that keeps
-    most. Without labels, the fastest. Never the untouched model itself.
+    or the requested share, by the lower end of its interval. If no row is, the row that needs the
+    fewest more inputs to be shown to; if none seems to keep it, the one that keeps most. Without
+    labels, the fastest. Never the untouched model itself.
     """
-    return min(_contenders(section), key=_median, default=None)
+
+    def order(row: Row) -> tuple[float, float]:
+        return (0.0 if row is section.chosen else section.missing(row), _median(row))
+
+    return min(_contenders(section), key=order, default=None)
 
 
 def _contenders(section: Section) -> list[Row]:
@@ -302,7 +318,7 @@ def _contenders(section: Section) -> list[Row]:
 
 
 def summary(section: Section) -> str:
-    """Returns what to deploy, its speed and what it keeps; or why nothing can be said."""
+    """Returns the row to deploy, its speed and retention; or why there is none."""
     row = headline(section)
     if row is None:
         return f"Nothing could be measured for {section.model} at {section.sizes}."
@@ -324,16 +340,23 @@ def unknown(row: Row) -> str:
     """Returns why it is not known what a row keeps."""
     if row.accuracy is not None:
         return "What is kept is not known: the untouched model is right for none of the inputs"
+    if row.regression is not None:
+        return "What is kept is not known: the R² of the untouched model is 0 or less"
     return "Accuracy is not known: the inputs had no labels"
 
 
 def no_verdict(section: Section, row: Row, others: Sequence[Row]) -> str | None:
-    """Returns what to do where rounds disagree: those of a row, its base, or of a faster other."""
+    """Returns advice if the rounds of a row, its base, or a faster row disagree."""
     faster = [
         other
         for other in others
         if other.latency_ms and min(other.latency_ms.rounds) < (row.median_ms or 0.0)
     ]
+    if section.disturbed:
+        return (
+            f"No verdict: threads waited for a core {section.waited:.0%} of their time. "
+            "Close other programs, or run again."
+        )
     apart = disagreement(row, section.base(row), *faster)
     if apart is None:
         return None
@@ -341,7 +364,7 @@ def no_verdict(section: Section, row: Row, others: Sequence[Row]) -> str | None:
 
 
 def caveat(section: Section) -> str:
-    """Returns what is faster and not proven, or what fewer experts would do; empty if unknown."""
+    """Returns the faster rows that are not proven, or the effect of fewer experts; may be empty."""
     row = headline(section)
     if row is not None and row is section.chosen and section.decision is not None:
         return section.decision.asked
@@ -349,14 +372,14 @@ def caveat(section: Section) -> str:
 
 
 def _beside(section: Section, row: Row) -> str:
-    """What other rows would do."""
+    """The effect of other rows."""
     others = [r for r in section.rows if r is not row and r.latency_ms and r.kept is not None]
     if no_verdict(section, row, _contenders(section)):
         return _by_accuracy(section, (row, *others))
     keep, unproven = section.keep, section.unproven
     faster = [r for r in others if _median(r) < _median(row) and r.kept and r.kept >= keep]
     if any(map(unproven, faster)) and not unproven(row):
-        following = min(filter(unproven, faster), key=_median)
+        following = min(filter(unproven, faster), key=lambda r: (section.missing(r), _median(r)))
         return f"Faster: {claim(section, following)}. {unproven(following)}."
     fewer = [r for r in others if r.k < row.k]
     if row.k < section.full_k or not fewer:
@@ -368,17 +391,24 @@ def _beside(section: Section, row: Row) -> str:
 
 
 def _by_accuracy(section: Section, rows: Sequence[Row]) -> str:
-    """What can be said without times."""
-    enough = [row for row in rows if (section.shown(row) or 0.0) >= section.keep]
-    if not enough:
-        return ""
-    least = min(enough, key=lambda row: row.k)
-    of = f"k = {least.k} of {least.experts}"
-    return f"By accuracy alone, {of} is enough: {keeps(section, least)}."
+    """The verdict on a smaller k without times."""
+    fewer, keep = [row for row in rows if row.k < section.full_k], section.keep
+    enough = [row for row in fewer if (section.shown(row) or 0.0) >= keep]
+    if enough:
+        least = min(enough, key=lambda row: row.k)
+        of = f"k = {least.k_of_n(' of ')}"
+        return f"By accuracy alone, {of} is enough: {keeps(section, least)}."
+    likely = [row for row in fewer if row.kept is not None and row.kept >= keep]
+    if likely:
+        next_ = min(likely, key=lambda row: (section.missing(row), row.k))
+        of = f"k = {next_.k_of_n(' of ')}"
+        kept = keeps(section, next_)
+        return f"By accuracy alone, {of} {kept}. {section.unproven(next_)}."
+    return f"By accuracy alone, no smaller k keeps {percent(keep)}." if fewer else ""
 
 
 def claim(section: Section, row: Row) -> str:
-    """Returns what a row is, what fewer experts gain, its speed, and what it keeps.
+    """Returns a row's description, the gain of fewer experts, its speed, and its retention.
 
     `k = 16 of 128 in INT8: 3.6 times the speed of all experts in ONNX Runtime, 48 times that of
     PyTorch; keeps 99.2% of the accuracy (at least 98.1%)`.
@@ -386,7 +416,8 @@ def claim(section: Section, row: Row) -> str:
     whole = " (all experts)" if row.k == row.experts else " (as trained)"
     all_of_them = whole if row.k == section.full_k else ""
     engine = f", {line_name(row)}" if row.engine.startswith("pytorch") else ""
-    sentence = f"k = {row.k} of {row.experts}{all_of_them} in {row.precision.upper()}{engine}"
+    dropped = f" that were kept of {section.experts}" if row.experts < section.experts else ""
+    sentence = f"k = {row.k_of_n(' of ')}{dropped}{all_of_them} in {row.precision.upper()}{engine}"
     said = "; ".join(filter(None, (_speed(section, row), keeps(section, row))))
     if row.point is not None:
         point = re.sub(r", (fp\d+|int\d)\b", lambda match: f" in {match[1].upper()}", row.point)
@@ -395,51 +426,55 @@ def claim(section: Section, row: Row) -> str:
 
 
 def _speed(section: Section, row: Row) -> str:
-    """How fast a row is beside all experts in its runtime, and beside PyTorch."""
+    """A row's speed compared with all experts in its runtime, and with PyTorch."""
     phase = "" if section.phase is None else f" in {section.phase}"
     runtime = engine_name(row)
     against = {
         f"all experts in {runtime}": section.all_experts(row),
         f"PyTorch{section.place(row)}{phase}": section.base(row),
+        "PyTorch with stacked experts": section.stacked(row),
     }
     said: list[str] = []
     for name, base in against.items():
-        ratio = _ratio(base, row)
+        ratio = section.ratio(base, row)
         if ratio is None:
             continue
         of = f"that of {name}" if said else f"the speed of {name}"
         alike = f"{of}, within the spread"
         said.append(f"{times(ratio)[:-1]} times {of}" if _told_apart(base, row) else alike)
     apart = disagreement(row, section.base(row))
+    if section.disturbed:
+        return "times are disturbed"
     return ", ".join(said) or ("" if apart is None else f"times disagree by {apart:.0%}")
 
 
 def keeps(section: Section, row: Row) -> str:
-    """Returns what a row keeps, and at least: `keeps 99.2% of the accuracy (at least 98.1%)`."""
+    """A row's retention and its lower bound: `keeps 99.2% of the accuracy (at least 98.1%)`."""
     if row.perplexity is not None:
         base = None if section.reference is None else section.reference.perplexity
         untouched = "" if base is None else f" (PyTorch: {base.value:.4g})"
         return f"perplexity {row.perplexity.value:.4g}{untouched}"
     if row is section.chosen and section.decision is not None and section.decision.keeps:
         return section.decision.keeps
-    return "" if row.kept is None else kept_text(row.kept, section.shown(row), "accuracy")
+    metric = section.quality or "accuracy"
+    return "" if row.kept is None else kept_text(row.kept, section.shown(row), metric)
 
 
 def kept_text(kept: float, low: float | None, metric: str) -> str:
-    """Returns what is kept of a metric, and at least: `keeps 99.2% of the accuracy`."""
+    """Returns the retention of a metric and its lower bound: `keeps 99.2% of the accuracy`."""
     if low is None or low == kept:
         return f"keeps {percent(kept)} of the {metric}"
-    least = percent(math.floor(1e3 * low + 1e-9) / 1e3)  # not up to what was asked
+    least = percent(math.floor(1e3 * low + 1e-9) / 1e3)  # not rounded up to the requested share
     return f"keeps {percent(kept)} of the {metric} (at least {least})"
 
 
 def section_of(row: Row) -> tuple[str, int, str | None]:
-    """Returns what tells a row's section from the others: its model, batch size and phase."""
+    """Returns the key of a row's section: its model, batch size and phase."""
     return row.model, row.batch, row.phase or None
 
 
 def by_row(shown: Sequence[Section]) -> dict[tuple[str, int, str | None], Section]:
-    """Returns sections by what `section_of` tells of their rows."""
+    """Returns sections by the `section_of` their rows."""
     return {(section.model, section.batch, section.phase): section for section in shown}
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ...common.latency import differs
 from ...common.text import csv_cell, markdown, markdown_text, table
 from ...common.text import lines as text_lines
 from ...common.threads import Threads
@@ -16,10 +18,12 @@ from ..engines import PYTORCH_EAGER, titles
 from ..results import Results, Row
 from .compare import ResultsComparison
 from .content import Cell, SectionContent, left_out, showing
+from .outputs import outputs_text
 from .runs import NamedRun
 from .sections import contents
 from .summary import (
     GPU_MS,
+    Section,
     by_row,
     caveat,
     line_name,
@@ -44,13 +48,17 @@ def rows_table(results: Results) -> str:
         header = (
             *("k", "engine", "batch", "ms (median)", *device),
             *(() if section.phase is None else ("tokens/s",)),
-            *("vs PyTorch", "× limit", section.quality or "accuracy", "kept", "same experts"),
+            *("vs PyTorch", "× limit", section.quality or "accuracy", "kept", "at least"),
+            "same experts",
         )
-        cells = [_cells(row, section.speedup(row), len(device)) for row in rows]
+        cells = [_cells(section, row, len(device)) for row in rows]
         answers = "\n".join(filter(None, (*_beaten(rows), summary(section), caveat(section))))
         blocks.append(f"{section.model}, {section.sizes}\n{table(header, cells)}\n{answers}")
+    ranges = results.protocol.get("ranges")
+    if ranges:
+        blocks.append(f"INT8 takes its ranges from {ranges['text']}.")
     further = (section.text(results) for section in showing(results))
-    texts = (*blocks, _failures(results), *further, left_out(results))
+    texts = (*blocks, outputs_text(results), _failures(results), *further, left_out(results))
     return "\n\n".join(filter(None, texts))
 
 
@@ -70,12 +78,15 @@ def _device_heading(results: Results) -> tuple[str, ...]:
     return (GPU_MS,) if any(row.device_ms is not None for row in results.rows) else ()
 
 
-def _cells(row: Row, speedup: float | None, devices: int) -> tuple[str, ...]:
+def _cells(section: Section, row: Row, devices: int) -> tuple[str, ...]:
+    speedup = section.speedup(row)
     quality = _number(row.accuracy and row.accuracy.top1, ".1%")
     if row.perplexity is not None and row.accuracy is None:
         quality = f"{row.perplexity.value:.3f}"
+    elif row.regression is not None:
+        quality = f"{row.regression.r2:.4f}"
     return (
-        f"{row.k}/{row.experts}",
+        row.k_of_n(),
         line_name(row) + (" (untouched)" if row.is_reference else ""),
         str(row.batch),
         _number(row.median_ms, ".3f"),
@@ -85,8 +96,15 @@ def _cells(row: Row, speedup: float | None, devices: int) -> tuple[str, ...]:
         "–" if row.over_limit is None else over(row.over_limit) if row.over_limit >= 1 else "<1",
         quality,
         _number(row.kept, ".1%"),
+        _least(section, row),
         _number(row.same_experts, ".1%"),
     )
+
+
+def _least(section: Section, row: Row) -> str:
+    """The lower end of a row's retention interval, not rounded up."""
+    low = section.shown(row)
+    return "–" if low is None else f"{math.floor(1e3 * low + 1e-9) / 1e3:.1%}"
 
 
 def _number(value: object, form: str, none: str = "–") -> str:
@@ -136,8 +154,7 @@ def to_markdown(
         lines += [f"> {markdown_text(results.disturbance)}", ""]
     lines += ["## How it was measured", ""]
     lines += [f"- {markdown_text(line)}" for line in method_lines(results)]
-    absent = (f"not measured: {engine.engine} ({engine.reason})" for engine in results.absent)
-    lines += [f"- {markdown_text(line)}" for line in absent]
+    lines += [f"- not measured: {markdown_text(line)}" for line in absent_lines(results)]
     if reproduce(results):
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", reproduce(results))), default=0))
         lines += ["", f"{fence}sh", reproduce(results), fence]
@@ -163,12 +180,14 @@ def markdown_cell(cell: Cell) -> str:
 
 
 def _markdown_cells(row: Row, speedup: float | None, devices: int) -> tuple[str, ...]:
-    name, k = row_name(row), f"{row.k}/{row.experts}"
+    name, k = row_name(row), row.k_of_n()
     if row.error is not None:
         return name, k, f"failed: {row.error}"
     quality = _number(row.accuracy and row.accuracy.top1, ".2%", "")
     if row.perplexity is not None and row.accuracy is None:
         quality = f"ppl {row.perplexity.value:.4g}"
+    elif row.regression is not None:
+        quality = f"R² {row.regression.r2:.4f}"
     on_gpu = "" if row.device_ms is None else milliseconds(row.device_ms.median)
     return (
         *(name, k, "" if row.median_ms is None else milliseconds(row.median_ms)),
@@ -195,7 +214,7 @@ COLUMNS: Mapping[str, str] = {
     **{f"device_{name}": f"device_ms.{name.removesuffix('_ms')}" for name in LATENCY},
     "calls": "latency_ms.n",
     "inputs_per_s": "throughput",
-    "speedup": "",  # the section's, which knows what to compare with
+    "speedup": "",  # computed by the section, which has the base
     "top1": "accuracy.top1",
     "top1_low": "accuracy.top1_interval.low",
     "top1_high": "accuracy.top1_interval.high",
@@ -215,8 +234,9 @@ COLUMNS: Mapping[str, str] = {
     "same_choices": "routing.choices",
     "ties": "routing.ties",
     "computed_in": "computed_in",
+    **{name: f"regression.{name}" for name in ("r2", "rmse", "mae")},
 }
-"""The columns of a CSV file, and where a row has each: `a.b` is empty where the row has no a."""
+"""The columns of a CSV file, and where a row has each: `a.b` is empty if the row has no a."""
 
 
 def to_csv(results: Results) -> str:
@@ -260,14 +280,12 @@ def method_lines(results: Results) -> list[str]:
     lines += _on_gpu(results)
     if any(row.phase is not None for row in results.rows):
         lines.append(PHASES)
+    if p.get("ranges"):
+        lines.append(f"INT8 takes its ranges from {p['ranges']['text']}.")
     if "samples" in p:
         labelled = "labelled" if p.get("labelled") else "unlabelled"
         lines.append(f"Accuracy, routing and parity on {p['samples']:,} {labelled} samples.")
     lines += _rates(p.get("rates", ()))
-    if any(row.joules is not None for row in results.rows):
-        lines.append("J per call is what all CPUs of the machine took (RAPL), other work included.")
-    elif p.get("no_energy"):
-        lines.append(f"Energy is not measured: {p['no_energy']}.")
     if p.get("waited"):
         most = max(wait["share"] for wait in p["waited"])
         lines.append(f"Threads waited for a core for up to {most:.0%} of their time.")
@@ -277,6 +295,15 @@ def method_lines(results: Results) -> list[str]:
         size = "" if model.parameters is None else f", {model.parameters:,} parameters"
         lines.append(f"{model.name}: {model.family or 'model'}{size}, from {model.source or '–'}.")
     return lines
+
+
+def absent_lines(results: Results) -> list[str]:
+    """Returns why engines were not measured, a line for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for absent in results.absent:
+        reason = absent.reason.removesuffix(f": --engine {absent.engine}")
+        by_reason.setdefault(reason, []).append(absent.engine)
+    return [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
 
 
 PHASES = (
@@ -289,9 +316,10 @@ PHASES = (
 
 GPU_CLOCK = (
     "On a GPU, wall-clock times include the copies to and from the GPU and the wait; the host "
-    "waits as CUDA does by default, on most machines by spinning. TensorRT engines are replayed as "
-    "CUDA graphs if possible; PyTorch and ONNX Runtime launch kernel by kernel. FP32 products do "
-    "not use TF32, unless an engine was built with it."
+    "waits as CUDA does by default, on most machines by spinning. TensorRT engines, graphs in ONNX "
+    "Runtime's CUDA provider and compiled PyTorch are replayed as CUDA graphs if possible; other "
+    "rows of PyTorch launch kernel by kernel, and in FP16 compute all of the network in it. FP32 "
+    "products do not use TF32, unless an engine was built with it."
 )
 
 GPU_EVENTS = (
@@ -302,7 +330,7 @@ GPU_EVENTS = (
 
 
 def _on_gpu(results: Results) -> list[str]:
-    """What the times of rows on a GPU hold, and what their speed is against; empty without any."""
+    """What the times of rows on a GPU include, and the base of their speed; empty without any."""
     rows = [row for row in results.rows if row.on_gpu and row.latency_ms is not None]
     if not rows:
         return []
@@ -316,6 +344,12 @@ def _on_gpu(results: Results) -> list[str]:
     )
     if silent:
         lines.append(f"{', '.join(silent)}: wall clock only, no {GPU_MS}.")
+    reasons = dict.fromkeys(
+        f"{line_name(row)}: launched kernel by kernel: {row.no_cuda_graph}."
+        for row in rows
+        if row.no_cuda_graph
+    )
+    lines += [*reasons, *_k_changes(rows)]
     there = any(row.engine == PYTORCH_EAGER for row in rows)
     lines.append(
         "Rows on a GPU are compared with the untouched PyTorch model on the GPU, the others with "
@@ -327,22 +361,51 @@ def _on_gpu(results: Results) -> list[str]:
     return lines
 
 
+def _k_changes(rows: Sequence[Row]) -> list[str]:
+    """Which time a smaller k changes, for engines with both: the GPU's, or array to array."""
+    lines, by_engine = [], dict[tuple[str, str, str], list[Row]]()
+    for row in rows:
+        if row.device_ms is not None and row.lowering is not None:
+            by_engine.setdefault((row.model, line_name(row), row.sizes), []).append(row)
+    for (model, name, sizes), of_engine in by_engine.items():
+        full = max(of_engine, key=lambda row: row.k)
+        few = min(of_engine, key=lambda row: row.k)
+        assert full.device_ms and few.device_ms and full.latency_ms and few.latency_ms
+        if full.k == few.k:
+            continue
+        pairs = ((GPU_MS, full.device_ms, few.device_ms), (WALL, full.latency_ms, few.latency_ms))
+        told = [
+            f"{title} {a.median:.3f} → {b.median:.3f}"
+            if differs(a, b)
+            else f"{title} the same within the spread ({a.median:.3f}, {b.median:.3f})"
+            for title, a, b in pairs
+        ]
+        lines.append(f"{model}, {name}, {sizes}, k {full.k} → {few.k}: {'; '.join(told)}.")
+    return lines
+
+
+WALL = "array to array ms"
+
+
 def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
-    """What the limit is, with the rates that were measured beside the rows."""
+    """A description of the limit, with the rates that were measured along with the rows."""
     if not measured:
         return []
     said = {
         "stream_gb_s": "streaming at {} GB/s",
         "matmul_gflop_s": "FP32 products at {} GFLOP/s",
         "bf16_gflop_s": "BF16 products at {} GFLOP/s",
+        "fp16_gflop_s": "FP16 products at {} GFLOP/s",
         "int8_gop_s": "INT8 products at {} GOP/s",
     }
     rates = []
-    for name, words in said.items():
-        values = [rate[name] for rate in measured if rate.get(name) is not None]
-        if values:
-            ends = dict.fromkeys((f"{min(values):.0f}", f"{max(values):.0f}"))
-            rates.append(words.format(" to ".join(ends)))
+    for where in (False, True):
+        of_device = [rate for rate in measured if rate.get("gpu", False) is where]
+        for name, words in said.items():
+            values = [rate[name] for rate in of_device if rate.get(name) is not None]
+            if values:
+                ends = dict.fromkeys((f"{min(values):.0f}", f"{max(values):.0f}"))
+                rates.append(words.format(" to ".join(ends)) + " on the GPU" * where)
     return [
         "The limit is the least time that this machine needs to move a row's bytes or to compute "
         "its operations, whichever takes longer, part by part. Rates measured in the same rounds: "
@@ -351,7 +414,7 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def reproduce(results: Results) -> str:
-    """Returns what measures again: versions, hashes of models and data, and the command.
+    """Returns what a repetition needs: versions, hashes of models and data, and the command.
 
     Each name and version stays in its own line, and is one word for a shell.
     """
@@ -369,6 +432,10 @@ def reproduce(results: Results) -> str:
         made = "in memory" if results.protocol.get("labelled") else "random inputs"
         source = data.get("source") or made
         lines.append(f"# data {source}: sha256 {data.get('sha256')}")
+    ranges = results.protocol.get("ranges")
+    if ranges:
+        lines.append(f"# ranges of INT8 from {ranges['text']}")
+        lines += [f"#   kept in {path}" for path in ranges.get("found", {}).values()]
     if results.protocol.get("calibration"):
         lines.append(f"# ranges of INT8 from {results.protocol['calibration']}")
     return text_lines(*lines, *([results.command] if results.command else []))

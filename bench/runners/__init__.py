@@ -1,1 +1,1 @@
-"""What takes part in a benchmark: runtimes, by one contract."""
+"""The runtimes in a benchmark, behind one interface."""

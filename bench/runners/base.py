@@ -1,6 +1,6 @@
-"""`Runner` and `Loader`: what every runtime offers to a benchmark.
+"""`Runner` and `Loader`: the interface of every runtime in a benchmark.
 
-Loads no runtime: the process that measures a graph's memory must not hold PyTorch.
+It loads no runtime: the process that measures a graph's memory must not load PyTorch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from ...data.feeds import Array
+from ...data.batches import Array
 from ...errors import MoexportError
 from ...exporter.inputs import Inputs
 
@@ -24,18 +24,23 @@ if TYPE_CHECKING:
 
 
 class Runner(ABC):
-    """A model, graph or engine that is open; k is part of it. Closed by leaving its context.
+    """An open model, graph or engine with a given k; leaving its context closes it.
 
-    Inputs are an array [b, …], or those of a model with several by name. What a runtime cannot tell
-    (`device_ms`, `selected`, `computed_in`) is None.
+    Inputs are an array [b, …], or arrays by name for a model with several. Values that a runtime
+    does not report (`device_ms`, `selected`, `computed_in`, `no_cuda_graph`) are None.
     """
 
     wraps: ClassVar[bool] = False
-    """Whether `bound` leaves out what `infer` does beside calling the runtime."""
+    """Whether `bound` excludes the work of `infer` around the runtime's call."""
 
     @property
     def computed_in(self) -> str | None:
-        """What the runtime says that it computed matrix products in."""
+        """The type in which the runtime computed matrix products, as it reports."""
+        return None
+
+    @property
+    def no_cuda_graph(self) -> str | None:
+        """Why calls on a GPU are not replayed as CUDA graphs, for a runtime that supports them."""
         return None
 
     @abstractmethod
@@ -45,27 +50,25 @@ class Runner(ABC):
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the call that is timed for inputs [b, …].
 
-        Where `wraps`, it is the runtime's own, without the checks and names that `infer` puts
-        around it: preparing it here takes what they take in a call of `infer`.
+        If `wraps`, it is the runtime's own call, without the checks and names around it in `infer`:
+        preparing it takes as long as they do.
         """
         return partial(self.infer, x)
 
     def device_ms(self, x: Inputs) -> float | None:
-        """Runs inputs [b, …] and returns the milliseconds that the device took, without copies."""
-        del x
+        """Runs inputs [b, …] and returns the time on the device in ms, without copies."""
         return None
 
     def selected(self, x: Inputs) -> Mapping[str, Array] | None:
-        """Returns the chosen experts [b, k], ascending, of each MoE layer by its name.
+        """Returns the chosen experts [b, k], ascending, by the name of the MoE layer.
 
-        Those of each token [t, k] where tokens choose. Layers that keep all their experts may be
-        left out: they choose nothing.
+        If tokens choose, those of each token [t, k]. Layers that keep all their experts may be
+        missing.
         """
-        del x
         return None
 
-    def close(self) -> None:  # noqa: B027  most have nothing to give back but their memory
-        """Gives back what the runner holds."""
+    def close(self) -> None:  # noqa: B027  most have nothing to release but memory
+        """Releases the runner's resources."""
 
     def __enter__(self) -> Runner:
         return self
@@ -80,40 +83,39 @@ R = TypeVar("R", bound=Runner)
 class Loader(ABC):
     """Opens a runner; that may export, compile or load, and may fail.
 
-    One that can be pickled is opened by another process too, which measures its memory.
+    If it can be pickled, another process also opens it to measure its memory.
     """
 
     @abstractmethod
     def __call__(self) -> Runner:
-        """Opens the runner, able to show what its layers choose."""
+        """Opens the runner with outputs for the layers' choices."""
 
     def deployed(self) -> Runner:
-        """Opens the runner as it is deployed: with nothing to observe."""
+        """Opens the runner as in deployment: without further outputs."""
         return self()
 
     @property
     def profiles(self) -> bool:
-        """Whether `profile` can tell where the time goes."""
+        """Whether `profile` can measure the time of parts."""
         return False
 
     def profile(self, batches: Sequence[Inputs], calls: int) -> list[dict[str, Any]]:
         """Returns the runtime's own events (Chrome trace) of `calls` calls, batches in turn."""
-        del batches, calls
         return []
 
     @property
     def file(self) -> Path | None:
-        """The graph's file, where it is one."""
+        """The graph's file, if it is one."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFile:
-    """A graph to open; a plain value, so that another process can open it too.
+    """A graph to open, as plain data, so that another process can open it, too.
 
-    `selected` names the values that hold the chosen experts [b, k] of the layers that choose, and
-    `experts` n of every layer that could. `k` is given where it is a graph input. With `options` an
-    engine is compiled from it, in the bundle that holds it, unless that is there.
+    `selected` names the values with the chosen experts [b, k] of the layers that choose, and
+    `experts` is n by layer. `k` is given if it is a graph input. With `options` an engine is
+    compiled from it in its bundle, unless that exists.
     """
 
     path: Path
@@ -126,10 +128,10 @@ class GraphFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRun:
-    """A model to run in PyTorch, as an engine's loader gets it.
+    """A model to run in PyTorch, for an engine's loader.
 
-    `k` is what Algorithm 2 keeps in each layer, and `k_by_layer` what routers choose. What is
-    compiled is compiled for the sizes of `batches`.
+    `k` is kept by Algorithm 2 in each layer, and `k_by_layer` chosen by routers. Compilation is for
+    the sizes in `batches`. `precision` is FP32 or FP16, for all of it.
     """
 
     model: Model
@@ -138,6 +140,7 @@ class ModelRun:
     k_by_layer: Mapping[str, int]
     batches: tuple[int, ...]
     renormalize: bool
+    precision: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class GraphLoader(Loader, Generic[R]):
 
     @abstractmethod
     def opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> R:
-        """Opens the graph with the values that are `observed`, by layer, as further outputs."""
+        """Opens the graph with the `observed` values, by layer, as further outputs."""
 
     @property
     def file(self) -> Path:
@@ -165,7 +168,7 @@ class GraphLoader(Loader, Generic[R]):
 
 @dataclass(frozen=True)
 class Refused(Loader):
-    """What could not be exported: opening it tells why."""
+    """A graph that could not be exported: opening it raises the reason."""
 
     reason: MoexportError
 
@@ -174,16 +177,16 @@ class Refused(Loader):
 
 
 def first_of(x: Inputs) -> Array:
-    """Returns the array of a model's first input: of most models the only one."""
+    """Returns the array of a model's first input, often its only one."""
     return x if isinstance(x, np.ndarray) else next(iter(x.values()))
 
 
 def chosen_experts(
     selected: Mapping[str, Array], experts: Mapping[str, int], rows: int
 ) -> dict[str, Array]:
-    """Returns the experts [rows, k] of each layer, ascending: all n of a layer that chose none.
+    """Returns the experts [rows, k] of each layer, ascending: all n of a layer without a choice.
 
-    Those of tokens are [b, m, k] where a graph exposes them: each token is a row.
+    If a graph exposes choices of tokens [b, m, k], each token is a row.
     """
     every = {layer: np.tile(np.arange(n), (rows, 1)) for layer, n in experts.items()}
     chosen = ((layer, selected[layer]) for layer in experts if layer in selected)
@@ -194,16 +197,16 @@ def chosen_experts(
 def in_batches(
     run: Callable[[Array], Array], x: Array, *, most: int, takes: Callable[[int], bool]
 ) -> Array:
-    """Maps inputs [b, …] to outputs [b, …] where only some batch sizes can run (`fitting`)."""
+    """Maps inputs [b, …] to outputs [b, …] if only some batch sizes can run (`fitting`)."""
     parts = [run(part)[:rows] for part, rows in fitting(x, most=most, takes=takes)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def fitting(x: Array, *, most: int, takes: Callable[[int], bool]) -> Iterator[tuple[Array, int]]:
-    """Yields inputs [b, …] in batches of sizes that can run, and how many rows of each count.
+    """Yields inputs [b, …] in batches of sizes that can run, and the number of valid rows in each.
 
-    What is more than `most` runs in several batches; one of a size that nothing `takes` is filled
-    up to `most` with its last input, whose further outputs are to be dropped.
+    More than `most` run in several batches; a batch whose size nothing `takes` is padded to `most`
+    with its last input.
     """
     for start in range(0, len(x), most):
         part = x[start : start + most]

@@ -1,41 +1,56 @@
-"""Makes what a benchmark measures from what a user names: models, exported for it, and bundles."""
+"""Creates the candidates of a benchmark from models, which are exported for it, and bundles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product, zip_longest
 from pathlib import Path
+from typing import Any
 
 from ...common.console import Progress
 from ...common.locations import url_of
-from ...common.user_code import names_code
-from ...data.feeds import Feed
+from ...data.user_code import names_code
 from ...errors import UsageError
 from ...exporter.bundle.bundle import Bundle
-from ...exporter.bundle.manifest import MANIFEST_FILE
+from ...exporter.bundle.manifest import MANIFEST_FILE, GraphRecord, Manifest
 from ...exporter.bundle.substitutes import read_substitutes
 from ...exporter.bundle.verify import missed_parity
-from ...exporter.edits import Edits
 from ...exporter.job import export_job
-from ...exporter.model import Model
-from ...exporter.options import AUTO, ExportOptions, KOption
+from ...exporter.model import IN_MEMORY, Model
+from ...exporter.options import ExportOptions
 from ...exporter.requests import LoadRequest
+from ...graphs.edits import Edits
+from ...graphs.k import KOption, parse_k
+from ...graphs.targets import TARGETS
+from ..engines import GraphEngine
 from ..measure.roofline import integer_linears
-from ..plan import Candidate, whole_k
+from ..plan import Candidate, GraphSource, whole_k
+from ..ranges import Ranges
 from ..request import BenchRequest
-from .exported import exported, graph_engines, graph_source, largest_k, rounded_linears, told_apart
+from ..results import BundleInfo
+from .exported import (
+    exported,
+    graph_engines,
+    graph_source,
+    largest_k,
+    model_name,
+    rounded_linears,
+    told_apart,
+)
 from .models import loaded_again
 from .other_exporters import with_other_exporters
 
 
 def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = None) -> Candidate:
-    """Returns a bundle beside the PyTorch model it was made from.
+    """Returns a candidate for a bundle and the PyTorch model it was made from.
 
-    The k of a request are measured where the bundle's k is a graph input; a baked k stays. Without
-    `model` the checkpoint that the manifest names is loaded; `UsageError` when it is gone or
-    another. `BundleError` for a graph or weights that are not as they were written.
+    The k of a request are measured if the bundle's k is a graph input; a constant k stays. Without
+    `model` the checkpoint in the manifest is loaded; `UsageError` if it is missing or has changed.
+    `BundleError` if a graph or weights have changed since they were written.
     """
     record, only = bundle.manifest, only_batch(bundle)
     if only is not None:
@@ -44,179 +59,350 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
     edits = edits.with_substitutes(read_substitutes(bundle.path))
     takes_k = record.k == "input"
     baked = {layer.name: layer.k for layer in record.layers if layer.k is not None}
-    loaded = model or _source_of(bundle)
-    routed = any(layer.spec.flat for layer in loaded.layers.values())
-    routed &= loaded.layers.keys() == baked.keys()
-    # Of experts that a router chooses another k is another model.
-    k: KOption = tuple(baked[name] for name in loaded.layers) if routed else "n"
-    job = export_job(loaded, ExportOptions(edits=edits, k=k))
+    model = model or _source_of(bundle)
+    k, another = _k_of(record, baked, model)
+    job = export_job(model, ExportOptions(edits=edits, k=k))
     model = job.model
     wanted = request.ks if takes_k else ()
     ks = [largest_k(whole_k(export_job(model, ExportOptions(k=k)))) for k in wanted]
     ks = ks or [largest_k(baked)]
-    linears = rounded_linears(record.numbers.get("linears", {}))
-    floating = frozenset(layer.name for layer in record.layers if layer.precision != "int8")
-    graphs = []
-    for graph in record.graphs:
-        for_all = not graph.batches
-        sizes = frozenset(b for b in request.batches if for_all or record.graph_for(b) is graph)
-        file = bundle.graph_file(graph.file)
-        integers = integer_linears(file, linears)
-        # In INT8 the rows of a benchmark alone tell large differences only: this tells small ones.
-        missed = missed_parity(bundle.path, record, graph)
-        graphs += [
-            graph_source(
-                runtime,
-                request.threads,
-                model,
-                file,
-                k,
-                graph.lowerings.values(),
-                selected=graph.selected,
-                given_k=k if takes_k else None,
-                precision=record.precision,
-                k_by_layer=baked,
-                floating=floating,
-                integers=integers,
-                batches=sizes if len(request.batches) > 1 and runtime.backend is None else None,
-                parity=graph.parity,
-                missed=missed,
-            )
-            for k, runtime in product(ks, graph_engines(request))
-            # Of graphs for some sizes of the batch each is timed at its own; an engine is the main.
-            if (for_all or graph is record.graphs[0] if runtime.backend else sizes)
-        ]
+    graphs = [
+        source
+        for graph in record.graphs
+        for source in _sources_of(bundle, graph, model, ks, baked, request)
+    ]
+    name = bundle.path.name
     return Candidate(
-        name=bundle.path.name,
+        name=name,
+        bundle=BundleInfo(name, str(bundle.path), takes_k),
         model=model,
         ks=tuple(ks),
-        graphs=told_apart(graphs),
+        graphs=tuple(replace(graph, bundle=name) for graph in told_apart(graphs)),
         renormalize=record.renormalize,
         engines=request.engines,
-        routed={largest_k(baked): job} if routed else {},
+        routed={largest_k(baked): job} if another else {},
         only_batch=only,
     )
 
 
-def only_batch(bundle: Bundle) -> int | None:
-    """Returns the one batch size that a bundle is measured with; None where any will do.
+def _k_of(record: Manifest, baked: Mapping[str, int], model: Model) -> tuple[KOption, bool]:
+    """The k of the model in a bundle, and whether that differs from the loaded model.
 
-    It is a constant of its graphs, or of the inputs that they compute together.
+    It does for experts that a router chooses, and for a share of each level of a hierarchy.
+    """
+    if any(layer.k_levels for layer in record.layers):
+        return parse_k(record.k), True
+    routed = any(layer.spec.flat for layer in model.layers.values())
+    if routed and model.layers.keys() == baked.keys():
+        return tuple(baked[name] for name in model.layers), True
+    return "n", False
+
+
+def _sources_of(
+    bundle: Bundle,
+    graph: GraphRecord,
+    model: Model,
+    ks: Sequence[int],
+    baked: Mapping[str, int],
+    request: BenchRequest,
+) -> list[GraphSource]:
+    """A graph of a bundle for each k and engine that it is measured with."""
+    record = bundle.manifest
+    for_all = not graph.batches
+    sizes = frozenset(b for b in request.batches if for_all or record.graph_for(b) is graph)
+    file = bundle.graph_file(graph.file)
+    linears = rounded_linears(record.numbers.get("linears", {}))
+    integers = integer_linears(file, linears)
+    # A benchmark's INT8 rows only show large differences; this shows small ones.
+    missed = missed_parity(bundle.path, record, graph)
+    return [
+        graph_source(
+            runtime,
+            request.threads,
+            model,
+            file,
+            k,
+            graph.lowerings.values(),
+            selected=graph.selected,
+            given_k=k if record.k == "input" else None,
+            precision=record.precision,
+            k_by_layer=baked,
+            floating=frozenset(each.name for each in record.layers if each.precision != "int8"),
+            integers=integers,
+            batches=sizes if len(request.batches) > 1 and runtime.backend is None else None,
+            parity=graph.parity,
+            missed=missed,
+            deploy=_deployed(bundle, graph, runtime, k, request.threads),
+        )
+        for k, runtime in product(ks, graph_engines(request))
+        # Graphs for some batch sizes are timed at these; an engine is the main graph's.
+        if (for_all or graph is record.graphs[0] if runtime.backend else sizes)
+    ]
+
+
+def _deployed(
+    bundle: Bundle, graph: GraphRecord, runtime: GraphEngine, k: int, threads: int | None
+) -> tuple[str, ...]:
+    """The command that runs a graph of a bundle as measured, without the inputs."""
+    words = ["run", str(bundle.path)]
+    record = bundle.manifest
+    words += ["--k", str(k)] if record.k == "input" else []
+    several = len(record.graphs) > 1 and not graph.batches
+    words += ["--graph", graph.file] if several else []
+    if runtime.backend is not None:
+        return (*words, "--engine", runtime.backend)
+    if runtime.engine != TARGETS[record.target].runtime:
+        words += ["--engine", runtime.engine]
+    if runtime.provider != "cpu":
+        words += ["--provider", runtime.provider]
+    elif threads is not None:
+        words += ["--threads", str(threads)]
+    return tuple(words)
+
+
+def only_batch(bundle: Bundle) -> int | None:
+    """Returns the only batch size of a bundle; None if any works.
+
+    It is a constant of its graphs, or the number of inputs that they compute together.
     """
     port = bundle.manifest.inputs[0]
     size = port.shape[0]
     return size if isinstance(size, int) else port.groups_of
 
 
-def batch_sizes(listed: Sequence[Model | Bundle], request: BenchRequest) -> tuple[int, ...]:
-    """Returns the batch sizes to measure: those of a request, else those that are all a bundle has.
+def batch_sizes(sources: Sequence[Model | Bundle], request: BenchRequest) -> tuple[int, ...]:
+    """Returns the batch sizes to measure: requested ones, or the common size of all bundles.
 
-    Raises `UsageError` for a bundle of one size that the request does not name, and for sizes of
-    the request where all bundles have others.
+    Raises `UsageError` for a bundle of a size that the request does not name, and for requested
+    sizes that no bundle has.
     """
-    held = [(item, only_batch(item)) for item in listed if isinstance(item, Bundle)]
+    held = [(item, only_batch(item)) for item in sources if isinstance(item, Bundle)]
     sizes = sorted({size for _, size in held if size is not None})
-    for model in (item for item in listed if isinstance(item, Model) and item.batch_of > 1):
+    for model in (item for item in sources if isinstance(item, Model) and item.batch_of > 1):
         sizes = sorted({*sizes, model.batch_of})
         if request.batch is not None and {*request.batches} != {model.batch_of}:
             raise UsageError(
                 f"--batch {','.join(map(str, request.batches))}: {model.source.path} routes the "
-                f"tokens of {model.batch_of} inputs together, and is measured with so many",
+                f"tokens of {model.batch_of} inputs together, and must be measured with that batch",
                 hint=f"use --batch {model.batch_of}, or a group_size of one input",
             )
     if request.batch is None:
         return tuple(sizes) or request.batches
-    fixed = len(held) > 0 and all(size is not None for _, size in held) and not _exports(listed)
+    fixed = len(held) > 0 and all(size is not None for _, size in held) and not exports(sources)
     for bundle, size in held:
         if size is None or (size in request.batches and not fixed):
             continue
         if not {size} <= {*request.batches} <= {*sizes}:
             typed = ",".join(map(str, request.batches))
             raise UsageError(
-                f"--batch {typed}: {bundle.path} was exported with --batch {size} and runs batches "
-                "of that size alone",
+                f"--batch {typed}: {bundle.path} was exported with --batch {size} and only runs "
+                "batches of that size",
                 hint=f"use --batch {','.join(map(str, sizes))}, or export it with a range: "
                 f"--batch 1:{size}:32",
             )
     return request.batches
 
 
-def _exports(listed: Sequence[Model | Bundle]) -> bool:
-    """Whether there is a model to export: one that no bundle follows."""
-    pairs = zip(listed, (*listed[1:], None), strict=True)
+def exports(sources: Sequence[Model | Bundle]) -> bool:
+    """Returns whether there is a model to export: one that is not followed by a bundle."""
+    pairs = zip(sources, (*sources[1:], None), strict=True)
     return any(isinstance(item, Model) and not isinstance(then, Bundle) for item, then in pairs)
 
 
-def check_exported(listed: Sequence[Model | Bundle], request: BenchRequest) -> None:
-    """Raises `UsageError` for what says how a model is exported where only bundles are."""
-    if _exports(listed):
+def check_exported(sources: Sequence[Model | Bundle], request: BenchRequest) -> None:
+    """Raises `UsageError` for export options if there are only bundles."""
+    if exports(sources):
         return
+    bundles = [item for item in sources if isinstance(item, Bundle)]
+    takes_k = any(bundle.manifest.k == "input" for bundle in bundles)
+    if request.k is not None and not takes_k:
+        ks = ", ".join(f"{bundle.path} (k = {bundle.manifest.k})" for bundle in bundles[:4])
+        raise UsageError(
+            f"--k: k is a constant of the given bundles: {ks}",
+            hint="leave --k out, name a model without its bundle, or export a bundle with "
+            "--k input: that is measured at every k",
+        )
     idle = {
-        "--lowering": request.lowerings != (AUTO,),
-        "--precision": request.precisions != ("fp32",),
-        "--target": request.target != "onnx",
+        "--lowering": request.lowering is not None,
+        "--precision": request.precision is not None,
+        "--target": request.target is not None,
+        "--quantize": request.quantize is not None,
+        "renormalize": request.renormalize,
+        "--calibrate-data": request.calibrate_data is not None,
+        "--calibration": request.calibration is not None,
     }
-    for option, changed in idle.items():
-        if changed:
+    for option, given in idle.items():
+        if given:
             raise UsageError(
-                f"{option}: the bundles that were named are measured as they are",
+                f"{option}: the given bundles are measured as they are",
                 hint=f"leave {option} out, or name a model without its bundle",
             )
 
 
-def with_sources(listed: Sequence[Model | Bundle]) -> list[Model | Bundle]:
-    """Returns models and bundles, before the bundles of no model the one that they came from."""
-    listing: list[Model | Bundle] = []
-    came_from: str | None = None
-    after_model = False
-    for item in listed:
+def with_sources(sources: Sequence[Model | Bundle]) -> list[Model | Bundle]:
+    """Returns every model with its bundles after it, in the order in which they were first named.
+
+    A bundle belongs to the model with the same weights and settings, wherever it is named; else to
+    the model before it, unless its own source exists. Raises `UsageError` for a bundle that is
+    named twice, and for one whose model is neither named nor available.
+    """
+    models: list[tuple[Model, str, list[Bundle]]] = []
+    places: set[Path] = set()
+    before: tuple[Model, str, list[Bundle]] | None = None
+    for item in sources:
         if isinstance(item, Model):
-            after_model = True
-        elif not after_model and came_from != item.manifest.source.sha256:
-            listing.append(_source_of(item))
-            came_from = item.manifest.source.sha256
-        listing.append(item)
+            digest = item.source.sha256() if item.source.files else ""
+            before = (item, _made_of(digest, item.config), [])
+            models.append(before)
+            continue
+        if item.path.resolve() in places:
+            raise UsageError(f"{item.path}: the bundle is named twice", hint="name it once")
+        places.add(item.path.resolve())
+        source = item.manifest.source
+        made_of = _made_of(source.sha256, source.config)
+        own = next((each for each in models if each[1] == made_of), None)
+        if own is None:
+            own = _with_source(item, made_of, before)
+        if all(own is not each for each in models):
+            models.append(own)
+        own[2].append(item)
+    listing: list[Model | Bundle] = []
+    for model, _, bundles in models:
+        listing += [model, *bundles]
     return listing
+
+
+def _made_of(sha256: str, config: Mapping[str, Any]) -> str:
+    """The key of a model: its weights and settings."""
+    return json.dumps([sha256, config], sort_keys=True, default=str)
+
+
+def _with_source(
+    bundle: Bundle, made_of: str, before: tuple[Model, str, list[Bundle]] | None
+) -> tuple[Model, str, list[Bundle]]:
+    """The model of a bundle that is not named: its source, or the model before it."""
+    try:
+        return _source_of(bundle), made_of, []
+    except UsageError:
+        if before is None:
+            raise
+        return before
 
 
 @contextmanager
 def candidates_of(
-    listed: Sequence[Model | Bundle],
+    sources: Sequence[Model | Bundle],
     request: BenchRequest,
     progress: Progress,
-    inputs: Feed | None = None,
+    ranges: Ranges,
 ) -> Iterator[list[Candidate]]:
-    """Yields a candidate per model; the bundles that follow a model are measured beside it."""
+    """Yields the candidates: a model that is exported, or all bundles of a model together."""
     candidates: list[Candidate] = []
     places: list[Path] = []
-    model: Model | None = None
     with ExitStack() as stack:
-        for item, then in zip(listed, (*listed[1:], None), strict=True):
-            if isinstance(item, Bundle):
-                beside = from_bundle(item, request, model=model)
-                candidates.append(
-                    stack.enter_context(with_other_exporters(beside, request.threads))
+        for model, bundles in _by_model(sources):
+            if not bundles:
+                made = exported(
+                    model, request, inputs=ranges.inputs, table=ranges.table, progress=progress
                 )
-                places.append(item.path)
-                continue
-            model = item
-            if not isinstance(then, Bundle):
-                candidates.append(
-                    stack.enter_context(exported(model, request, inputs=inputs, progress=progress))
-                )
+                candidates.append(stack.enter_context(made))
                 places.append(Path(model.source.path))
+                continue
+            several = side_by_side(bundles, request, model)
+            candidates += [
+                stack.enter_context(with_other_exporters(one, request.threads)) for one in several
+            ]
+            alone = len(bundles) == 1
+            places += [bundles[0].path if alone else Path(model.source.path)] * len(several)
         yield with_distinct_names(candidates, places)
 
 
-def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path]) -> list[Candidate]:
-    """Returns candidates of one name with the folders before it that tell them apart.
+def _by_model(sources: Sequence[Model | Bundle]) -> list[tuple[Model, list[Bundle]]]:
+    """Each model with the bundles that follow it."""
+    models: list[tuple[Model, list[Bundle]]] = []
+    for item in sources:
+        if isinstance(item, Model):
+            models.append((item, []))
+        else:
+            models[-1][1].append(item)
+    return models
 
-    `places` are where they come from: `a/vit.pt` and `b/vit.pt` become `a/vit` and `b/vit`. One
-    place named twice keeps its name, which a benchmark's plan refuses.
+
+def side_by_side(
+    bundles: Sequence[Bundle], request: BenchRequest, model: Model, *, name: str | None = None
+) -> list[Candidate]:
+    """Returns the bundles of a model as one candidate: they are timed in turn, in one table.
+
+    If some only run one batch size, there is a candidate for each size, with those that run it.
+    """
+    running: dict[int, list[Bundle]] = {
+        size: [bundle for bundle in bundles if only_batch(bundle) in (None, size)]
+        for size in request.batches
+    }
+    running = {size: each for size, each in running.items() if each}
+    if all(each == list(bundles) for each in running.values()):
+        return [_together(bundles, request, model, name)]
+    candidates = []
+    for size, each in running.items():
+        one = _together(each, replace(request, batch=(size,)), model, name)
+        if one.only_batch is None or len(each) > 1:
+            several = f"{name or model_name(model.source.path)}, {size} at once"
+            one = replace(one, name=several, only_batch=size)
+        candidates.append(one)
+    return candidates
+
+
+def _together(
+    bundles: Sequence[Bundle], request: BenchRequest, model: Model, name: str | None
+) -> Candidate:
+    """The bundles as one candidate; a single bundle stays unchanged."""
+    each = [from_bundle(bundle, request, model=model) for bundle in bundles]
+    each = with_distinct_names(each, [bundle.path for bundle in bundles])
+    return each[0] if len(each) == 1 else joined(each, model, name)
+
+
+def joined(bundles: Sequence[Candidate], model: Model, name: str | None = None) -> Candidate:
+    """Returns bundles of a model as one candidate, whose name the rows have."""
+    first = bundles[0]
+    known = [own for own in bundles if own.only_batch is not None]
+    whole = Candidate(
+        name=name or model_name(model.source.path),
+        model=model,
+        renormalize=first.renormalize,
+        engines=first.engines,
+        only_batch=known[0].only_batch if known else None,
+        bundles=tuple(bundles),
+    )
+    own_functions = {own.name for own in whole.of_own_function}
+    alike = [own for own in bundles if own.name not in own_functions]
+    graphs = [graph for own in bundles for graph in own.graphs]
+    rows = Counter(map(_row_of, graphs))
+    return replace(
+        whole,
+        ks=tuple(sorted({k for own in alike for k in own.ks}, reverse=True)),
+        routed={k: job for own in alike for k, job in own.routed.items()},
+        graphs=tuple(
+            replace(graph, apart=rows[_row_of(graph)] > 1 or graph.bundle in own_functions)
+            for graph in graphs
+        ),
+    )
+
+
+def _row_of(graph: GraphSource) -> tuple[object, ...]:
+    """The key of a graph's rows, without its bundle."""
+    return (graph.k, graph.engine, graph.provider, graph.precision, graph.lowering, graph.scope)
+
+
+def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path]) -> list[Candidate]:
+    """Returns candidates with distinct names, by adding the folders that distinguish them.
+
+    `places` are their paths: `a/vit.pt` and `b/vit.pt` become `a/vit` and `b/vit`. A place that is
+    named twice keeps its name, which the plan refuses.
     """
     names = [candidate.name for candidate in candidates]
-    folders = [place.absolute().parts[-2::-1] for place in places]  # from the last one upwards
-    for above in zip_longest(*folders):  # at each depth the folder of every place
+    # from the innermost folder outwards
+    folders = [place.absolute().parts[-2::-1] for place in places]
+    for above in zip_longest(*folders):  # the folders of all places at each depth
         repeated = {name for name in names if names.count(name) > 1}
         names = [
             f"{folder}/{name}" if name in repeated and folder is not None else name
@@ -224,33 +410,52 @@ def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path])
         ]
     if len(set(names)) < len(names):
         return list(candidates)
-    return [replace(one, name=name) for one, name in zip(candidates, names, strict=True)]
+    return [_called(one, name) for one, name in zip(candidates, names, strict=True)]
+
+
+def _called(candidate: Candidate, name: str) -> Candidate:
+    """A candidate with another name, also in the graphs of a single bundle."""
+    if candidate.bundle is None:
+        return replace(candidate, name=name)
+    return replace(
+        candidate,
+        name=name,
+        bundle=replace(candidate.bundle, name=name),
+        graphs=tuple(replace(graph, bundle=name) for graph in candidate.graphs),
+    )
 
 
 def _source_of(bundle: Bundle) -> Model:
     source = bundle.manifest.source
     path = Path(source.path)
+    if source.path.endswith(IN_MEMORY):
+        raise UsageError(
+            f"{bundle.path}: made from {source.path}: that network is in no file, but the "
+            "untouched PyTorch model is part of every benchmark",
+            hint="give the network before the bundle, in Python: moexport.bench([model, bundle]); "
+            "`moexport verify` compares a bundle alone with its recorded outputs",
+        )
     if names_code(source.path):
         raise UsageError(
-            f"{bundle.path}: made from {source.path}, which every benchmark needs beside it",
+            f"{bundle.path}: made from {source.path}, which a benchmark needs, too",
             hint=f"name it before the bundle: moexport bench {source.path} {bundle.path}",
         )
     if url_of(source.path) is not None:
         raise UsageError(
-            f"{bundle.path}: made from {source.path}, and what a manifest names is not downloaded",
+            f"{bundle.path}: made from {source.path}, and sources in a manifest are not downloaded",
             hint=f"name it before the bundle: moexport bench {source.path} {bundle.path}",
         )
     if not path.exists():
         raise UsageError(
-            f"{bundle.path}: its checkpoint {path} is not here, and the untouched PyTorch model is "
-            "part of every benchmark",
+            f"{bundle.path}: its checkpoint {path} is not here, but the untouched PyTorch model "
+            "is part of every benchmark",
             hint=f"name the checkpoint before the bundle: moexport bench CHECKPOINT {bundle.path}",
         )
     request = LoadRequest(family=source.family, config=source.config)
     model = loaded_again(source.path, request)
     if model.source.sha256() != source.sha256:
         raise UsageError(
-            f"{path}: is not the checkpoint that {bundle.path} was made from (SHA-256 differs)",
+            f"{path}: not the checkpoint that {bundle.path} was made from (SHA-256 differs)",
             hint="export again, or name the right checkpoint before the bundle",
         )
     return model

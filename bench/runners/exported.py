@@ -1,10 +1,11 @@
-"""Graphs that a benchmark exports for a model: one for each k, precision, lowering and batch."""
+"""The graphs that a benchmark exports for a model: by k, precision, lowering and batch."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,41 +13,51 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ...calibration.table import CalibrationTable
 from ...common.console import Progress, Silent
-from ...common.user_code import names_code
 from ...common.writing import scratch_folder
-from ...data.feeds import Feed
+from ...data.batches import Feed
+from ...data.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, ParityError, UsageError
 from ...exporter.bundle.manifest import MANIFEST_FILE
-from ...exporter.bundle.parity_record import TOLERANCES, Tolerance, on_gpu, recorded
+from ...exporter.bundle.parity import (
+    GPU_RTOL,
+    TOLERANCES,
+    Tolerance,
+    chunks,
+    on_gpu,
+    recorded,
+)
 from ...exporter.export import found_ranges
-from ...exporter.inputs import AxisRange
-from ...exporter.job import ExportJob, export_job
+from ...exporter.inputs import random_arrays
+from ...exporter.job import ExportJob, export_job, layers_to_plan
 from ...exporter.model import Model
-from ...exporter.options import AUTO, ExportOptions, KOption, PrecisionOptions
-from ...exporter.plan import GraphPlan, plan, plan_graph
-from ...exporter.reference import depends_on_batch
+from ...exporter.options import AUTO, ExportOptions
+from ...exporter.plan import GraphPlan, Plan, plan_graph, plan_traced
+from ...exporter.reference import run_untouched
 from ...exporter.tensorrt.backends import BACKENDS
 from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
 from ...exporter.trace import trace
 from ...exporter.write import manifest_of, write_graphs
+from ...graphs.k import KOption
 from ...graphs.lower import selected_values
 from ...graphs.lowerings import lowering_of
+from ...graphs.sizes import PARITY_BATCHES, AxisRange
 from ...graphs.targets import Precision
 from ..engines import KINDS, GraphEngine
 from ..measure.roofline import integer_linears
 from ..plan import Candidate, GraphSource, whole_k
-from ..request import BenchRequest
+from ..request import RANGED, BenchRequest
 from .base import GraphFile, Refused
 from .other_exporters import with_other_exporters
 
 
 def graph_engines(request: BenchRequest) -> tuple[GraphEngine, ...]:
-    """Returns those of the engines that run exported graphs, each with its target."""
+    """Returns the requested engines that run exported graphs, each with its target."""
     named = [kind for kind in map(KINDS.get, request.engines) if isinstance(kind, GraphEngine)]
     return tuple(
-        replace(kind, target=request.target) if kind.target == "ort-cpu" else kind
+        replace(kind, target=request.cpu_target) if kind.target == "ort-cpu" else kind
         for kind in named
         if kind.target is not None
     )
@@ -58,22 +69,26 @@ def exported(
     request: BenchRequest,
     *,
     inputs: Feed | None = None,
+    table: CalibrationTable | None = None,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Candidate]:
-    """Yields a model with a graph per k and lowering, exported to a folder that goes after.
+    """Yields a model with a graph per k and lowering, exported to a temporary folder.
 
-    INT8 takes its ranges from `inputs` [samples, …], whose shape is what engines are compiled for:
-    without them for the export's own sizes.
+    INT8 takes its ranges from the `table`, or from `inputs` [samples, …], whose shape engines are
+    compiled for; without inputs the export's own sizes apply. New ranges are written to the folder
+    of the results.
 
-    The graphs for one engine and precision share one weights file. `auto` stands for what the cost
-    model chooses for each of the batch sizes, and is timed at that.
+    The graphs for one engine and precision share one weights file. `auto` stands for the cost
+    model's choice at each of the batch sizes, and is timed at that.
     """
     progress = progress or Silent()
     graphs: list[GraphSource] = []
     runtimes, lowerings = graph_engines(request), request.lowerings
     jobs = _jobs(model, request.ks)
-    routed = {largest_k(whole_k(job)): job for job in jobs} if token_routed(model) else {}
+    # A router's k, and a share of each level of a hierarchy, need another model.
+    changed = [job for job in jobs if token_routed(model) or job.model is not model]
+    routed = {largest_k(whole_k(job)): job for job in changed}
     ks = [largest_k(whole_k(job)) for job in jobs]
     traces: dict[object, ir.Model] = {}
     only = one_batch(model, request)
@@ -89,6 +104,7 @@ def exported(
                         model,
                         request,
                         inputs,
+                        table=table,
                         jobs=together,
                         runtime=runtime,
                         precision=precision,
@@ -97,14 +113,15 @@ def exported(
                         only=only,
                     )
             except (LoweringError, UsageError, CalibrationError) as error:
-                if precision == "fp32" and runtime.backend is None:
+                given = table is not None and isinstance(error, CalibrationError)
+                if given or (precision == "fp32" and runtime.backend is None):
                     raise
-                # A precision that a model or target cannot take is a row that says so.
+                # A precision that a model or target does not support becomes a row with the reason.
                 every = product(ks, lowerings)
                 graphs += _refused(dict.fromkeys(every, error), runtime, precision)
-        said = [graph.loader.reason for graph in graphs if isinstance(graph.loader, Refused)]
-        if graphs and len(said) == len(graphs):
-            raise said[0]
+        errors = [graph.loader.reason for graph in graphs if isinstance(graph.loader, Refused)]
+        if graphs and len(errors) == len(graphs):
+            raise errors[0]
         traces.clear()
         candidate = Candidate(
             name=name or model_name(model.source.path),
@@ -120,10 +137,10 @@ def exported(
 
 
 def one_batch(model: Model, request: BenchRequest) -> int | None:
-    """Returns the one batch size that a model is measured in; None where any will do.
+    """Returns the only batch size of a model; None if any works.
 
-    It is that of the inputs that it computes together, or the one that is asked for where outputs
-    depend on the others of a batch: the graphs are for that size alone.
+    It is the number of inputs that it computes together, or the requested one if outputs depend on
+    the rest of the batch: the graphs then have that size.
     """
     if model.batch_of > 1:
         return model.batch_of
@@ -133,23 +150,56 @@ def one_batch(model: Model, request: BenchRequest) -> int | None:
     return size if depends_on_batch(model, size) else None
 
 
+def depends_on_batch(model: Model, batch: int) -> bool:
+    """Whether a network's outputs for random inputs depend on the others of a batch.
+
+    It does, too, where it cannot be run on one input alone.
+    """
+    arrays = random_arrays(model, max(batch, PARITY_BATCHES[1]))
+    together = run_untouched(model, arrays)[0]
+    try:
+        alone = [run_untouched(model, part)[0] for part in chunks(arrays, 1)]
+    except (RuntimeError, ValueError, IndexError, UsageError):
+        return True
+    off = np.abs(np.concatenate(alone) - together).max(initial=0.0)
+    return not off <= GPU_RTOL * np.abs(together).max(initial=0.0)
+
+
 def token_routed(model: Model) -> bool:
-    """Whether a model has experts whose router is part of the network around them."""
+    """Whether a model has experts whose router is outside of the layer."""
     return any(layer.spec.flat for layer in model.layers.values())
 
 
 def _jobs(model: Model, ks: Sequence[KOption]) -> list[ExportJob]:
-    """The job of each k, those that mean the same once."""
+    """The job of each k, without duplicates.
+
+    Raises `UsageError` for two whose rows could not be distinguished.
+    """
     jobs: list[ExportJob] = []
     for k in ks:
         job = export_job(model, ExportOptions(k=k))
-        if job.k not in [other.k for other in jobs]:
-            jobs.append(job)
+        if any(_same_layers(job, other) for other in jobs):
+            continue
+        most = largest_k(whole_k(job))
+        alike = next((o.options.k for o in jobs if largest_k(whole_k(o)) == most), None)
+        if alike is not None:
+            raise UsageError(
+                f"--k {alike} and --k {k}: both keep {most} experts in the layer or level that "
+                "keeps most, and rows are identified by that",
+                hint="measure them in two runs",
+            )
+        jobs.append(job)
     return jobs
 
 
+def _same_layers(job: ExportJob, other: ExportJob) -> bool:
+    """Whether two jobs keep the same number of experts in each layer and level."""
+    specs, others = ([layer.spec for layer in each.model.layers.values()] for each in (job, other))
+    return job.k == other.k and (specs == others or token_routed(job.model))
+
+
 def _by_model(jobs: Sequence[ExportJob]) -> list[list[ExportJob]]:
-    """Jobs whose model is the same together: it is traced once. A router's k makes another."""
+    """Groups jobs by model, which is traced once; a router's k needs another model."""
     groups: dict[int, list[ExportJob]] = {}
     for job in jobs:
         groups.setdefault(id(job.model), []).append(job)
@@ -178,6 +228,7 @@ def _sources(
     request: BenchRequest,
     inputs: Feed | None,
     *,
+    table: CalibrationTable | None,
     jobs: Sequence[ExportJob],
     runtime: GraphEngine,
     precision: Precision,
@@ -185,39 +236,18 @@ def _sources(
     traces: dict[object, ir.Model],
     only: int | None,
 ) -> list[GraphSource]:
-    """Exports graphs for a runtime, equal ones once; each that cannot be is refused by itself."""
-    routed = token_routed(model)
-    data = inputs if precision in ("int8", "fp8") and not routed else None
-    # What is calibrated is every expert; a router chooses those of its own k.
-    options = _options(request, runtime, precision, jobs[0].options.k if routed else "n")
+    """Exports graphs for a runtime, equal ones once; failures are recorded one by one."""
+    # Calibration covers every expert; a router chooses those of its own k.
+    whole = jobs[0].options.kept if token_routed(model) else "n"
+    options = _options(request, runtime, precision, whole)
     if only is not None and model.batch_of == 1:
         options = replace(options, batch=_exactly(only))
-    exporting = export_job(model, options, data=data)
-    key = id(jobs[0].model), exporting.options.opset, frozenset(exporting.fixed.items())
-    if key not in traces:
-        traces[key] = trace(exporting.model, opset=exporting.options.opset, fixed=exporting.fixed)
-    planned = plan(exporting, traces[key], found_ranges(exporting, traces[key]))
-    graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
-    batches: dict[tuple[int, tuple[str, ...]], set[int]] = {}
-    reasons: dict[tuple[int, str], MoexportError] = {}
-    ks = [whole_k(job) for job in jobs]
-    for k, lowering, batch in product(ks, request.lowerings, request.batches):
-        job = replace(planned.job, options=replace(options, batch=_exactly(batch)), k=k)
-        try:
-            graph = plan_graph(job, planned.traced, lowering, f"model-{len(graphs)}.onnx")
-        except LoweringError as error:
-            reasons[largest_k(k), lowering] = error
-        else:
-            choice = largest_k(k), graph.lowerings
-            graphs.setdefault(choice, graph)
-            # What `auto` chose for one batch is timed at that.
-            batches.setdefault(choice, set()).update(
-                [batch] if lowering == AUTO else request.batches
-            )
+    planned = _planned(model, options, jobs[0].model, inputs, table, traces)
+    chosen, reasons = _chosen(planned, jobs, request, options, only)
     refused = _refused(reasons, runtime, precision)
-    if not graphs:
+    if not chosen:
         return refused
-    planned = replace(planned, graphs=tuple(graphs.values()))
+    planned = replace(planned, graphs=tuple(each.graph for each in chosen.values()))
     lowered = write_graphs(planned, folder)
     engine = None
     if runtime.backend is not None:  # engines are built into a bundle
@@ -230,31 +260,142 @@ def _sources(
             runtime,
             request.threads,
             model,
-            folder / graph.file,
+            folder / each.graph.file,
             k,
             names,
-            selected=selected_values(lowered[graph.file].values),
-            integers=integer_linears(folder / graph.file, rounded_linears(linears)),
+            selected=selected_values(lowered[each.graph.file].values),
+            integers=integer_linears(folder / each.graph.file, rounded_linears(linears)),
             engine=engine,
             precision=precision,
-            k_by_layer={layer.name: layer.work.k for layer in graph.layers},
-            batches=frozenset(batches[k, names]) if len(request.batches) > 1 else None,
+            k_by_layer={layer.name: layer.typical_k for layer in each.graph.layers},
+            batches=frozenset(each.batches) if len(request.batches) > 1 else None,
+            deploy=each.deploy,
+            table=planned.table,
         )
-        for (k, names), graph in graphs.items()
+        for (k, names), each in chosen.items()
     ]
+
+
+def _planned(
+    model: Model,
+    options: ExportOptions,
+    computed: Model,
+    inputs: Feed | None,
+    table: CalibrationTable | None,
+    traces: dict[object, ir.Model],
+) -> Plan:
+    """The plan of an export with all experts, with its ranges; traced once for each model.
+
+    `computed` is the model of the jobs: for a share of each level it has the layers.
+    """
+    routed = token_routed(model)
+    ranged = options.precision in RANGED and not routed
+    data = inputs if ranged and table is None else None
+    job = export_job(model, options, data=data, calibration=table if ranged else None)
+    if not routed:
+        layers = layers_to_plan(computed, job.k, job.options)
+        job = replace(job, model=computed, layers=layers)
+    key = id(computed), job.options.least_opset, frozenset(job.fixed.items())
+    if key not in traces:
+        traces[key] = trace(job.model, opset=job.options.least_opset, fixed=job.fixed)
+    return plan_traced(job, traces[key], found_ranges(job, traces[key]))
+
+
+@dataclass(frozen=True, slots=True)
+class _GraphChoice:
+    """A graph to measure, the arguments of the command that exports it, and its batches."""
+
+    graph: GraphPlan
+    deploy: tuple[str, ...]
+    batches: set[int]
+
+
+def _chosen(
+    planned: Plan,
+    jobs: Sequence[ExportJob],
+    request: BenchRequest,
+    options: ExportOptions,
+    only: int | None,
+) -> tuple[dict[tuple[int, tuple[str, ...]], _GraphChoice], dict[tuple[int, str], MoexportError]]:
+    """The graphs of each k by their lowerings, and why some lowerings are unavailable."""
+    ranges = _kept_table(planned.table, request)
+    chosen: dict[tuple[int, tuple[str, ...]], _GraphChoice] = {}
+    reasons: dict[tuple[int, str], MoexportError] = {}
+    for asked, lowering, batch in product(jobs, request.lowerings, request.batches):
+        k = whole_k(asked)
+        sized = replace(options, batch=_exactly(batch))
+        layers = layers_to_plan(planned.job.model, k, sized)
+        job = replace(planned.job, options=sized, layers=layers)
+        job = job.computed_in(planned.precision.layers)
+        try:
+            graph = plan_graph(job, planned.traced, lowering, f"model-{len(chosen)}.onnx")
+        except LoweringError as error:
+            reasons[largest_k(k), lowering] = error
+            continue
+        words: tuple[str, ...] = ()
+        if ranges is not None:
+            words = (*_export_words(asked, options, graph, only), *ranges)
+        first = chosen.setdefault(
+            (largest_k(k), graph.lowerings), _GraphChoice(graph, words, set())
+        )
+        # The choice of `auto` for one batch is timed at that.
+        first.batches.update([batch] if lowering == AUTO else request.batches)
+    return chosen, reasons
+
+
+def table_file(table: CalibrationTable) -> str:
+    """Returns the name of the file of ranges next to the results."""
+    return f"calibration-{hashlib.sha256(table.to_json().encode()).hexdigest()[:12]}.json"
+
+
+def _kept_table(table: CalibrationTable | None, request: BenchRequest) -> tuple[str, ...] | None:
+    """The export option with the ranges of these graphs: a file next to the results.
+
+    Empty without ranges, and None if nothing is written.
+    """
+    if table is None:
+        return ()
+    if request.folder is None:
+        return None
+    return ("--calibration", str(request.folder / table_file(table)))
+
+
+def _export_words(
+    job: ExportJob, options: ExportOptions, graph: GraphPlan, only: int | None
+) -> tuple[str, ...]:
+    """The arguments that export a graph again: without the model, its ranges and a batch size.
+
+    A graph whose layers have several lowerings is the choice of `auto` for its batch size.
+    """
+    (*names,) = {*graph.lowerings}
+    words = ["export", "--k", _k_word(job), "--target", options.target]
+    words += ["--lowering", names[0] if len(names) == 1 else AUTO]
+    words += ["--precision", options.precision] if options.precision != "fp32" else []
+    words += ["--quantize", options.quantize] if options.quantize != "experts" else []
+    words += ["--renormalize"] if options.renormalize else []
+    words += ["--batch", str(only)] if only is not None else []
+    return tuple(words)
+
+
+def _k_word(job: ExportJob) -> str:
+    """K as an argument of export: a number if all layers have it, else the requested value."""
+    ks, asked = {*whole_k(job).values()}, job.options.kept
+    if asked == "n" or isinstance(asked, tuple) or len(ks) > 1:
+        return ",".join(map(str, asked)) if isinstance(asked, tuple) else str(asked)
+    return str(ks.pop())
 
 
 def _options(
     request: BenchRequest, runtime: GraphEngine, precision: Precision, k: KOption
 ) -> ExportOptions:
-    """How graphs for a runtime are exported."""
     assert runtime.target is not None
-    scope = request.quantize if precision == "int8" else "experts"
+    scope = request.scope if precision == "int8" else "experts"
     return ExportOptions(
         k=k,
         target=runtime.target,
         renormalize=request.renormalize,
-        precision=PrecisionOptions(precision, scope=scope),
+        precision=precision,
+        quantize=scope,
         verify=False,
     )
 
@@ -275,10 +416,10 @@ def graph_source(
     missed: str | None = None,
     **graph: Any,
 ) -> GraphSource:
-    """A graph's `file` in a runtime; `given_k` where k is an input of the graph.
+    """A graph's `file` in a runtime; `given_k` if k is an input of the graph.
 
-    `parity` is what a bundle was exported with, whose bounds may be wider than the usual ones, and
-    `missed` how the graph misses that comparison now: such a graph is not measured.
+    `parity` is a bundle's record, whose bounds may be wider than the default, and `missed` is how
+    the graph fails that comparison now: such a graph is not measured.
     """
     specs = {name: layer.spec for name, layer in model.layers.items()}
     opened = GraphFile(
@@ -295,7 +436,7 @@ def graph_source(
     )
     loader, lowering = runtime.loader(opened), "+".join(sorted(set(lowerings)))
     if missed is not None:
-        loader = Refused(ParityError(f"{file}: it is not PyTorch's any more: {missed}"))
+        loader = Refused(ParityError(f"{file}: it no longer computes what PyTorch does: {missed}"))
     return GraphSource(
         k=k,
         lowering=lowering,
@@ -315,9 +456,9 @@ def _bounds(
     precision: str,
     parity: Mapping[str, Any] | None,
 ) -> Tolerance | None:
-    """How far a graph may be off: as far as `verify` lets it, on a GPU and as it was exported.
+    """The bounds of a graph's error: those of `verify`, on a GPU and as exported.
 
-    What an inexact lowering adds is as much as a GPU may.
+    An inexact lowering may add as much as a GPU.
     """
     known = next(
         ((name, tolerance) for name, tolerance in TOLERANCES.items() if name == precision), None
@@ -328,7 +469,7 @@ def _bounds(
     used, target = lowering.split("+"), runtime.target or "onnx"
     specs = [layer.spec for layer in model.layers.values()]
     ways = ((spec, lowering_of(spec.kind, name)) for spec in specs for name in used)
-    inexact = any(record and record.inexact(spec, numbers, target) for spec, record in ways)
+    inexact = any(record and record.differs(spec, numbers, target) for spec, record in ways)
     on_cpu = runtime.provider == "cpu"
     bounds = usual
     if inexact or not on_cpu:
@@ -342,7 +483,7 @@ def _bounds(
 def engine_options(
     model: Model, request: BenchRequest, backend: str, inputs: Feed | None = None
 ) -> EngineOptions:
-    """Returns how engines are compiled: a profile for each batch size, of exactly these inputs."""
+    """Returns how engines are compiled: a profile for each batch size, for exactly these inputs."""
     sizes: dict[str, AxisRange] = {}
     if isinstance(inputs, np.ndarray) and inputs.ndim == len(model.input.shape):
         named = zip(model.input.shape[1:], inputs.shape[1:], strict=True)
@@ -355,7 +496,7 @@ def engine_options(
 
 
 def rounded_linears(linears: Mapping[str, str | None]) -> list[str]:
-    """Those linear layers of a backbone that nothing kept in floats."""
+    """The linear layers of a backbone that are quantised."""
     return [node for node, reason in linears.items() if reason is None]
 
 
@@ -364,7 +505,7 @@ def _exactly(size: int) -> AxisRange:
 
 
 def told_apart(sources: Sequence[GraphSource]) -> tuple[GraphSource, ...]:
-    """Graphs of the same lowerings, in other layers, are told apart by the batch they are for."""
+    """Names the batch of graphs whose lowerings are equal but in other layers."""
     named: list[GraphSource] = []
     seen: set[tuple[object, ...]] = set()
     for source in sources:
@@ -382,5 +523,5 @@ def largest_k(ks: Mapping[str, int]) -> int:
 
 
 def model_name(source: str) -> str:
-    """What a model is called in results: its file without the ending, or the code that makes it."""
+    """Returns a model's name in results: its file without the suffix, or its code."""
     return source if names_code(source) else Path(source).stem

@@ -1,6 +1,6 @@
-"""An exported graph in the runtime of its session, opened here or in another process.
+"""An exported graph in its session's runtime, opened here or in another process.
 
-Imports no PyTorch: the process that measures a graph's memory must not hold it.
+It does not import PyTorch, which the process that measures memory must not load.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ...common.writing import scratch_folder
-from ...data.feeds import Array
+from ...data.batches import Array
 from ...exporter.bundle.runtimes import RUNTIMES, opened
 from ...exporter.inputs import Inputs
 from ...exporter.session import GraphSession, Session, SessionOptions
+from ...graphs.score_names import is_score
 from .base import GraphLoader, Runner, chosen_experts, first_of
 
 INT64 = 7  # the element type of chosen experts: onnx.TensorProto.INT64
@@ -22,9 +23,9 @@ INT64 = 7  # the element type of chosen experts: onnx.TensorProto.INT64
 
 @dataclass(frozen=True)
 class SessionRunner(Runner):
-    """A graph or engine, opened: its session with a k, and what its layers choose.
+    """An open graph or engine: its session with a k, and the choices of its layers.
 
-    `selected_values` names the outputs that hold it, and `experts` n of every layer that could.
+    `selected_values` names the outputs with the choices, and `experts` is n by layer.
     """
 
     session: GraphSession
@@ -37,9 +38,9 @@ class SessionRunner(Runner):
         return self.outputs(x, [name])[name]
 
     def selected(self, x: Inputs) -> dict[str, Array] | None:
-        """Returns the chosen experts [b, k], ascending, of each layer: all n without a choice.
+        """Returns the chosen experts [b, k], ascending, by layer: all n without a choice.
 
-        None of a graph of whose layers nothing is known.
+        None for a graph whose layers are unknown.
         """
         if not self.experts:
             return None
@@ -49,13 +50,12 @@ class SessionRunner(Runner):
         return chosen_experts(selected, self.experts, len(first_of(x)))
 
     def outputs(self, x: Inputs, names: Sequence[str]) -> dict[str, Array]:
-        """Returns outputs by name."""
         return self.session.run(x, self.k, names)
 
 
 @dataclass(frozen=True)
 class GraphRunner(SessionRunner):
-    """An exported graph, opened: what is timed is the runtime's own call."""
+    """An open exported graph, timed by the runtime's own call."""
 
     wraps: ClassVar[bool] = True
 
@@ -65,13 +65,26 @@ class GraphRunner(SessionRunner):
     def computed_in(self) -> str | None:
         return self.session.computed_in
 
+    def device_ms(self, x: Inputs) -> float | None:
+        """Returns the GPU's time for inputs [b, …], replayed if possible; None on a CPU."""
+        return self.session.gpu_ms(x, self.k)
+
+    @property
+    def no_cuda_graph(self) -> str | None:
+        return None if self.session.recorded is None else self.session.no_cuda_graphs
+
     def bound(self, x: Inputs) -> Callable[[], list[Any]]:
         """Returns the runtime's own call for inputs [b, …], with its first output.
 
-        Of a graph with a cache every output is returned, and all stays where the runtime has it: so
-        the next call of a text being generated takes it.
+        A graph with a cache returns every output, on the runtime's device, as for the next token of
+        a text.
         """
-        own = [n for n in self.session.output_names if n not in self.selected_values.values()]
+        routing = {*self.selected_values.values()}
+        own = [
+            name
+            for name in self.session.output_names
+            if name not in routing and not is_score(name, self.experts)
+        ]
         if len(own) > 1:
             return self.session.bound_values(x, self.k, own)
         return self.session.bound(x, self.k)
@@ -79,10 +92,9 @@ class GraphRunner(SessionRunner):
 
 @dataclass(frozen=True)
 class SessionLoader(GraphLoader[GraphRunner]):
-    """Opens a graph file as the `options` say, with the threads of the graph.
+    """Opens a graph file with `options` and the threads of the graph.
 
-    Where the nodes do not tell which layer is theirs, as in graphs of other exporters, a profile
-    tells nothing: such a graph has no `parts`.
+    If nodes are not named by layer, as in graphs of other exporters, a profile has no `parts`.
     """
 
     options: SessionOptions = SessionOptions()
@@ -93,7 +105,7 @@ class SessionLoader(GraphLoader[GraphRunner]):
         return self.parts and "profile" in RUNTIMES[self.options.runtime].takes
 
     def opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> GraphRunner:
-        """Opens a session whose outputs hold the chosen experts too."""
+        """Opens a session whose outputs include the chosen experts."""
         session = self._session(observe=dict.fromkeys(observed.values(), INT64))
         return GraphRunner(session, self.graph.k, observed, experts)
 

@@ -1,4 +1,4 @@
-"""What opens the PyTorch model of a case, here or in another process."""
+"""Opens the PyTorch model of a case, here or in another process."""
 
 from __future__ import annotations
 
@@ -7,33 +7,39 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ...common.user_code import names_code
+from ...data.user_code import names_code
 from ...errors import UsageError
-from ...exporter.checkpoints.load import load_as
+from ...exporter.checkpoints.load import load
 from ...exporter.checkpoints.loaders import loader_of
 from ...exporter.model import Model
 from ...exporter.requests import LoadRequest
 from ..engines import ModelEngine, engine_of
-from ..plan import Candidate, Case
+from ..plan import Candidate, Case, whole_k
 from .base import Loader, ModelRun, Runner
 from .pytorch import CUDA, PyTorch, on_device, with_algorithm_1
 
 
 def reference_of(candidate: Candidate, k: int) -> PyTorch:
-    """Returns the model with so many experts: chosen by its router, or kept by Algorithm 1."""
+    """Returns the model with k experts: chosen by its router, or kept by Algorithm 1."""
     if k in candidate.routed:
-        model = candidate.routed[k].model
-        return PyTorch(model.module, model.inputs, model.host)
+        job = candidate.routed[k]
+        if not any(
+            layer.spec.flat for layer in job.model.layers.values()
+        ):  # a share of each level is kept
+            return with_algorithm_1(
+                job.model, whole_k(job), "masked", renormalize=candidate.renormalize
+            )
+        return PyTorch(job.model.module, job.model.inputs, job.model.host)
     kept = candidate.k_by_layer(k) or k
     return with_algorithm_1(candidate.model, kept, "masked", renormalize=candidate.renormalize)
 
 
 @dataclass(frozen=True)
 class TorchLoader(Loader):
-    """Opens a model as a case runs it; `place` returns the model where that is.
+    """Opens a model as a case runs it; `place` returns the model on its device.
 
-    Another process loads it from where `model` came from, when it opens it and not before. `k` is
-    what its routers choose, by layer, where the case says more than one number.
+    Another process loads it from the source of `model` when it opens it. `k` is the choice of
+    routers by layer, if it is more than one number.
     """
 
     case: Case
@@ -55,6 +61,7 @@ class TorchLoader(Loader):
             k_by_layer=self.k,
             batches=self.batches,
             renormalize=self.renormalize,
+            precision=self.case.precision,
         )
         return kind.loader(run)
 
@@ -78,33 +85,41 @@ def _loaded_on(source: str, provider: str, request: LoadRequest) -> Model:
 
 
 def loaded_again(source: str, request: LoadRequest) -> Model:
-    """Returns the model of a source, whose family and configuration a request has from then."""
+    """Returns the model of a source with a known family and configuration."""
     found = None if request.family is None else loader_of(Path(source))
-    if found is not None and found[1] == request.family:  # its files say the rest
+    if found is not None and found[1] == request.family:  # its files contain the rest
         config = request.config if isinstance(request.config, Mapping) else {}
         settings = {key: config[key] for key in found[0].settings if key in config}
         request = replace(request, family=None, config=settings)
-    return load_as(source, request)
+    return load(source, request)
 
 
 def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, Loader]:
-    """Returns what is measured for a candidate, each case with what opens it."""
-    model = candidate.model
-    places: dict[str, Callable[[], Model]] = {
-        "cpu": lambda: model,
-        # One copy on the GPU, made when it is first needed, for all who run it there.
-        CUDA: functools.cache(lambda: on_device(model, CUDA)),
-    }
-    return {
-        case: graph.loader
-        if graph is not None
-        else TorchLoader(
-            case=case,
-            batches=tuple(batches),
-            renormalize=candidate.renormalize,
-            place=places[case.provider],
-            model=model,
-            k=candidate.k_by_layer(case.k),
+    """Returns the cases of a candidate with their loaders."""
+    owns = (candidate, *candidate.of_own_function)
+    places = {id(own): _places(own.model) for own in owns}
+    opening: dict[Case, Loader] = {}
+    for case, graph in candidate.cases.items():
+        own = next((each for each in owns[1:] if each.name == case.bundle), candidate)
+        opening[case] = (
+            graph.loader
+            if graph is not None
+            else TorchLoader(
+                case=case,
+                batches=tuple(batches),
+                renormalize=own.renormalize,
+                place=places[id(own)][case.provider],
+                model=own.model,
+                k=own.k_by_layer(case.k),
+            )
         )
-        for case, graph in candidate.cases.items()
+    return opening
+
+
+def _places(model: Model) -> dict[str, Callable[[], Model]]:
+    """Functions that return the model for each provider."""
+    return {
+        "cpu": lambda: model,
+        # One copy on the GPU, made on first use, shared by all engines there.
+        CUDA: functools.cache(lambda: on_device(model, CUDA)),
     }

@@ -1,4 +1,4 @@
-"""Graphs of other exporters, to compare ours with: that of `transformers` itself."""
+"""Graphs of other exporters for comparison: that of `transformers`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from ...common.writing import scratch_folder
-from ...errors import MoexportError, TraceError, in_one_line
+from ...errors import MoexportError, TraceError, one_line
 from ...exporter.bundle.manifest import METADATA
 from ...exporter.model import Model
 from ...exporter.trace import trace
@@ -25,10 +25,9 @@ GRAPH, WEIGHTS = "model.onnx", "weights.bin"
 
 @contextmanager
 def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[Candidate]:
-    """Yields a candidate with the graphs of other exporters that were asked for, in FP32.
+    """Yields a candidate with the requested graphs of other exporters, in FP32.
 
-    They are made for its largest k, in a folder that goes after. One that cannot be made is a row
-    with the reason.
+    They are made for its largest k, in a temporary folder. A failure becomes a row with the reason.
     """
     if TRANSFORMERS_ONNX not in candidate.engines or not candidate.routed:
         yield candidate
@@ -42,16 +41,16 @@ def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[
             loader = kind.loader(GraphFile(path=file, threads=threads))
         except MoexportError as error:
             loader = Refused(error)
-        except Exception as error:  # noqa: BLE001  it is experimental, and may fail in any way
-            loader = Refused(TraceError(f"transformers cannot export it: {in_one_line(error)}"))
+        except Exception as error:  # noqa: BLE001  experimental, so it may fail in any way
+            loader = Refused(TraceError(f"transformers cannot export it: {one_line(error)}"))
         source = GraphSource(k, "", loader, engine=TRANSFORMERS_ONNX)
         yield replace(candidate, graphs=(*candidate.graphs, source))
 
 
 def library_graph(model: Model, k: Mapping[str, int], folder: Path) -> Path:
-    """Writes the graph that `transformers` makes of its own model; returns its file."""
+    """Writes the graph that `transformers` exports of its model; returns its file."""
     network = model.host.in_form(model, k, None)
-    folding = logging.getLogger("onnxscript.optimizer")  # tells what it does not fold
+    folding = logging.getLogger("onnxscript.optimizer")  # logs every constant that it does not fold
     level = folding.level
     folding.setLevel(logging.ERROR)
     try:
@@ -59,7 +58,7 @@ def library_graph(model: Model, k: Mapping[str, int], folder: Path) -> Path:
     finally:
         folding.setLevel(level)
     defaults = {spec.name: spec.default for spec in model.inputs if spec.default is not None}
-    # Its inputs have our names, and are filled in as those of our graphs.
+    # Its inputs have the same names as ours, and are filled in alike.
     graph.metadata_props[METADATA] = json.dumps({"layers": {}, "defaults": defaults})
     ir.save(graph, folder / GRAPH, external_data=WEIGHTS)
     return folder / GRAPH

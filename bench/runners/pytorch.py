@@ -1,4 +1,4 @@
-"""PyTorch as it takes part in a benchmark: untouched, compiled, with Algorithm 2; CPU or GPU."""
+"""PyTorch in a benchmark: unmodified, compiled, or with Algorithm 2; on a CPU or GPU."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from ...common.libraries import keep_compiled_code_private
-from ...data.feeds import Array
+from ...data.batches import Array
 from ...errors import FeedError
 from ...exporter.inputs import Inputs, completed
 from ...exporter.model import OURS, Host, Model, TensorSpec
-from ...exporter.reference import all_outputs, first_output
+from ...exporter.reference import all_outputs
 from ...graphs.layers.base import Algorithm, MoELayer, moe_layers, recorded_choices, sharing_weights
 from ...graphs.layers.margins import routed_margins
+from ...graphs.layers.soft_moe import soft_moe_layers
 from .base import Runner, first_of, in_batches
 
-CUDA = "cuda"  # the provider of rows on an NVIDIA GPU, as PyTorch calls the device
+CUDA = "cuda"  # the provider of rows on an NVIDIA GPU; also PyTorch's name of the device
 
 
 class Expected(NamedTuple):
-    """What a case is compared with: outputs, the experts of each layer, how clearly chosen.
+    """The reference of a case: outputs, the experts of each layer, and margins.
 
     `margins` are those of layers whose tokens choose (`reference.routed_margins`).
     """
@@ -38,10 +39,10 @@ class Expected(NamedTuple):
 
 
 class PyTorch(Runner):
-    """A PyTorch module behind numpy: arrays in, arrays out, without gradients.
+    """A PyTorch module with numpy inputs and outputs, without gradients.
 
-    `ports` are the inputs of a module that takes several, whose defaults are filled in. `host` is
-    that of its model.
+    `ports` are the inputs of a module with several, whose defaults are filled in. `host` is that of
+    its model.
     """
 
     def __init__(
@@ -56,11 +57,10 @@ class PyTorch(Runner):
 
     @torch.inference_mode()
     def outputs(self, x: Inputs) -> list[Array]:
-        """Returns every output of the module."""
         return [y.numpy() for y in all_outputs(self.module(*self.tensors(x)))]
 
     def tensors(self, x: Inputs) -> list[Tensor]:
-        """Returns what the module takes."""
+        """Returns the module's inputs as tensors."""
         arrays = completed(x, self.ports).values() if self.ports else [first_of(x)]
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
@@ -68,11 +68,11 @@ class PyTorch(Runner):
         """Returns the module's own call for inputs [b, …], tensor to tensor."""
         tensors = self.tensors(x)
         own = self.host.repeated(self.module, tensors)
-        return torch.inference_mode()(own or (lambda: first_output(self.module(*tensors))))
+        return torch.inference_mode()(own or (lambda: self.module(*tensors)))
 
     @torch.inference_mode()
     def with_routing(self, x: Inputs, output: int = 0) -> Expected:
-        """Returns what `infer` does, and the experts [b, k] that each layer with k < n chose."""
+        """Returns the outputs of `infer`, and the experts [b, k] of each layer with k < n."""
         with recorded_choices(self.module) as choices, routed_margins(self.module) as margins:
             y = self.infer(x, output)
         layers = moe_layers(self.module)
@@ -83,20 +83,31 @@ class PyTorch(Runner):
             for name, s in chosen.items()
             if s.shape[1] < specs[name].experts or specs[name].drops
         }
-        # Of experts that choose for themselves, that of the token's least certain one.
+        # If experts choose for themselves, the margin of the token's least certain one.
         least = {n: m.reshape(len(m), -1).amin(dim=1).numpy() for n, m in margins.items()}
         return Expected(y, chosen, least)
 
 
 def chooses(layer: MoELayer) -> bool:
-    """Whether a layer's experts are chosen as sets: for each input, or for each token."""
+    """Whether a layer chooses sets of experts: for each input, or for each token."""
     return layer.spec.chooses_sets or layer.spec.flat
 
 
-class PyTorchOnGpu(PyTorch):
-    """A module that lies on the GPU behind numpy: arrays in, arrays out, on a stream of its own.
+class PyTorchInHalf(PyTorch):
+    """A module in FP16, with FP32 numpy inputs and outputs."""
 
-    Memory comes from PyTorch's allocator, which keeps what earlier calls have used for later ones.
+    def tensors(self, x: Inputs) -> list[Tensor]:
+        return [t.half() if t.is_floating_point() else t for t in super().tensors(x)]
+
+    def infer(self, x: Inputs, output: int = 0) -> Array:
+        y: Array = super().infer(x, output)
+        return y.astype(np.float32) if y.dtype == np.float16 else y
+
+
+class PyTorchOnGpu(PyTorch):
+    """A module on the GPU with numpy inputs and outputs, on its own stream.
+
+    Memory comes from PyTorch's allocator, which reuses the memory of earlier calls.
     """
 
     def __init__(
@@ -118,7 +129,7 @@ class PyTorchOnGpu(PyTorch):
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns `infer` of inputs [b, …]; a cache is on the GPU before the call, and stays there.
 
-        Of a language model the logits are copied back.
+        The logits of a language model are copied back.
         """
         with torch.cuda.stream(self._stream), torch.inference_mode():
             own = self.host.repeated(self.module, self.tensors(x))
@@ -134,7 +145,7 @@ class PyTorchOnGpu(PyTorch):
 
     @torch.inference_mode()
     def device_ms(self, x: Inputs) -> float:
-        """Returns the GPU's time for inputs [b, …]: between two events, copies left out."""
+        """Returns the GPU's time for inputs [b, …], between two events, without copies."""
         begin, end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
@@ -148,16 +159,22 @@ class PyTorchOnGpu(PyTorch):
         return float(begin.elapsed_time(end))
 
 
-def runner_on(provider: str) -> type[PyTorch]:
-    """Returns what runs a module on a provider."""
+class PyTorchOnGpuInHalf(PyTorchInHalf, PyTorchOnGpu):
+    """A module in FP16 on the GPU."""
+
+
+def runner_on(provider: str, precision: str = "fp32") -> type[PyTorch]:
+    """Returns the runner's class for a provider, in FP32 or FP16."""
+    if precision == "fp16":
+        return PyTorchOnGpuInHalf if provider == CUDA else PyTorchInHalf
     return PyTorchOnGpu if provider == CUDA else PyTorch
 
 
 class CompiledPyTorch(Runner):
     """A module under `torch.compile`, for fixed batch sizes: each is compiled at its first call.
 
-    Other sizes run in batches of the largest, filled up at the end: a further compilation takes up
-    to a minute, and its kernels would not be those that are timed.
+    Other sizes run in padded batches of the largest: another compilation takes up to a minute, and
+    its kernels would differ from the timed ones.
     """
 
     def __init__(
@@ -167,8 +184,11 @@ class CompiledPyTorch(Runner):
         runner: type[PyTorch] = PyTorch,
     ) -> None:
         keep_compiled_code_private()
-        compiled = torch.compile(module, dynamic=False)
-        assert isinstance(compiled, nn.Module)  # a module's compilation is one; its type says less
+        # On a GPU kernels are replayed as CUDA graphs, as in other engines.
+        mode = "reduce-overhead" if issubclass(runner, PyTorchOnGpu) else None
+        compiled = torch.compile(module, dynamic=False, mode=mode)
+        # compiling a module returns a module, whatever its annotation
+        assert isinstance(compiled, nn.Module)
         self._runner = runner(compiled)
         self._sizes = frozenset(sizes)
 
@@ -178,21 +198,20 @@ class CompiledPyTorch(Runner):
         return in_batches(infer, first_of(x), most=most, takes=takes)
 
     def bound(self, x: Inputs) -> Callable[[], object]:
-        """Returns the module's own call where it was compiled for inputs [b, …] as they are."""
+        """Returns the module's own call if it was compiled for these inputs [b, …]."""
         return self._runner.bound(x) if len(first_of(x)) in self._sizes else super().bound(x)
 
     def device_ms(self, x: Inputs) -> float | None:
-        """Returns the GPU's time for inputs [b, …]; None on a CPU."""
         return self._runner.device_ms(x)
 
 
 def on_device(model: Model, device: str) -> Model:
-    """Returns a copy of a model whose weights lie on another device; the model stays as it is.
+    """Returns a copy of a model with its weights on another device; the model stays unchanged.
 
-    What its module and its original share, their copies share too.
+    Weights that its module and its original share are also shared in the copies.
     """
     modules = [model.module] if model.original is None else [model.module, model.original]
-    # In the memo of a deep copy each tensor stands for its copy there, so that none is made here.
+    # The deep copy's memo maps each tensor to its copy there, so that none is made here.
     memo: dict[int, Any] = {}
     for module in modules:
         for parameter in module.parameters():
@@ -210,7 +229,7 @@ def on_device(model: Model, device: str) -> Model:
 def without_tf32() -> Iterator[None]:
     """Within the context PyTorch computes FP32 products in FP32 on a GPU, as other engines do.
 
-    By default it rounds the factors of convolutions to TF32 there: 10 bits of mantissa.
+    By default it rounds the factors of convolutions to TF32: 10 bits of mantissa.
     """
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
@@ -223,16 +242,16 @@ def without_tf32() -> Iterator[None]:
 
 
 def untouched(model: Model) -> PyTorch:
-    """Returns the model as its user runs it: the factory's own module where there is one."""
+    """Returns the model as its user runs it: the factory's own module, if there is one."""
     return PyTorch(model.untouched, model.inputs, model.host)
 
 
 def with_algorithm_1(
     model: Model, k: int | Mapping[str, int], algorithm: Algorithm, *, renormalize: bool = False
 ) -> PyTorch:
-    """Returns the model keeping k experts in every layer, or as many as its name says.
+    """Returns the model with k experts in every layer, or a number per layer's name.
 
-    Its weights are the model's own.
+    It shares the model's weights.
     """
     module = sharing_weights(model.module)
     for name, layer in moe_layers(module).items():
@@ -242,12 +261,23 @@ def with_algorithm_1(
     return PyTorch(module, model.inputs)
 
 
+def has_stacked_form(model: Model) -> bool:
+    """Whether the unmodified model computes its experts other than by one product for all.
+
+    A loop over many modules is slow, which makes it a poor baseline.
+    """
+    trained = model.module if model.as_trained is None else model.as_trained
+    layers = soft_moe_layers(trained)
+    loops = any(isinstance(layer.w1, nn.ParameterList) for layer in layers.values())
+    return bool(layers) and (loops or model.untouched is not trained)
+
+
 def outputs_of(base: PyTorch, x: Inputs, name: str, output: int = 0) -> Array:
-    """Returns what a candidate's PyTorch model gives; FeedError where it cannot run the inputs."""
+    """Returns a candidate's PyTorch outputs; FeedError if it cannot run the inputs."""
     try:
         return base.infer(x, output)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise FeedError(
             f"the PyTorch model {name} cannot run inputs of shape {first_of(x).shape}: {error}",
-            hint="the data must fit the model that is measured",
+            hint="the data must fit the model",
         ) from error

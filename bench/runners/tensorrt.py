@@ -1,4 +1,4 @@
-"""An engine of TensorRT, opened here or in another process."""
+"""A TensorRT engine, opened here or in another process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...data.feeds import Array
+from ...data.batches import Array
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.inputs import Inputs
 from ...exporter.tensorrt.engines import add_engines, plan_engines
@@ -22,12 +22,11 @@ from .graphs import SessionRunner
 
 @dataclass(frozen=True)
 class EngineRunner(SessionRunner):
-    """An engine, opened: inputs run in batches of sizes that its profiles take."""
+    """An open engine: inputs run in batches of sizes within its profiles."""
 
     session: EngineSession
 
     def outputs(self, x: Inputs, names: Sequence[str]) -> dict[str, Array]:
-        """Returns outputs by name."""
         parts = [
             {name: y[:rows] for name, y in self.session.run(part, self.k, names).items()}
             for part, rows in self._fitting(x)
@@ -37,7 +36,7 @@ class EngineRunner(SessionRunner):
         return {name: np.concatenate([part[name] for part in parts]) for name in names}
 
     def device_ms(self, x: Inputs) -> float:
-        """Returns the GPU's time for inputs [b, …], in the same batches; copies are not in it."""
+        """Returns the GPU's time for inputs [b, …], in the same batches, without copies."""
         return sum(self.session.gpu_ms(part, self.k) for part, _ in self._fitting(x))
 
     def _fitting(self, x: Inputs) -> Iterator[tuple[Array, int]]:
@@ -53,8 +52,8 @@ class EngineRunner(SessionRunner):
 class EngineLoader(Loader):
     """Opens the engine of a bundle's graph.
 
-    With its `options` an engine that is not there is compiled: the precision that was built is
-    checked as `moexport build` does it, and the engine is kept for the next time.
+    With `options` a missing engine is compiled: the built precision is checked as in `moexport
+    build`, and the engine is kept.
     """
 
     graph: GraphFile
@@ -78,13 +77,13 @@ class EngineLoader(Loader):
         return EngineRunner(session, k, shown, experts)
 
     def build(self, options: EngineOptions) -> None:
-        """Puts the engine into the bundle, unless it is there."""
+        """Adds the engine to the bundle, unless it is there."""
         file, bundle = self.graph.path.name, self.graph.path.parent
         manifest = Bundle.open(bundle).manifest
         there = {(engine.flavour, engine.graph) for engine in engines_of(manifest)}
         if (self.backend, file) not in there:
             graph = next(graph for graph in manifest.graphs if graph.file == file)
-            # Coefficients of every token, as muMoE layers have them, would slow down what is timed.
+            # Coefficients of every token, as in muMoE layers, would slow down the timed calls.
             sets = any(value.endswith(f"/{SELECTED}") for value in graph.selected.values())
             options = replace(options, expose_routing=sets)
             plans = plan_engines(manifest, self.backend, options, graph=file)

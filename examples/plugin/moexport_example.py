@@ -1,4 +1,4 @@
-"""A family, a lowering, a runtime and its target of somebody else's."""
+"""A family, a lowering, a runtime and its target, from another package."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +13,8 @@ from moexport.exporter.families.base import renamed
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.session import Session, SessionOptions, described
 from moexport.graphs.builder import Builder
-from moexport.graphs.layers.stored import Layer
-from moexport.graphs.lowerings.base import FurtherLowering, Lowering
-from moexport.graphs.lowerings.cost import Work
+from moexport.graphs.layers.stored import SoftMoELayer
+from moexport.graphs.lowerings.base import FurtherLowering, Lowering, SoftMoEPlan
 from moexport.graphs.lowerings.experts import expert_rows, one_expert
 from moexport.graphs.routing import combine_outputs, masked_slots, route
 from moexport.graphs.targets import ON_CPU, Machine, TargetRecord
@@ -32,7 +31,7 @@ FAMILY = renamed(  # the checkpoints of a known network, under other key names
 )
 
 
-def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
+def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
     """Adds every expert after the other, each with products of its own."""
     n, p, d, o = layer.spec.experts, layer.spec.slots, layer.spec.dim, layer.spec.out
     slots, _ = masked_slots(b, layer, route(b, layer, x))
@@ -49,9 +48,9 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     )
 
 
-def predict_us(work: Work, machine: Machine) -> float:
+def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
     """A rough time: all experts compute all inputs."""
-    macs = 2 * work.batch * work.spec.experts * work.spec.slots * work.spec.dim * work.spec.hidden
+    macs = 2 * plan.batch * plan.spec.experts * plan.spec.slots * plan.spec.dim * plan.spec.hidden
     return macs / machine.macs_per_us
 
 
@@ -68,12 +67,12 @@ class ReferenceSession(Session):
         self.path, self.options = Path(path), options or SessionOptions()
         graph = onnx.load(path)
         names = [*(value.name for value in graph.graph.output), *(self.options.observe or ())]
-        self._describe(described(graph), names, GraphFacts.of(graph, self.path.name))
+        self.describe(described(graph), names, GraphFacts.of(graph, self.path.name))
         self._evaluator = ReferenceEvaluator(graph)
 
     @property
     def provider(self) -> str:
-        """Who runs the graph."""
+        """The provider that runs the graph."""
         return "onnx.reference"
 
     def run(
@@ -81,7 +80,7 @@ class ReferenceSession(Session):
     ) -> dict[str, np.ndarray]:
         """Returns outputs by name."""
         wanted = list(outputs) if outputs is not None else self.output_names
-        return dict(zip(wanted, self._evaluator.run(wanted, self._feeds(x, k)), strict=True))
+        return dict(zip(wanted, self._evaluator.run(wanted, self.feeds(x, k)), strict=True))
 
 
 RUNTIME = RuntimeRecord("onnx-reference", "ONNX's reference", ReferenceSession)

@@ -1,27 +1,32 @@
-"""Appendix B of the Soft MoE paper: one large expert cannot learn a norm, several small ones can.
+"""Appendix B of the Soft MoE paper: one expert cannot learn a norm, several smaller ones can.
 
 A Soft MoE layer with one expert and one slot sees its input through a single average of the tokens,
 whatever the expert computes of it; the paper proves that even the L2 norm of the input is out of
-its reach. Here layers of n experts, together of the same size, are trained to give the norm of a
-few random tokens as the sum of their outputs. The sizes are ours.
+its reach. Here layers of n experts, together of about one size, are trained to give the norm of ten
+random numbers, in tokens, as the sum of all that they put out. The shapes, n and the width of the
+experts are the paper's; the random numbers, the optimiser and how long it takes are ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from moexport.bench.report.figures import COLOURS, drawn, log2_axis
+from moexport.bench.report.charts import axis
 from moexport.bench.results import Results, write
 from moexport.common.console import Progress
 from moexport.common.environment import environment
 from moexport.common.text import table
 from moexport.common.threads import with_threads
 from moexport.common.writing import make_folder, whole_file
+from moexport.errors import UsageError
+from moexport.plugins.studies.figures import curve, curves
+from moexport.plugins.studies.figures import draw as plot
 from torch import Tensor, nn
 
 FOUND = "l2norm"
@@ -30,66 +35,85 @@ FIGURE = "l2norm.png"
 
 @dataclass(frozen=True, slots=True)
 class NormTask:
-    """What is trained: n experts with `hidden` / n units each, on inputs of m tokens of width d.
+    """The trained layer: n experts of h = `width`·d/n units, on inputs of m tokens of width d.
 
-    Every network sees `steps` batches of the `samples` inputs of its training set, and is judged on
-    as many others, once for each of the `seeds`.
+    The `shapes` are m × d. Every network sees `steps` batches of the `samples` inputs of its
+    training set, and is judged on as many others, once for each of the `seeds`. Its losses are
+    taken before the first step and `points` times after it.
     """
 
-    experts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    tokens: int = 4
-    dim: int = 4
-    hidden: int = 256
+    experts: tuple[int, ...] = (1, 2, 5, 10)
+    shapes: tuple[tuple[int, int], ...] = ((5, 2), (2, 5))
+    width: int = 10
     samples: int = 4096
     batch: int = 256
-    steps: int = 800
+    steps: int = 2000
     learning_rate: float = 3e-3
     seeds: int = 2
+    points: int = 20
+
+    def __post_init__(self) -> None:
+        for _, dim in self.shapes:
+            for n in self.experts:
+                if self.width * dim % n:
+                    raise UsageError(
+                        f"{n} experts: {self.width}·{dim} units are no whole number for each",
+                        hint=f"n divides {self.width * dim}",
+                    )
+
+    def hidden(self, experts: int, dim: int) -> int:
+        """Returns h, the units of each of n experts."""
+        return self.width * dim // experts
 
 
 TASK = NormTask()
+QUICK = replace(TASK, steps=300, seeds=1, points=6)
 
 
 @dataclass(frozen=True, slots=True)
 class NormLoss:
-    """One n: its parameters, and the mean loss over the seeds on inputs seen and not seen.
+    """One n on inputs of m tokens of width d, with h units for each expert.
 
-    A loss is the mean squared error over the variance of the norm: 1 is what the mean norm gives.
+    `train` and `test` are the losses after each of the `steps`, on inputs seen and not seen, means
+    over the seeds. A loss is the mean squared error over the variance of the norm: 1 is what the
+    mean norm gives.
     """
 
+    tokens: int
+    dim: int
     experts: int
+    hidden: int
     parameters: int
-    train: float
-    test: float
+    steps: tuple[int, ...]
+    train: tuple[float, ...]
+    test: tuple[float, ...]
 
 
 class NormLayer(nn.Module):
-    """A Soft MoE layer of one slot per expert on (b, m, d), whose outputs add up to a number."""
+    """A Soft MoE layer of one slot per expert on (b, m, d), whose outputs add up to a number.
 
-    def __init__(self, experts: int, task: NormTask, random: torch.Generator) -> None:
+    An expert is two linear maps, d to h to d, with ReLU between them.
+    """
+
+    def __init__(self, experts: int, dim: int, hidden: int, random: torch.Generator) -> None:
         super().__init__()
-        d, h = task.dim, task.hidden // experts
 
         def uniform(*shape: int, fan_in: int) -> nn.Parameter:
             drawn = torch.rand(*shape, generator=random) * 2 - 1
             return nn.Parameter(drawn * fan_in**-0.5)
 
-        self.phi = nn.Parameter(torch.randn(d, experts, generator=random) * d**-0.5)
-        self.w1, self.b1 = (
-            uniform(experts, d, h, fan_in=d),
-            nn.Parameter(torch.zeros(experts, 1, h)),
-        )
-        self.w2, self.b2 = (
-            uniform(experts, h, 1, fan_in=h),
-            nn.Parameter(torch.zeros(experts, 1, 1)),
-        )
+        self.phi = nn.Parameter(torch.randn(dim, experts, generator=random) * dim**-0.5)
+        self.w1 = uniform(experts, dim, hidden, fan_in=dim)
+        self.b1 = uniform(experts, 1, hidden, fan_in=dim)
+        self.w2 = uniform(experts, hidden, dim, fan_in=hidden)
+        self.b2 = uniform(experts, 1, dim, fan_in=hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the sum of all tokens' outputs [b]."""
+        """Returns the sum of what all tokens become, [b]."""
         logits = x @ self.phi  # [b, m, n]
         slots = (logits.softmax(dim=1).mT @ x).transpose(0, 1)  # [n, b, d]
         hidden = torch.relu(torch.baddbmm(self.b1, slots, self.w1))
-        outputs = torch.baddbmm(self.b2, hidden, self.w2)  # [n, b, 1]
+        outputs = torch.baddbmm(self.b2, hidden, self.w2)  # [n, b, d]
         return (logits.softmax(dim=2) @ outputs.transpose(0, 1)).sum(dim=(1, 2))
 
 
@@ -97,24 +121,21 @@ def run_l2norm(
     out: Path,
     progress: Progress,
     *,
-    task: NormTask = TASK,
+    task: NormTask | None = None,
+    quick: bool = False,
     threads: int | None = None,
     command: str = "",
 ) -> tuple[Results, str]:
-    """Returns the losses over n as analyses of a results file, and as a table.
+    """Returns the losses of every shape and n as analyses of a results file, and as a table.
 
-    `results.json` and `l2norm.png` go to `out`.
+    `results.json` and `l2norm.png`, the losses over the steps, go to `out`. `quick` is a run of
+    seconds, which shows that all works and not what the networks can learn.
     """
+    task = task or (QUICK if quick else TASK)
     make_folder(out)
     threads = threads or 1
-    found: list[NormLoss] = []
     with torch.random.fork_rng(devices=[]), with_threads(threads):
-        for experts in task.experts:
-            progress.step(f"training n = {experts} of {task.hidden // experts} units")
-            losses = [_trained(experts, task, seed) for seed in range(task.seeds)]
-            train, test = (sum(each) / task.seeds for each in zip(*losses, strict=True))
-            size = sum(p.numel() for p in NormLayer(experts, task, torch.Generator()).parameters())
-            found.append(NormLoss(experts, size, train, test))
+        found = list(_losses(task, progress))
     results = Results(
         models=(),
         rows=(),
@@ -130,29 +151,57 @@ def run_l2norm(
     return results, norm_table(results)
 
 
-def _trained(experts: int, task: NormTask, seed: int) -> tuple[float, float]:
-    """The losses of a network on the inputs that it was trained on, and on others."""
+def _losses(task: NormTask, progress: Progress) -> Iterator[NormLoss]:
+    """Trains the networks of every shape and n, and yields what they reach."""
+    for tokens, dim in task.shapes:
+        for experts in task.experts:
+            hidden = task.hidden(experts, dim)
+            progress.step(f"training n = {experts} of {hidden} units on {tokens} × {dim}")
+            curves = [_trained(experts, tokens, dim, task, seed) for seed in range(task.seeds)]
+            train, test = torch.tensor(curves, dtype=torch.float64).mean(dim=0).unbind(dim=1)
+            layer = NormLayer(experts, dim, hidden, torch.Generator())
+            yield NormLoss(
+                *(tokens, dim, experts, hidden),
+                parameters=sum(p.numel() for p in layer.parameters()),
+                steps=tuple(_marks(task)),
+                train=tuple(train.tolist()),
+                test=tuple(test.tolist()),
+            )
+
+
+def _marks(task: NormTask) -> list[int]:
+    """The steps after which losses are taken."""
+    return sorted({round(task.steps * point / task.points) for point in range(task.points + 1)})
+
+
+def _trained(
+    experts: int, tokens: int, dim: int, task: NormTask, seed: int
+) -> list[tuple[float, float]]:
+    """The losses of a network on the inputs that it is trained on, and on others, as it learns."""
     random = torch.Generator().manual_seed(seed)
-    seen, other = (
-        torch.randn(task.samples, task.tokens, task.dim, generator=random) for _ in range(2)
-    )
-    model = NormLayer(experts, task, random)
+    seen, other = (torch.randn(task.samples, tokens, dim, generator=random) for _ in range(2))
+    model = NormLayer(experts, dim, task.hidden(experts, dim), random)
     optimiser = torch.optim.Adam(model.parameters(), lr=task.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, task.steps)
-    target = _norm(seen)
-    for _ in range(task.steps):
+    target, marks = _norm(seen), {*_marks(task)}
+    losses = []
+    for step in range(task.steps + 1):
+        if step in marks:
+            losses.append((_loss(model, seen), _loss(model, other)))
+        if step == task.steps:
+            break
         rows = torch.randint(task.samples, (task.batch,), generator=random)
         optimiser.zero_grad()
         (model(seen[rows]) - target[rows]).square().mean().backward()
         optimiser.step()
         schedule.step()
-    return _loss(model, seen), _loss(model, other)
+    return losses
 
 
 @torch.no_grad()
 def _loss(model: NormLayer, x: Tensor) -> float:
     wanted = _norm(x)
-    return float((model(x) - wanted).square().mean() / wanted.var())
+    return float((model(x) - wanted).square().mean() / wanted.var(correction=0))
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -161,41 +210,43 @@ def _norm(x: Tensor) -> Tensor:
     return lengths
 
 
-HEADER = ("experts n", "units each", "parameters", "train loss", "test loss")
+HEADER = ("input", "experts n", "units h", "parameters", "train loss", "test loss")
 
 
 def norm_rows(analyses: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Returns a row per n, from the analyses of a results file."""
-    task = analyses[FOUND]["task"]
+    """Returns a row per shape and n, from the analyses of a results file."""
     return [
         (
-            str(each["experts"]),
-            str(task["hidden"] // each["experts"]),
-            f"{each['parameters']:,}",
-            f"{each['train']:.3f}",
-            f"{each['test']:.3f}",
+            f"{each['tokens']} × {each['dim']}",
+            *(str(each["experts"]), str(each["hidden"]), f"{each['parameters']:,}"),
+            *(f"{each[losses][-1]:.3f}" for losses in ("train", "test")),
         )
         for each in analyses[FOUND]["losses"]
     ]
 
 
 def norm_table(results: Results) -> str:
-    """Returns the table under what was trained."""
+    """Returns the table, under a line on the training."""
     task = results.analyses[FOUND]["task"]
+    seeds = "one seed" if task["seeds"] == 1 else f"mean of {task['seeds']} seeds"
     return (
-        f"The L2 norm of {task['tokens']} tokens of width {task['dim']}: squared error over the "
-        f"variance of the norm, mean of {task['seeds']} seeds\n"
+        f"The L2 norm of tokens × width random numbers after {task['steps']:,} steps: squared "
+        f"error over the variance of the norm, {seeds}\n"
         f"{table(HEADER, norm_rows(results.analyses))}"
     )
 
 
-def draw(found: list[NormLoss], path: Path) -> None:
-    """Writes a PNG of both losses over n."""
-    counts = [each.experts for each in found]
-    with drawn([path], (5.2, 3.2), columns=1) as ((axes,),):
-        axes.set_title("Learning the L2 norm with n experts of one total size")
-        axes.plot(counts, [each.train for each in found], "o-", color=COLOURS[0], label="train")
-        axes.plot(counts, [each.test for each in found], "s--", color=COLOURS[1], label="test")
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("error over variance")
-        log2_axis(axes, counts, "experts n")
+def draw(found: Sequence[NormLoss], path: Path) -> None:
+    """Writes a PNG of the losses on unseen inputs over the steps, a chart for each shape."""
+    charts = [list(each) for _, each in groupby(found, lambda one: (one.tokens, one.dim))]
+    error = curves(axis("x", "x", "steps", "near"), axis("y", "y", "error over variance", "log"))
+    panels = []
+    for losses in charts:
+        rows = [
+            row
+            for place, one in enumerate(losses)
+            for row in curve(place, f"n = {one.experts}", zip(one.steps, one.test, strict=True))
+        ]
+        title = f"Learning the norm of {losses[0].tokens} × {losses[0].dim} numbers"
+        panels.append((title, error, rows))
+    plot(path, panels)

@@ -2,9 +2,9 @@
 
 The paper timed 2.27 B parameters of experts on a GPU. Here the same stack runs on what there is, in
 two ways. `run_latency` times all engines in turn, each with its weights in memory: the hidden width
-is halved until so many copies fit. `run_whole` keeps the paper's size where two copies of the
-weights fit, and opens one engine after the other. Passes are fewer where a hundred would take too
-long. The results say what became of all that.
+is halved until that number of copies fits. `run_whole` keeps the paper's size where two copies of
+the weights fit, and opens one engine after the other. Passes are fewer where a hundred would take
+too long. The results record these choices.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from moexport.bench.runners.exported import exported
 from moexport.bench.runners.pytorch import untouched, with_algorithm_1
 from moexport.common.console import Progress
 from moexport.common.environment import environment, memory_bytes
+from moexport.common.latency import summarise
 from moexport.common.text import count, table
 from moexport.common.threads import with_threads
-from moexport.common.timing import MIN_ROUNDS, summarise
+from moexport.common.timing import MIN_ROUNDS
 from moexport.examples.studies.random_layers import (
     one_by_one,
     random_tokens,
@@ -59,8 +60,8 @@ much again for a batch of 100 and for whoever else uses the machine, several tim
 so that the whole protocol takes minutes, too."""
 
 WHOLE_COPIES = 2
-"""What one engine at a time needs: PyTorch's weights and the file that is written from them, later
-that file, mapped, and what the runtime repacks."""
+"""The memory that one engine at a time needs: PyTorch's weights and the file that is written from
+them, later that file, mapped, and what the runtime repacks."""
 
 SPARE = 1.1
 """For tokens, slots and the program itself, as a factor of the weights."""
@@ -121,7 +122,7 @@ class Passes:
 
 
 def fitting(shape: LatencyTable, memory: int, copies: float = COPIES) -> LatencyTable:
-    """Returns the shape with h halved until so many copies of its FP32 weights fit in memory."""
+    """Returns the shape with h halved until this many copies of its FP32 weights fit in memory."""
     while copies_in(memory, shape) < copies and shape.hidden > shape.experts:
         shape = replace(shape, hidden=shape.hidden // 2)
     return shape
@@ -168,7 +169,7 @@ def run_latency(
     threads: int | None = None,
     command: str = "",
 ) -> tuple[Results, str]:
-    """Returns the results of Table 3's protocol, and the table beside the paper's, as text."""
+    """Returns the results of Table 3's protocol, and the table next to the paper's, as text."""
     shape = shape or fitting(TABLE_3, memory_bytes())
     progress.step(f"a stack of {describe(shape)}")
     model = stack_model(shape)
@@ -322,7 +323,7 @@ def latency_rows(results: Results) -> Iterator[tuple[str, ...]]:
 
 
 def latency_table(results: Results) -> str:
-    """Returns the table as text, under what was scaled."""
+    """Returns the table as text, under a line on the scaling."""
     found = results.analyses["latency"]
     shape = LatencyTable(**found["shape"])
     passes = "; ".join(

@@ -1,7 +1,8 @@
-"""The Soft MoE paper's MNIST suite on handwritten digits: trained, exported, analysed, measured.
+"""The Soft MoE paper's MNIST suite, trained, exported, analysed and measured.
 
-One network per n, of the same size whatever n is: h = int(784 / n). The paper trains on MNIST for
-15 epochs of 235 updates; the digits have 6 updates an epoch, so that as many take 588 epochs.
+One network per n, of about one size whatever n is: h = int(784 / n). Its data are a user's MNIST,
+or scikit-learn's handwritten digits if none is given. The paper trains on MNIST for 15 epochs of
+235 updates; the digits have 6 updates an epoch, so that as many take 588 epochs.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from moexport.bench.run import bench
 from moexport.bench.runners.exported import exported
 from moexport.common.console import Progress
 from moexport.common.writing import make_folder
+from moexport.examples.studies.mnist_files import read_mnist
 from moexport.exporter.checkpoints.load import load
 from moexport.plugins.demo import digits
-from moexport.plugins.studies.experts import Wanted, study
+from moexport.plugins.studies.experts import study
 from moexport.plugins.studies.findings import ExpertStudy, analyses_of
 from moexport.plugins.studies.report import FRACTIONS, Printed, text
-
-NAME = "digits"
+from moexport.plugins.studies.request import Analyses
 
 RETENTION = {
     2: (0.781, 0.803, 0.885, 0.942, 0.966, 0.970, 0.973, 0.982),
     4: (0.477, 0.608, 0.762, 0.864, 0.884, 0.902, 0.932),
     8: (0.403, 0.519, 0.716, 0.762, 0.804, 0.859),
 }
-"""What Algorithm 1 keeps of the accuracy on MNIST, by n/k; n doubles from there to 256."""
+"""Algorithm 1's share of the accuracy on MNIST, by n/k; n doubles from there to 256."""
 
 PRINTED = Printed(
     retention={
@@ -41,36 +42,70 @@ PRINTED = Printed(
     best_subset={4: 0.9469, 8: 0.9990, 16: 1.0},
     random_subset={4: 0.4657, 8: 0.5195, 16: 0.5894},
 )
-"""What the paper prints of MNIST: what is kept, and Table 1."""
+"""The paper's figures for MNIST: the retention, and Table 1."""
+
+
+ALL = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""The paper's n."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
     """Which networks are trained, and how.
 
-    `epochs` is enough for the layer as the paper's Eq. 1 has it. Its released experiments normalise
-    tokens and phi and learn the scale of the logits, which starts at 1 and takes longer:
-    `normalise` asks for that.
+    On the digits, `epochs` is enough for the layer as the paper's Eq. 1 has it. Its released
+    experiments normalise tokens and phi and learn the scale of the logits, which starts at 1 and
+    takes longer: `normalise` asks for that. `samples` are the most to train on, and as many to test
+    with.
     """
 
-    experts: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
+    experts: tuple[int, ...] = ALL
     normalise: bool = False
     epochs: int = 60
     threads: int = 1
     seeds: int = 10
+    samples: int | None = None
 
     @property
-    def title(self) -> str:
-        """What the models are called, before their n."""
-        return f"{NAME}, normalised" if self.normalise else NAME
+    def on_mnist(self) -> Suite:
+        """The suite as the paper trains it: every n, 15 epochs."""
+        return replace(self, experts=ALL, epochs=15)
 
-    def file(self, experts: int) -> str:
-        """What the checkpoint of n experts is called."""
-        return f"digits-n{experts}-{self.epochs}-epochs{'-normalised' * self.normalise}.pt"
+    @property
+    def quick(self) -> Suite:
+        """The suite in a minute or two, which shows that all works and not what networks learn."""
+        return replace(self, experts=(4, 16), epochs=2, seeds=2, samples=512)
 
 
 SUITE = Suite()
 NORMALISED = Suite((16, 64, 128), normalise=True, epochs=588)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The data: what models are called by them, what files are, and what a reader must know."""
+
+    name: str
+    file: str
+    about: str
+    data: digits.Digits
+
+
+def _source(mnist: Path | None, samples: int | None) -> _Source:
+    whole = digits.load_digits() if mnist is None else read_mnist(mnist)
+    most = samples or len(whole.train)
+    data = digits.Digits(whole.train.head(most), whole.test.head(most))
+    # A file in the folder is trained on these data and no others.
+    file = f"{data.train.fingerprint[:8]}-" if mnist is not None or samples is not None else ""
+    name = "digits" if mnist is None else "MNIST"
+    where = (
+        f"{mnist}. The paper's numbers are in brackets."
+        if mnist is not None
+        else "scikit-learn's handwritten digits (--data: your MNIST). In brackets are the paper's "
+        "numbers, of MNIST."
+    )
+    about = f"Trained on {len(data.train):,} images and tested with {len(data.test):,}, of {where}"
+    return _Source(name, f"{name.lower()}-{file}", about, data)
 
 
 def run_mnist(
@@ -78,21 +113,26 @@ def run_mnist(
     out: Path,
     progress: Progress,
     *,
+    data: Path | None = None,
+    quick: bool = False,
     threads: int | None = None,
     command: str = "",
 ) -> tuple[Results, str]:
-    """Returns the results of a suite and the tables that stand beside the paper's, as text.
+    """Returns the results of a suite and the tables next to the paper's, as text.
 
+    `data` is a user's MNIST, on which a suite trains as the paper does; the digits without it.
     Checkpoints, results.json, report and figures go to `out`.
     """
-    threads = threads or suite.threads
-    data = digits.load_digits()
+    suite = suite if data is None else suite.on_mnist
+    suite = suite.quick if quick else suite
+    source = _source(data, suite.samples)
+    progress.step(source.about)
     make_folder(out)
     asked = BenchRequest(
         target="ort-cpu",
         engine=(PYTORCH_ALGORITHM_2, ONNXRUNTIME),
         round_s=0.05,
-        threads=threads,
+        threads=threads or suite.threads,
         memory=False,
         parts=False,
     )
@@ -100,17 +140,10 @@ def run_mnist(
     candidates: list[Candidate] = []
     with ExitStack() as stack:
         for n in suite.experts:
-            checkpoint = out / suite.file(n)
-            if not checkpoint.is_file():  # training repeats exactly, so what is there will do
-                progress.step(
-                    f"training n = {n} on {len(data.train)} digits, {suite.epochs} epochs"
-                )
-                training = digits.Training(n, normalise=suite.normalise, epochs=suite.epochs)
-                digits.save(digits.train(training, data.train), checkpoint)
-            model, name = load(checkpoint), f"{suite.title}, n = {n}"
-            ks = kept(n)
-            wanted = Wanted(seeds=suite.seeds)
-            studies.append(study(name, model, data.test, ks, wanted, progress=progress))
+            model = load(_trained(n, suite, source, out, progress))
+            name, ks = f"{source.name}{', normalised' * suite.normalise}, n = {n}", kept(n)
+            wanted = Analyses(seeds=suite.seeds)
+            studies.append(study(name, model, source.data.test, ks, wanted, progress=progress))
             candidates.append(
                 stack.enter_context(
                     exported(model, replace(asked, k=(n, *ks)), name=name, progress=progress)
@@ -118,11 +151,23 @@ def run_mnist(
             )
         results = bench(
             candidates,
-            data.test,
+            source.data.test,
             replace(asked, out=out, command=command, progress=progress),
             analyses=analyses_of(studies),
         )
-    return results, text(studies, PRINTED)
+    return results, f"{source.about}\n\n{text(studies, PRINTED)}"
+
+
+def _trained(n: int, suite: Suite, source: _Source, out: Path, progress: Progress) -> Path:
+    """Returns the checkpoint of n experts, trained unless it is there: training repeats exactly."""
+    normalised = "-normalised" * suite.normalise
+    checkpoint = out / f"{source.file}n{n}-{suite.epochs}-epochs{normalised}.pt"
+    if not checkpoint.is_file():
+        images = len(source.data.train)
+        progress.step(f"training n = {n} on {images:,} images, {suite.epochs} epochs")
+        training = digits.Training(n, normalise=suite.normalise, epochs=suite.epochs)
+        digits.save(digits.train(training, source.data.train), checkpoint)
+    return checkpoint
 
 
 def kept(n: int) -> tuple[int, ...]:

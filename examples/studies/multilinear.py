@@ -2,7 +2,7 @@
 
 Table 6 is of a classifier's head with 128 experts, 768 inputs and 1000 outputs: a dense layer of
 weights for each expert, against the same in factors. Table 8 is of a layer with 512 experts and
-768 inputs and outputs; the paper does not say so, but these sizes give its numbers.
+768 inputs and outputs; the paper does not state this, but these sizes give its numbers.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def work(form: str) -> Work:
 def run_multilinear(
     out: Path, progress: Progress, *, threads: int | None = None, command: str = ""
 ) -> tuple[Results, str]:
-    """Returns the results of Tables 6 and 8, and the tables beside the paper's, as text."""
+    """Returns the results of Tables 6 and 8, and the tables next to the paper's, as text."""
     threads = threads or torch.get_num_threads()
     data = random_tokens(PROTOCOL.inputs, 1, DIM)
     loaders: dict[Case, Loader] = {}

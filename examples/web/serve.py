@@ -14,7 +14,7 @@ from pathlib import Path
 class Isolated(SimpleHTTPRequestHandler):
     """Serves files; every answer isolates the page."""
 
-    extensions_map = {  # noqa: RUF012  the base class has it so
+    extensions_map = {  # noqa: RUF012  it is a plain attribute in the base class
         **SimpleHTTPRequestHandler.extensions_map,
         ".js": "text/javascript",
         ".mjs": "text/javascript",

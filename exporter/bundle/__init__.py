@@ -1,1 +1,1 @@
-"""A bundle on disk: its destination, manifest and weights; opening, verifying and running it."""
+"""Bundles on disk: destination, manifest and weights; opening, verifying and running them."""

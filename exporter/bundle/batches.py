@@ -1,10 +1,11 @@
-"""Graphs of a bundle for several sizes of the batch, called as one session."""
+"""Several graphs of a bundle, each for some batch sizes, called as one session."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -13,13 +14,13 @@ from ..session import Session, SessionOptions
 
 
 class SessionByBatch(Session):
-    """Several graphs of one model, each for some sizes of the batch; `path` is their folder.
+    """Several graphs of one model, each for some batch sizes; `path` is their folder.
 
-    A graph is opened when the first batch for it comes, and stays open: each keeps packed weights
-    of its own in memory. `graph_for` tells the graph for a size, and `opened` opens it.
+    A graph is opened when its first batch arrives, and stays open with its packed weights in
+    memory. `graph_for` returns the graph for a size, and `opened` opens it.
     """
 
-    def __init__(  # it opens no graph before a batch comes
+    def __init__(  # no graph is opened before a batch arrives
         self,
         path: Path,
         options: SessionOptions,
@@ -35,10 +36,11 @@ class SessionByBatch(Session):
         self.takes_k = takes_k
         self._graph_for, self._opened = graph_for, opened
         self._sessions: dict[str, Session] = {}
+        self._last: Session | None = None
         self._opening = Lock()
 
     def for_batch(self, size: int) -> Session:
-        """Returns the graph for batches of a size, open."""
+        """Returns the opened graph for batches of a size."""
         name = self._graph_for(size)
         with self._opening:
             if name not in self._sessions:
@@ -47,30 +49,41 @@ class SessionByBatch(Session):
 
     @property
     def provider(self) -> str:
-        """The execution provider that serves the graphs."""
         return self._any().provider
 
     @property
     def computed_in(self) -> str | None:
-        """As `Session.computed_in`."""
         return self._any().computed_in
 
-    def run(
+    @property
+    def recorded(self) -> bool | None:
+        return None if self._last is None else self._last.recorded
+
+    @property
+    def no_cuda_graphs(self) -> str | None:
+        """See `Session.no_cuda_graphs`, for the graph that ran last."""
+        return (self._last or self._any()).no_cuda_graphs
+
+    def gpu_ms(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
-    ) -> dict[str, np.ndarray]:
-        """Returns outputs by name, as `Session.run` does."""
+    ) -> float | None:
+        return self._for(x).gpu_ms(x, k, outputs)
+
+    def run(
+        self, x: Any, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> dict[str, Any]:
         return self._for(x).run(x, k, outputs)
 
     def bound(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> Callable[[], list[np.ndarray]]:
-        """Returns the runtime's own call for a batch x, as `Session.bound` does."""
         return self._for(x).bound(x, k, outputs)
 
     def _any(self) -> Session:
         return next(iter(self._sessions.values()), None) or self.for_batch(1)
 
     def _for(self, x: Inputs) -> Session:
-        # Without the input itself any graph says what is missing.
+        # Without the input, any graph reports what is missing.
         main = x.get(self.input_name, ()) if isinstance(x, Mapping) else x
-        return self.for_batch(next(iter(np.shape(main)), 1))
+        self._last = self.for_batch(next(iter(np.shape(main)), 1))
+        return self._last

@@ -1,21 +1,23 @@
-"""A bundle on disk: opening it, and what it opens to."""
+"""Opens bundles and their graphs and engines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.files import known_sha256
+from ...common.option import misplaced, refuse, speaks_python
 from ...common.registry import left_out
 from ...errors import BundleError, EngineError, UsageError
 from ...graphs.targets import TARGETS, for_cpus, runtime_of
-from ..session import PROVIDERS, Session, SessionOptions
+from ..session import Session, SessionOptions
 from .manifest import Check, GraphRecord, Manifest, external_files, local_bundle
 from .runtimes import RUNTIMES, check_options, opened
 
 if TYPE_CHECKING:
+    from ...data.batches import Feed
     from ...graphs.targets import Runtime
     from ..requests import Provider
     from ..tensorrt.records import EngineRecord
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 class Bundle:
     """An exported model: a folder with a manifest, ONNX graphs and their weights.
 
-    What is opened is compared with the manifest's hashes first, once per file and change: the first
-    time a file is read whole, at 1 to 2 GB a second. `check` False leaves that out.
+    Opened files are first compared with the manifest's hashes, once per file and change: a file is
+    then read whole, at 1 to 2 GB per second. `check` False skips this.
     """
 
     path: Path
@@ -35,24 +37,31 @@ class Bundle:
     check: bool = True
 
     @staticmethod
+    @speaks_python
     def open(path: Path | str, *, check: bool = True) -> Bundle:
-        """Opens a bundle, whose folder may be a URL's; `BundleError` when it is none."""
+        """Opens a bundle, whose folder may be a URL; raises `BundleError` for anything else."""
         directory = local_bundle(path)
         manifest = Manifest.read(directory)
         manifest.check_target(directory)
         return Bundle(directory, manifest, check)
 
-    def graph(self, name: str | None = None) -> GraphRecord:
-        """Returns the graph of a file or lowering, the main one by default.
+    @staticmethod
+    def folder(bundle: Bundle | Path | str) -> Path:
+        """Returns the folder of a bundle or of its path; for a URL, that of a copy."""
+        return bundle.path if isinstance(bundle, Bundle) else local_bundle(bundle)
 
-        Raises `UsageError` that lists what there is.
+    def graph(self, name: str | None = None) -> GraphRecord:
+        """Returns a graph by file or lowering, the main one by default.
+
+        Raises `UsageError` listing the graphs if there is no such graph.
         """
         for record in self.manifest.graphs:
             if name in (None, record.file, *record.lowerings.values()):
                 return record
         known = ", ".join(record.file for record in self.manifest.graphs)
-        raise UsageError(f"{self.path}: holds no graph '{name}'", hint=f"it holds {known}")
+        raise UsageError(f"{self.path}: contains no graph '{name}'", hint=f"it contains {known}")
 
+    @speaks_python
     def session(
         self,
         graph: str | None = None,
@@ -60,16 +69,14 @@ class Bundle:
         *,
         runtime: Runtime | None = None,
         provider: Provider | None = None,
-        device: str | None = None,
         threads: int | None = None,
-        streams: int | None = None,
-        cache: Path | str | None = None,
         spin_ms: float | None = None,
         prepack: bool | None = None,
         profile: Path | str | None = None,
+        cuda_graphs: bool | None = None,
         **of_plugins: Any,
     ) -> Session:
-        """Returns a graph of the bundle, ready to run in ONNX Runtime or OpenVINO.
+        """Returns a graph of the bundle, ready to run.
 
         Without a name, where the bundle holds graphs for several sizes of the batch, each call
         takes the one for its own (`SessionByBatch`); to observe inner values or to profile, it is
@@ -78,20 +85,18 @@ class Bundle:
         Args:
             graph: A graph's file or lowering. Default: the one for the batch.
             options: Options for all that the keywords leave out.
-            runtime: `onnxruntime`, `openvino` or that of a plugin. Default: that of the bundle's
+            runtime: `onnxruntime`, or that of a plugin (`openvino`). Default: that of the bundle's
                 target.
             provider: ONNX Runtime's execution provider, `cpu`, `cuda` or `tensorrt`. Default: cpu.
-            device: OpenVINO's device, `cpu`, `gpu` or `npu`. Default: cpu.
             threads: The number of threads. Default: the runtime's choice.
-            streams: How many calls, from as many threads, OpenVINO runs side by side. Default: 1.
-            cache: A folder in which OpenVINO keeps what it compiled, for the next start. Default:
-                none.
             spin_ms: How long threads spin after a call, waiting for the next one. Default: the
                 runtime's choice, some 35 ms; with 0 they rest, and leave the cores to others.
             prepack: Keep a re-ordered copy of each weight: faster, in as much memory again.
                 Default: True.
             profile: Time every node, into a file whose name begins so. Default: no file.
-            of_plugins: Options of the runtime's plugin, as the help of `run` lists them.
+            cuda_graphs: Replay repeated runs on `cuda` as CUDA graphs. Default: True.
+            of_plugins: Options of the runtime's plugin, as its page and the help of `run` list
+                them.
 
         Raises:
             UsageError: an argument is invalid.
@@ -99,28 +104,26 @@ class Bundle:
             EngineError: the provider cannot run here.
             MissingExtraError: the runtime is not installed.
         """
-        if options is None and provider is None:
-            runtime = runtime or runtime_of(self.manifest.target)
-        # A CPU is not what the 16-bit graphs of the others are for: some sum them in 16 bits.
-        rounded = options is None and not for_cpus(self.manifest.target)
-        keywords: dict[str, Any] = {
-            "runtime": runtime,
-            "provider": provider and PROVIDERS.get(provider, provider),
-            "device": device,
-            "threads": threads,
-            "streams": streams,
-            "cache": cache and Path(cache),
-            "spin_ms": spin_ms,
-            "prepack": prepack,
-            "profile": profile and Path(profile),
-            "rounded": rounded or None,
-            "of_plugins": of_plugins or None,
-        }
-        stated = {name: value for name, value in keywords.items() if value is not None}
-        return self._opened(graph, replace(options or SessionOptions(), **stated))
+        refuse(misplaced(Bundle.session, {"options": options}))
+        if options is None:
+            # 16-bit graphs of other targets are not meant for CPUs: some sum them in 16 bits.
+            options = SessionOptions(rounded=not for_cpus(self.manifest.target))
+            if provider is None:
+                runtime = runtime or runtime_of(self.manifest.target)
+        asked = options.stating(
+            runtime=runtime,
+            provider=provider,
+            threads=threads,
+            spin_ms=spin_ms,
+            prepack=prepack,
+            profile=profile,
+            cuda_graphs=cuda_graphs,
+            of_plugins={n: each for n, each in of_plugins.items() if each is not None} or None,
+        )
+        return self._opened(graph, asked)
 
     def _opened(self, graph: str | None, options: SessionOptions) -> Session:
-        """A graph, or without a name all of those for several sizes of the batch."""
+        """A graph, or without a name all graphs for several batch sizes."""
         record = self.manifest
         check_options(options)
         RUNTIMES[options.runtime].check_graphs(record, self.path)
@@ -129,7 +132,7 @@ class Bundle:
             return opened(self.graph_file(graph), options)
         from .batches import SessionByBatch  # few bundles have several graphs
 
-        self.graph_file()  # what is damaged is said here, as it is of a bundle with one graph
+        self.graph_file()  # reports damage now, as for a bundle with one graph
         return SessionByBatch(
             self.path,
             options,
@@ -141,11 +144,11 @@ class Bundle:
         )
 
     def graph_file(self, graph: str | None = None) -> Path:
-        """Returns the file of a graph that can be opened.
+        """Returns the file of a graph after checking it.
 
-        Raises `BundleError` where the graph or its weights are not as they were written.
+        Raises `BundleError` if the graph or its weights have changed since they were written.
         """
-        import onnx  # loaded where a graph is: an engine runs without it
+        import onnx  # only needed for graphs: an engine runs without it
         from google.protobuf.message import DecodeError
 
         file = self.path / self.graph(graph).file
@@ -167,11 +170,11 @@ class Bundle:
         host_weights: bool = False,
         experts: Path | None = None,
     ) -> EngineSession:
-        """Returns an engine of the bundle, ready to run on the GPU; the rest as `EngineSession`.
+        """Returns an engine of the bundle, ready to run; `EngineSession` describes the arguments.
 
-        Raises what `engine_record` and loading it raise.
+        Raises as `engine_record` and loading the engine do.
         """
-        from ..tensorrt.session import EngineSession  # loaded where it runs
+        from ..tensorrt.session import EngineSession  # needed for engines only
 
         record = self.engine_record(backend, graph)
         return EngineSession(
@@ -183,12 +186,12 @@ class Bundle:
         )
 
     def engine_record(self, backend: str, graph: str | None = None) -> EngineRecord:
-        """Returns what the manifest says of an engine; nothing is loaded.
+        """Returns the manifest's record of an engine; loads nothing.
 
-        Raises `EngineError` where the bundle has none of that backend for the graph, `UsageError`
-        for a name of no backend, as of a runtime whose plugin is missing.
+        Raises `EngineError` if the bundle has no engine of that backend for the graph, `UsageError`
+        for an unknown backend, such as a runtime whose plugin is missing.
         """
-        from ..tensorrt.records import engines_of  # loaded where an engine is asked for
+        from ..tensorrt.records import engines_of  # needed for engines only
 
         wanted = self.graph(graph).file
         for record in engines_of(self.manifest):
@@ -196,28 +199,39 @@ class Bundle:
                 return record
         if backend not in {target.backend for target in TARGETS.own}:
             raise UsageError(
-                f"{backend}: nothing that is installed runs graphs under that name",
+                f"{backend}: no installed package provides this runtime",
                 hint=f"choose one of: {', '.join(RUNTIMES.names)}{left_out()}",
             )
         raise EngineError(
-            f"{self.path}: holds no {backend} engine of {wanted}",
-            hint=f"`moexport build {self.path} --target {backend}` makes one",
+            f"{self.path}: contains no {backend} engine of {wanted}",
+            hint=f"`moexport build {self.path} --target {backend}` builds one",
         )
 
     def verify(
-        self, *, atol: float | None = None, rtol: float | None = None, trust_engine: bool = False
+        self,
+        *,
+        atol: float | None = None,
+        rtol: float | None = None,
+        trust_engine: bool = False,
+        data: Feed | None = None,
     ) -> Iterator[Check]:
         """Yields the checks: every file's hash, every graph's validity, every graph's parity.
 
-        Without `atol` and `rtol` the bounds are the usual ones of the bundle's precision. Engines
-        that were built elsewhere are run with `trust_engine` alone: a plan is code.
-        """
-        from .verify import verify  # loaded where it runs
+        With `data` also the accuracy on its labels, and the difference from the outputs in it.
 
-        return verify(self.path, self.manifest, atol=atol, rtol=rtol, trust_engine=trust_engine)
+        Without `atol` and `rtol` the bounds of the bundle's precision apply. Engines that were
+        built elsewhere only run with `trust_engine`, because a plan is code.
+        """
+        from .verify import checks  # needed here only
+
+        given = {"atol": atol, "rtol": rtol, "trust_engine": trust_engine}
+        refuse(misplaced(Bundle.verify, given))
+        return checks(
+            self.path, self.manifest, atol=atol, rtol=rtol, trust_engine=trust_engine, data=data
+        )
 
     def check_whole(self, names: Iterable[str]) -> None:
-        """Raises `BundleError` for a file that is missing or not as it was written."""
+        """Raises `BundleError` for a file that is missing or has changed since it was written."""
         for name in names:
             path, known = self.path / name, self.manifest.files.get(name)
             if not path.is_file():

@@ -1,4 +1,4 @@
-"""The folder that a bundle is written to: refused before any work, there whole or not at all."""
+"""The folder that a bundle is written to: checked before any work, and replaced atomically."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .manifest import MANIFEST_FILE
 
 
 def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) -> None:
-    """Raises `BundleError` when a bundle cannot be written there, before any work is done.
+    """Raises `BundleError`, before any work is done, if a bundle cannot be written there.
 
-    With `force` an existing bundle may be replaced, and an empty folder always; nothing else ever
-    is, and no bundle in which somebody keeps files of their own.
+    With `force` an existing bundle may be replaced, and an empty folder always; anything else is
+    never replaced, nor a bundle that contains files of the user's own.
     """
     try:
         destination.lstat()
@@ -56,9 +56,9 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
         others = others_in(destination, listed or ())
         if others:
             raise BundleError(
-                f"{destination}: the bundle's folder holds what is not of the bundle: "
+                f"{destination}: the bundle's folder contains other files: "
                 f"{', '.join(others[:6])}; it is left untouched",
-                hint="move that elsewhere, since --force replaces the folder, or choose another -o",
+                hint="move them elsewhere, since --force replaces the folder, or choose another -o",
             )
     parent = nearest(destination.absolute().parent)
     if not parent.is_dir():
@@ -71,14 +71,14 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
         free = shutil.disk_usage(parent).free
         if free < needed_bytes:
             raise BundleError(
-                f"{parent}: no space: the bundle needs {needed_bytes / 1e6:.0f} MB and "
+                f"{parent}: no space: the bundle needs {needed_bytes / 1e6:.0f} MB, but only "
                 f"{free / 1e6:.0f} MB are free",
                 hint="free some space or choose another -o",
             )
 
 
 def others_in(folder: Path, files: Collection[str]) -> list[str]:
-    """Returns the names of what lies in a bundle's folder and is none of its files."""
+    """Returns the names in a bundle's folder that are not its files."""
     known = {MANIFEST_FILE, *files}
     folders = {str(parent) for name in known for parent in PurePosixPath(name).parents}
 
@@ -95,18 +95,19 @@ def others_in(folder: Path, files: Collection[str]) -> list[str]:
 
 @contextmanager
 def atomic_directory(destination: Path, *, force: bool) -> Iterator[Path]:
-    """Yields a temporary folder beside `destination` and renames it there when all went well.
+    """Yields a temporary folder next to `destination`, and renames it to that on success.
 
-    On any failure, an interrupt included, the temporary folder is removed and what was at the
-    destination stays. A link is followed: what it points to is replaced. Raises `BundleError` for
-    no space or no permission, `OutputError` for a folder above it that cannot be made.
+    On failure or interrupt the temporary folder is removed and the destination stays unchanged.
+    Links are followed: their target is replaced. Raises `BundleError` for missing space or
+    permission, `OutputError` if a parent folder cannot be made.
     """
     check_destination(destination, force=force)
     place = destination.resolve()
     try:
         with made_folder(place.parent), temporary_folder(place) as partial:
             yield partial
-            check_destination(destination, force=force)  # another export may have ended meanwhile
+            # another export may have finished meanwhile
+            check_destination(destination, force=force)
             replace_folder(partial, place)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
@@ -120,9 +121,9 @@ def atomic_directory(destination: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _files_of_bundle(folder: Path) -> set[str] | None:
-    """The files of the bundle in this folder; None where export did not write it.
+    """The files of the bundle in this folder; None if it is not a bundle.
 
-    Other programs keep a `manifest.json`, too.
+    Other programs write a `manifest.json`, too.
     """
     content = object_in(folder / MANIFEST_FILE)
     if not {"schema", "moexport", "layers"} <= content.keys():

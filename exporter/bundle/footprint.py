@@ -1,4 +1,4 @@
-"""The most memory that a process takes which runs a bundle's graph for one input: measured."""
+"""Measures the peak memory of a process that runs a bundle's graph for one input."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ...common.environment import peak_memory_bytes
 from ...graphs.targets import for_cpus, runtime_of
 from ..session import SessionOptions
 from .manifest import Manifest
-from .parity_record import PARITY_FILE, Reference
+from .parity import PARITY_FILE, Reference
 from .runtimes import opened
 
 CALLS = 2
 
 
 def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
-    """Returns the manifest with the peak, where this machine's CPU is what the graphs are for.
+    """Returns the manifest with the peak, if the graphs are for CPUs such as this machine's.
 
-    The process is one of Python with the runtime, without PyTorch; it runs inputs of the check.
+    The process is Python with the runtime, without PyTorch; it runs inputs of the check.
     """
     if not for_cpus(manifest.target) or not (directory / PARITY_FILE).is_file():
         return manifest
@@ -49,7 +49,7 @@ def _main(directory: Path, graph: str, runtime: str, batch: int, k: str) -> None
     session = opened(directory / graph, SessionOptions(runtime=runtime))
     feeds = expected.feeds(session.input_name, batch)
     for _ in range(CALLS):
-        session.run(feeds, next(iter(expected.kept.values())) if k == "input" else None)
+        session.run(feeds, expected.main_k if k == "input" else None)
     print(peak_memory_bytes())
 
 

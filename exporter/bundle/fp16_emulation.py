@@ -1,4 +1,4 @@
-"""A 16-bit graph as one in FP32 that rounds as it does, for CPUs without its kernels."""
+"""Emulates a 16-bit graph with FP32 kernels that round, for CPUs without 16-bit kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ HALF_TYPES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
 
 def fp16_emulation(model: ModelProto) -> ModelProto:
-    """Returns a graph with FP32 kernels that rounds like a 16-bit one.
+    """Returns a graph with FP32 kernels that rounds like the 16-bit one.
 
-    Its weights stay where they are, and its inputs and outputs are FP32.
+    Its weights stay in place, and its inputs and outputs are FP32.
     """
     inferred = shape_inference.infer_shapes(model, strict_mode=False)
     types = {
@@ -43,10 +43,9 @@ def fp16_emulation(model: ModelProto) -> ModelProto:
 
 
 def _round(graph: GraphProto, halves: dict[str, int], weights: set[str]) -> None:
-    """Lets every node of a graph that makes a 16-bit value make an FP32 one, rounded.
+    """Makes every node with a 16-bit output compute in FP32, and rounds the output.
 
-    A Gather takes a few of many weights: it takes them as they are stored, and they need no
-    rounding.
+    A Gather that selects a few of many weights takes them as stored; they need no rounding.
     """
     nodes: list[NodeProto] = []
     for node in graph.node:
@@ -65,7 +64,7 @@ def _round(graph: GraphProto, halves: dict[str, int], weights: set[str]) -> None
             nodes.append(_cast(f"{name}/rounded", name, TensorProto.FLOAT))
     del graph.node[:]
     graph.node.extend(nodes)
-    del graph.value_info[:]  # they tell the types from before
+    del graph.value_info[:]  # they hold the old types
     for value in graph.output:
         if value.name in halves:
             value.type.tensor_type.elem_type = TensorProto.FLOAT

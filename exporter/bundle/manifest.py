@@ -1,4 +1,4 @@
-"""`manifest.json`: what a bundle holds, where it came from and how well it was checked."""
+"""`manifest.json`: the contents of a bundle, their origin and the results of checks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from msgspec import Meta
 
 from ...common.documents import from_data, read_document, read_json
 from ...common.files import sha256
+from ...common.latency import Latency
 from ...common.locations import AnyPlace, holds, local_files
 from ...common.registry import left_out
-from ...common.timing import Latency
+from ...common.text import by_level
 from ...errors import BundleError
 from ...graphs.targets import TARGETS
 
@@ -30,13 +31,16 @@ SCHEMA = 1
 MAIN_GRAPH = "model.onnx"
 
 METADATA = "moexport"
-"""The key of what a graph says of itself, in its metadata."""
+"""The key in a graph's metadata under which it describes itself."""
 
 DIGEST = "sha256"
 """The key of the manifest's own hash."""
 
-OPTIONAL = ("levels", "limits", "implied", "below", "default", "batches", "groups_of")
-"""Keys of layers, graphs and ports that are left out where there is nothing to say."""
+OPTIONAL = (
+    *("levels", "k_levels", "trained", "limits"),
+    *("implied", "below", "default", "batches", "groups_of"),
+)
+"""Optional keys of layers, graphs and ports."""
 
 
 Count = Annotated[int, Meta(ge=1)]
@@ -44,7 +48,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that `verify` looked at; `hint` is what to do where the bundle is not to blame."""
+    """The result of one check in `verify`; `hint` is a remedy if the bundle is not at fault."""
 
     name: str
     passed: bool
@@ -54,7 +58,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """Where the model came from: path, SHA-256 of its weights, family and configuration."""
+    """The origin of the model: path, SHA-256 of its weights, family and configuration."""
 
     path: str
     sha256: str
@@ -64,7 +68,10 @@ class SourceRecord:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """One MoE layer as exported: `kind` as its spec says; `k` is None for a graph input."""
+    """A layer's plan (`graphs.lowerings.base.LayerPlan`) in the manifest.
+
+    `k` is None if it is a graph input.
+    """
 
     name: str
     kind: str
@@ -76,20 +83,38 @@ class LayerRecord:
     lowering: str
     reason: str
     selected: str | None
-    """The value of `model.onnx` that holds the chosen experts, or the kept coefficients of a muMoE
-    layer's first level; None where all are kept."""
+    """The value of `model.onnx` with the chosen experts, or with the kept coefficients of a muMoE
+    layer's first level; None if all are kept."""
     levels: list[int] = field(default_factory=list)
-    """Experts of each level of a muMoE layer; empty for Soft MoE."""
+    """The experts of each level of a muMoE layer; empty for Soft MoE."""
     precision: str = "fp32"
     precision_reason: str = ""
+    k_levels: list[Count] = field(default_factory=list)
+    """The k of each level if a share of each was requested; otherwise each keeps k, or all."""
+    trained: Count | None = None
+    """The number of trained experts, if some of them were dropped or merged."""
+
+    @property
+    def kept(self) -> str:
+        """Its k as text, for a hierarchy that of each level: `2·2·1`."""
+        if self.k is None:
+            return "input"
+        if len(self.levels) < 2:
+            return str(self.k)
+        return by_level(self.k_levels or [min(self.k, n) for n in self.levels])
+
+    @property
+    def of_experts(self) -> str:
+        """Its experts as text, for a hierarchy those of each level: `4·3·2`."""
+        return by_level(self.levels) if len(self.levels) > 1 else str(self.experts)
 
 
 @dataclass(frozen=True, slots=True)
 class GraphRecord:
     """One ONNX file: its lowerings by layer and its own parity.
 
-    `batches` are the first and the last size of the batch that it is for, where other graphs of the
-    bundle are for the rest; every graph takes every size.
+    `batches` are the smallest and largest batch size of a graph in a bundle with several graphs;
+    every graph accepts every size.
     """
 
     file: str
@@ -100,23 +125,22 @@ class GraphRecord:
 
 
 Dimension = Annotated[int, Meta(ge=1)] | str
-"""A fixed size, or the name of a dynamic axis (`batch`, `tokens`, `past`, `height`, `width`), or
-the sum of two (`past + tokens`)."""
+"""A fixed size, the name of a dynamic axis (`batch`, `tokens`, `past`, `height`, `width`), or the
+sum of two (`past + tokens`)."""
 
 Default = Literal["ones", "positions", "empty", "zeros"]
-"""What stands for an input that is left out: ones, as of a mask without gaps; the position of each
-token, as the mask counts them; a tensor of which the `past` axis is empty; or zeros, strengths that
-change nothing."""
+"""The default of an input: ones, as for a mask without gaps; the position of each token in the
+mask; a tensor with an empty `past` axis; or zeros, for strengths without effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, numpy dtype name and shape of an input or output of a model or a graph.
 
-    `limits` are the largest sizes that named axes may have; arrays may leave out the axis
-    `implied`, which is of size 1 then. Values of an integer input lie in 0 … `below` − 1. `default`
-    says what an input is that callers leave out; without one it must be given. So many inputs as
-    `groups_of` says are computed together, and a batch is a multiple of them.
+    `limits` are the largest sizes of named axes; arrays may omit the axis `implied`, which then has
+    size 1. Values of an integer input are 0 … `below` − 1. `default` describes an optional input;
+    without it the input is required. Inputs are computed together in groups of `groups_of`, and a
+    batch is a multiple of that.
     """
 
     name: str
@@ -141,14 +165,14 @@ class TensorSpec:
         )
 
     def within(self, fixed: Mapping[str, int]) -> tuple[Dimension, ...]:
-        """The shape in which axes that are `fixed` have their sizes, in sums too: `past + 5`."""
+        """The shape with the sizes of `fixed` axes filled in, also in sums: `past + 5`."""
         return tuple(
             size if isinstance(size, int) else axis_within(size, fixed) for size in self.shape
         )
 
 
 def axis_within(axis: str, fixed: Mapping[str, int]) -> Dimension:
-    """Returns a named axis, or a sum of such, in which those that are `fixed` have their sizes."""
+    """Returns a named axis, or a sum of axes, with the sizes of `fixed` axes filled in."""
     parts = [fixed.get(part, part) for part in axis.split(" + ")]
     if all(isinstance(part, int) for part in parts):
         return sum(map(int, parts))
@@ -164,13 +188,13 @@ class FileRecord:
 
     @staticmethod
     def of(path: Path) -> FileRecord:
-        """Returns the record of a file as it is."""
+        """Returns the record of a file in its current state."""
         return FileRecord(sha256=sha256(path), bytes=path.stat().st_size)
 
 
 @dataclass(frozen=True, slots=True)
 class TimedLowering:
-    """One lowering of a layer and what one batch took, in milliseconds."""
+    """One lowering of a layer, and its time for one batch in milliseconds."""
 
     lowering: str
     latency_ms: Latency
@@ -180,9 +204,9 @@ class TimedLowering:
 class TunedLayers:
     """Layers of one shape and k, measured once: each candidate's latency, the fastest first.
 
-    `layers` are their names and `k` what was kept, also where k is a graph input. `left_out` says
-    why a lowering that could serve was not timed. Without candidates there was nothing to compare:
-    `chosen` is the only one.
+    `layers` are their names and `k` the number kept, also if k is a graph input. `left_out` gives
+    the reason for each possible lowering that was not timed. Without candidates there was nothing
+    to compare, and `chosen` is the only one.
     """
 
     layers: Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -198,9 +222,9 @@ class TunedLayers:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Everything that `--lowering tune` measured for one export, and on what.
+    """All measurements of `--lowering tune` for one export, and their conditions.
 
-    `machine` is the CPU or GPU, `inputs` says what the layers were fed.
+    `machine` is the CPU or GPU; `inputs` describes the layers' inputs.
     """
 
     machine: str
@@ -212,12 +236,12 @@ class Tuning:
     measured: tuple[TunedLayers, ...]
 
     def of(self, layer: str) -> TunedLayers:
-        """Returns what was found for a layer."""
+        """Returns the measurements of a layer."""
         return next(group for group in self.measured if layer in group.layers)
 
 
 class Fp32NodeRecord(TypedDict):
-    """A node of the backbone that stayed in FP32, and why; `usual` where it does in any model."""
+    """A node of the backbone that stayed in FP32, and why; `usual`: in any model."""
 
     node: str
     op_type: str
@@ -226,7 +250,7 @@ class Fp32NodeRecord(TypedDict):
 
 
 class Numbers(TypedDict, total=False):
-    """What numbers a model is computed in (`quantization.precision.precision_record`)."""
+    """The numeric types of a model (`quantization.precision.precision_record`)."""
 
     rest: str
     router: str
@@ -242,7 +266,7 @@ class Numbers(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole record; `to_json` and `read` keep it in `manifest.json`."""
+    """The whole record; `to_json` and `read` convert it to and from `manifest.json`."""
 
     moexport: str
     created: str
@@ -264,16 +288,21 @@ class Manifest:
     numbers: Numbers = field(default_factory=Numbers)
     engines: list[dict[str, Any]] = field(default_factory=list)
     edits: list[dict[str, Any]] = field(default_factory=list)
-    """What was edited (`edits.Edits.records`); empty where the model is as trained."""
+    """The edits (`edits.Edits.records`); empty if the model is as trained."""
     tokens: str = ""
     contract: dict[str, Any] = field(default_factory=dict)
-    """What `tune` was asked, found and confirmed (`Recipe.contract`); empty without a recipe."""
+    """The request, results and confirmation of `tune` (`Recipe.contract`); empty without a
+    recipe."""
     tuning: Tuning | None = None
-    """What `--lowering tune` measured; an empty object in the file where nothing was."""
+    """The measurements of `--lowering tune`; an empty object in the file without any."""
     peak_memory_bytes: Count | None = None
-    """The most that a process took which ran one input here; None where it was not measured."""
+    """The peak memory of a process that ran one input here; None if it was not measured."""
+    answers: dict[str, Any] = field(default_factory=dict)
+    """Accuracies of PyTorch and of the graphs on labelled data, the difference between PyTorch and
+    the user's own model (`answers.Answers.record`), how often experts are chosen
+    (`checks.choices`)."""
     plugins: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What steps of plugins add, each under its own name: read by them alone, and kept by all."""
+    """Additions of plugins' steps, by their names: only the plugins read them, all keep them."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -287,8 +316,9 @@ class Manifest:
                     del record[key]
         if self.peak_memory_bytes is None:
             del content["peak_memory_bytes"]
-        if not self.plugins:
-            del content["plugins"]
+        for key in ("answers", "plugins"):
+            if not content[key]:
+                del content[key]
         _without_empty_counts(content)
         ordered = {"schema": content.pop("schema"), **content}
         ordered[DIGEST] = digest(ordered)
@@ -296,7 +326,7 @@ class Manifest:
 
     @staticmethod
     def read(directory: Path) -> Manifest:
-        """Reads a bundle's manifest; `BundleError` when there is none or it cannot be one."""
+        """Reads a bundle's manifest; raises `BundleError` if it is missing or invalid."""
         path = directory / MANIFEST_FILE
         content = _content(directory)
         schema = content.get("schema") if isinstance(content, dict) else None
@@ -313,17 +343,17 @@ class Manifest:
         return manifest
 
     def check_target(self, directory: Path) -> None:
-        """Raises `BundleError` for the manifest in a folder where nothing here knows its target."""
+        """Raises `BundleError` if the manifest's target is unknown here."""
         if self.target not in TARGETS:
             raise BundleError(
-                f"{directory / MANIFEST_FILE}: target is {self.target!r}, which nothing that is "
-                "installed brings",
+                f"{directory / MANIFEST_FILE}: target is {self.target!r}, which no installed "
+                "package provides",
                 hint="install the plugin that runs it, or the version of moexport that wrote it; "
-                f"there is {', '.join(TARGETS.names)}{left_out()}",
+                f"available: {', '.join(TARGETS.names)}{left_out()}",
             )
 
     def graph_for(self, batch: int) -> GraphRecord:
-        """Returns the graph for a batch of some size: the main one, or the nearest of several."""
+        """Returns the graph for a batch size: the main one, or the closest of several."""
 
         def distance(graph: GraphRecord) -> int:
             first, last = graph.batches or (1, batch)
@@ -333,28 +363,30 @@ class Manifest:
         return min((g for g in self.graphs if g.batches), key=distance) if main.batches else main
 
     def _problems(self) -> Iterator[str]:
-        """What no export writes, though its type is right."""
+        """Values of the right type that no export writes."""
         for name in self.files:
             if not all(map(is_plain_name, name.split("/"))):
-                yield f"{name!r} is no name of a file in the bundle's folder"
+                yield f"{name!r} is not the name of a file in the bundle's folder"
         for graph in self.graphs:
             if not is_plain_name(graph.file):
-                yield f"{graph.file!r} is no name of a file in the bundle's folder"
+                yield f"{graph.file!r} is not the name of a file in the bundle's folder"
             span = graph.batches
             if span and not (len(span) == 2 and 1 <= span[0] <= span[1]):
                 yield f"{graph.file} cannot be for batches of {span}"
         for layer in self.layers:
             if (layer.k or 1) > layer.experts:
                 yield f"layer {layer.name} has {layer.experts} experts and a k of {layer.k}"
+            if layer.k_levels and len(layer.k_levels) != len(layer.levels):
+                yield f"layer {layer.name} has {len(layer.levels)} levels and {layer.kept} of them"
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is of a file in the same folder, whatever system reads it."""
+    """Whether a name refers to a file in the same folder on every system."""
     return bool(name) and name not in (".", "..") and not re.search(r"[/\\:\x00]", name)
 
 
 def local_bundle(where: AnyPlace) -> Path:
-    """Returns a bundle's folder; of a URL that of a copy of the files that its manifest lists."""
+    """Returns a bundle's folder; for a URL, that of a copy of the files in its manifest."""
 
     def listed(folder: Path) -> Iterable[str]:
         return Manifest.read(folder).files if (folder / MANIFEST_FILE).is_file() else ()
@@ -386,7 +418,7 @@ def _content(directory: Path) -> Any:
 
 
 def _without_empty_counts(content: Any) -> None:
-    """Removes the empty histograms of latencies: a bundle that was written before has none."""
+    """Removes empty histograms of latencies, which older bundles lack."""
     if isinstance(content, dict):
         if content.get("counts") == ():
             del content["counts"]
@@ -399,7 +431,7 @@ def _without_empty_counts(content: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What a graph says of a MoE layer: experts, k (`k` for a graph input) and lowering."""
+    """A graph's record of a MoE layer: experts, k (`k` for a graph input) and lowering."""
 
     n: int
     k: int | str
@@ -408,11 +440,11 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """What a graph says of itself in its metadata.
+    """A graph's description of itself in its metadata.
 
-    Its layers, the type of its floats, what its inputs are that are left out, how large axes may be
-    together (`past + tokens`), and how many inputs are computed together. `sizes` are the least and
-    the largest size of an axis where the network computes something else beyond them.
+    It has the layers, the float type, the defaults of optional inputs, the joint limits of axes
+    (`past + tokens`), and the number of inputs that are computed together. `sizes` are the smallest
+    and largest size of an axis, if the network computes something else beyond them.
     """
 
     layers: dict[str, LayerFacts]
@@ -424,20 +456,20 @@ class GraphFacts:
 
     @staticmethod
     def read(text: str, file: str) -> GraphFacts:
-        """Reads the metadata entry `METADATA` of a graph; `BundleError` for what is none."""
+        """Reads the metadata entry `METADATA` of a graph; raises `BundleError` if it is invalid."""
         return read_json(GraphFacts, text, f"{file}: metadata", error=BundleError)
 
     @staticmethod
     def of(model: ModelProto, file: str) -> GraphFacts | None:
-        """Returns what a graph says of itself; None for one that moexport did not write."""
+        """Returns a graph's description of itself; None if moexport did not write it."""
         entries = [entry.value for entry in model.metadata_props if entry.key == METADATA]
         return GraphFacts.read(entries[0], file) if entries else None
 
 
 def external_files(model: ModelProto) -> set[str]:
-    """Returns the names of the files that a graph keeps weights in, wherever they hang.
+    """Returns the names of the files with a graph's external weights.
 
-    Attributes of nodes, subgraphs, functions and sparse tensors may keep some as well.
+    These may also belong to attributes of nodes, subgraphs, functions and sparse tensors.
     """
     return {
         entry.value
@@ -448,7 +480,7 @@ def external_files(model: ModelProto) -> set[str]:
 
 
 def _tensors(message: Message) -> Iterator[TensorProto]:
-    """All tensors within a message of ONNX, found by its fields: no place of them is left out."""
+    """All tensors within an ONNX message, found by traversing all fields."""
     if message.DESCRIPTOR.name == "TensorProto":
         yield message
         return
@@ -461,12 +493,12 @@ def _tensors(message: Message) -> Iterator[TensorProto]:
 def digest(content: Mapping[str, Any]) -> str:
     """Returns the SHA-256 of a manifest's content without its own hash, whatever its layout."""
     rest = {key: value for key, value in content.items() if key != DIGEST}
-    # Read back, so that what JSON changes (a number as a key) is the same before and after.
+    # Parsed again, so that JSON's conversions (numbers as keys) do not change the hash.
     canonical = json.dumps(json.loads(json.dumps(rest)), sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def is_as_written(directory: Path) -> bool:
-    """Whether a bundle's manifest says what was written; only its layout may have changed."""
+    """Whether a bundle's manifest has its original content, whatever its layout."""
     content = _content(directory)
     return bool(content.get(DIGEST) == digest(content))

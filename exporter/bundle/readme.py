@@ -1,22 +1,21 @@
-"""`README.md` in a bundle: what it is, for a person who has nothing but the folder."""
+"""`README.md` in a bundle, for people who only have the folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 
 from ...common.text import markdown, markdown_text, size
+from ...graphs.edits import Edits
 from ...graphs.names import K_INPUT, PRESENT
 from ...graphs.targets import for_cpus, runtime_of
-from ..edits import Edits
 from ..inputs import PAST_AXIS
 from ..session import CPU, CUDA, NO_KLEIDIAI
-from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
-from .parity_record import Parity, describe, sized_files
+from .manifest import MANIFEST_FILE, FileRecord, LayerRecord, Manifest, TensorSpec
+from .parity import Parity, describe, sized_files
 from .runtimes import RUNTIMES
 from .steps import Step
-from .substitutes import SUBSTITUTES_FILE
 
 README_FILE = "README.md"
 
@@ -24,7 +23,7 @@ CONTENTS = {
     "weights.bin": "the weights, shared by all graphs; keep it in the same folder",
     "parity.npz": "reference inputs and PyTorch's outputs, which `moexport verify` uses",
     "calibration.json": "the value ranges of tensors that quantisation used",
-    SUBSTITUTES_FILE: "what takes the places of experts that were dropped or merged",
+    "substitutes.safetensors": "what takes the places of experts that were dropped or merged",
     MANIFEST_FILE: "everything above and more, for programs; the hash of every file",
 }
 
@@ -32,25 +31,23 @@ CONTENTS = {
 def with_readme(directory: Path, manifest: Manifest, steps: Iterable[Step] = ()) -> Manifest:
     """Writes the page of a bundle, to which `steps` added files.
 
-    Returns the manifest that lists it, last.
+    Returns the manifest with the page as its last file.
     """
     place = directory / README_FILE
-    contents = {name: text for step in steps for name, text in step.contents.items()}
-    place.write_text(readme(manifest, CONTENTS | contents), encoding="utf-8", newline="\n")
+    place.write_text(readme(manifest, tuple(steps)), encoding="utf-8", newline="\n")
     return replace(manifest, files={**manifest.files, README_FILE: FileRecord.of(place)})
 
 
-def readme(manifest: Manifest, contents: Mapping[str, str]) -> str:
-    """Returns the page: what, from what, how well checked, how to run it, files.
+def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
+    """Returns the page: the model, its origin, its checks, how to run it, files.
 
-    `contents` says what is in files, by their names.
+    `steps` describe the files that they added, and their results.
     """
     source = manifest.source
-    computed = {layer.name: f"{layer.k or K_INPUT} of {layer.experts}" for layer in manifest.layers}
+    contents = CONTENTS | {name: text for step in steps for name, text in step.contents.items()}
+    computed = {layer.name: _computed(layer) for layer in manifest.layers}
     merged = {merge.layer: "merged into one" for merge in _edits(manifest).merged}
-    each_k = {text for name, text in computed.items() if name not in merged}
-    chosen = f"k = {each_k.pop()} experts per input" if len(each_k) == 1 else "k of n experts"
-    chosen = "experts merged" if len(merged) == len(computed) else chosen
+    chosen = _chosen([text for name, text in computed.items() if name not in merged])
     selects = any(layer.k is None or layer.k < layer.experts for layer in manifest.layers)
     layers = [
         (
@@ -67,21 +64,30 @@ def readme(manifest: Manifest, contents: Mapping[str, str]) -> str:
         for name, record in manifest.files.items()
     ]
     notes = [markdown_text(note) for note in manifest.notes]
+    if manifest.engines:
+        from ..tensorrt.records import engine_page  # needed for engines only
+    engines = [*engine_page(manifest)] if manifest.engines else []
     config = ", ".join(f"{key} = {value}" for key, value in source.config.items())
     parts = (
         f"# {markdown_text(PurePath(source.path).name or source.family)}, {chosen}",
         f"An ONNX model (opset {manifest.opset}) for `{manifest.target}` in {manifest.precision}, "
         f"written by moexport {manifest.moexport} on {manifest.created[:10]}."
-        + (" For every input, each MoE layer selects k experts and computes only these." * selects),
+        + (
+            " For every input, each MoE layer selects k experts; the others have no part in its "
+            "output."
+        )
+        * selects,
         f"It was made from weights of the family `{source.family}` (SHA-256 `{source.sha256}`)"
         + (f" with {markdown_text(config)}." if config else "."),
         *_edited(manifest),
-        markdown(("layer", "kind", "experts computed", "lowering", "precision"), layers),
+        markdown(("layer", "kind", "experts", "lowering", "precision"), layers),
+        *(text for step in steps for text in step.page(manifest)),
         "## Checked against PyTorch",
         _parity(manifest),
         *_where(manifest),
         *(["\n".join(f"- {note}" for note in notes)] if notes else ()),
-        "## Run it",
+        *engines,
+        "## Run the graph" if engines else "## Run it",
         _program(manifest),
         f"Input {_ports(manifest.inputs)}, output {_ports(manifest.outputs)}; named axes take "
         f"any size{_multiples(manifest.inputs[0])}. `moexport run` and `moexport verify` do the "
@@ -97,8 +103,29 @@ def readme(manifest: Manifest, contents: Mapping[str, str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _computed(layer: LayerRecord) -> str:
+    """The number of computed experts: `4 of 16`, or of the kept ones if some were dropped."""
+    kept = layer.kept if layer.k else K_INPUT
+    if layer.trained is None:
+        return f"{kept} of {layer.of_experts}"
+    dropped = f"{layer.experts} of {layer.trained}"
+    return dropped if layer.k == layer.experts else f"{kept} of the {dropped} that stay"
+
+
+def _chosen(each: Sequence[str]) -> str:
+    """The number of computed experts in all layers, for the title."""
+    different = list(dict.fromkeys(each))
+    if len(different) < 2:
+        one = "".join(different).replace(f"{K_INPUT} of", "any k of")
+        one = one if one.startswith("any") else f"k = {one}"
+        return f"{one} experts per input" if different else "experts merged"
+    if len(different) > 3:
+        different = [f"{different[0]} to {different[-1]}"]
+    return f"k = {' and '.join(different)} experts, by layer"
+
+
 def _edited(manifest: Manifest) -> Iterator[str]:
-    """In what the model is not the one of the weights."""
+    """The differences between the model and its weights."""
     edits = _edits(manifest)
     if edits:
         lines = "\n".join(f"- {markdown_text(text)}" for text in edits.texts())
@@ -131,11 +158,15 @@ def _content(manifest: Manifest, name: str) -> str:
     folder = name.rpartition("/")[0]
     if folder:
         return f"the same for {folder.partition('/')[0]}, by the names that it looks for"
-    return "an engine, or a part of one"
+    if not manifest.engines:
+        return "what a plugin added"
+    from ..tensorrt.records import engine_files  # loaded if a bundle has an engine
+
+    return engine_files(manifest).get(name, "what a plugin added")
 
 
 def _one(port: TensorSpec) -> str:
-    """The sizes of a port for as few inputs as it takes, of one token, with nothing before it."""
+    """The smallest sizes of a port: the fewest inputs, one token, nothing before it."""
     least = {PAST_AXIS: 0, "batch": port.groups_of or 1}
     return ", ".join(
         str(size if isinstance(size, int) else least.get(size, 1)) for size in port.shape
@@ -143,7 +174,7 @@ def _one(port: TensorSpec) -> str:
 
 
 def _ports(ports: Sequence[TensorSpec]) -> str:
-    """The first of them, and those that a network of several has; no cache and no routing."""
+    """The main port, and those of a network with several; without cache and routing."""
     others = (p for p in ports[1:] if p.default is None and p.name != K_INPUT)
     own = (p for p in others if "/" not in p.name and not p.name.startswith(f"{PRESENT}."))
     return ", ".join(map(_port, (ports[0], *own)))
@@ -154,7 +185,7 @@ def _port(port: TensorSpec) -> str:
 
 
 def _multiples(port: TensorSpec) -> str:
-    """What the batch is besides, where inputs are computed together."""
+    """The restriction on the batch if inputs are computed together."""
     return f", the batch multiples of {port.groups_of}" if port.groups_of else ""
 
 
@@ -174,7 +205,7 @@ ON_OTHER_CPUS = (
 
 
 def _where(manifest: Manifest) -> Iterator[str]:
-    """On which CPUs the precision was checked, and the memory that one input takes."""
+    """The CPUs on which the precision was checked, and the memory for one input."""
     cpu = manifest.environment.get("cpu", {})
     names = ", ".join(cpu.get("instructions", ()))
     machine = f"{cpu.get('architecture', 'this machine')}" + (f" with {names}" if names else "")
@@ -183,6 +214,8 @@ def _where(manifest: Manifest) -> Iterator[str]:
             for_cpus(manifest.target) and manifest.precision in ("fp32", "fp16", "int8")
         )
         yield f"It was checked on {machine}.{same} `moexport verify` checks it where it is to run."
+    if not for_cpus(manifest.target):
+        yield "**Never run on a GPU**: it is for one, and an export compares graphs on the CPU."
     if manifest.peak_memory_bytes is not None:
         yield (
             f"One input takes {size(manifest.peak_memory_bytes)} of memory at the most, Python and "
@@ -191,7 +224,7 @@ def _where(manifest: Manifest) -> Iterator[str]:
 
 
 def _program(manifest: Manifest) -> str:
-    """The program that runs the main graph, on one input of zeros."""
+    """The program that runs the main graph on one input of zeros."""
     k = max(1, min(layer.experts for layer in manifest.layers) // 4)
     feeds = [
         f'"{K_INPUT}": np.array([{k}], "int64")'
@@ -208,10 +241,10 @@ def _program(manifest: Manifest) -> str:
     provider = CPU if for_cpus(manifest.target) else CUDA
     options, arguments = "", "providers="
     if manifest.precision == "int4" and provider == CPU:
-        # On ARM its kernels of integer rows are further off (`session.NO_KLEIDIAI`).
+        # On ARM its kernels for integer rows are less accurate (`session.NO_KLEIDIAI`).
         options, arguments = _with_entry(*NO_KLEIDIAI), "options, "
     if manifest.precision == "int8" and manifest.target.startswith("tensorrt"):
-        # What it fuses QuantizeLinear and DequantizeLinear to is wrong for experts in one tensor.
+        # Its fusion of QuantizeLinear and DequantizeLinear is wrong for experts in one tensor.
         options, arguments = _with_entry("session.disable_quant_qdq", "1"), "options, "
     where = f'{arguments}["{provider}"]'
     return (

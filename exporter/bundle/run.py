@@ -1,4 +1,4 @@
-"""Runs a bundle on a file of inputs, a batch at a time, into a file of outputs."""
+"""Runs a bundle on a file of inputs, batch by batch, into a file of outputs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from ...common.console import Silent
+from ...common.locations import local
+from ...common.option import takes
 from ...common.writing import check_file, whole_file
-from ...data.feeds import batches, count, npz_array, npz_names, rebatched
-from ...data.shards import INPUT
+from ...data.batches import INPUT, rebatched
+from ...data.feeds import batches, count, npz_array, npz_names
 from ...errors import FeedError, OutputError, UsageError
 from ...graphs.names import PRESENT
-from ..inputs import DEFAULT_BATCH, AxisRange, check_array, parse_range, with_axes
-from ..requests import RunRequest
+from ...graphs.score_names import is_score
+from ...graphs.sizes import DEFAULT_BATCH, AxisRange, parse_range
+from ..inputs import check_array, with_axes
+from ..requests import AnyPath, RunRequest
 from ..session import GraphSession
 from .bundle import Bundle
 from .manifest import Manifest, TensorSpec
@@ -25,7 +29,7 @@ from .manifest import Manifest, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a run wrote: the first output's shape, and how many values are NaN or infinite.
+    """The result of a run: the first output's shape, and the number of NaN or infinite values.
 
     `further` are the shapes of the other outputs, by name.
     """
@@ -35,27 +39,26 @@ class Outputs:
     further: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def run_file(
-    bundle_path: Path,
-    input_file: Path,
-    output_file: Path,
-    options: RunRequest | None = None,
+@takes(RunRequest)
+def run(
+    bundle: Bundle | AnyPath, inputs: AnyPath, outputs: AnyPath, options: RunRequest
 ) -> Outputs:
-    """Writes a bundle's outputs for the inputs of an `.npz` to another one; tells what it wrote.
+    """Writes a bundle's outputs for the inputs of a file; for arrays use `Bundle.session`.
 
-    The first input is read, and the first output written, a batch at a time; the others are held.
+    `inputs` is an `.npz` with the model's inputs [b, ...], `outputs` the one to write. The first
+    input is read, and the first output written, batch by batch; the others are held in memory.
 
-    Raises
-    `UsageError` for a k outside 1 … n, a batch size outside the bundle's range and an output file
-    of another kind or that is the input; `OutputError` for one that exists, unless `force`;
-    `FeedError` for inputs that do not fit; and what an engine's profiles do not contain before it
-    is loaded.
+    Raises:
+        UsageError: k is outside 1 … n, a batch size outside the bundle's range, or the output file
+            has another suffix or is the input.
+        OutputError: the output file exists, without `force`.
+        FeedError: the inputs do not fit the model.
     """
-    options = options or RunRequest()
+    bundle_path, input_file, output_file = Bundle.folder(bundle), local(inputs), Path(outputs)
     k, progress = options.k, options.progress or Silent()
     _check_output(output_file, input_file, force=options.force)
-    bundle = Bundle.open(bundle_path, check=options.check)
-    record = bundle.manifest
+    opened = Bundle.open(bundle_path, check=options.check)
+    record = opened.manifest
     fewest = min(layer.experts for layer in record.layers)
     if k is not None and not 1 <= k <= fewest:
         raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
@@ -65,9 +68,9 @@ def run_file(
     feed = in_batches(_stacking(input_file, port), _sizes(record, options, total))
     first = next(feed, None)
     if first is None:
-        raise FeedError(f"{input_file}: holds no inputs")
+        raise FeedError(f"{input_file}: contains no inputs")
     others = _others(input_file, record.inputs[1:], total)
-    session = _opened(bundle, options, first, k)
+    session = _opened(opened, options, first, k)
     progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
     names = _written(record)
     with whole_file(output_file) as partial, _Rows(partial, names[0], total) as rows:
@@ -84,10 +87,20 @@ def run_file(
 
 
 def _written(record: Manifest) -> list[str]:
-    """The outputs that are written: all that the network has, without its cache and its routing."""
-    routing = {name for graph in record.graphs for name in graph.selected.values()}
-    names = (port.name for port in record.outputs)
-    return [n for n in names if n not in routing and not n.startswith(f"{PRESENT}.")]
+    """The outputs to write: all of the network's without its cache.
+
+    Routing is included only with scores, which nobody exports for speed; with all experts, the
+    coefficients of a muMoE layer are complete.
+    """
+    layers = {layer.name: layer.k == layer.experts for layer in record.layers}
+    names = [port.name for port in record.outputs]
+    chosen = {name for graph in record.graphs for name in graph.selected.values()}
+    scores = any(
+        layers.get(n.rpartition("/")[0], False) if n in chosen else is_score(n, layers)
+        for n in names
+    )
+    left_out = set() if scores else chosen
+    return [n for n in names if n not in left_out and not n.startswith(f"{PRESENT}.")]
 
 
 def _check_output(output: Path, source: Path, *, force: bool) -> None:
@@ -114,7 +127,7 @@ def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -
             **options.session_options,
         )
     assert options.engine is not None
-    # What cannot run is refused before anything is loaded, on a machine without a GPU too.
+    # Impossible runs are refused before anything is loaded, also on a machine without a GPU.
     port = bundle.manifest.inputs[0]
     record = bundle.engine_record(options.engine, options.graph)
     check_array(x, port)
@@ -128,25 +141,25 @@ def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -
 
 
 def _check_groups(size: int | None, total: int | None, port: TensorSpec, source: Path) -> None:
-    """Raises where inputs that are computed together would be without the others."""
+    """Raises if a group of inputs that are computed together would be incomplete."""
     together = port.groups_of or 1
-    said = f"the bundle computes {together} inputs together"
+    reason = f"the bundle computes {together} inputs together"
     if size is not None and size % together:
-        raise UsageError(f"--batch-size {size}: {said}", hint=f"choose a multiple of {together}")
+        raise UsageError(f"--batch-size {size}: {reason}", hint=f"choose a multiple of {together}")
     if total is not None and total % together:
         raise FeedError(
-            f"{source}: holds {total} inputs, and {said}",
-            hint=f"give a multiple of {together} inputs: what is added changes other outputs",
+            f"{source}: contains {total} inputs, but {reason}",
+            hint=f"give a multiple of {together} inputs: padding would change other outputs",
         )
 
 
 def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRange:
-    """The sizes of batches: smallest, usual and largest."""
+    """The batch sizes: smallest, usual and largest."""
     axis = record.inputs[0].shape[0]
     fixed = AxisRange(axis, axis, axis) if isinstance(axis, int) else None
     known = fixed or (parse_range(record.batch, "--batch") if record.batch else DEFAULT_BATCH)
     size = options.batch_size
-    if not options.runs_graph:  # its profiles are what it takes
+    if not options.runs_graph:  # an engine's profiles limit it
         usual = size or total or known.max
         return AxisRange(1, usual, usual)
     if size is not None and not known.min <= size <= known.max:
@@ -158,7 +171,7 @@ def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRang
 
 
 def _others(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[str, np.ndarray]:
-    """The inputs beside the first that a file holds; those that it lacks have defaults."""
+    """The inputs in a file other than the first; missing ones have defaults."""
     if path.suffix != ".npz":
         return {}
     names = set(npz_names(path))
@@ -170,8 +183,8 @@ def _others(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[
     for name, array in arrays.items():
         if total is not None and len(array) != total:
             raise FeedError(
-                f"{path}: '{name}' holds {len(array)} inputs, and the first input {total}",
-                hint="each array has a row for each input",
+                f"{path}: '{name}' has {len(array)} inputs, but the first input has {total}",
+                hint="each array needs one row per input",
             )
     return arrays
 
@@ -185,18 +198,18 @@ def _stacking(path: Path, port: TensorSpec) -> Iterator[np.ndarray]:
             shapes = ", ".join(map(str, sorted({part.shape[1:], shape})))
             raise FeedError(
                 f"{path}: its arrays do not stack: inputs of {shapes}",
-                hint="run each size of inputs by itself",
+                hint="run inputs of each size separately",
             )
         x = with_axes(part, port)
-        # Any number of inputs: batches are made of them.
+        # Of any length: batches are made of them.
         check_array(x, replace(port, shape=("batch", *port.shape[1:])))
         yield x
 
 
 def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.ndarray]:
-    """Yields inputs in batches of the usual size; the last are shared out, so none is too small.
+    """Yields inputs in batches of the usual size; the last ones are balanced, so none is too small.
 
-    Raises `FeedError` for a number of inputs that no batches of these sizes make up.
+    Raises `FeedError` if the inputs cannot be divided into batches of these sizes.
     """
     first = next(parts, None)
     if first is None:
@@ -210,7 +223,8 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
         if len(rest):
             yield rest
         rest = batch
-    if not len(rest) or sizes.fixed or sizes.min <= len(rest) <= sizes.opt:  # others check it
+    # the caller checks these
+    if not len(rest) or sizes.fixed or sizes.min <= len(rest) <= sizes.opt:
         yield rest
     elif len(rest) >= 2 * sizes.min:
         yield rest[: -sizes.min]
@@ -219,9 +233,9 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
         yield rest
     else:
         raise FeedError(
-            f"{len(rest)} inputs are left, and the bundle was exported for batches of {sizes.min} "
+            f"{len(rest)} inputs are left, but the bundle was exported for batches of {sizes.min} "
             f"to {sizes.max}",
-            hint="give a number of inputs that batches of that size make up, or export again with "
+            hint="give a number of inputs that such batches can divide, or export again with "
             "--batch 1:8:32",
         )
 
@@ -229,8 +243,8 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
 class _Rows:
     """An `.npz` archive of an array that grows by rows; a context manager that ends it.
 
-    Its length stands before its rows: where it is not known they are kept until the end, as those
-    of further arrays are, since an archive is written one array after the other.
+    The length is written before the rows: if it is unknown, they are kept until the end, like
+    further arrays, since an archive has one array after the other.
     """
 
     def __init__(self, path: Path, name: str, total: int | None) -> None:
@@ -246,7 +260,7 @@ class _Rows:
 
     def __exit__(self, *_: object) -> None:
         with self._archive:
-            with self._file:  # both end, also where the disk is full
+            with self._file:  # both are closed, even if the disk is full
                 if self._parts:
                     self._total = self.shape[0]
                     self._begin(self._parts[0])

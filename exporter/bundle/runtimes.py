@@ -1,6 +1,6 @@
-"""The door for what runs graphs: ONNX Runtime is the core's own, others are plugins.
+"""The registry of runtimes: ONNX Runtime is the core's own, others come from plugins.
 
-TensorRT runs engines, which are compiled of graphs: it is imported where one is asked for.
+TensorRT runs engines, compiled from graphs; it is imported only for these.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ...common.option import declared, panels_for
 from ...common.registry import Registry, left_out
 from ...common.text import near_miss
 from ...errors import UsageError
@@ -20,42 +21,40 @@ from .manifest import Check, Manifest
 if TYPE_CHECKING:
     from ...common.console import Progress
     from ..tensorrt.options import EngineOptions
-    from .parity_record import Reference, Tolerance
+    from .parity import Reference, Tolerance
 
 
 def _onnxruntime_options(
     record: TargetRecord, threads: int | None, spin_ms: float | None
 ) -> SessionOptions:
-    assert record.provider is not None, "graphs of this target run as engines"
+    assert record.provider is not None, "this target runs engines instead of graphs"
     return SessionOptions(provider=record.provider, threads=threads, spin_ms=spin_ms)
 
 
 def _options(record: TargetRecord, threads: int | None, spin_ms: float | None) -> SessionOptions:
-    del spin_ms
     return SessionOptions(runtime=record.runtime, threads=threads)
 
 
 def _has_provider(record: TargetRecord) -> None:
-    if record.provider is not None:  # of engines another check tells
+    if record.provider is not None:  # engines have another check
         check_provider(record.provider)
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeRecord:
-    """One runtime: `title` is what readers know it by, and `extra` of pyproject.toml installs it.
+    """One runtime: `title` is its name in texts, and `extra` of pyproject.toml installs it.
 
-    `open` opens a graph: that is all of a runtime that no target names, and that users name. Of the
-    session options that only some runtimes have (`session.OWN_OPTIONS`, and what panels of plugins
-    add to `run`) it `takes` those.
-    `options` says how a target's graphs run, with so many threads that spin for so many ms.
-    `check_runs` raises a `MoexportError` where this machine does not run a target's graphs,
-    `check_computes` where it does not compute a precision for a target, so that nothing can be
-    compared, and `check_graphs` where a bundle holds no graphs of this runtime.
-    `state` says what is installed, or raises `MissingExtraError`. `advice` returns a line where
-    this runtime is predicted to be faster than that of a target, for a precision and so many bytes
-    of weights. `short_products` are the 16-bit floats whose products it computes in them on a CPU,
-    not in FP32. `program` returns the lines of Python that run a file of its own on feeds in braces
-    and give an output, without moexport.
+    `open` opens a graph: a runtime that no target uses needs nothing else. `takes` are the session
+    options of its own that it accepts (`session.OWN_OPTIONS`, and those of plugins' panels for
+    `run`). `options` returns the session options for a target's graphs with a number of threads,
+    which spin for a number of ms. `check_runs` raises a `MoexportError` if this machine cannot run
+    a target's graphs, `check_computes` if it cannot compute a precision for a target, so that
+    nothing can be compared, and `check_graphs` if a bundle has no graphs for this runtime. `state`
+    describes the installation, or raises `MissingExtraError`. `advice` returns a line if this
+    runtime is predicted to be faster than that of a target, for a precision and a size of weights.
+    `short_products` are the 16-bit floats in which it computes products on a CPU, instead of FP32.
+    `program` returns Python code that runs one of its files on feeds in braces and returns an
+    output, without moexport.
     """
 
     name: str
@@ -81,7 +80,7 @@ RUNTIMES = Registry(
             name="onnxruntime",
             title="ONNX Runtime",
             open=Session,
-            takes=("provider", "profile"),
+            takes=("provider", "profile", "cuda_graphs"),
             options=_onnxruntime_options,
             check_runs=_has_provider,
         ),
@@ -90,26 +89,38 @@ RUNTIMES = Registry(
 
 
 def owner_of(option: str) -> tuple[str, str]:
-    """Returns the name and the title of the runtime that takes an option of a session."""
+    """Returns the name and the title of the runtime that accepts an option of a session."""
     owners = ((each.name, each.title) for each in RUNTIMES if option in each.takes)
     return next(owners, ("", "another runtime"))
 
 
+def of_plugins() -> dict[str, Any]:
+    """Returns the session options of plugins, with their defaults."""
+    panels = panels_for(("run",), ())
+    return {
+        name: field.default
+        for panel in panels
+        for name, (field, _) in declared(panel.options).items()
+    }
+
+
 def check_options(options: SessionOptions) -> None:
-    """Raises `UsageError` for an option that the runtime which the options name does not take."""
-    usual = SessionOptions()
-    stated = {name: getattr(options, name) for name in OWN_OPTIONS}
-    stated = {name: value for name, value in stated.items() if value != getattr(usual, name)}
-    for name, value in (stated | {**options.of_plugins}).items():
-        if name in RUNTIMES[options.runtime].takes:
+    """Raises `UsageError` for an option that the named runtime does not accept."""
+    own = SessionOptions()
+    theirs = of_plugins() if options.of_plugins else {}  # loads the plugins
+    usual = theirs | {name: getattr(own, name) for name in OWN_OPTIONS}
+    stated = {name: getattr(options, name) for name in OWN_OPTIONS} | {**options.of_plugins}
+    for name, value in stated.items():
+        usual_one = name in usual and value == usual[name]
+        if usual_one or name in RUNTIMES[options.runtime].takes:
             continue
         runtime, title = owner_of(name)
         if not runtime and name in options.of_plugins:
             known = (*OWN_OPTIONS, "threads", *(each for of in RUNTIMES for each in of.takes))
             hint = near_miss(name, dict.fromkeys(known)) + left_out()
-            raise UsageError(f"{name}: no runtime takes such an option", hint=hint)
+            raise UsageError(f"{name}: no runtime has such an option", hint=hint)
         raise UsageError(
-            f"{name}={value!r}: it is {title}'s",
+            f"{name}={value!r}: an option of {title}",
             hint=f"leave {name} out" + (f", or give runtime='{runtime}'" if runtime else ""),
         )
 
@@ -117,7 +128,7 @@ def check_options(options: SessionOptions) -> None:
 def opened(path: Path | str, options: SessionOptions | None = None) -> Session:
     """Returns a graph, opened in the runtime that the options name.
 
-    Raises `UsageError` for an option that it does not take, and what opening the graph raises.
+    Raises `UsageError` for an option that it does not accept, and as opening the graph does.
     """
     options = options or SessionOptions()
     check_options(options)
@@ -127,27 +138,27 @@ def opened(path: Path | str, options: SessionOptions | None = None) -> Session:
 def options_for(
     target: Target, threads: int | None = None, spin_ms: float | None = None
 ) -> SessionOptions:
-    """Returns how a target's graphs run on this machine: in its own runtime."""
+    """Returns the session options for a target's graphs on this machine, in its own runtime."""
     return RUNTIMES[runtime_of(target)].options(TARGETS[target], threads, spin_ms)
 
 
 def check_runs(target: Target) -> None:
-    """Raises `MissingExtraError`, `UsageError` or `EngineError` where its graphs do not run here.
+    """Raises `MissingExtraError`, `UsageError` or `EngineError` if its graphs cannot run here.
 
-    Of engines another check tells.
+    Engines have another check.
     """
     RUNTIMES[runtime_of(target)].check_runs(TARGETS[target])
 
 
 def check_computes(precision: Precision, target: Target) -> None:
-    """Raises a `MoexportError` where a target's runtime here does not compute in a precision."""
+    """Raises a `MoexportError` if a target's runtime here cannot compute in a precision."""
     RUNTIMES[runtime_of(target)].check_computes(precision, target)
 
 
 def check_engine(target: Target, engine: EngineOptions | bool | None) -> None:
-    """Raises, before an export begins, what keeps an engine that is asked for from being built.
+    """Raises, before an export begins, if a requested engine cannot be built.
 
-    Where none was asked for, nothing is raised: `with_engines` says what is missing.
+    Without a request nothing is raised: `with_engines` reports what is missing.
     """
     if engine is None or engine is False:
         return
@@ -177,8 +188,8 @@ def engine_checks(
 ) -> Iterator[Check]:
     """Yields the checks of a bundle's engines, which run with the inputs of a reference.
 
-    `bounds` are those for an engine that computes in TF32, or not. Engines that were built
-    elsewhere are run with `trust` alone.
+    `bounds` returns the bounds for an engine with or without TF32. Engines that were built
+    elsewhere only run with `trust`.
     """
     if not manifest.engines:
         return

@@ -1,4 +1,4 @@
-"""The door for steps of an export: options of plugins, and files beside a bundle's graphs."""
+"""The registry of export steps: options of plugins, and files next to a bundle's graphs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .manifest import Manifest
 if TYPE_CHECKING:
     from ..model import Model
     from ..options import ExportOptions
-    from ..requests import ExportRequest
+    from ..requests import LoadRequest
 
 
 class Export(Protocol):
-    """What a step sees of an export.
+    """An export as steps see it.
 
-    `writes_text`: its graphs write texts, a token at a time.
+    `writes_text`: its graphs generate text, token by token.
     """
 
     @property
@@ -31,48 +31,56 @@ class Export(Protocol):
     def writes_text(self) -> bool: ...
 
 
-def _refuses_nothing(request: ExportRequest) -> None:
-    del request
+def _refuses_nothing(options: ExportOptions) -> None:
+    del options
 
 
-def _unchanged(options: ExportOptions, request: ExportRequest) -> ExportOptions:
-    del request
+def _unchanged(options: ExportOptions) -> ExportOptions:
     return options
 
 
-def _no_files(export: Export, directory: Path, manifest: Manifest) -> Manifest:
-    del export, directory
-    return manifest
+def _read_as_asked(reading: LoadRequest, request: ExportOptions, source: str) -> LoadRequest:
+    del request, source
+    return reading
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a plugin does in an export.
+    """A plugin's part in an export.
 
-    Its options ask for it (`asked`), or a model brings it along (`Host.steps`). `refuses` raises
-    `UsageError` for options that are given beside the plugin's and have no use there, before any of
-    them is parsed. `change` returns the options of the export with what the plugin's own options
-    stand for. `check` yields what cannot be meant: of the options alone, and again when the model
-    is loaded, both before any work is done. `finish` writes files into the folder of a bundle that
-    is otherwise complete, and returns the manifest that lists them; the weights are written so many
-    times again as there are `copies`. `contents` is what the bundle's page says of files, by their
-    names.
+    Its options request it (`asked`), or a model includes it (`Host.steps`). `refuses` raises
+    `UsageError` for options that have no effect together with the plugin's. `change` returns the
+    export's options after applying the plugin's own. `check` yields mistakes in the options, before
+    the model is loaded and again afterwards. `finish` writes files into the folder of an otherwise
+    complete bundle, and returns the manifest that lists them; `copies` is the number of further
+    copies of the weights. `contents` describes files on the bundle's page, by name, and `page`
+    yields further paragraphs. `reading` returns how a command reads the model of a source, with
+    settings from the plugin's options.
     """
 
     name: str
     asked: Callable[[ExportOptions], bool] = lambda _: False
-    refuses: Callable[[ExportRequest], None] = _refuses_nothing
-    change: Callable[[ExportOptions, ExportRequest], ExportOptions] = _unchanged
+    refuses: Callable[[ExportOptions], None] = _refuses_nothing
+    change: Callable[[ExportOptions], ExportOptions] = _unchanged
     check: Callable[[ExportOptions, Model | None], Iterable[Mistake]] = lambda _options, _model: ()
-    finish: Callable[[Export, Path, Manifest], Manifest] = _no_files
+    finish: Callable[[Export, Path, Manifest], Manifest] | None = None
     copies: int = 0
+    page: Callable[[Manifest], Iterable[str]] = lambda _: ()
+    reading: Callable[[LoadRequest, ExportOptions, str], LoadRequest] = _read_as_asked
     contents: Mapping[str, str] = field(default_factory=dict)
 
 
 STEPS = Registry("moexport.steps", Step)
-"""All are plugins'."""
+"""All come from plugins."""
 
 
 def asked(options: ExportOptions) -> list[Step]:
-    """Returns the steps that the options of plugins ask for."""
+    """Returns the steps that options of plugins request."""
     return [step for step in STEPS if step.asked(options)] if options.further else []
+
+
+def read_as(reading: LoadRequest, request: ExportOptions, source: str) -> LoadRequest:
+    """Returns how an export's model is read, with the settings from its steps."""
+    for step in STEPS if request.further else ():
+        reading = step.reading(reading, request, source)
+    return reading

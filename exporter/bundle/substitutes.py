@@ -1,4 +1,4 @@
-"""`substitutes.safetensors`: what takes the places of experts, beside a recipe and in a bundle."""
+"""`substitutes.safetensors`: arrays that replace experts, in a recipe's folder or a bundle."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from ...errors import BundleError
-from ..edits import Edits
+from ...graphs.edits import Edits
 
 SUBSTITUTES_FILE = "substitutes.safetensors"
 
 
 def substitutes_bytes(edits: Edits) -> bytes:
-    """Returns the file of what takes the places of experts (`Edits.substitutes`).
+    """Returns the file of the arrays that replace experts (`Edits.substitutes`).
 
-    Empty where there are none.
+    Empty without any.
     """
     return save(edits.substitutes) if edits.substitutes else b""
 
 
 def read_substitutes(folder: Path) -> Mapping[str, np.ndarray]:
-    """Returns what takes the places of experts, from a folder; none where it has no such file.
+    """Returns the arrays that replace experts from a folder; empty if it has no such file.
 
-    Raises `BundleError` for a file that is damaged.
+    Raises `BundleError` for a damaged file.
     """
     path = folder / SUBSTITUTES_FILE
     if not path.is_file():

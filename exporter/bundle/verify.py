@@ -1,4 +1,4 @@
-"""Whether a bundle is what was written and computes what PyTorch computed."""
+"""Checks that a bundle is unchanged and computes PyTorch's results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from google.protobuf.message import DecodeError
 
 from ...common.environment import cpu_features
 from ...common.files import sha256
+from ...data.batches import Feed
 from ...errors import MissingExtraError, MoexportError, PluginError
-from ...graphs.targets import Runtime, for_cpus, runtime_of
-from ..inputs import DEFAULT_BATCH, PARITY_BATCHES, parse_range
-from ..parity import Comparison
+from ...graphs.sizes import DEFAULT_BATCH, PARITY_BATCHES, parse_range
+from ...graphs.targets import Target, for_cpus, runtime_of
 from ..session import CPU, Session, SessionOptions
 from .manifest import (
     MANIFEST_FILE,
@@ -28,10 +28,11 @@ from .manifest import (
     external_files,
     is_as_written,
 )
-from .parity_record import (
+from .parity import (
     PARITY_FILE,
     ROUNDED_RTOL,
     TOLERANCES,
+    Comparison,
     Parity,
     Reference,
     Tolerance,
@@ -41,7 +42,6 @@ from .parity_record import (
     recorded,
     sized_files,
     tolerance_of,
-    unreached,
 )
 from .runtimes import RUNTIMES, engine_checks, opened
 
@@ -53,16 +53,18 @@ LARGE_WEIGHTS_BYTES = 1 << 27
 """Beyond this a check runs without copies of weights: slower, at a third of the memory."""
 
 
-def verify(
+def checks(
     directory: Path,
     manifest: Manifest,
     *,
     atol: float | None = None,
     rtol: float | None = None,
     trust_engine: bool = False,
+    data: Feed | None = None,
 ) -> Iterator[Check]:
     """Yields the checks: every file's hash, every graph's validity, every graph's parity.
 
+    With `data` that have labels or outputs of the user's own model, every graph runs them, too.
     Engines that were built elsewhere are run with `trust_engine` alone. A check that damage would
     only make fail in less clear words is left out.
     """
@@ -101,12 +103,23 @@ def verify(
     yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
         yield Check("parity", False, _why_no_reference(manifest))
+    if manifest.answers or data is not None:
+        from ..checks.bundle import data_checks, recorded_checks  # few bundles have either
+
+        yield from recorded_checks(manifest.answers)
+        if data is not None:
+            bounds = _bounds(directory, manifest, None, atol, rtol)
+            sessions = {
+                graph.file: partial(checking_session, directory / graph.file, manifest.target)
+                for graph in valid
+            }
+            yield from data_checks(manifest, sessions, data, expected, bounds)
 
 
 def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> str | None:
     """Returns how a graph misses the comparison that it was exported with.
 
-    None where it meets it, was never compared, or was exported with wider bounds.
+    None if it meets it, was never compared, or was exported with wider bounds.
     """
     if graph.parity is None or PARITY_FILE not in manifest.files:
         return None
@@ -120,29 +133,27 @@ def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> st
 
 
 def checking_session(
-    directory: Path,
-    graph: GraphRecord,
+    graph: Path,
+    target: Target,
     *,
     observe: Mapping[str, int] | None = None,
-    runtime: Runtime = "onnxruntime",
     threads: int | None = None,
-    rounded: bool = True,
+    rounded: bool | None = None,
 ) -> Session:
-    """Returns a graph of a bundle, or of one being written, ready for its values to be compared.
+    """Returns a graph of a bundle, or of one being written, opened for its values to be compared.
 
-    `rounded`: not as this machine computes 16-bit floats, but rounded as a GPU rounds them.
+    `rounded`: not as this machine computes 16-bit floats, but rounded as a GPU rounds them. By
+    default so are the graphs of targets that are no CPUs.
     """
-    return opened(
-        directory / graph.file,
-        SessionOptions(
-            runtime=runtime,
-            threads=threads,
-            prepack=not is_large(directory),
-            plan_memory=False,
-            observe=observe,
-            rounded=rounded,
-        ),
+    options = SessionOptions(
+        runtime=runtime_of(target),
+        threads=threads,
+        prepack=not is_large(graph.parent),
+        plan_memory=False,
+        observe=observe,
+        rounded=not for_cpus(target) if rounded is None else rounded,
     )
+    return opened(graph, options)
 
 
 def is_large(directory: Path) -> bool:
@@ -157,7 +168,7 @@ def _hash_check(directory: Path, file: str, expected: str, size: int) -> Check:
         return Check(name, False, "the file is missing")
     trust = ""
     if path.suffix == ".plan":
-        from ..tensorrt.trust import TRUST  # loaded where a bundle has an engine
+        from ..tensorrt.trust import TRUST  # loaded if a bundle has an engine
 
         trust = f"; `moexport run` with {TRUST}"
     if path.stat().st_size != size:
@@ -167,7 +178,7 @@ def _hash_check(directory: Path, file: str, expected: str, size: int) -> Check:
 
 
 def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Check:
-    """Whether a graph is valid and what the manifest says of it."""
+    """Whether a graph is valid and whether it matches the manifest."""
     path = directory / graph.file
     name = f"ONNX check of {path.name}"
     if graph.file not in manifest.files:
@@ -187,7 +198,7 @@ def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Che
 
 
 def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord) -> Iterator[str]:
-    """In what a graph is not what the manifest says."""
+    """How a graph differs from the manifest."""
     for file in sorted(external_files(model) - manifest.files.keys()):
         yield f"it keeps weights in {file}, of which {MANIFEST_FILE} lists no hash"
     takes_k = {"k"} if manifest.k == "input" else set()
@@ -237,7 +248,7 @@ def _bounds(
 ) -> Tolerance:
     """The bounds of a comparison: those given, else those of the export.
 
-    Where one is given in FP32 rounding is no bound, as in an export. What the manifest holds may be
+    If one is given in FP32 rounding is no bound, as in an export. What the manifest holds may be
     no wider than an export chooses by itself for the precision, or for a `graph` that rounds to
     BF16: whoever changes a bundle may write anything.
     """
@@ -285,7 +296,7 @@ def _parity_check(
         return Check(name, False, error.message, error.hint if absent else None)
     detail = describe(parity)
     experts = {layer.name: layer.experts for layer in manifest.layers}
-    missing = not_compared(unreached(expected.compared(experts), experts), experts)
+    missing = not_compared(expected.compared(experts), experts)
     detail += f"; {missing}" if missing else ""
     if bounds.rtol == ROUNDED_RTOL > tolerance_of(manifest.precision).rtol:
         detail += f"; held to {bounds.rtol:g} of max|y|, since the graph rounds to BF16"
@@ -334,11 +345,10 @@ def _compared(
     rounded: bool,
 ) -> Parity:
     """How far a graph is off on this machine, or with `rounded` as `checking_session` has it."""
-    observe, runtime = expected.observed(graph.selected), runtime_of(manifest.target)
-    session = checking_session(directory, graph, observe=observe, runtime=runtime, rounded=rounded)
+    path, observe = directory / graph.file, expected.observed(graph.selected)
     batch, probed = _batches(manifest, graph)
     comparison = Comparison(
-        session,
+        checking_session(path, manifest.target, observe=observe, rounded=rounded),
         graph.selected,
         batch=batch,
         tolerance=bounds,

@@ -1,9 +1,9 @@
 """The weights file: every tensor of a model once, in a layout that serves all lowerings.
 
-A layer's experts are stored stacked, [n, d, h], contiguous per expert. A lowering that wants the
-stack points at its beginning, one that wants expert e's matrix points into the same bytes at an
-offset. Tensors are written one expert at a time, so that a transposed or memory-mapped source is
-never held whole.
+A layer's experts are stored as a stack, [n, d, h], contiguous per expert. A lowering that uses the
+stack refers to its start, one that uses expert e's matrix to the same bytes at an offset. Tensors
+are written one expert at a time, so that a transposed or memory-mapped source is never loaded
+whole.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WORD = 64
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor lies in the weights file, and in what type."""
+    """The place and type of a tensor in the weights file."""
 
     offset: int
     shape: tuple[int, ...]
@@ -53,7 +53,6 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Its size in bytes."""
         return size_of(self.shape, self.dtype)
 
     def part(self, index: int) -> Stored:
@@ -62,7 +61,7 @@ class Stored:
         return Stored(offset=self.offset + index * part.bytes, shape=part.shape, dtype=self.dtype)
 
     def external(self, name: str) -> ir.ExternalTensor:
-        """The tensor as external data of an ONNX file that lies beside the weights file."""
+        """The tensor as external data of an ONNX file next to the weights file."""
         return ir.ExternalTensor(
             location=WEIGHTS_FILE,
             offset=self.offset,
@@ -74,20 +73,18 @@ class Stored:
 
 
 def size_of(shape: tuple[int, ...], dtype: ir.DataType) -> int:
-    """Returns the bytes of a tensor."""
     return dtype.bitwidth * prod(shape) // 8
 
 
 def layer_bytes(layer: MoELayer, compute: ComputeTypes) -> int:
-    """Returns the bytes that `write_layer` writes, paddings not counted; reads no weights."""
+    """Returns the bytes that `write_layer` writes, without padding; reads no weights."""
     return sum(size_of(part.shape, part.dtype) for part in converted(layer.stored(), compute))
 
 
 class WeightsWriter:
     """Appends tensors to a weights file; a context manager that closes it.
 
-    The tensors may be of mapped files, of which `reading` is the pass. `progress` gets the bytes
-    written.
+    `reading` tracks the pass over mapped sources. `progress` receives the number of bytes written.
     """
 
     def __init__(
@@ -117,14 +114,14 @@ class WeightsWriter:
     ) -> Stored:
         """Writes the parts one after the other as one tensor of `shape`, converted to `dtype`.
 
-        Numbers of four bits come as bytes that hold two each.
+        Four-bit numbers are passed as bytes with two each.
         """
         stored = Stored(offset=self._align(size_of(shape, dtype)), shape=shape, dtype=dtype)
         for part in parts:
             packed = dtype.bitwidth < 8
             array = np.ascontiguousarray(part, dtype=np.uint8 if packed else dtype.numpy())
-            # Not ndarray.tofile, whose errors do not tell a full disk from any other failure. As
-            # bytes, since bfloat16 has no place in the buffer protocol.
+            # Not ndarray.tofile, whose errors do not distinguish a full disk from other failures.
+            # As bytes, since the buffer protocol does not support bfloat16.
             self._file.write(array.reshape(-1).view(np.uint8).data)
             self._progress.advance(array.nbytes)
             self._reading.advance(part.nbytes)
@@ -133,7 +130,7 @@ class WeightsWriter:
         return stored
 
     def _align(self, size: int) -> int:
-        """Pads to a page before a tensor that fills one, so that runtimes can map it."""
+        """Pads to a page before a tensor of at least that size, so that runtimes can map it."""
         step = _PAGE if size >= _PAGE else _WORD
         self._file.write(b"\0" * (-self._file.tell() % step))
         return self._file.tell()
@@ -147,27 +144,24 @@ class StoredLayer:
         self._tensors = tensors
 
     def has(self, name: str) -> bool:
-        """Whether the layer has this weight."""
         return name in self._tensors
 
     def stacked(self, name: str, *, batched: bool = False) -> ir.ExternalTensor:
-        """The whole tensor; `batched` as a batch of one, [1, …]."""
         stored = self._tensors[name]
         if batched:
             stored = Stored(offset=stored.offset, shape=(1, *stored.shape), dtype=stored.dtype)
         return stored.external(f"{self._layer}/{name}")
 
     def expert(self, name: str, index: int) -> ir.ExternalTensor:
-        """One expert's part of a tensor whose first axis is n."""
         return self._tensors[name].part(index).external(f"{self._layer}/{name}/{index}")
 
 
 def write_layer(
     writer: WeightsWriter, name: str, layer: MoELayer, compute: ComputeTypes = FP32
 ) -> StoredLayer:
-    """Writes a layer's weights, in the numbers that it is to compute in.
+    """Writes a layer's weights in the types of its computation.
 
-    Returns where they are, by the names of its lowerings.
+    Returns them by the names that lowerings use.
     """
     return StoredLayer(
         name,
@@ -179,7 +173,7 @@ def write_layer(
 
 
 def write_backbone(writer: WeightsWriter, traced: ir.Model) -> None:
-    """Writes a traced graph's own weights and lets its initializers point at them."""
+    """Writes a traced graph's own weights, and points its initializers at them."""
     for name, value in traced.graph.initializers.items():
         tensor = value.const_value
         assert tensor is not None

@@ -1,1 +1,1 @@
-"""Loads what a user names as a model: files, state dicts, networks and layers of the user's own."""
+"""Loads models from files, state dicts, and the user's own networks and layers."""

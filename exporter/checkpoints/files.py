@@ -1,7 +1,7 @@
 """Reads files of weights, in every common format.
 
-No code of a file is executed, and its size limits what it may cost: a file that would unpack to far
-more than its own size is refused before it is unpacked.
+No code in a file is executed, and its size limits the cost of reading it: a file that would unpack
+to far more than its size is refused first.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from torch import Tensor
 
 from ...common.documents import read_document
 from ...common.files import allowed_bytes
-from ...common.locations import beside, local, url_of
-from ...data.feeds import npz_arrays
+from ...common.locations import copy_siblings, local, no_such_checkpoint, url_of
 from ...errors import CheckpointError, FeedError
 from .readers import ForeignArrays, Reader, formats, found_by_readers
 
@@ -36,26 +35,26 @@ PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*PICKLED, ".safetensors", ".npz")
 INDEX = ".index.json"
 INDEX_BYTES = 128 << 20
-"""Of an index of shards at most: one of 90,000 tensors has 9 MB."""
+"""The largest index of shards: one with 90,000 tensors has 9 MB."""
 
 STANDARD = ("model.safetensors", "pytorch_model.bin")
-"""What Hugging Face's libraries call the weights, in the order in which they prefer them; beside
-them lie `config.json`, and in a Trainer's folder its optimizer and its arguments."""
+"""The weights' names in Hugging Face's libraries, in their order of preference. `config.json` lies
+next to them, and in a Trainer's folder its optimizer and arguments."""
 
 ADAPTER = "adapter_model"
-"""What peft calls an adapter's weights, which are none of a whole model."""
+"""The name of an adapter's weights in peft, which are not a whole model."""
 
 RESAVE = "re-save the weights alone: torch.save(model.state_dict(), …) or safetensors"
-DAMAGED = "copy or download the file again; it was probably cut short"
+DAMAGED = "copy or download the file again; it was probably truncated"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files of one checkpoint: one, or the shards that an index lists.
+    """The files of one checkpoint: one, or the shards in an index.
 
     `keys` maps each shard to the keys that the index expects in it (empty for a single file);
-    `config` is the `config.json` of the folder the files were found in. `arrays` reads the files of
-    another training code, none of which is read by itself.
+    `config` is the `config.json` in the folder of the files. `arrays` reads the files of another
+    training code, which cannot be read one by one.
     """
 
     files: tuple[Path, ...]
@@ -64,29 +63,29 @@ class WeightFiles:
     arrays: ForeignArrays | None = None
 
 
-# --- which files -------------------------------------------------------------------------------
+# --- finding the files -------------------------------------------------------------------------
 
 
 def local_checkpoint(source: str | os.PathLike[str]) -> Path:
-    """Returns the path of a checkpoint; of a URL that of its copy, with the files it goes with."""
+    """Returns the path of a checkpoint; for a URL, of its copy, with the files next to it."""
     place = os.fspath(source)
     path = local(place)
     if url_of(place) is not None and path.is_file():
         if path.name.endswith(INDEX):
-            beside(place, ("config.json", *dict.fromkeys(_weight_map(path).values())))
+            copy_siblings(place, ("config.json", *dict.fromkeys(_weight_map(path).values())))
         elif path.name in STANDARD:
-            beside(place, ("config.json",))
+            copy_siblings(place, ("config.json",))
         elif path.suffix.lower() not in SUFFIXES:
             for reader, found in found_by_readers(path):
-                beside(place, reader.beside(found))
+                copy_siblings(place, reader.beside(found))
     return path
 
 
 def find_files(source: Path) -> WeightFiles:
-    """Returns the weight files that `source` means: a file, an index of shards, or a folder.
+    """Returns the weight files at `source`: a file, an index of shards, or a folder.
 
-    Raises CheckpointError when there is none, when a folder holds several, or when a shard that an
-    index lists is not there.
+    Raises CheckpointError if there are none, if a folder has several candidates, or if a shard in
+    an index is missing.
     """
     if source.is_dir():
         return _find_in_folder(source)
@@ -95,7 +94,7 @@ def find_files(source: Path) -> WeightFiles:
         if foreign:
             return _foreign(source, foreign)
     if not source.exists():
-        raise CheckpointError(f"{source}: no such file", hint=_fetching(source) or "check the path")
+        raise no_such_checkpoint(source)
     if not source.is_file():
         raise CheckpointError(f"{source}: neither a file nor a folder", hint="check the path")
     config = _config_in(source.parent)
@@ -110,27 +109,16 @@ def find_files(source: Path) -> WeightFiles:
 
 
 def _foreign(source: Path, found: Sequence[tuple[Reader, Path]]) -> WeightFiles:
-    """The files of what one reader found at a path; CheckpointError where several did."""
+    """The files that one reader found at a path; CheckpointError if several readers did."""
     if len(found) > 1:
         listed = ", ".join(f"{place.name} ({reader.name})" for reader, place in found)
         raise CheckpointError(
-            f"{source}: several checkpoints could be meant: {listed}",
-            hint="give the path of the one that is meant",
+            f"{source}: there are several checkpoints: {listed}",
+            hint="give the path of one of them",
         )
     ((reader, place),) = found
     arrays = reader.reads(place)
     return WeightFiles(files=arrays.files, arrays=arrays)
-
-
-def _fetching(source: Path) -> str | None:
-    """How to get what looks like an id of Hugging Face: only URLs are downloaded."""
-    text = source.as_posix()
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text) or source.suffix or source.parent.exists():
-        return None
-    return (
-        f"if this is a model on Hugging Face, give hf://{text}, or download it first: "
-        f"`hf download {text} --local-dir {source.name}`"
-    )
 
 
 def _config_in(folder: Path) -> Path | None:
@@ -141,7 +129,7 @@ def _config_in(folder: Path) -> Path | None:
 def _find_in_folder(folder: Path) -> WeightFiles:
     if (folder / "manifest.json").is_file() and (folder / "weights.bin").is_file():
         raise CheckpointError(
-            f"{folder}: a bundle, which holds no checkpoint",
+            f"{folder}: a bundle, which contains no checkpoint",
             hint=f"give the checkpoint that it was exported from: `moexport inspect {folder}` "
             "names it",
         )
@@ -150,7 +138,7 @@ def _find_in_folder(folder: Path) -> WeightFiles:
     if files and foreign:
         raise CheckpointError(
             f"{folder}: {files[0].name} and {foreign[0][1].name} could both be the weights",
-            hint="give the path of the one that is meant",
+            hint="give the path of one of them",
         )
     if foreign:
         return _foreign(folder, foreign)
@@ -159,7 +147,7 @@ def _find_in_folder(folder: Path) -> WeightFiles:
         weights = [file for file in files if not is_adapter(file)]
         if files and not weights:
             raise CheckpointError(
-                f"{files[0]}: an adapter, and the folder holds no weights of the model it is for",
+                f"{files[0]}: an adapter, but the weights of its base model are missing",
                 hint="merge it into that model: merge_and_unload() of peft, then save_pretrained",
             )
         files = weights
@@ -172,7 +160,7 @@ def _find_in_folder(folder: Path) -> WeightFiles:
         names = ", ".join(p.name for p in files[:6])
         raise CheckpointError(
             f"{folder}: {len(files)} files could be the weights ({names})",
-            hint="give the path of the one that is meant",
+            hint="give the path of one of them",
         )
     config = _config_in(folder)
     if files[0].name.endswith(INDEX):
@@ -181,14 +169,14 @@ def _find_in_folder(folder: Path) -> WeightFiles:
 
 
 def is_adapter(file: Path) -> bool:
-    """Whether a file is what peft calls the weights of an adapter."""
+    """Whether a file has peft's name for the weights of an adapter."""
     return file.stem == ADAPTER
 
 
 def _standard(folder: Path) -> list[Path]:
     """The file or the index that Hugging Face's libraries would read, if there is one.
 
-    Raises CheckpointError where a folder has both, of which one may be left from another save.
+    Raises CheckpointError if a folder has both: one may be left from another save.
     """
     for name in STANDARD:
         file, index = folder / name, folder / f"{name}{INDEX}"
@@ -199,14 +187,14 @@ def _standard(folder: Path) -> list[Path]:
         if file.is_file() and name not in _weight_map(index).values():
             raise CheckpointError(
                 f"{folder}: {file.name} and {index.name} could both be the weights",
-                hint="give the path of the one that is meant, or remove the other",
+                hint="give the path of one of them, or remove the other",
             )
         return [index]
     return []
 
 
 def _read_index(index: Path, config: Path | None) -> WeightFiles:
-    """The shards of a `*.index.json`, whose `weight_map` gives the file of every key."""
+    """The shards of a `*.index.json`, whose `weight_map` maps every key to its file."""
     placed = _weight_map(index)
     if not placed:
         raise CheckpointError(f"{index}: lists no weights")
@@ -215,7 +203,9 @@ def _read_index(index: Path, config: Path | None) -> WeightFiles:
         keys.setdefault(name, []).append(key)
     outside = [name for name in keys if Path(name).name != name or "\0" in name]
     if outside:
-        raise CheckpointError(f"{index}: shards must lie beside the index, not at {outside[0]!r}")
+        raise CheckpointError(
+            f"{index}: shards must be in the index's folder, not at {outside[0]!r}"
+        )
     missing = [name for name in keys if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(
@@ -237,33 +227,33 @@ def _weight_map(index: Path) -> dict[str, str]:
         ) from error
 
 
-# --- what is in them ---------------------------------------------------------------------------
+# --- the contents of the files -----------------------------------------------------------------
 
 
 def read_files(weights: WeightFiles) -> Mapping[str, Any]:
-    """Returns what the files hold: names to tensors, or to whatever else was saved beside them.
+    """Returns the content of the files: names to tensors, or to other saved objects.
 
-    Of `weights.arrays` the shapes alone, as tensors that take no memory.
+    For `weights.arrays` only shapes are read, as tensors without memory.
     """
     if weights.arrays is not None:
         return weights.arrays.zeros()
     if not weights.keys:
         return read_file(weights.files[0])
     merged: dict[str, Any] = {}
-    # Together: each alone may be small enough.
+    # The limit is on the total: each file may be small enough.
     _check_archives(*(path for path in weights.files if zipfile.is_zipfile(path)))
     for path in weights.files:
         shard = read_file(path)
         missing = [key for key in weights.keys[path] if key not in shard]
         if missing:
             raise CheckpointError(
-                f"{path}: {len(missing)} keys that the index places here are not in the shard: "
+                f"{path}: {len(missing)} keys that the index assigns to this shard are missing: "
                 f"{', '.join(missing[:4])}"
             )
         twice = sorted(merged.keys() & shard.keys())
         if twice:
             raise CheckpointError(
-                f"{path}: {twice[0]} is in another shard as well",
+                f"{path}: {twice[0]} is also in another shard",
                 hint="the shards are of different saves: save or download the folder again",
             )
         merged.update(shard)
@@ -271,7 +261,7 @@ def read_files(weights: WeightFiles) -> Mapping[str, Any]:
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """Returns the mapping that one file holds; raises CheckpointError when it cannot be read."""
+    """Returns the mapping in one file; raises CheckpointError if it cannot be read."""
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path}: the file is empty", hint=DAMAGED)
     kinds: dict[str, Callable[[Path], Any]] = {
@@ -281,7 +271,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
     try:
         content = kinds.get(path.suffix.lower(), _read_pickled)(path)
     except (CheckpointError, OSError, MemoryError):
-        raise  # what is not damaged but unreadable is named by read_checkpoint
+        raise  # read_checkpoint names files that are unreadable rather than damaged
     except Exception as error:  # a damaged file fails in any way: KeyError, EOFError, …
         raise _damaged(path, error) from error
     if not isinstance(content, Mapping):
@@ -327,6 +317,8 @@ def _check_archives(*paths: Path) -> None:
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
+    from ...data.feeds import npz_arrays  # needed for this format only
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -339,7 +331,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
 
 
 def _values(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> Iterable[tuple[str, Any]]:
-    """Arrays as tensors; texts, which some scripts save beside them, as they are."""
+    """Arrays as tensors; texts, which some scripts save with them, unchanged."""
     for key, array in arrays:
         if array.dtype.kind in "US":
             yield key, str(array)
@@ -354,19 +346,18 @@ def _values(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> Iterable[tu
 
 
 def _read_pickled(path: Path) -> Any:
-    """Returns the object that `torch.save` put in `path`, its tensors memory-mapped where possible.
+    """Returns the object that `torch.save` wrote, its tensors memory-mapped if possible.
 
-    Only tensors, containers and numbers are read, and the `argparse.Namespace` in which training
-    scripts keep their options. Raises CheckpointError for a file that holds anything else: loading
-    that would run code.
+    Only tensors, containers and numbers are read, and the `argparse.Namespace` of training scripts'
+    options. Raises CheckpointError for anything else, since loading it would run code.
     """
-    # Files of before torch 1.6 are no zip archives and cannot be mapped.
+    # Files from before torch 1.6 are not zip archives and cannot be mapped.
     with path.open("rb") as file:
         start = file.read(tarfile.BLOCKSIZE)
     is_zip = start[:4] == b"PK\x03\x04"
     if is_zip:
         _check_archives(path)
-    elif _is_tar(start):  # which PyTorch opens with what hangs on a header that is ill meant
+    elif _is_tar(start):  # PyTorch's reader hangs on a malicious header
         raise CheckpointError(f"{path}: a tar, as PyTorch wrote before 0.1.10", hint=RESAVE)
     _check_pickles(path, is_zip)
     try:
@@ -378,7 +369,7 @@ def _read_pickled(path: Path) -> Any:
 
 
 def _is_tar(start: bytes) -> bool:
-    """Whether the first block of a file is a tar's: one whose checksum is right."""
+    """Whether the first block of a file is a tar header with the right checksum."""
     try:
         tarfile.TarInfo.frombuf(start, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
@@ -387,20 +378,20 @@ def _is_tar(start: bytes) -> bool:
 
 
 GROWING = {"hex", "base64", "base_64", "quopri", "quoted_printable", "uu", "zip", "zlib", "bz2"}
-"""Codecs that make bytes of bytes, and so double them as often as they are applied."""
+"""Codecs from bytes to bytes, which can double the size each time they are applied."""
 
 
 def _check_pickles(path: Path, is_zip: bool) -> None:
-    """Raises CheckpointError for a pickle that makes large things of small numbers.
+    """Raises CheckpointError for a pickle that creates large objects from small numbers.
 
-    PyTorch's reader lets a pickle call `bytearray` with any size, and encode what it encoded.
+    PyTorch's reader lets a pickle call `bytearray` with any size, and encode bytes repeatedly.
     """
     if is_zip:
         with zipfile.ZipFile(path) as archive:
             pickles = [archive.read(e) for e in archive.infolist() if e.filename.endswith(".pkl")]
     else:
         with path.open("rb") as file:
-            pickles = [file.read(PICKLE_BYTES)]  # the numbers come after them
+            pickles = [file.read(PICKLE_BYTES)]  # the tensors' numbers follow
     for data in pickles:
         if b"bytearray" not in data and b"_codecs" not in data:
             continue
@@ -409,18 +400,20 @@ def _check_pickles(path: Path, is_zip: bool) -> None:
         makes = [name for name in names if name.endswith(".bytearray")]
         if makes or ("_codecs.encode" in names and codecs & GROWING):
             what = "makes a bytearray" if makes else "encodes bytes"
-            raise CheckpointError(f"{path}: {what}, which no weights need; refused", hint=RESAVE)
+            raise CheckpointError(
+                f"{path}: {what}, which weights do not need; refused", hint=RESAVE
+            )
 
 
 PICKLE_BYTES = 64 << 20
-"""So much of a file of before torch 1.6 is searched for what its pickles make."""
+"""The length of a file from before torch 1.6 that is searched for names of pickled objects."""
 
 HARMLESS = re.compile(r"torch\.(?!nn\.modules)|collections\.OrderedDict|argparse\.Namespace")
-"""What every checkpoint refers to."""
+"""Names that every checkpoint refers to."""
 
 
 def _refusal(path: Path, is_zip: bool, message: str) -> CheckpointError:
-    """The error for a pickle that torch would not read; names what it asked for."""
+    """The error for a pickle that torch refuses; names the classes and functions in it."""
     names = re.findall(r"GLOBAL ([\w.]+)", message)
     if is_zip:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -442,7 +435,7 @@ def _refusal(path: Path, is_zip: bool, message: str) -> CheckpointError:
 
 
 def _pickled_names(file: IO[bytes]) -> tuple[list[str], list[str]]:
-    """Names that the pickles in a file refer to and texts in them, read without executing them."""
+    """The names and the texts in a file's pickles, read without executing them."""
     names: list[str] = []
     strings: list[str] = []
     while True:

@@ -1,4 +1,4 @@
-"""Weights as float32: many of them lie in a temporary file, mapped as a checkpoint's own are."""
+"""Converts weights to float32; many of them go to a temporary file, which is memory-mapped."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ...common.files import Reading, Watched
 from ...common.writing import scratch_file
 
 IN_MEMORY_BYTES = 64 << 20
-"""Weights that take no more as float32 are converted in memory."""
+"""Weights up to this size as float32 are converted in memory."""
 
 ALIGNMENT = 16
-"""Tensors in the file begin at multiples of so many numbers: a line of the processor's cache."""
+"""Tensors in the file are aligned to this many numbers, a cache line."""
 
 
 def unset(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], Path | None]:
-    """Returns float32 tensors of these shapes, to be filled, and the file they are mapped from.
+    """Returns uninitialised float32 tensors of these shapes, and the file they are mapped from.
 
-    That file is a temporary one and has no name any more: it goes with the last of the tensors, or
-    with the process. It is None where they are small, where there is no room for it, or the system
-    has no such files: they are in memory then.
+    It is an unlinked temporary file, which disappears with the last tensor or the process. It is
+    None if the tensors are small, the disk is full, or the system has no such files: then they are
+    in memory.
     """
     sizes = {key: int(np.prod(shape, dtype=np.int64)) for key, shape in shapes.items()}
     starts, size = {}, 0
-    # The small ones together: systems map 2 MB around whatever is touched, and who looks at the
-    # biases of experts would have all of the weights between them in memory again.
+    # Small tensors lie together: systems map 2 MB around each touched page, so reading the biases
+    # of experts would otherwise map all weights between them again.
     for key in sorted(sizes, key=lambda key: sizes[key]):
         starts[key] = size
         size += -(-sizes[key] // ALIGNMENT) * ALIGNMENT
@@ -49,8 +49,8 @@ def upcast(
 ) -> tuple[dict[str, Tensor], Path | None]:
     """Returns tensors as float32, and the temporary file that they are mapped from, if any.
 
-    `files` are what the given tensors are mapped from, whose pages are dropped as they are read,
-    and `watched` which of them must not be cut short meanwhile.
+    `files` are the mapped sources, whose pages are released while they are read; a `watched` one
+    must not be truncated meanwhile.
     """
     floats, place = unset({key: tuple(tensor.shape) for key, tensor in tensors.items()})
     if place is None:
@@ -64,12 +64,13 @@ def upcast(
 
 
 def _temporary(size: int) -> tuple[Tensor, Path] | None:
-    """So many numbers in a file that has no name any more, and the one it had; None without one."""
+    """`size` numbers in an unlinked temporary file, and the file's former path; None on failure."""
     if not hasattr(os, "posix_fallocate"):
         return None
     try:
         with scratch_file("float32") as path, path.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, 4 * size)  # so that no write finds the disk full
+            # reserves the space, so that no write finds the disk full
+            os.posix_fallocate(file.fileno(), 0, 4 * size)
             numbers = np.memmap(file, dtype=np.float32, mode="r+", shape=(size,))
     except OSError:
         return None

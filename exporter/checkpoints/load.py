@@ -1,18 +1,19 @@
-"""Loads a `Model` from what the user names: a checkpoint or a factory."""
+"""Loads a `Model` from a checkpoint, a factory or a module."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...common.documents import document, read_document
+from torch import nn
+
 from ...common.locations import named_by_url, url_of
 from ...common.option import takes
-from ...common.user_code import names_code
+from ...data.batches import Feed
+from ...data.user_code import names_code
 from ...errors import (
     CheckpointError,
     FamilyError,
@@ -26,83 +27,68 @@ from ..inputs import Example
 from ..model import Model, Source
 from ..requests import LoadRequest
 from .files import local_checkpoint
-from .loaders import LOADERS, MISSING, loader_of
+from .loaders import LOADERS, MISSING, loader_of, loader_of_module
 from .state_dict import Checkpoint, read_checkpoint
 
+AnyModel = Model | nn.Module | str | Path | Callable[[], Model | nn.Module]
+"""The `model` argument of calls: a loaded model, an argument of `load`, or a function."""
 
-def read_config(
-    source: Mapping[str, Any] | str | Path | None = None, sets: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Returns settings, or those of a file (JSON, YAML, TOML), with `KEY=VALUE` pairs over them.
 
-    Raises UsageError for a file that cannot be read as a mapping, or a pair without a key.
+@takes(LoadRequest)
+def load(source: str | os.PathLike[str] | nn.Module, options: LoadRequest) -> Model:
+    """Returns the trained model at `source`, ready to export.
+
+    `source` is a checkpoint (a file, an index of shards, a folder, or the URL of one),
+    `package.module:factory`, or the network itself: an `nn.Module`, with `example` inputs. A
+    network is not modified; its float32 weights on the CPU are shared. The configuration has the
+    settings that shapes do not determine: constructor arguments of the published code, or of the
+    factory. Without `values` a checkpoint's weights are neither checked nor converted
+    (`state_dict.read_checkpoint`): enough to inspect a model, but not to run or export it.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not a checkpoint.
+        FamilyError: the family is unknown or ambiguous, or settings are missing.
+        ParityError: a factory's network does not compute the same as its layers.
+        UsageError: an argument is invalid.
     """
-    config = _read_file(Path(source)) if isinstance(source, str | Path) else dict(source or {})
-    for pair in sets:
-        key, equals, text = pair.partition("=")
-        if not equals or not key.strip():
-            raise UsageError(f"--set {pair}: not KEY=VALUE", hint="for example --set num_heads=12")
-        config[key.strip()] = parse_value(text)
-    return config
-
-
-def parse_value(text: str) -> Any:
-    """Returns what a value on the command line means: `12`, `true`, `null`, `1,3`, text."""
-    text = text.strip()
-    if "," in text and not text.startswith(("[", "{", '"', "'")):
-        return [parse_value(part) for part in text.split(",") if part.strip()]
-    if not text:
-        return ""
-    for kind in ("json", "yaml"):  # YAML has plainer words than JSON
-        with suppress(UsageError):
-            return document(text, kind, "a value", UsageError)
-    return text
-
-
-KINDS = {".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
-
-
-def _read_file(file: Path) -> dict[str, Any]:
-    kind = KINDS.get(file.suffix.lower())
-    if kind is None:
+    if isinstance(source, nn.Module):
+        _say_loading(options, type(source).__name__)
+        return _load_module(source, options)
+    if not isinstance(source, str | os.PathLike):
         raise UsageError(
-            f"{file}: configuration is read from .json, .yaml or .toml, not {file.suffix!r}"
+            f"a model is expected, not {type(source).__name__}",
+            hint="give a checkpoint's path or URL, package.module:factory, or an nn.Module",
         )
-    try:
-        content = read_document(file, kind, UsageError)
-    except OSError as error:
-        raise UsageError(
-            f"{file}: cannot be read: {error.strerror}", hint="check --config"
-        ) from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise UsageError(f"{file}: holds a {type(content).__name__}, not keys and values")
-    return {str(key): value for key, value in content.items()}
-
-
-def load_as(source: str | os.PathLike[str], request: LoadRequest) -> Model:
-    """Returns the trained model that `source` names, ready to trace.
-
-    `source` is a checkpoint (a file, an index of shards, a folder) or `package.module:factory`.
-    Its configuration says what shapes cannot tell: the constructor arguments of the published
-    code, or of the factory. Without `values` a checkpoint's weights are neither checked nor
-    converted (`checkpoint.read_checkpoint`): enough to look at a model, not to run or export it.
-
-    Each of them may be a URL. Raises CheckpointError, FamilyError, ParityError or UsageError: what
-    was wrong, where, and what to do.
-    """
+    _say_loading(options, source)
     with named_by_url():
-        return _load(source, request)
+        return _load(source, options)
 
 
-load = takes(LoadRequest)(load_as)
-"""`load_as` with the fields of the request as keywords."""
+def _say_loading(options: LoadRequest, source: object) -> None:
+    if options.progress is not None:
+        options.progress.step(f"loading {source}")
+
+
+def model_of(model: AnyModel, options: LoadRequest, data: Feed | None = None) -> Model:
+    """Returns the model for a caller's argument: loaded, to be loaded, or a function.
+
+    A user's own network is also checked on the first inputs of `data`.
+    """
+    if callable(model) and not isinstance(model, nn.Module):
+        model = model()
+    if isinstance(model, Model):
+        return model
+    example = options.example
+    if example is None and data is not None:
+        from ...data.feeds import head_of  # needed for data only
+
+        example = head_of(data)
+    return load(model, replace(options, example=example))
 
 
 def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
     family, example, values = request.family, request.example, request.values
-    file, sets = read_config(request.config), read_config(sets=request.sets)
+    file, sets = _settings(request)
     _check_options(os.fspath(source), request)
     if names_code(str(source)):
         return _load_code(str(source), {**file, **sets}, request)
@@ -116,25 +102,44 @@ def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
     return model if url is None else replace(model, source=replace(model.source, path=url))
 
 
-def _load_code(source: str, config: Mapping[str, Any], request: LoadRequest) -> Model:
-    """The network that a user's own code makes: a plugin loads it."""
-    found = loader_of(source)
+def _load_module(module: nn.Module, request: LoadRequest) -> Model:
+    """The model of a network in memory, from a plugin."""
+    found = loader_of_module(module)
     if found is None:
         raise PluginError(
-            f"{source}: no plugin that is installed loads networks that code names", hint=MISSING
+            f"{type(module).__name__}: no installed plugin loads networks in memory",
+            hint=MISSING,
         )
+    file, sets = _settings(request)
+    return found[0].loads(module, {**file, **sets}, request)
+
+
+def _settings(request: LoadRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a request: a file's, and those that override them."""
+    if request.config is None and not request.sets:
+        return {}, {}
+    from .settings import read_config  # loaded where there are any
+
+    return read_config(request.config), read_config(sets=request.sets)
+
+
+def _load_code(source: str, config: Mapping[str, Any], request: LoadRequest) -> Model:
+    """The model of the user's own code, from a plugin."""
+    found = loader_of(source)
+    if found is None:
+        raise PluginError(f"{source}: no installed plugin loads networks from code", hint=MISSING)
     return found[0].loads(source, config, request)
 
 
 def _check_options(source: str, request: LoadRequest) -> None:
-    """Raises `UsageError` for options of a loader beside a source that they are not for."""
+    """Raises `UsageError` for a loader's options that do not apply to the source."""
     for loader in LOADERS if request.further else ():
         if loader.refuses is not None:
             loader.refuses(source, request)
 
 
 def _is_unknown(folder: Path) -> bool:
-    """Whether the weights in a folder are of no family of ours, by their names and shapes."""
+    """Whether the weights in a folder are of an unknown family, by their names and shapes."""
     try:
         detect(read_checkpoint(folder, values=False).tensors)
     except FamilyError:
@@ -150,7 +155,7 @@ def _load_checkpoint(
     *,
     values: bool,
 ) -> Model:
-    """The model of a checkpoint; `settings`: a file's, and those that override them."""
+    """The model of a checkpoint; `settings` are those of a file, and those that override them."""
     chosen = None if name is None else family_named(name)
     checkpoint = read_checkpoint(path, values=values)
     notes: list[str] = []
@@ -176,14 +181,23 @@ def _load_checkpoint(
         ),
         inputs=model.inputs,
         outputs=model.outputs,
-        notes=(*checkpoint.notes, *notes, *model.notes),
+        notes=(*checkpoint.notes, *notes, *model.notes, *_odd_sizes(model.inputs[0].shape)),
         example=None if isinstance(example, str | Path) else example,
         rounded=model.rounded,
     )
 
 
+def _odd_sizes(shape: Sequence[object]) -> list[str]:
+    """Unusual properties of an image input's shape."""
+    if len(shape) != len("bchw"):
+        return []
+    from ..checks.shapes import odd_sizes
+
+    return [*odd_sizes(shape)]
+
+
 def _detected(checkpoint: Checkpoint) -> Family:
-    """The family of a checkpoint; where no plugin loads other models, the error says so."""
+    """The family of a checkpoint; the error mentions it if no plugin loads other models."""
     try:
         return detect(checkpoint.tensors)
     except FamilyError as error:
@@ -202,8 +216,8 @@ def _built(
 ) -> FamilyModel:
     """The model of a checkpoint.
 
-    Who only looks at what a training in JAX left sees it with examples of the settings that are
-    missing: its files say what it is, and nothing of those.
+    For inspection, missing settings of a model from JAX are replaced by examples: its files
+    identify the family, but do not contain these settings.
     """
     try:
         return family.build(checkpoint.tensors, config)
@@ -212,23 +226,25 @@ def _built(
             raise
         model = family.build(checkpoint.tensors, {**config, **error.examples})
         taken = ", ".join(f"{key}={value}" for key, value in error.examples.items())
-        notes.append(f"no parameter says these settings, which an export asks for; here {taken}")
+        notes.append(f"no parameter determines these settings, which an export needs; here {taken}")
         return model
 
 
 def _recorded_settings(
     checkpoint: Checkpoint, family: Family, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What the family understands of what the file and a `config.json` beside it say, and notes.
+    """The family's settings in the checkpoint and its `config.json`, and notes.
 
-    The arguments of the constructor come first, then the `config.json`. A training script's own
-    options are taken only for what shapes cannot tell: others may mean something else. Such places
-    describe more than the constructor, so keys that the family does not take are no error.
+    The constructor's arguments come first, then the `config.json`. A training script's own options
+    are used only for settings that shapes do not determine: others may have another meaning.
+    Unknown keys are ignored, because these places do not only describe the constructor.
     """
     places = [
         (f"the file's {key}", value, family.options) for key, value in checkpoint.arguments.items()
     ]
     if checkpoint.config is not None:
+        from .settings import read_config
+
         content = read_config(checkpoint.config)
         inner = content.get("model_args")
         flat = {**content, **inner} if isinstance(inner, dict) else content

@@ -1,4 +1,4 @@
-"""The door for formats of checkpoints that are no file of PyTorch, safetensors or numpy."""
+"""The registry of readers, for checkpoints that are not files of PyTorch, safetensors or numpy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ...common.registry import Registry
 
 
 class ForeignArrays(Protocol):
-    """Files of another training code, which together hold its arrays.
+    """Files of another training code, which together contain its arrays.
 
-    `note` is a sentence on what they are.
+    `note` is a sentence that describes them.
     """
 
     @property
@@ -25,7 +25,7 @@ class ForeignArrays(Protocol):
     def note(self) -> str: ...
 
     def zeros(self) -> dict[str, Tensor]:
-        """Tensors of the right shapes, which take no memory."""
+        """Tensors of the right shapes, without memory."""
         ...
 
     def read(self, watched: Watched | None) -> tuple[dict[str, Tensor], Path | None]:
@@ -37,9 +37,9 @@ class ForeignArrays(Protocol):
 class Reader:
     """One format of checkpoints.
 
-    `formats` is what messages call it. `finds` returns the checkpoint that a path means, a file or
-    a folder, or None where it is none of this format; `reads` opens what was found. `beside` are
-    the names of the files that belong to a file, for one that is downloaded.
+    `formats` is its name in messages. `finds` returns the checkpoint at a path, a file or folder,
+    or None if it has another format; `reads` opens the result. `beside` are the names of files that
+    belong to a file, for downloads.
     """
 
     name: str
@@ -50,15 +50,15 @@ class Reader:
 
 
 READERS = Registry("moexport.readers", Reader)
-"""All are plugins'."""
+"""All come from plugins."""
 
 
 def formats() -> list[str]:
-    """Returns what messages call the formats of all readers."""
+    """Returns the names of all readers' formats in messages."""
     return [reader.formats for reader in READERS]
 
 
 def found_by_readers(source: Path) -> list[tuple[Reader, Path]]:
-    """Returns what readers find at a path, with the reader of each."""
+    """Returns the places that readers find at a path, with the readers."""
     found = ((reader, reader.finds(source)) for reader in READERS)
     return [(reader, place) for reader, place in found if place is not None]

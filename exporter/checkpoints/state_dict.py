@@ -1,7 +1,7 @@
 """Reads a checkpoint as named float32 tensors: unwrapped, cleaned and checked.
 
-Begin at `read_checkpoint`. Weights of other types are converted to float32 in a temporary file,
-which is mapped as the checkpoint is, so that loading holds no second copy of them.
+The entry point is `read_checkpoint`. Weights of other types are converted to float32 in a temporary
+file, which is mapped like the checkpoint, so loading holds no second copy of them.
 """
 
 from __future__ import annotations
@@ -23,39 +23,37 @@ from .files import find_files, read_files
 from .floats import upcast
 
 ARGUMENTS = ("model_args", "hyper_parameters")
-"""Where nanoGPT with its descendants, and Lightning, keep the constructor's arguments beside the
-weights."""
+"""Keys under which nanoGPT and its descendants, and Lightning, save the constructor's arguments."""
 
 OPTIONS = ("config", "args")
-"""Where training scripts keep their own options, among which may be the constructor's arguments."""
+"""Keys under which training scripts save their options, which may include constructor arguments."""
 
 WRAPPERS = ("model", "state_dict", "module", "model_ema", "state_dict_ema")
-"""Keys under which training scripts keep the state dict, in the order of preference."""
+"""Keys under which training scripts save the state dict, in order of preference."""
 
 AVERAGES = ("model_ema", "state_dict_ema")
 
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "params.", "opt.target.")
-"""What DataParallel and torch.compile put before every key, the attributes in which a
-LightningModule keeps its network, and where training codes in JAX keep the parameters."""
+"""Prefixes of every key: from DataParallel and torch.compile, from the attribute that holds a
+LightningModule's network, and from training codes in JAX."""
 
 TRAINING = re.compile(
     r"(criterion|loss(_\w+)?|\w+_loss|(\w+_)?metrics?|(\w+_)?acc(uracy)?|(train|val|valid|test)_\w+)\."
 )
-"""What a LightningModule has beside its network: losses and metrics with a state of their own."""
+"""Parts of a LightningModule other than its network: losses and metrics with state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A state dict as its author's model had it.
+    """A state dict with the keys of its author's model.
 
-    `tensors` are float32 where they are floating-point, and memory-mapped where the file already
-    held float32; of a checkpoint read without `values`, they are as in the file, but for floats of
-    8 bits. `prefixes` were removed from every key, outermost first. `config` is the path of a
-    `config.json` found beside the weights. `arguments` are the constructor's, where the training
-    code saved them in the file, and `options` those of the training script, each by the key under
-    which they were. `mapped` are the files that `tensors` are mapped from: `files`, and a temporary
-    one of converted weights. `by_jax`: they are the files of a training code in JAX. `watched` are
-    the files as they were when they were read; None of a checkpoint read without `values`.
+    Floating-point `tensors` are float32, and memory-mapped if the file held float32; without
+    `values` they are as in the file, except 8-bit floats. `prefixes` were removed from every key,
+    outermost first. `config` is the path of a `config.json` next to the weights. `arguments` are
+    the constructor's arguments in the file, and `options` those of the training script, each by its
+    key. `mapped` are the files that `tensors` are mapped from: `files`, and a temporary file of
+    converted weights. `by_jax`: the files come from a training code in JAX. `watched` are the
+    states of the files when they were read; None without `values`.
     """
 
     tensors: dict[str, Tensor]
@@ -71,11 +69,10 @@ class Checkpoint:
 
 
 def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
-    """Returns the weights in `source`: a file, an index of shards, or a folder that holds them.
+    """Returns the weights in `source`: a file, an index of shards, or a folder with them.
 
-    Without `values`, what reads every weight is left out, for who looks at shapes alone: the search
-    for NaN, the conversion to float32 and the hash. Raises CheckpointError, which says what was
-    wrong with which file or key.
+    Without `values` the steps that read every weight are skipped, for inspecting shapes: the search
+    for NaN, the conversion to float32 and the hash. Raises CheckpointError naming the file or key.
     """
     try:
         return _read(source, values=values)
@@ -107,7 +104,7 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
         raise CheckpointError(
-            f"{source}: no tensors inside; it holds {_listed(content)}",
+            f"{source}: no tensors inside; it contains {_listed(content)}",
             hint="save the model's state_dict()",
         )
     others = [str(key) for key in content if str(key) not in tensors]
@@ -144,16 +141,16 @@ FLOAT8 = (
     *(torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 )
-"""Types with which PyTorch does not compute: not even a position can be added."""
+"""Types with which PyTorch cannot compute at all."""
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64, *FLOAT8)
 """The floating-point types that can be converted; others pack several numbers in a byte."""
 
 
 def _check_plain(source: Path, tensors: dict[str, Tensor], size: int) -> None:
-    """Raises CheckpointError for tensors that are not plain numbers, or far more than `size` holds.
+    """Raises CheckpointError for packed tensors, and for shapes far larger than the file.
 
-    A tensor may repeat its numbers (`expand`), and so declare a shape that no machine can hold.
+    A tensor may repeat its numbers (`expand`), and so declare a shape that exceeds any memory.
     """
     declared = 0
     for key, tensor in tensors.items():
@@ -170,23 +167,23 @@ def _check_plain(source: Path, tensors: dict[str, Tensor], size: int) -> None:
         )
         if kind is not None:
             raise CheckpointError(
-                f"{source}: {key} is {kind}, and not a plain tensor",
+                f"{source}: {key} is {kind}, not a plain tensor",
                 hint="save it as float32: tensor.dequantize() or tensor.to_dense()",
             )
         if not tensor.is_meta:
             declared += tensor.numel() * tensor.element_size()
         if declared > allowed_bytes(size):
             raise CheckpointError(
-                f"{source}: its tensors up to {key} of shape {list(tensor.shape)} are {declared} "
+                f"{source}: its tensors up to {key} of shape {list(tensor.shape)} need {declared} "
                 f"bytes, in a file of {size}",
                 hint="save tensors that hold their numbers: tensor.contiguous(), or .clone()",
             )
 
 
 def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
-    """The innermost state dict, following the wrappers of training scripts."""
+    """The innermost state dict, inside the wrappers of training scripts."""
     opened: list[int] = []
-    while id(content) not in opened:  # a mapping may hold itself
+    while id(content) not in opened:  # a mapping may contain itself
         opened.append(id(content))
         present = [key for key in WRAPPERS if isinstance(content.get(key), Mapping)]
         if not present:
@@ -196,7 +193,7 @@ def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
         if averages and chosen not in AVERAGES:
             notes.append(
                 f"read the weights under {chosen!r}; the moving average under {averages[0]!r} was "
-                "left (save it alone to export it)"
+                "ignored (save it alone to export it)"
             )
         else:
             notes.append(f"read the weights under {chosen!r}")
@@ -205,7 +202,7 @@ def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
 
 
 def _settings(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What lies under the keys, where it is a mapping or an `argparse.Namespace`."""
+    """The values of the keys that are a mapping or an `argparse.Namespace`."""
     values = {key: saved[key] for key in keys if key in saved}
     settings = {k: vars(v) if isinstance(v, Namespace) else v for k, v in values.items()}
     return {
@@ -221,19 +218,19 @@ def _listed(content: Mapping[str, Any]) -> str:
 
 
 def _dotted(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Keys of a JAX flat dict (`Router/mu`) as PyTorch would write them (`Router.mu`)."""
+    """Keys of a JAX flat dict (`Router/mu`) in PyTorch's notation (`Router.mu`)."""
     if any("." in key for key in tensors):
         return tensors
     return {key.strip("/").replace("/", "."): value for key, value in tensors.items()}
 
 
 def _network_alone(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
-    """The tensors without losses and metrics, where all others lie in one known attribute."""
+    """The tensors without losses and metrics, if all others are in one known attribute."""
     network = {key: value for key, value in tensors.items() if not TRAINING.match(key)}
     others = [key for key in tensors if key not in network]
     if not network or not others or not _without_prefixes(network)[1]:
         return tensors
-    notes.append(f"left out what only the training needs: {', '.join(others[:6])}")
+    notes.append(f"left out tensors that only training needs: {', '.join(others[:6])}")
     return network
 
 
@@ -256,7 +253,7 @@ def check_finite(source: Path | str, tensors: Mapping[str, Tensor], reading: Rea
     for key, tensor in tensors.items():
         if tensor.is_meta or not tensor.is_floating_point() or tensor.numel() == 0:
             continue
-        if tensor.dtype in FLOAT8:  # whose meaning is in other tensors
+        if tensor.dtype in FLOAT8:  # other tensors scale them
             continue
         # The extremes of a tensor with a NaN are NaN; finding them allocates nothing.
         low, high = (float(x) for x in torch.aminmax(tensor.detach()))
@@ -282,7 +279,7 @@ def _as_float32(
     files: tuple[Path, ...],
     watched: Watched | None,
 ) -> tuple[dict[str, Tensor], tuple[Path, ...]]:
-    """Tensors of these types as float32; those that are float32 already are passed on uncopied.
+    """Converts tensors of these types to float32; float32 tensors are passed on without a copy.
 
     Also returns the file that the converted ones are mapped from, if any.
     """

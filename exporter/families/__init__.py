@@ -1,6 +1,6 @@
-"""The families that moexport knows, and how one is chosen for a checkpoint.
+"""The known families, and the choice of one for a checkpoint.
 
-Those of plugins are asked only for what none of the core's own is.
+Families of plugins are tried only if none of the core's fits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...common.registry import Registry, left_out
-from ...common.text import near_miss
 from ...errors import FamilyError
 from . import (
     fkodom,
@@ -43,13 +42,13 @@ FAMILIES = Registry(
 )
 
 OTHER_BACKBONES = (
-    "give the network as package.module:factory with --weights, and say what a MoE layer in words "
-    "of its own is with @moexport.adapts (docs/own-layer.md)"
+    "give the network as package.module:factory with --weights, and declare its MoE layers "
+    "with @moexport.adapts (docs/families.md#your-own-network)"
 )
 
 
 def all_names() -> list[str]:
-    """Returns the names of all families, a plugin's after the one that it is listed after."""
+    """Returns the names of all families; a plugin's follows the one that it names."""
     names = [family.name for family in FAMILIES.own]
     for family in FAMILIES:
         if family.name not in names:
@@ -59,21 +58,23 @@ def all_names() -> list[str]:
 
 
 def layouts() -> tuple[PublishedLayer[Any], ...]:
-    """Returns the layouts of MoE layers that moexport knows; several families may share one."""
+    """Returns the known layouts of MoE layers; several families may share one."""
     return tuple(dict.fromkeys(FAMILIES[name].layer for name in all_names()))
 
 
 def family_named(name: str) -> Family:
     """Returns the family of that name; raises FamilyError with the nearest one."""
-    if name in FAMILIES:
-        return FAMILIES[name]
-    raise FamilyError(f"unknown family {name!r}", hint=near_miss(name, all_names()) + left_out())
+    from ..checkpoints.family_names import check_family  # loaded where one is named
+
+    if name not in FAMILIES:
+        check_family(name, all_names())
+    return FAMILIES[name]
 
 
 def detect(tensors: Tensors) -> Family:
-    """Returns the family whose names and shapes these tensors have.
+    """Returns the family that fits the names and shapes of these tensors.
 
-    Raises FamilyError when none or several fit, saying what was seen.
+    Raises FamilyError, describing the tensors, if none or several fit.
     """
     fitting = fits(tensors, FAMILIES.own) or fits(tensors, FAMILIES)
     if len(fitting) == 1:
@@ -82,7 +83,7 @@ def detect(tensors: Tensors) -> Family:
         names = [family.name for family in fitting]
         raise FamilyError(
             f"the checkpoint fits several families: {', '.join(names)}",
-            hint=f"say which one: --family {names[0]}",
+            hint=f"name the right one: --family {names[0]}",
         )
     for prefix in _prefixes(tensors):
         beneath = under(tensors, prefix)
@@ -91,7 +92,7 @@ def detect(tensors: Tensors) -> Family:
             others = len(tensors) - len(beneath)
             raise FamilyError(
                 f"the keys under '{prefix}' are those of a {inside[0].name} model"
-                + (f", beside {others} other{'s' * (others > 1)}" if others else ""),
+                + (f", next to {others} other{'s' * (others > 1)}" if others else ""),
                 hint=f"save them alone: torch.save({{k.removeprefix('{prefix}'): v for k, v in "
                 f"state_dict.items() if k.startswith('{prefix}')}}, 'model.pt')",
             )
@@ -104,19 +105,19 @@ def detect(tensors: Tensors) -> Family:
 
 
 def fits(tensors: Tensors, families: Iterable[Family]) -> list[Family]:
-    """Returns those of the families whose names and shapes these tensors have."""
+    """Returns those of the families that fit the names and shapes of these tensors."""
     return [family for family in families if family.detect(tensors)]
 
 
 def _prefixes(tensors: Tensors) -> list[str]:
-    """What keys begin with, down to two names: what a training script may have put there."""
+    """Possible prefixes by a training script: the first one or two names of the keys."""
     parts = [key.split(".") for key in tensors]
     depths = [".".join(names[:depth]) + "." for depth in (1, 2) for names in parts]
     return list(dict.fromkeys(depths))
 
 
 def _layers_seen(tensors: Tensors) -> str:
-    """What to add when the layers are known and only the network around them is not."""
+    """A remark for known layers in an unknown network."""
     for layer in layouts():
         prefixes = find_layers(tensors, layer)
         if prefixes:

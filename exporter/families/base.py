@@ -1,9 +1,9 @@
-"""What a family is, and what the published codes share: sizes, checks, configuration, experts.
+"""The definition of a family, and shared helpers: sizes, checks, configuration, experts.
 
-A family is one published training code. Its module reads top to bottom: how its checkpoints are
-told, which sizes their shapes say, its MoE layer, the network around it where moexport knows that,
-and last its record, `FAMILY`. A new one is such a module, its name in `__init__.py` or an entry
-point in the group `moexport.families`, and a recorded case in `tests/data`.
+A family is one published training code. Its module reads top to bottom: how to recognise its
+checkpoints, the sizes that their shapes determine, its MoE layer, the network around it if moexport
+knows that, and last its record, `FAMILY`. To add one, write such a module, list it in `__init__.py`
+or by an entry point in the group `moexport.families`, and record a case in `tests/data`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INCOMPLETE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyModel:
-    """A module made from a checkpoint, with what `Model` tells of it."""
+    """A module made from a checkpoint, with the facts that `Model` needs."""
 
     module: nn.Module
     config: dict[str, Any]
@@ -54,8 +54,8 @@ class Family:
     """One published training code: how its checkpoints are recognised and rebuilt.
 
     `options` are the configuration keys that `build` takes, `questions` those among them that
-    shapes never tell. `published` turns a configuration file of the training code into options.
-    Where families are listed a plugin's comes `after` the one of that name, or last.
+    shapes never determine. `published` converts a configuration file of the training code to
+    options. In lists of families, a plugin's comes `after` the one of that name, or last.
     """
 
     name: str
@@ -70,10 +70,10 @@ class Family:
 
 
 def renamed(family: Family, *, name: str, summary: str, keys: Mapping[str, str]) -> Family:
-    """Returns the family of checkpoints that are those of `family` under other key names.
+    """Returns a family like `family` for checkpoints with other key names.
 
-    `keys` maps regular expressions to what takes their places, in the order in which they are
-    applied: from the checkpoint's names to those of `family`, which messages use as well.
+    `keys` maps regular expressions to replacements, applied in order, from the checkpoint's names
+    to those of `family`, which messages use, too.
     """
 
     def published(tensors: Tensors) -> dict[str, Tensor]:
@@ -103,10 +103,9 @@ def renamed(family: Family, *, name: str, summary: str, keys: Mapping[str, str])
 class PublishedLayer(Generic[AnyLayer]):
     """How one published code stores a MoE layer.
 
-    `family` names the code and `title` the kind of layer in messages, `mark` is a key that every
-    such layer has, and `match` tells from local names and shapes whether tensors are one. `make`
-    takes a prefix, tensors and a name to the layer that lies under the prefix, and checks its keys
-    and shapes.
+    `family` names the code and `title` the kind of layer in messages, `mark` is a key of every such
+    layer, and `match` decides from local names and shapes whether tensors are one. `make` returns
+    the layer under a prefix, from the prefix, tensors and a name, and checks its keys and shapes.
     """
 
     family: str
@@ -126,9 +125,9 @@ def soft_moe_layer(
 ) -> PublishedLayer[SoftMoE]:
     """Returns how a code stores a Soft MoE layer.
 
-    `shapes` gives the names and shapes that a layer must have; `read` turns tensors of those shapes
-    into the layer of that name, without copying expert weights. With `leftovers` begin local keys
-    that its code leaves in the file without using them.
+    `shapes` gives the required names and shapes; `read` turns tensors of those shapes into a named
+    layer, without copying expert weights. Local keys with a prefix in `leftovers` are in the file,
+    but unused by the code.
     """
 
     def make(prefix: str, tensors: Tensors, name: str) -> SoftMoE:
@@ -153,7 +152,7 @@ def prefixed(entries: Mapping[str, T], prefix: str) -> dict[str, T]:
 
 
 def find_layers(tensors: Tensors, layer: PublishedLayer[Any]) -> list[str]:
-    """Returns the prefixes (`blocks.3.mlp.`, or '') under which tensors are such a layer."""
+    """Returns the prefixes (`blocks.3.mlp.`, or '') of such layers among the tensors."""
     pattern = re.compile(rf"(.*\.)?{re.escape(layer.mark)}")
     matches = (pattern.fullmatch(key) for key in tensors)
     prefixes = [m.group(1) or "" for m in matches if m]
@@ -161,9 +160,9 @@ def find_layers(tensors: Tensors, layer: PublishedLayer[Any]) -> list[str]:
 
 
 def shape_of(family: str, tensors: Tensors, key: str, axes: str) -> TensorShape:
-    """The shape of a tensor that must be there with those axes, such as `d, n, p`.
+    """The shape of a required tensor with given axes, such as `d, n, p`.
 
-    Raises CheckpointError when it is missing, of another rank or empty.
+    Raises CheckpointError if it is missing, of another rank or empty.
     """
     tensor = tensors.get(key)
     if tensor is None or tensor.ndim != axes.count(",") + 1 or 0 in tensor.shape:
@@ -179,9 +178,9 @@ def shape_of(family: str, tensors: Tensors, key: str, axes: str) -> TensorShape:
 def block_numbers(family: str, tensors: Tensors, prefix: str) -> range:
     """Returns the numbers of a network's blocks, whose keys begin with `prefix` and a number.
 
-    Raises CheckpointError where one is missing.
+    Raises CheckpointError if one is missing.
     """
-    # No file holds 10^9 blocks, and what it says must not cost what it says.
+    # No file holds 10^9 blocks; a forged number must not cost time or memory.
     pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\.")
     numbers = sorted({int(match[1]) for match in map(pattern.match, tensors) if match})
     if numbers != list(range(len(numbers))) or not numbers:
@@ -191,7 +190,7 @@ def block_numbers(family: str, tensors: Tensors, prefix: str) -> range:
 
 
 def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, TensorShape]) -> None:
-    """Raises CheckpointError unless `tensors` has exactly the keys and shapes expected."""
+    """Raises CheckpointError unless `tensors` has exactly the expected keys and shapes."""
     problems = []
     for keys, noun in (
         ([key for key in expected if key not in tensors], "missing key"),
@@ -217,13 +216,13 @@ def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, TensorSh
 
 
 def some(keys: Sequence[str], limit: int = 6) -> str:
-    """The first keys, and how many more there are."""
+    """The first keys, and the number of others."""
     rest = f", … ({len(keys) - limit} more)" if len(keys) > limit else ""
     return ", ".join(keys[:limit]) + rest
 
 
 def filled(network: AnyNetwork, tensors: Tensors, layers: Mapping[str, nn.Module]) -> AnyNetwork:
-    """Returns a network made on the meta device with its weights, and its layers at their paths."""
+    """Returns a network from the meta device with its weights, and its layers at their paths."""
     network.load_state_dict({key: tensors[key] for key in network.state_dict()}, assign=True)
     for path, layer in layers.items():
         network.set_submodule(path, layer)
@@ -239,14 +238,14 @@ def shapes_of(network: nn.Module) -> dict[str, TensorShape]:
 
 
 REST = "rest"
-"""Key by which a user says that what was left out is the published constructor's default."""
+"""The key with which a user accepts the published defaults for missing settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to ask the user: why no shape tells it, and the published default.
+    """A setting that the user must give: why no shape determines it, and the published default.
 
-    Where that default is none of these shapes (`fits` is False), `value` is an example alone.
+    If the default does not fit these shapes (`fits` is False), `value` is only an example.
     """
 
     value: Any
@@ -256,13 +255,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constructor:
-    """The arguments of a published constructor, each by what tells it.
+    """The arguments of a published constructor, by their sources.
 
-    `shapes` are those that keys and shapes tell, with the constructor's defaults (`...` where it
-    has none that could be compared); `questions` change the output and are told by the user alone;
-    `free` change nothing, and map to what they are when they are left out. `aliases` are further
-    names, which `write` turns into these: it returns what a user gave as the shapes would say it.
-    Who names all of `sizes` gives the whole call: what such a call leaves out is the default.
+    `shapes` are those that keys and shapes determine, with the constructor's defaults (`...` for
+    those without a comparable default); `questions` change the output, and only the user knows
+    them; `free` ones change nothing, and map to their values when they are left out. `aliases` are
+    further names, which `write` converts: it returns the user's settings in the terms of the
+    shapes. A user who names all of `sizes` gives the whole call, whose missing arguments are the
+    defaults.
     """
 
     family: str
@@ -275,18 +275,18 @@ class Constructor:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The keys that a configuration may have."""
+        """The valid configuration keys."""
         return (*self.shapes, *self.questions, *self.free, *self.aliases, REST)
 
     def settle(
         self, settings: Config, read: Config, questions: Mapping[str, Question] | None = None
     ) -> dict[str, Any]:
-        """Returns the whole configuration: what shapes say (`read`), and what only the user can.
+        """Returns the whole configuration: what shapes determine (`read`), and the user's settings.
 
-        What was read may not be contradicted, and is not asked for. `questions` are those of this
-        checkpoint, where they depend on it. Published defaults are taken where the user says so
-        (`rest=default`), or gives the whole call of a model with these shapes. Raises FamilyError
-        for an unknown, contradicting or missing key.
+        A setting from shapes cannot be contradicted, and is not asked for. `questions` replace the
+        constructor's if they depend on the checkpoint. Published defaults apply if the user accepts
+        them (`rest=default`), or gives the whole call of a model with these shapes. Raises
+        FamilyError for an unknown, contradictory or missing key.
         """
         questions = self.questions if questions is None else questions
         questions = {key: q for key, q in questions.items() if key not in read}
@@ -316,7 +316,7 @@ class Constructor:
         return {**read, **answers, **free}
 
     def _check(self, settings: Config) -> None:
-        """Raises FamilyError for a key that is not known, naming the nearest."""
+        """Raises FamilyError for an unknown key, naming the closest known one."""
         for key in settings:
             if key not in self.options:
                 raise FamilyError(
@@ -330,7 +330,7 @@ class Constructor:
             )
 
     def _is_whole(self, settings: Config, read: Config) -> bool:
-        """Whether the arguments given are a whole call of the constructor, and of these shapes."""
+        """Whether the given arguments are a whole call of the constructor, with these shapes."""
         silent = (key for key in self.shapes if key not in settings)
         return (
             bool(self.sizes)
@@ -340,7 +340,7 @@ class Constructor:
 
 
 def whole_number(family: str, key: str, value: Any) -> int:
-    """Returns a size that was given; raises FamilyError for what is no whole number above 0."""
+    """Returns a given size; raises FamilyError unless it is a whole number above 0."""
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if not whole or isinstance(value, bool) or value < 1:
         raise FamilyError(
@@ -351,7 +351,7 @@ def whole_number(family: str, key: str, value: Any) -> int:
 
 
 def height_width(family: str, key: str, value: Any) -> tuple[int, int]:
-    """Returns a height and a width that were given, as a pair or as one number for both.
+    """Returns a given height and width, from a pair or from one number for both.
 
     Raises FamilyError for anything else.
     """
@@ -369,23 +369,23 @@ ACT_LAYERS: dict[str, Activation] = {
     **dict.fromkeys(("gelu-tanh", "gelu_tanh", "GELUTanh"), "gelu-tanh"),
     **dict.fromkeys(("relu", "ReLU", "nn.ReLU", "torch.nn.ReLU"), "relu"),
 }
-"""What `act_layer` may be said to be: timm's names, and the classes."""
+"""The values of `act_layer`: timm's names, and the classes."""
 
 ACT_LAYER = Question("gelu", "the activation of the MLPs and experts: gelu, gelu_tanh or relu")
 
 
 def activation_of(family: str, value: Any) -> Activation:
-    """Returns the activation that `act_layer` names; raises FamilyError for any other."""
+    """Returns the activation for `act_layer`; raises FamilyError for an unknown one."""
     if not isinstance(value, str) or value not in ACT_LAYERS:
         raise FamilyError(
-            f"{family}: act_layer={_shown(value)} is none of gelu, gelu_tanh and relu",
+            f"{family}: act_layer={_shown(value)} is not one of gelu, gelu_tanh and relu",
             hint="give a network with another activation as package.module:factory",
         )
     return ACT_LAYERS[value]
 
 
 def number_above_zero(family: str, key: str, value: Any) -> float:
-    """Returns a small number that was given; raises FamilyError for what is none."""
+    """Returns a given number; raises FamilyError unless it is above 0."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value < math.inf:
         raise FamilyError(
@@ -396,12 +396,12 @@ def number_above_zero(family: str, key: str, value: Any) -> float:
 
 
 def one_or_pair(height: int, width: int) -> int | list[int]:
-    """A height and a width as a constructor takes them: one number where they are equal."""
+    """A height and a width as a constructor takes them: one number if they are equal."""
     return height if height == width else [height, width]
 
 
 def check_heads(family: str, key: str, value: Any, dim: int) -> int:
-    """Returns a number of attention heads; raises FamilyError where it cannot be of that width."""
+    """Returns a number of attention heads; raises FamilyError if it does not divide the width."""
     heads = whole_number(family, key, value)
     if dim % heads:
         raise FamilyError(
@@ -412,7 +412,7 @@ def check_heads(family: str, key: str, value: Any, dim: int) -> int:
 
 
 def _same(value: Any, read: Any) -> bool:
-    """Whether two values mean the same: a pair may be written as a list or, if equal, as one."""
+    """Whether two values mean the same: a pair may be a list or, if equal, one number."""
     value = list(value) if isinstance(value, list | tuple) else value
     read = list(read) if isinstance(read, list | tuple) else read
     return bool(value == read)
@@ -425,15 +425,15 @@ def _shown(value: Any) -> str:
 # --- Soft MoE layers ---------------------------------------------------------------------------
 
 ExpertMatrices = tuple[Matrices, Tensor | None, Matrices, Tensor | None]
-"""w1, b1, w2 and b2 of experts, as `SoftMoEWeights` has them."""
+"""w1, b1, w2 and b2 of experts, as in `SoftMoEWeights`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeparateExperts:
     """Names of the experts' two linear layers, such as `experts.{}.fc1` and `experts.{}.fc2`.
 
-    `kernel` follows a weight's [out, in]: (1, 1) where the experts are 1x1 convolutions. `gated`
-    experts have 2h rows in their first weight (GEGLU).
+    `kernel` follows a weight's [out, in]: (1, 1) for experts of 1x1 convolutions. `gated` experts
+    have 2h rows in their first weight (GEGLU).
     """
 
     first: str
@@ -442,29 +442,29 @@ class SeparateExperts:
     gated: bool = False
 
     def any_of(self, tensors: Tensors, which: str, kind: str) -> Tensor | None:
-        """The first tensor found under one of the names, whichever expert it is of."""
+        """The first tensor under one of the names, of any expert."""
         pattern = re.compile(re.escape(which).replace(r"\{\}", r"\d+") + re.escape(f".{kind}"))
         return next((t for key, t in tensors.items() if pattern.fullmatch(key)), None)
 
     def hidden(self, tensors: Tensors) -> int:
-        """h, from whichever expert is there; 0 when none is."""
+        """h, from any expert; 0 if there is none."""
         weight = self.any_of(tensors, self.first, "weight")
         if weight is None or weight.ndim < 2:
             return 0
         return weight.shape[0] // 2 if self.gated else weight.shape[0]
 
     def out(self, tensors: Tensors, default: int) -> int:
-        """o, from whichever expert is there."""
+        """o, from any expert."""
         weight = self.any_of(tensors, self.second, "weight")
         return default if weight is None else weight.shape[0]
 
     def shapes(
         self, tensors: Tensors, n: int, d: int, out: int | None = None
     ) -> dict[str, TensorShape]:
-        """Names and shapes of n experts from width d to `out` (d); biases where any has them."""
+        """Names and shapes of n experts from width d to `out` (d); with biases if any has them."""
         if n > len(tensors):
             raise CheckpointError(
-                f"there are weights for {n} experts to be, and {len(tensors)} tensors in all",
+                f"the shapes imply {n} experts, but there are only {len(tensors)} tensors in all",
                 hint=INCOMPLETE,
             )
         h = self.hidden(tensors)
@@ -479,7 +479,7 @@ class SeparateExperts:
         return expected
 
     def matrices(self, tensors: Tensors, n: int) -> ExpertMatrices:
-        """What n experts are; the matrices are transposed views, one per expert."""
+        """The matrices and biases of n experts; the matrices are transposed views."""
         pairs = []
         for name in (self.first, self.second):
             weights = tuple(tensors[f"{name.format(e)}.weight"].flatten(1).T for e in range(n))
@@ -493,7 +493,7 @@ class SeparateExperts:
 def unit_phi(phi: Tensor, scale: Tensor | None, *, eps: float, kind: str = "l2") -> Tensor:
     """Phi [d, n, p] with columns of length one over d, times `scale`: float64 inside, float32 out.
 
-    `kind` places eps as `spec.NormKind` does: `l2` clamps the length, `l2-plus` adds to it,
+    `kind` places eps as in `soft_moe.NormKind`: `l2` clamps the length, `l2-plus` adds to it,
     `l2-rsqrt` adds to its square.
     """
     phi = phi.double()

@@ -1,4 +1,4 @@
-"""Inputs and outputs of a cache: keys and values of earlier tokens in, those of all tokens out."""
+"""The inputs and outputs of a cache: keys and values of earlier tokens, and of all tokens."""
 
 from __future__ import annotations
 

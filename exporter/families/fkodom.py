@@ -1,7 +1,7 @@
 """`soft-moe-fkodom`: the layer of fkodom/soft-mixture-of-experts, one linear map per expert.
 
-Told by `phi` [d, n, p] beside `experts.weight` [n, d, o]. Nothing is normalised. Version 0.1 wrote
-the same keys and took the dispatch softmax over the batch, so the version is asked for.
+Its mark is `phi` [d, n, p] with `experts.weight` [n, d, o]. Nothing is normalised. Version 0.1
+wrote the same keys but took the dispatch softmax over the batch, so the user must name the version.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def _check(_: SoftMoE, config: Config) -> tuple[str, ...]:
     version = str(config["version"])
     parts = re.match(r"v?(\d+)\.(\d+)", version)
     if parts is None:
-        raise FamilyError(f"{NAME}: version={version} is no version", hint="--set version=0.2.0")
+        raise FamilyError(f"{NAME}: version={version} is not a version", hint="--set version=0.2.0")
     if (int(parts[1]), int(parts[2])) < (0, 2):
         raise FamilyError(
             f"{NAME}: version {version} took the dispatch softmax over the batch, so that an "
-            "image's output depends on the images beside it; such a model cannot be exported",
+            "image's output depends on its batch; such a model cannot be exported",
             hint="train it again with version 0.2.0 or later",
         )
     return ()

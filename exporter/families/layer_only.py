@@ -1,8 +1,8 @@
-"""Families of which moexport knows the layer and not the network around it.
+"""Families of which only the layer is known, and not the network around it.
 
-Such a layer is exported by itself, as the whole graph. `layer_family` makes the family from a Soft
-MoE layer's layout; `choose_layer` finds the one to export in a file that holds more. The two
-backbones here are what stands around a single layer, also in a user's own network.
+Such a layer is exported as a whole graph. `layer_family` makes the family from a Soft MoE layer's
+layout; `choose_layer` finds the layer to export in a file with more content. The two backbones here
+wrap a single layer, also one in a user's own network.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .base import (
 )
 
 LAYER = "layer"
-"""Option that picks one layer of a file that holds more, by its prefix."""
+"""The option that picks one layer of a file by its prefix."""
 
 Choose = Callable[[PublishedLayer[Any], Tensors, str | None], tuple[str, tuple[str, ...]]]
-"""Finds the layer to export in a file, with what `LAYER` says: `choose_layer`."""
+"""Finds the layer to export in a file, by the value of `LAYER`: see `choose_layer`."""
 
 
 class TokenBackbone(nn.Module):
@@ -42,7 +42,6 @@ class TokenBackbone(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output."""
         y: Tensor = self.layer(x)
         return y
 
@@ -59,14 +58,14 @@ class PixelBackbone(TokenBackbone):
 def choose_layer(
     layer: PublishedLayer[Any], tensors: Tensors, wanted: str | None
 ) -> tuple[str, tuple[str, ...]]:
-    """Returns the prefix of the layer to export, and a note on the keys that lie outside of it.
+    """Returns the prefix of the layer to export, and a note on the keys outside of it.
 
-    `wanted` is what `--set layer=` says. Raises FamilyError where there is no such layer, or
-    several to choose from.
+    `wanted` is the value of `--set layer=`. Raises FamilyError if there is no such layer, or if
+    there are several.
     """
     prefixes = find_layers(tensors, layer)
     if not prefixes:
-        return "", ()  # the check of the keys says what is missing
+        return "", ()  # the check of the keys reports what is missing
     if wanted is None:
         return _the_only(layer, tensors, prefixes), ()
     prefix = str(wanted).replace("/", ".").strip(".") + "."
@@ -76,7 +75,7 @@ def choose_layer(
             hint=f"layers in this file: {', '.join(map(_place, prefixes))}",
         )
     outside = sum(not key.startswith(prefix) for key in tensors)
-    note = f"left out {outside} keys that are not of the layer {wanted}"
+    note = f"left out {outside} keys outside the layer {wanted}"
     return prefix, (note,) if outside else ()
 
 
@@ -85,7 +84,7 @@ def _the_only(layer: PublishedLayer[Any], tensors: Tensors, prefixes: list[str])
     if len(prefixes) == 1 and not outside:
         return prefixes[0]
     names = [_place(prefix) for prefix in prefixes]
-    beside = f" beside other weights ({', '.join(outside[:3])}, …)" if outside else ""
+    beside = f" and other weights ({', '.join(outside[:3])}, …)" if outside else ""
     raise FamilyError(
         f"{layer.family}: the file holds {len(prefixes)} {layer.title} layers "
         f"({', '.join(names[:6])}){beside}; of such a network only one layer can be exported",
@@ -99,7 +98,7 @@ def _place(prefix: str) -> str:
 
 
 def token_io(layer: MoELayer, config: Config) -> tuple[TensorSpec, TensorSpec]:
-    """Returns what a layer takes and gives: tokens (b, m, d), m fixed by a `group_size`."""
+    """Returns the input and output of a layer: tokens (b, m, d), with m fixed by a `group_size`."""
     tokens = config.get("group_size") or "tokens"
     return (
         TensorSpec("input", "float32", ("batch", tokens, layer.spec.dim)),
@@ -108,7 +107,7 @@ def token_io(layer: MoELayer, config: Config) -> tuple[TensorSpec, TensorSpec]:
 
 
 def pixel_io(layer: MoELayer, _: Config) -> tuple[TensorSpec, TensorSpec]:
-    """Returns what a layer takes and gives within `PixelBackbone`."""
+    """Returns the input and output of a layer in `PixelBackbone`."""
     return (
         TensorSpec("input", "float32", ("batch", layer.spec.dim, "height", "width")),
         TensorSpec("output", "float32", ("batch", layer.spec.out, "height", "width")),
@@ -128,9 +127,9 @@ def layer_family(
 ) -> Family:
     """Returns a family that exports one layer within `backbone`, with the inputs and outputs `io`.
 
-    `read` says what shapes tell of a layer, its tensors and what was given, by the names of the
-    layer's constructor. `apply` gives the layer what the settled configuration says, and returns
-    notes; it raises FamilyError for a model that cannot be exported.
+    `read` returns the settings that shapes determine, from a layer, its tensors and the user's
+    settings, by the names of the layer's constructor. `apply` applies the settled configuration to
+    the layer and returns notes; it raises FamilyError for a model that cannot be exported.
     """
 
     def build(tensors: Tensors, settings: Config) -> FamilyModel:

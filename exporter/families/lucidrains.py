@@ -1,8 +1,8 @@
 """`soft-moe-pytorch`: the layer of lucidrains/soft-moe-pytorch.
 
-Told by `slot_embeds` [n, p, d] beside `norm.gamma`. The slots are embeddings that are normalised
-as the tokens are, with a gain of their own: RMSNorm, or LayerNorm where there is a `beta`. Experts
-are GEGLU where their first layer is twice as wide as the second takes.
+Its mark is `slot_embeds` [n, p, d] with `norm.gamma`. The slots are embeddings that are normalised
+like the tokens, but with their own gain: RMSNorm, or LayerNorm if there is a `beta`. Experts are
+GEGLU if their first layer is twice as wide as the input of the second.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
 
 
 def _slots(tensors: Tensors) -> Tensor:
-    """Phi [d, n, p]: the slot embeddings, normalised as the tokens are but with their own gain."""
+    """Phi [d, n, p]: the slot embeddings, normalised like the tokens but with their own gain."""
     embeds, gamma = tensors["slot_embeds"].double(), tensors["slot_norm.gamma"].double()
     if "slot_norm.beta" in tensors:
         beta = tensors["slot_norm.beta"].double()
@@ -97,7 +97,7 @@ def _config(layer: SoftMoE, _: Tensors, settings: Config) -> dict[str, Any]:
         and math.isfinite(wanted)
         and (int(spec.dim * wanted * 2 / 3) if geglu else int(spec.dim * wanted)) == spec.hidden
     ):
-        mult = wanted  # widths are truncated, so several values mean the same
+        mult = wanted  # widths are truncated, so several values are equivalent
     return {
         "dim": spec.dim,
         "num_experts": spec.experts,
@@ -109,7 +109,7 @@ def _config(layer: SoftMoE, _: Tensors, settings: Config) -> dict[str, Any]:
 
 
 def _check(layer: SoftMoE, config: Config) -> tuple[str, ...]:
-    """seq_len is another way to give the number of slots."""
+    """Checks `seq_len`, another way to give the number of slots."""
     spec, seq_len = layer.spec, config["seq_len"]
     if isinstance(seq_len, int) and seq_len // spec.experts != spec.slots:
         raise FamilyError(

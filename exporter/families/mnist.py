@@ -1,9 +1,10 @@
 """`soft-moe-mnist`: the network of the MNIST experiments of "Beyond parameter count".
 
-Told by `phi` [d, n·p] beside `decoder.1.weight`. An image is cut into square patches, which are the
-tokens; one Soft MoE layer with ReLU experts without biases, and a linear map of all tokens. The
-normalised variant has a `normalization_scale_param`. Flipped pixels (`flip_pixels`) are a matter of
-the input: give it the images as the layer saw them.
+Its mark is `phi` [d, n·p] with `decoder.1.weight`. An image is cut into square patches, which are
+the tokens; one Soft MoE layer with ReLU experts and a linear map of all tokens follow. The released
+code has no biases; those in a file are used as in PyTorch's linear layers. The normalised variant
+has a `normalization_scale_param`. Flipped pixels (`flip_pixels`) belong to the input: give it the
+images in the form that the layer was trained on.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ NAME = "soft-moe-mnist"
 EPS = 1e-6
 SCALE = "normalization_scale_param"
 DECODER = "decoder.1.weight"
+BIAS = "decoder.1.bias"
 EXPERTS = SeparateExperts("experts.{}.1", "experts.{}.3")
 
 
@@ -44,7 +46,7 @@ def _match(tensors: Tensors) -> bool:
 
 
 def _experts(tensors: Tensors) -> int:
-    """n: phi has a column for each of an expert's slots, so the experts are counted."""
+    """n: phi has a column per slot of an expert, so experts are counted by their weights."""
     numbers = {
         key.split(".")[1] for key in tensors if re.fullmatch(r"experts\.\d+\.\d\.weight", key)
     }
@@ -97,19 +99,18 @@ LAYER = soft_moe_layer(NAME, "phi", _match, _shapes, _read)
 class PatchClassifier(nn.Module):
     """Images (b, 1, g·s, g·s) to logits (b, classes), with g × g patches of s × s pixels.
 
-    `out` is what the layer gives for each patch.
+    `out` is the width of the layer's output per patch.
     """
 
-    def __init__(self, grid: int, patch: int, out: int, classes: int) -> None:
+    def __init__(self, grid: int, patch: int, out: int, classes: int, *, bias: bool) -> None:
         super().__init__()
         self.windows = (-1, grid, patch, grid, patch)
         self.tokens = (-1, grid * grid, patch * patch)
         self.features = (-1, grid * grid * out)
         self.layer: nn.Module = nn.Identity()
-        self.decoder = nn.Linear(self.features[1], classes, bias=False)
+        self.decoder = nn.Linear(self.features[1], classes, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits."""
         x = x.reshape(self.windows).transpose(2, 3).reshape(self.tokens)
         x = self.layer(x).reshape(self.features)
         logits: Tensor = self.decoder(x)
@@ -117,15 +118,19 @@ class PatchClassifier(nn.Module):
 
 
 def _build(tensors: Tensors, settings: Config) -> FamilyModel:
-    local = {key: t for key, t in tensors.items() if key != DECODER}
+    local = {key: t for key, t in tensors.items() if key not in (DECODER, BIAS)}
     d, _ = shape_of(NAME, local, "phi", "d, n·p")
     layer = LAYER.make("", local, "layer")
     spec = layer.spec
     classes, features = shape_of(NAME, tensors, DECODER, "classes, m·o")
     patch, grid = math.isqrt(d), math.isqrt(features // spec.out)
     if patch * patch != d:
-        raise CheckpointError(f"{NAME}: phi is for tokens of width {d}, no square patch of pixels")
-    check_tensors(NAME, {DECODER: tensors[DECODER]}, {DECODER: (classes, grid * grid * spec.out)})
+        raise CheckpointError(
+            f"{NAME}: phi is for tokens of width {d}, not a square patch of pixels"
+        )
+    decoder = {key: tensors[key] for key in (DECODER, BIAS) if key in tensors}
+    shapes: dict[str, TensorShape] = {DECODER: (classes, grid * grid * spec.out), BIAS: (classes,)}
+    check_tensors(NAME, decoder, {key: shapes[key] for key in decoder})
     read = {
         "num_experts": spec.experts,
         "num_slots": spec.slots,
@@ -136,9 +141,13 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     }
     config = CONSTRUCTOR.settle(settings, read)
     with torch.device("meta"):
-        backbone = PatchClassifier(grid, patch, spec.out, classes)
+        backbone = PatchClassifier(grid, patch, spec.out, classes, bias=BIAS in decoder)
     return FamilyModel(
-        module=filled(backbone, {"decoder.weight": tensors[DECODER]}, {"layer": layer}),
+        module=filled(
+            backbone,
+            {key.replace(".1.", "."): tensor for key, tensor in decoder.items()},
+            {"layer": layer},
+        ),
         config=config,
         inputs=(TensorSpec("input", "float32", ("batch", 1, grid * patch, grid * patch)),),
         outputs=(TensorSpec("output", "float32", ("batch", classes)),),

@@ -1,9 +1,10 @@
 """`mumoe` and `mumoe-clip`: one layer, block or head of james-oldfield/muMoE.
 
-Told by `projs.{e}` [d, n_e], one for each level of experts, beside `MuMoE.factors.{j}`: matrices of
-one rank (CP) or cores that chain (TR). `MuMoE.core` makes them a Tucker form and `MuMoE.weight`
-is the unfactorised tensor; the released code has neither. A second layer is `MuMoE2`. What the
-networks of this code share, `mumoe_mixer` and `mumoe_gpt2`, stands at the end.
+Their mark is `projs.{e}` [d, n_e], one for each level of experts, with `MuMoE.factors.{j}`:
+matrices of one rank (CP) or cores that chain (TR). `MuMoE.core` marks a Tucker form and
+`MuMoE.weight` is the unfactorised tensor; the released code has neither. A second layer is
+`MuMoE2`. The parts that the networks of this code share, `mumoe_mixer` and `mumoe_gpt2`, follow at
+the end.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ from .layer_only import Choose, choose_layer, layer_family
 NAME = "mumoe"
 HEAD_NAME = "mumoe-clip"
 HEAD, BACKBONE = "1.", "0."
-"""Of a fine-tuned CLIP network: the muMoE head, and what is before it."""
+"""Prefixes in a fine-tuned CLIP network: the muMoE head, and the backbone."""
 
 FIRST, SECOND = "MuMoE", "MuMoE2"
 WHOLE, CORE, FACTORS = "weight", "core", "factors"
-"""The unfactorised tensor; the core of a Tucker form, beside its factors; factors or TR cores."""
+"""The unfactorised tensor; the core of a Tucker form; its factors, or factors or TR cores."""
 
 COUNTER = "num_batches_tracked"
 ACTIVATION = "act"
@@ -63,7 +64,7 @@ CLASS_NAMES: dict[Form, str] = {
     "tucker": "TuckerMuMoE",
     "full": "FullMuMoE",
 }
-"""The first two are of the released code, which has no layers of the other forms."""
+"""The first two are in the released code, which has no layers of the other forms."""
 
 
 # --- the configuration -------------------------------------------------------------------------
@@ -73,7 +74,7 @@ ASKED = Question("entmax15", f"the gate's activation: {', '.join(get_args(GateAc
 
 
 def _without_modes(settings: Config, _: Config) -> Config:
-    """Ranks as `[r, None, r']`: the code fills in the mode's size, and ignores what stood there."""
+    """Ranks as `[r, None, r']`: the code fills in the mode's size, and ignores the given value."""
     ranks = settings.get("ranks")
     if isinstance(ranks, list) and all(isinstance(r, list) and len(r) == 3 for r in ranks):
         return {**settings, "ranks": [[r[0], None, r[2]] for r in ranks]}
@@ -100,15 +101,15 @@ CONSTRUCTOR = Constructor(
 
 
 def activate(family: str, layers: Iterable[MuMoE], config: dict[str, Any]) -> None:
-    """Gives layers the gate's activation that a settled configuration says.
+    """Sets the gate's activation of layers from a settled configuration.
 
-    Raises FamilyError for one that is none.
+    Raises FamilyError for an unknown activation.
     """
     value = "entmax15" if config[ACTIVATION] == "entmax" else config[ACTIVATION]
     known = next((name for name in get_args(GateActivation) if name == value), None)
     if known is None:
         raise FamilyError(
-            f"{family}: {ACTIVATION}={value} is no activation of a gate",
+            f"{family}: {ACTIVATION}={value} is not an activation of a gate",
             hint=f"choose one of: {', '.join(get_args(GateActivation))}",
         )
     config[ACTIVATION] = known
@@ -117,7 +118,7 @@ def activate(family: str, layers: Iterable[MuMoE], config: dict[str, Any]) -> No
 
 
 def layer_arguments(layer: MuMoE) -> dict[str, Any]:
-    """Returns the published constructor's arguments, as a layer's shapes say them."""
+    """Returns the published constructor's arguments, from a layer's shapes."""
     spec, first = layer.spec, layer.spec.tensors[0]
     return {
         "MuMoE_layer": CLASS_NAMES[first.form],
@@ -134,7 +135,7 @@ def layer_arguments(layer: MuMoE) -> dict[str, Any]:
 
 
 def _ranks(tensor: FactorisedSpec) -> Any:
-    """The published way to write ranks: a number, a triple for each core, or a number per mode."""
+    """The published notation of ranks: a number, a triple per core, or a number per mode."""
     match tensor.form:
         case "cp":
             return tensor.ranks[0]
@@ -151,7 +152,7 @@ def _ranks(tensor: FactorisedSpec) -> Any:
 
 
 def numbered(tensors: Tensors, name: str) -> list[Tensor]:
-    """The tensors `name.0`, `name.1`, … as far as they go."""
+    """The tensors `name.0`, `name.1`, … up to the first gap."""
     parts: list[Tensor] = []
     while (tensor := tensors.get(f"{name}.{len(parts)}")) is not None:
         parts.append(tensor)
@@ -169,9 +170,9 @@ def tensor_names(spec: FactorisedSpec) -> tuple[str, ...]:
 def read_tensor(
     where: str, key: str, tensors: Tensors, levels: tuple[int, ...], dim: int
 ) -> FactorisedSpec:
-    """Returns what the tensors under `key` are, for a layer with those levels and that input width.
+    """Returns the form of the tensors under `key`, for a layer with these levels and input width.
 
-    Raises CheckpointError where they do not fit each other, the levels or the input.
+    Raises CheckpointError if they do not fit each other, the levels or the input.
     """
     form, modes, ranks = (_whole if WHOLE in tensors else _factors)(where, key, tensors, levels)
     what = f"{key}.{WHOLE} is" if form == "full" else f"{key}.{FACTORS} are"
@@ -196,11 +197,11 @@ def read_tensor(
     )
 
 
-Sizes = tuple[Form, tuple[int, ...], tuple[int, ...]]
-"""How a tensor is held, the sizes of its modes, and its ranks."""
+TensorSizes = tuple[Form, tuple[int, ...], tuple[int, ...]]
+"""The form of a tensor, the sizes of its modes, and its ranks."""
 
 
-def _whole(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> Sizes:
+def _whole(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> TensorSizes:
     shape = tuple(tensors[WHOLE].shape)
     if len(shape) != len(levels) + 2:
         raise CheckpointError(
@@ -212,7 +213,7 @@ def _whole(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> S
     return "full", shape, ()
 
 
-def _factors(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> Sizes:
+def _factors(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> TensorSizes:
     shapes, core = [tuple(t.shape) for t in numbered(tensors, FACTORS)], tensors.get(CORE)
     these, axes = f"{where}: {key}.{FACTORS}", {len(shape) for shape in shapes}
     listed = ", ".join(str(list(shape)) for shape in shapes)
@@ -224,7 +225,7 @@ def _factors(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) ->
             "checkpoint complete?",
         )
     if core is not None and axes != {2}:
-        raise CheckpointError(f"{these} beside a {CORE} are not matrices [n, R]: {listed}")
+        raise CheckpointError(f"{these} with a {CORE} are not matrices [n, R]: {listed}")
     if axes not in ({2}, {3}):
         raise CheckpointError(f"{these} are neither CP [n, R] nor TR [r, n, r']: {listed}")
     first, second = (tuple(shape[axis] for shape in shapes) for axis in (0, 1))
@@ -254,10 +255,10 @@ def _factors(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) ->
 
 
 def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
-    """Returns the layer that lies under `prefix`, named `name`, with entmax15 for its gate.
+    """Returns the layer under `prefix`, named `name`, with entmax15 for its gate.
 
-    Raises CheckpointError for factors that do not chain, a number of levels that disagrees, ranks
-    of zero, two tensors of different forms, and missing or misshapen tensors.
+    Raises CheckpointError for factors that do not chain, a wrong number of levels, ranks of zero,
+    two tensors of different forms, and missing or misshapen tensors.
     """
     local = {k: t for k, t in under(tensors, prefix).items() if not k.endswith(COUNTER)}
     where = prefix.removesuffix(".") or "the layer"
@@ -306,7 +307,7 @@ def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
 
 
 def _check_variance(key: str, variance: Tensor) -> None:
-    """Raises CheckpointError for a variance below zero, whose root would be NaN."""
+    """Raises CheckpointError for a negative variance, whose root would be NaN."""
     if not variance.is_meta and variance.numel() and float(variance.min()) < 0:
         raise CheckpointError(
             f"{key} holds the negative variance {float(variance.min()):.3g}",
@@ -337,12 +338,12 @@ def _match(tensors: Tensors) -> bool:
 
 
 LAYOUT = PublishedLayer(family=NAME, mark="projs.0", match=_match, make=read_layer, title="muMoE")
-"""All networks of the published code share this one."""
+"""All networks of the published code share this layout."""
 
 # --- networks of such layers ----------------------------------------------------------------------
 
 BACKBONES: Mapping[str, str] = {"mumoe-mixer": "mixer_blocks.0.", "mumoe-gpt2": "transformer.h.0."}
-"""Families of whole networks, and a prefix that tells them."""
+"""Families of whole networks, and a prefix that identifies each."""
 
 
 def is_backbone(tensors: Tensors, family: str) -> bool:
@@ -357,9 +358,9 @@ def backbone_family(
     build: Callable[[Tensors, Config], FamilyModel],
     questions: tuple[str, ...],
 ) -> Family:
-    """Returns the family of a network whose MLPs are muMoE layers (`mumoe.BACKBONES` tells it).
+    """Returns the family of a network whose MLPs are muMoE layers (see `BACKBONES`).
 
-    `questions` are the arguments that shapes never tell, or not always.
+    `questions` are the arguments that shapes never determine, or not always.
     """
     return Family(
         name=constructor.family,
@@ -379,10 +380,10 @@ def with_layers(
     layers: Mapping[str, MuMoE],
     widths: Mapping[str, int],
 ) -> AnyNetwork:
-    """Returns a backbone made on the meta device, with its weights, and its layers at their paths.
+    """Returns a backbone from the meta device with its weights, and its layers at their paths.
 
-    `widths` are what the layers take and give. Raises CheckpointError where weights or a
-    layer do not fit the backbone.
+    `widths` are the layers' input and output widths. Raises CheckpointError if weights or a layer
+    do not fit the backbone.
     """
     inside = tuple(f"{path}." for path in layers)
     own = {key: tensor for key, tensor in tensors.items() if not key.startswith(inside)}
@@ -390,7 +391,7 @@ def with_layers(
     for path, layer in layers.items():
         if (layer.spec.dim, layer.spec.out) != (widths[path], widths[path]):
             raise CheckpointError(
-                f"{path}: a layer from {layer.spec.dim} to {layer.spec.out}, where the network is "
+                f"{path}: a layer from {layer.spec.dim} to {layer.spec.out}, but the network is "
                 f"{widths[path]} wide"
             )
     return filled(backbone, own, layers)
@@ -442,7 +443,7 @@ def _family(
 def _the_head(_: object, tensors: Tensors, __: object) -> tuple[str, tuple[str, ...]]:
     outside = sum(key.startswith(BACKBONE) for key in tensors)
     note = (
-        f"exported the head alone: left out {outside} tensors of the backbone (0.*); give the "
+        f"exported only the head: left out {outside} tensors of the backbone (0.*); give the "
         "whole network as package.module:factory with --weights"
     )
     return HEAD, (note,) if outside else ()

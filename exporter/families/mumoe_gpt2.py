@@ -1,9 +1,9 @@
 """`mumoe-gpt2`: nanoGPT's GPT-2 with a two-layer muMoE block for every MLP.
 
-Told by `transformer.h.{l}.mlp.MuMoE_layer.*`. Attention takes normalised tokens, the muMoE block
-raw ones (it normalises its own input and gates on what came); the output layer is the embedding.
-With `use_cache` the keys and values of earlier tokens are inputs, and those of all tokens outputs:
-one graph computes a prompt at once and then a token at a time.
+Its mark is `transformer.h.{l}.mlp.MuMoE_layer.*`. Attention takes normalised tokens, the muMoE
+block raw ones (it normalises its own input, while the gate takes the raw one); the output layer is
+the embedding. With `use_cache` the keys and values of earlier tokens are inputs, and those of all
+tokens outputs: the same graph computes a prompt at once and then one token at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BLOCKS = "transformer.h."
 WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
 
 MASK = re.compile(r"transformer\.h\.\d+\.attn\.bias")
-"""The causal mask that older PyTorch versions made the code keep as a buffer."""
+"""The causal mask, which the code keeps as a buffer with older PyTorch versions."""
 
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
@@ -49,7 +49,8 @@ CONSTRUCTOR = Constructor(
         ("block_size", "layer_type", "n_experts", "vocab_size", "n_layer", "n_embd", "bias"), ...
     ),
     questions={"n_head": Question(12, "the projections of all heads are one matrix")},
-    free={"dropout": 0.0, "use_cache": False, ACTIVATION: "entmax15"},  # the class fixes it
+    # the class fixes the activation
+    free={"dropout": 0.0, "use_cache": False, ACTIVATION: "entmax15"},
     sizes=SIZES,
 )
 
@@ -70,7 +71,7 @@ class GPT2Spec:
 
 
 class CausalAttention(nn.Module):
-    """Multi-head self-attention over (b, m, d) in which no token sees a later one."""
+    """Multi-head self-attention over (b, m, d) in which no token attends to a later one."""
 
     def __init__(self, spec: GPT2Spec) -> None:
         super().__init__()
@@ -82,9 +83,9 @@ class CausalAttention(nn.Module):
     def forward(
         self, x: Tensor, later: Tensor, past: KeyValue | None = None
     ) -> tuple[Tensor, KeyValue]:
-        """Maps (b, m, d) to (b, m, d), beside the keys and values of all tokens, past ones first.
+        """Maps (b, m, d) to (b, m, d), with the keys and values of all tokens, past ones first.
 
-        `later` [m, past + m] is −∞ where the key comes after the query.
+        `later` [m, past + m] is −∞ if the key comes after the query.
         """
         q, k, v = (
             part.unflatten(-1, self.split[2:]).transpose(1, 2)
@@ -104,12 +105,12 @@ class GPT2Block(nn.Module):
         super().__init__()
         self.ln_1 = nn.LayerNorm(spec.dim, eps=NORM_EPS, bias=spec.bias)
         self.attn = CausalAttention(spec)
-        self.mlp = nn.Sequential(OrderedDict(MuMoE_layer=nn.Identity()))  # put in later
+        self.mlp = nn.Sequential(OrderedDict(MuMoE_layer=nn.Identity()))  # replaced later
 
     def forward(
         self, x: Tensor, later: Tensor, past: KeyValue | None = None
     ) -> tuple[Tensor, KeyValue]:
-        """Maps (b, m, d) to (b, m, d), beside the keys and values of all tokens."""
+        """Maps (b, m, d) to (b, m, d), with the keys and values of all tokens."""
         attended, present = self.attn(self.ln_1(x), later, past)
         x = x + attended
         return x + self.mlp(x), present
@@ -132,7 +133,7 @@ class GPT2(nn.Module):
     def forward(self, ids: Tensor, *past: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Returns the logits at every position.
 
-        With a `past`, a key and a value for each block, these follow: those of all tokens.
+        With a `past`, a key and a value per block, those of all tokens follow.
         """
         wte, wpe = self.transformer["wte"], self.transformer["wpe"]
         assert isinstance(wte, nn.Embedding) and isinstance(wpe, nn.Embedding)
@@ -189,8 +190,8 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     backbone = with_layers(NAME, backbone, tensors, layers, dict.fromkeys(paths, dim))
     if head is not None and not torch.equal(head, tensors[WTE]):
         raise CheckpointError(
-            f"{HEAD} and {WTE} differ, and in this code they are one tensor",
-            hint="give a network with an output layer of its own as package.module:factory",
+            f"{HEAD} and {WTE} differ, but in this code they are one tensor",
+            hint="give a network with a separate output layer as package.module:factory",
         )
     cached = config["use_cache"]
     if not isinstance(cached, bool):

@@ -1,8 +1,8 @@
 """`mumoe-mixer`: the MLP-Mixer of the muMoE paper, every MLP a two-layer muMoE block.
 
-Told by `mixer_blocks.{i}.0.fn.1.*` (over the tokens) and `mixer_blocks.{i}.1.fn.*` (over the
-channels), each a layer of `mumoe`. Shapes say how many patches there are and how many numbers a
-patch has, not which side and channels.
+It is recognised by `mixer_blocks.{i}.0.fn.1.*` (over the tokens) and `mixer_blocks.{i}.1.fn.*`
+(over the channels), each a layer of `mumoe`. Shapes determine the number of patches and of values
+per patch, but not a patch's side length and channels.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CONSTRUCTOR = Constructor(
 
 @dataclass(frozen=True, slots=True)
 class MixerSpec:
-    """Sizes of the backbone. `grid` is the number of patches (down, across), of side `patch`."""
+    """Sizes of the backbone. `grid` is the number of patches (down, across), with side `patch`."""
 
     grid: tuple[int, int]
     patch: int
@@ -69,20 +69,20 @@ class MixerSpec:
 
     @property
     def tokens(self) -> int:
-        """m: patches of one image."""
+        """The number m of patches in an image."""
         return self.grid[0] * self.grid[1]
 
     @property
     def pixels(self) -> int:
-        """Numbers in one patch."""
+        """The number of values in a patch."""
         return self.patch * self.patch * self.channels
 
 
 def _geometry(config: Config, tokens: int, pixels: int) -> dict[str, Any]:
-    """Image size, patch size and channels: any one of them says the others.
+    """Image size, patch size and channels: any one of them determines the others.
 
-    Patches are square, and as many as a square image has unless `image_size` says another: that is
-    what the published network takes. Raises FamilyError where those given do not fit the shapes.
+    Patches are square, as in the published network; the image is square unless `image_size`
+    differs. Raises FamilyError if the given values do not fit the shapes.
     """
     image, patch, channels = (config.get(key) for key in GEOMETRY)
     size = None if image is None else height_width(NAME, "image_size", image)
@@ -119,7 +119,6 @@ class Patches(nn.Module):
         self.rows = (-1, spec.tokens, spec.pixels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the patches."""
         return x.reshape(self.windows).permute(0, 2, 4, 3, 5, 1).reshape(self.rows)
 
 
@@ -127,12 +126,11 @@ class Transposed(nn.Module):
     """(b, m, d) to (b, d, m) and back."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x with its last two axes swapped."""
         return x.transpose(1, 2)
 
 
 class PreNormResidual(nn.Module):
-    """x + fn(norm(x)); `fn` is a placeholder until the layer is put in."""
+    """x + fn(norm(x)); the layer replaces the placeholder `fn`."""
 
     def __init__(self, dim: int, fn: nn.Module) -> None:
         super().__init__()
@@ -140,7 +138,6 @@ class PreNormResidual(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (b, m, d) to (b, m, d)."""
         y: Tensor = self.fn(self.norm(x)) + x
         return y
 
@@ -149,7 +146,6 @@ class Mean(nn.Module):
     """The mean over the tokens: (b, m, d) to (b, d)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the mean."""
         return x.mean(dim=1)
 
 
@@ -173,7 +169,6 @@ class MlpMixer(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(spec.dim), Mean(), nn.Linear(spec.dim, spec.classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits."""
         logits: Tensor = self.head(self.mixer_blocks(self.stem(x)))
         return logits
 
@@ -202,7 +197,7 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     if not sized:
         questions["patch_size"] = Question(
             16,
-            f"{pixels} numbers in a patch may be few channels of a large one, or many of a small",
+            f"{pixels} numbers may be a large patch with few channels or a small one with many",
         )
     config = CONSTRUCTOR.settle(settings, read, questions)
     config |= _geometry(config, token.dim, pixels)

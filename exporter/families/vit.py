@@ -1,13 +1,14 @@
 """`soft-moe-vit` and `soft-moe-conv`: bwconrad/soft-moe and its forks.
 
-`soft-moe-vit` is a timm ViT with Soft MoE in place of MLPs, told by `blocks.{l}.mlp.phi` [d, n, p]
-under timm's names. The experts are separate (`experts.{i}.fc1.weight` [h, d]) or stacked
-(`stacked_expert_fc1_weight` [n, h, d]). The keys say which blocks are MoE blocks and nearly all of
-the constructor's arguments.
+`soft-moe-vit` is a timm ViT with Soft MoE in place of MLPs, recognised by `blocks.{l}.mlp.phi` [d,
+n, p] among timm's names. The experts are separate (`experts.{i}.fc1.weight` [h, d]) or stacked
+(`stacked_expert_fc1_weight` [n, h, d]). The keys determine the MoE blocks and nearly all of the
+constructor's arguments.
 
 `soft-moe-conv` is the layer alone, of the Astroformer variant, whose experts are 1x1 convolutions
-(`experts.{i}.fc1.weight` [h, d, 1, 1]); its tokens are the pixels of (b, d, H, W). No key says its
-activation: ReLU is the default of timm's ConvMlp, GELU what the Astroformer's configuration makes.
+(`experts.{i}.fc1.weight` [h, d, 1, 1]); its tokens are the pixels of (b, d, H, W). No key
+determines its activation: ReLU is the default of timm's ConvMlp, GELU results from Astroformer's
+configuration.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ NAME, CONV_NAME = "soft-moe-vit", "soft-moe-conv"
 
 STACKED = "stacked_expert_fc1_weight"
 COSINE_EPS = 1e-12
-"""F.normalize's: a vector is divided by its length, or by this if it is shorter."""
+"""The eps of F.normalize: a vector is divided by its length, or by this if it is shorter."""
 
 
 EXPERTS = SeparateExperts("experts.{}.fc1", "experts.{}.fc2")
 
 
 def _layer(family: str, experts: SeparateExperts) -> PublishedLayer[SoftMoE]:
-    """The layer around experts that are stored so, or stacked."""
+    """The layout of a layer with these separate experts, or stacked ones."""
 
     def match(tensors: Tensors) -> bool:
         first = experts.any_of(tensors, experts.first, "weight")
@@ -155,10 +156,10 @@ CONV_FAMILY = layer_family(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViT:
-    """The arguments of the published constructor that make a difference, with its defaults.
+    """The published constructor's arguments with an effect, and their defaults.
 
-    It has `norm_eps` and `act_layer` in other words, or not at all. Sizes of images and patches are
-    one number or (height, width).
+    `norm_eps` and `act_layer` have other names there, or none. Sizes of images and patches are one
+    number or (height, width).
     """
 
     num_experts: int = 128
@@ -186,17 +187,15 @@ class ViT:
 
     @property
     def image(self) -> tuple[int, int]:
-        """Height and width of an image."""
         return height_width(NAME, "img_size", self.img_size)
 
     @property
     def patch(self) -> tuple[int, int]:
-        """Height and width of a patch."""
         return height_width(NAME, "patch_size", self.patch_size)
 
     @property
     def hidden(self) -> int:
-        """Width inside a dense block's MLP."""
+        """The width inside a dense block's MLP."""
         return round(self.mlp_ratio * self.embed_dim)
 
     @property
@@ -207,12 +206,12 @@ class ViT:
 
     @property
     def patches(self) -> int:
-        """Number of patches of one image."""
+        """The number of patches of one image."""
         return (self.image[0] // self.patch[0]) * (self.image[1] // self.patch[1])
 
     @property
     def tokens(self) -> int:
-        """m: patches, and the class token where there is one."""
+        """m: patches, and the class token if there is one."""
         return self.patches + int(self.class_token)
 
 
@@ -224,7 +223,7 @@ TRAINING_ONLY = (
 """Arguments of the published constructor that change nothing at inference."""
 
 SILENT = ("img_size", "patch_size", "mlp_ratio", "moe_mlp_ratio", "fc_norm", "norm_layer")
-"""Arguments whose None is what shapes said: moe_mlp_ratio=None means mlp_ratio."""
+"""Arguments for which None means the value from the shapes: moe_mlp_ratio=None means mlp_ratio."""
 
 NORM_LAYERS = ("LayerNorm", "nn.LayerNorm", "torch.nn.LayerNorm")
 
@@ -237,9 +236,9 @@ def _mlp(block: int) -> str:
 
 
 def _as_read(settings: Config, read: Config) -> Config:
-    """The user's values, written as `read` writes the same thing, so that they can be compared."""
+    """The user's values in the form of `read`, so that they can be compared."""
     same = {key: value for key, value in settings.items() if value is not None or key not in SILENT}
-    if "input_size" in same:  # what the scripts of timm and DeiT call it
+    if "input_size" in same:  # the name in the scripts of timm and DeiT
         same.setdefault("img_size", same.pop("input_size"))
     for key in ("img_size", "patch_size"):
         if key in same:
@@ -252,26 +251,26 @@ def _as_read(settings: Config, read: Config) -> Config:
         finite = isinstance(ratio, int | float) and math.isfinite(ratio)
         if finite and int(ratio * dim) == round(read[key] * dim):
             same[key] = read[key]
-    # The initial value of LayerScale matters only in that there is one.
+    # Only the presence of LayerScale matters, not its initial value.
     if same.get("init_values") and read["init_values"]:
         same["init_values"] = read["init_values"]
-    # Without a value of its own, fc_norm is there for the mean alone.
+    # Without an explicit value, fc_norm is only used with the mean.
     if "fc_norm" in settings and settings["fc_norm"] is None and read["fc_norm"]:
         same.setdefault("global_pool", "avg")
     if "norm_layer" in same:
         if same["norm_layer"] not in NORM_LAYERS:
             raise FamilyError(
                 f"{NAME}: norm_layer={same['norm_layer']} is not LayerNorm, the only one known",
-                hint="say a LayerNorm's eps: --set norm_eps=1e-6",
+                hint="give the eps of a LayerNorm: --set norm_eps=1e-6",
             )
         del same["norm_layer"]
-        same.setdefault("norm_eps", 1e-5)  # that of the class without arguments
+        same.setdefault("norm_eps", 1e-5)  # the default of the class
     return same
 
 
 ASKED = {
     "num_heads": Question(12, "any number that divides embed_dim has the same shapes"),
-    "img_size": Question(224, "the same positions are those of several heights and widths"),
+    "img_size": Question(224, "the same positions fit several heights and widths"),
     "global_pool": Question("token", "token, avg or '': the keys are the same"),
     "act_layer": ACT_LAYER,
     "norm_eps": Question(1e-6, "that of every LayerNorm; 1e-5 where norm_layer=nn.LayerNorm"),
@@ -294,11 +293,10 @@ CONSTRUCTOR = Constructor(
 def configure(
     tensors: Tensors, settings: Config, moe_blocks: Sequence[int]
 ) -> tuple[ViT, dict[str, Any]]:
-    """Returns the constructor's arguments, and with those that only the training needed.
+    """Returns the constructor's arguments, without those that only training needs.
 
-    `moe_blocks` are the blocks that hold a Soft MoE layer. Raises FamilyError for what shapes
-    cannot tell and the user did not say, CheckpointError when the backbone's main tensors are
-    missing.
+    `moe_blocks` are the blocks with a Soft MoE layer. Raises FamilyError for settings that neither
+    shapes nor the user give, CheckpointError if the backbone's main tensors are missing.
     """
     if not moe_blocks:
         raise CheckpointError(f"not the weights of a {NAME} model: no Soft MoE at blocks.*.mlp.phi")
@@ -318,17 +316,17 @@ def configure(
 
 
 def _questions(tensors: Tensors, settings: Config, read: Config) -> dict[str, Question]:
-    """What no key and no shape tells, with the defaults that fit this model."""
+    """The settings that no key or shape determines, with the defaults that fit this model."""
     positions = tensors["pos_embed"].shape[1]
-    side = math.isqrt(positions)  # rounded down, that of the patches with or without a class token
+    side = math.isqrt(positions)  # rounded down: valid with and without a class token
     square = side**2 in (positions, positions - int(read["class_token"]))
     patch = height_width(NAME, "patch_size", read["patch_size"])
-    # The constructor has the norm behind the pooling for the mean alone, unless it is told.
+    # By default the constructor places the norm after the pooling only for the mean.
     token = read["class_token"] and (not read["fc_norm"] or bool(settings.get("fc_norm")))
     return ASKED | {
         "img_size": Question(
             one_or_pair(side * patch[0], side * patch[1]) if square else 224,
-            f"{positions} positions are those of several heights and widths",
+            f"{positions} positions fit several heights and widths",
             fits=square,
         ),
         "global_pool": replace(ASKED["global_pool"], value="token" if token else "avg", fits=token),
@@ -336,7 +334,7 @@ def _questions(tensors: Tensors, settings: Config, read: Config) -> dict[str, Qu
 
 
 def _read_sizes(tensors: Tensors, moe_blocks: Sequence[int]) -> dict[str, Any]:
-    """The constructor's arguments that keys and shapes tell, in its order."""
+    """The constructor's arguments that keys and shapes determine, in its order."""
     dim, channels, *patch = shape_of(NAME, tensors, "patch_embed.proj.weight", "d, c, h, w")
     shape_of(NAME, tensors, "pos_embed", "1, m, d")
     depth = len(block_numbers(NAME, tensors, "blocks."))
@@ -383,16 +381,16 @@ def _moe_hidden(tensors: Tensors, first_block: int) -> int:
 
 
 def _moe_layer_index(moe_blocks: Sequence[int], depth: int) -> int | list[int]:
-    """As the constructor takes it: a number where every block from there on is MoE."""
+    """The constructor's form: a number if every block from there on is MoE."""
     if list(moe_blocks) == list(range(moe_blocks[0], depth)):
         return moe_blocks[0]
     return list(moe_blocks)
 
 
 def _no_embed_class(tensors: Tensors, settings: Config, spec: ViT) -> bool:
-    """Whether the class token has no position; raises FamilyError where the image does not fit.
+    """Whether the class token has no position; raises FamilyError if the image does not fit.
 
-    n positions are those of the patches, or of the patches and the class token.
+    The n positions belong to the patches, or to the patches and the class token.
     """
     positions = tensors["pos_embed"].shape[1]
     without = positions == spec.patches
@@ -416,7 +414,7 @@ def _no_embed_class(tensors: Tensors, settings: Config, spec: ViT) -> bool:
 def _check_pool(spec: ViT) -> None:
     if spec.global_pool not in ("token", "avg", ""):
         raise FamilyError(
-            f"{NAME}: global_pool={spec.global_pool!r} is none of 'token', 'avg' and ''",
+            f"{NAME}: global_pool={spec.global_pool!r} is not one of 'token', 'avg' and ''",
             hint="--set global_pool=avg",
         )
     if spec.global_pool == "token" and not spec.class_token:
@@ -440,8 +438,7 @@ class PatchEmbed(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the patch tokens, row by row."""
-        # A constant shape with -1 for the batch exports as one Reshape; flatten() would measure.
+        # A constant shape with -1 for the batch exports as one Reshape; flatten() adds Shape nodes.
         patches: Tensor = self.proj(x)
         return patches.reshape(self.shape).transpose(1, 2)
 
@@ -449,7 +446,7 @@ class PatchEmbed(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention of q, k, v, all (b, heads, m, head)."""
     if torch.compiler.is_exporting():
-        # The ONNX translation of the fused call measures every shape to transpose k; these four
+        # The ONNX translation of the fused call adds Shape nodes to transpose k; these four
         # operations become four nodes.
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
         return scores.softmax(dim=-1) @ v
@@ -471,7 +468,6 @@ class Attention(nn.Module):
         self.proj = nn.Linear(spec.embed_dim, spec.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (b, m, d) to (b, m, d)."""
         q, k, v = (
             part.reshape(self.split).transpose(1, 2) for part in self.qkv(x).split(self.dim, dim=-1)
         )
@@ -490,7 +486,6 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(spec.hidden, spec.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (b, m, d) to (b, m, d)."""
         y: Tensor = self.fc2(self.activation(self.fc1(x)))
         return y
 
@@ -503,7 +498,6 @@ class LayerScale(nn.Module):
         self.gamma = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (b, m, d) to (b, m, d)."""
         return x * self.gamma
 
 
@@ -520,7 +514,6 @@ class ViTBlock(nn.Module):
         self.ls2 = LayerScale(spec.embed_dim) if spec.init_values is not None else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (b, m, d) to (b, m, d)."""
         x = x + self.ls1(self.attn(self.norm1(x)))
         y: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
         return y
@@ -529,8 +522,8 @@ class ViTBlock(nn.Module):
 class VisionTransformer(nn.Module):
     """Images (b, c, H, W) to logits (b, classes); to (b, m, classes) with pool `''`.
 
-    Built on the meta device, with placeholders in its MoE blocks. Whoever gives it its weights
-    calls `place` after it.
+    It is built on the meta device, with placeholders in its MoE blocks. Call `place` after loading
+    the weights.
     """
 
     embedding: Tensor
@@ -560,7 +553,7 @@ class VisionTransformer(nn.Module):
 
     @torch.no_grad()
     def place(self) -> None:
-        """Adds up what the padded patches are given, [1, m, d]: positions and the class token."""
+        """Computes the sum of positions and class token for the padded patches, [1, m, d]."""
         position: Tensor = self.pos_embed
         token = self.cls_token
         if token is not None and self.spec.no_embed_class:
@@ -573,13 +566,12 @@ class VisionTransformer(nn.Module):
         """Images to tokens with their positions, (b, m, d)."""
         x = self.patch_embed(x)
         if self.cls_token is not None:
-            # A row of zeros in front, to which the class token is added with the positions: the
-            # same sum as concatenating it, without expanding it to a batch size to be measured.
+            # A row of zeros in front receives the class token together with the positions: the same
+            # sum as concatenation, without expanding the token to the batch size.
             x = F.pad(x, (0, 0, 1, 0))
         return x + self.embedding
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps images (b, c, H, W) to logits."""
         x = self.norm_pre(self.embed(x))
         for block in self.blocks:
             x = block(x)
@@ -634,7 +626,7 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
 
 
 def _example_layer(tensors: Tensors, blocks: list[int]) -> dict[str, Tensor]:
-    """What all MoE layers of a model share the shapes of: phi, and scale where there is one."""
+    """The tensors that all MoE layers of a model share: phi, and scale if there is one."""
     for block in blocks:
         shared = {k: t for k, t in under(tensors, _mlp(block)).items() if k in ("phi", "scale")}
         if "phi" in shared:

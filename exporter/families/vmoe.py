@@ -1,8 +1,8 @@
 """`soft-moe-vmoe`: the layer of google-research/vmoe, from a flat dict of JAX arrays.
 
-Told by `Router.mu` [d, n, p] beside `Mlp.Dense_0.kernel` [n, d, h]. x is normalised inside the
-router alone: the slots average x as it came. The published module cuts all tokens into groups of
-`group_size`, each of which is routed by itself: a row of the exported layer's input is one group.
+Its mark is `Router.mu` [d, n, p] with `Mlp.Dense_0.kernel` [n, d, h]. x is normalised only inside
+the router: the slots average the raw x. The published module divides all tokens into groups of
+`group_size`, which are routed separately: a row of the exported layer's input is one group.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
     h = kernel.shape[-1] if kernel is not None else 0
     return {
         MU: (d, n, p),
-        # A scalar parameter; some converters give it one axis.
+        # A scalar parameter; some converters add an axis.
         SCALE: (1,) if scale is not None and scale.ndim else (),
         f"{FIRST}.kernel": (n, d, h),
         f"{FIRST}.bias": (n, h),
@@ -60,7 +60,7 @@ def _read(name: str, tensors: Tensors) -> SoftMoE:
         dim=d,
         hidden=w1.shape[2],
         out=d,
-        activation="gelu-tanh",  # what jax.nn.gelu computes unless told otherwise
+        activation="gelu-tanh",  # the default of jax.nn.gelu
         norm="l2-rsqrt",
         norm_eps=EPS,
         slots_from="raw",
@@ -84,15 +84,15 @@ def _check(_: SoftMoE, config: Config) -> tuple[str, ...]:
     if config["group_size"] is not None:
         whole_number(NAME, "group_size", config["group_size"])
     return (
-        "tokens are routed within a row of the input: where group_size was not the tokens of one "
+        "tokens are routed within a row of the input: if group_size was not the tokens of one "
         "image, give (groups, group_size, dim)",
         "experts use the tanh form of GELU, as jax.nn.gelu does by default; dispatch and combine "
-        "stay in float32, where the published code rounds them to bfloat16",
+        "stay in float32, while the published code rounds them to bfloat16",
     )
 
 
 def _alone(tensors: Tensors) -> bool:
-    """Whether the layer is not part of the network that is known (`vmoe_vit`)."""
+    """Whether the layer is not part of the known network (`vmoe_vit`)."""
     return bool(find_layers(tensors, FAMILY.layer)) and "embedding.kernel" not in tensors
 
 

@@ -1,9 +1,9 @@
 """The Vision Transformer of google-research/vmoe, and `soft-moe-vmoe-vit`: with Soft MoE in it.
 
-`vmoe_routed` is the family with token-routed experts. The parameters are those of Flax: kernels are
-[in, out], those of attention have an axis for the heads. What the shapes do not tell is asked for,
-or read from the run's own configuration (`--config`), whose names these options have. Images are
-(b, H, W, c) from -1 to 1, as the authors feed them.
+The family with token-routed experts is a plugin's. The parameters are those of Flax: kernels are
+[in, out], those of attention have an axis for the heads. Settings that shapes do not determine come
+from the user or from the run's own configuration (`--config`), whose names these options have.
+Images are (b, H, W, c) from -1 to 1, as the authors feed them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .vit import Mlp, VisionTransformer, ViT, attend
 
 SOFT = "soft-moe-vmoe-vit"
 EPS = 1e-6
-"""Of every LayerNorm."""
+"""ε of every LayerNorm."""
 
 POSITIONS = "Encoder.posembed_input.pos_embedding"
 PROBE = "MapHead.probe"
 POOLS = {"token": "token", "gap": "avg", "map": "map", "0": "token"}
-"""What `classifier` may be: the class token, the mean, attention, or the first token without a
-class token; and what `ViT.global_pool` calls it."""
+"""The values of `classifier`: the class token, the mean, attention, or the first token without a
+class token; with their names in `ViT.global_pool`."""
 
 
 def _block(number: int) -> str:
@@ -92,7 +92,7 @@ NAMES = {
         )
     },
 }
-"""Options by the paths that the settings have in a run's configuration of its model."""
+"""Options by the paths of the settings in a run's configuration of its model."""
 
 MODELS = ("VisionTransformerMoe", "VisionTransformerMoeEnsemble")
 DEFAULTS = {
@@ -103,20 +103,20 @@ DEFAULTS = {
     "router": "NoisyTopExpertsPerItemRouter",
     "capacity_multiple_of": 4,
 }
-"""What the code takes where a configuration says nothing."""
+"""Defaults of the code for missing settings."""
 
 ELSEWHERE = (
     *("name", "encoder.moe.router.capacity_factor", "encoder.moe.router.dispatcher.name"),
     *("encoder.moe.router.dispatcher.bfloat16", "encoder.position_emb.h", "encoder.position_emb.w"),
 )
-"""Settings that shapes say, that are asked for by another name, or that change no result."""
+"""Settings that shapes determine, that have another name, or that do not change results."""
 
 
 def published(family: str, taken: Collection[str], config: Config) -> dict[str, Any]:
-    """Returns the options that a run's configuration stands for: all of it, or its `model`.
+    """Returns the options for a run's configuration: all of it, or its `model`.
 
-    `taken` are those of the family. Options that are none of a configuration pass through. Raises
-    FamilyError for a setting that is not known: it may change what is computed.
+    `taken` are those of the family. Options that are not part of a configuration pass through.
+    Raises FamilyError for an unknown setting, which may change the computation.
     """
     whole = isinstance(config.get("model"), Mapping)
     model = config["model"] if whole else config
@@ -126,7 +126,7 @@ def published(family: str, taken: Collection[str], config: Config) -> dict[str, 
     if name not in MODELS:
         raise FamilyError(
             f"{family}: the configuration is of a {name}",
-            hint=f"known are {' and '.join(MODELS)}",
+            hint=f"known models are {' and '.join(MODELS)}",
         )
     options: dict[str, Any] = {}
     for path, value in _flat(model):
@@ -156,11 +156,11 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return flat
 
 
-# --- what the shapes say -----------------------------------------------------------------------
+# --- sizes from the shapes ---------------------------------------------------------------------
 
 
 def read_sizes(family: str, tensors: Tensors, layers: Mapping[int, MoELayer]) -> dict[str, Any]:
-    """The settings that keys and shapes tell, by their names in a configuration."""
+    """The settings that keys and shapes determine, by their names in a configuration."""
     if not layers:
         raise CheckpointError(f"not the weights of a {family} model: no {family} layer in a block")
     patch_h, patch_w, _, dim = shape_of(family, tensors, "embedding.kernel", "h, w, c, d")
@@ -200,7 +200,7 @@ def read_sizes(family: str, tensors: Tensors, layers: Mapping[int, MoELayer]) ->
 
 
 def as_read(settings: Config, read: Config) -> Config:
-    """A user's values, written as the shapes say the same thing."""
+    """A user's values in the form of those from shapes."""
     same = dict(settings)
     for key in ("image_size", "patch_size"):
         if key in same:
@@ -228,7 +228,7 @@ IMAGE_SIZE = Question(224, "height and width: no parameter has them")
 
 
 def tokens_told(tensors: Tensors, read: Config, settings: Config) -> int | None:
-    """Returns the tokens of an image, where a parameter or the configuration tells them."""
+    """Returns the tokens of an image, if a parameter or the configuration determines them."""
     if POSITIONS in tensors:
         return shape_of(SOFT, tensors, POSITIONS, "1, m, d")[1]
     size = settings.get("group_size")
@@ -236,7 +236,7 @@ def tokens_told(tensors: Tensors, read: Config, settings: Config) -> int | None:
 
 
 def _square_side(tensors: Tensors, read: Config, settings: Config) -> int | None:
-    """The patches on each side of an image that is a square; None where it need not be."""
+    """The patches on each side of a square image; None if it need not be square."""
     tokens = tokens_told(tensors, read, settings)
     patches = 0 if tokens is None else tokens - int("cls" in tensors)
     return math.isqrt(patches) if patches > 0 and math.isqrt(patches) ** 2 == patches else None
@@ -323,7 +323,6 @@ class MapHead(nn.Module):
         self.split = (-1, spec.tokens, self.heads, head)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns what the probe finds."""
         q = self.q_norm(self.q(self.probe).reshape(1, 1, self.heads, -1).transpose(1, 2))
         k, v = (part.reshape(self.split).transpose(1, 2) for part in self.kv(x).chunk(2, dim=-1))
         # The same query for each input of the batch.
@@ -336,8 +335,8 @@ class MapHead(nn.Module):
 class VmoeTransformer(VisionTransformer):
     """Images (b, H, W, c) to logits (b, classes).
 
-    Of an ensemble of M members to the logits of each (b, M, classes), or to the logarithm of the
-    mean of their probabilities, where that is asked for.
+    An ensemble of M members returns the logits of each (b, M, classes) or, on request, the
+    logarithm of the mean of their probabilities.
     """
 
     def __init__(
@@ -353,7 +352,6 @@ class VmoeTransformer(VisionTransformer):
             self.head = nn.Linear(representation, spec.num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps images (b, H, W, c) to logits."""
         x = self.embed(x.permute(0, 3, 1, 2))
         for number, block in enumerate(self.blocks):
             if number == self.first_moe and self.members > 1:
@@ -395,7 +393,7 @@ def sincos2d(height: int, width: int, dim: int, temperature: float) -> Tensor:
 
 
 def _attention_weights(tensors: Tensors, name: str) -> dict[str, Tensor]:
-    """Weights of one attention: of q, of k, of v, each [d, d], and of what follows."""
+    """Weights of one attention: of q, k and v, each [d, d], and of the output."""
     local = under(tensors, f"{name}.")
     weights = {"proj.weight": local["out.kernel"].flatten(0, 1).T, "proj.bias": local["out.bias"]}
     for part in ("query", "key", "value"):
@@ -412,7 +410,7 @@ def _attention_weights(tensors: Tensors, name: str) -> dict[str, Tensor]:
 
 
 def _joined(weights: dict[str, Tensor], parts: tuple[str, ...], name: str) -> dict[str, Tensor]:
-    """The weights with those of some parts in one, which is a copy."""
+    """The weights with those of some parts concatenated, which copies them."""
     joined = {
         k: t for k, t in weights.items() if k.partition(".")[0] not in ("query", "key", "value")
     }
@@ -430,7 +428,7 @@ def _norm_weights(tensors: Tensors, name: str) -> dict[str, Tensor]:
 
 
 def _network_weights(tensors: Tensors, config: Config, grid: tuple[int, int]) -> dict[str, Tensor]:
-    """The weights by the names that `VmoeTransformer` has for them."""
+    """The weights by their names in `VmoeTransformer`."""
     state: dict[str, Tensor] = {}
 
     def put(path: str, weights: Mapping[str, Tensor]) -> None:
@@ -472,7 +470,7 @@ def _network_weights(tensors: Tensors, config: Config, grid: tuple[int, int]) ->
 
 
 def _spec(config: Config, image: tuple[int, int], channels: int) -> ViT:
-    """The network around the layers, as `vit.ViT` says it."""
+    """The network around the layers as a `vit.ViT`."""
     dim = config["hidden_size"]
     return ViT(
         moe_layer_index=list(config["moe_layers"]),
@@ -508,7 +506,7 @@ def settled(
     read: Config,
     questions: Mapping[str, Question] | None = None,
 ) -> tuple[dict[str, Any], tuple[int, int]]:
-    """The whole configuration, and the grid of patches; raises FamilyError for what is not said."""
+    """The whole configuration, and the grid of patches; raises FamilyError for missing settings."""
     questions = dict(constructor.questions) if questions is None else dict(questions)
     if _square_side(tensors, read, settings) is not None:
         del questions["image_size"]
@@ -517,11 +515,11 @@ def settled(
         raise FamilyError(
             f"{family}: classifier={config['classifier']} does not fit the checkpoint, which has "
             f"{'a' if 'cls' in tensors else 'no'} class token",
-            hint="it is token with a class token (cls), else gap, map (MapHead) or 0",
+            hint="with a class token (cls) it is token, otherwise gap, map (MapHead) or 0",
         )
     if config["position_emb"] not in ("learned", "sincos2d", "none"):
         raise FamilyError(
-            f"{family}: position_emb={config['position_emb']} is none of learned, sincos2d and none"
+            f"{family}: position_emb={config['position_emb']} is not learned, sincos2d or none"
         )
     patch = height_width(family, "patch_size", config["patch_size"])
     side = _square_side(tensors, read, settings)
@@ -540,17 +538,17 @@ def settled(
     if expected is not None and tokens != expected:
         raise FamilyError(
             f"{family}: image_size={image[0]},{image[1]} makes {tokens} tokens, but "
-            f"{POSITIONS if POSITIONS in tensors else 'group_size'} says {expected}",
+            f"{POSITIONS if POSITIONS in tensors else 'group_size'} is {expected}",
             hint="give the size that the model was trained for: --set image_size=224 or 224,192",
         )
     return config, grid
 
 
 DISPATCHES = ("float32", "bfloat16")
-"""Whether tokens and what experts return are rounded, as `dispatch` says."""
+"""The values of `dispatch`: whether tokens and the experts' outputs are rounded."""
 
 TEMPERATURE = 10_000.0
-"""Of sincos2d."""
+"""The temperature of sincos2d."""
 
 IMAGES = (
     "images are float32 (batch, height, width, channels) from -1 to 1, as the authors feed them"
@@ -558,7 +556,7 @@ IMAGES = (
 
 
 def rounds(family: str, config: Config) -> bool:
-    """Returns whether the layers round to bfloat16; raises FamilyError for what is no choice."""
+    """Returns whether the layers round to bfloat16; raises FamilyError for an invalid value."""
     if config["dispatch"] not in DISPATCHES:
         raise FamilyError(
             f"{family}: dispatch={config['dispatch']} is neither float32 nor bfloat16"
@@ -567,7 +565,7 @@ def rounds(family: str, config: Config) -> bool:
 
 
 def rounding_note(*, rounded: bool) -> str:
-    """Returns a sentence on how the layers compute."""
+    """Returns a note on the layers' rounding."""
     if rounded:
         return (
             "tokens and the experts' outputs are rounded to bfloat16, as in the published code: "
@@ -612,7 +610,7 @@ def _build_soft(tensors: Tensors, settings: Config) -> FamilyModel:
     router = str(config.pop("router") or "SoftRouter")
     if not router.endswith("SoftRouter"):
         raise FamilyError(
-            f"{SOFT}: router={router} was given, and the checkpoint has SoftRouter's mu"
+            f"{SOFT}: router={router} was given, but the checkpoint has SoftRouter's mu"
         )
     tokens = math.prod(grid) + int("cls" in tensors)
     if config["group_size"] not in (None, tokens):
@@ -642,7 +640,7 @@ def network_of(
     grid: tuple[int, int],
     layers: Mapping[int, nn.Module],
 ) -> tuple[nn.Module, tuple[TensorSpec, TensorSpec]]:
-    """The network with its weights and layers, what it takes and what it returns."""
+    """The network with its weights and layers, its inputs and its outputs."""
     channels = shape_of(family, tensors, "embedding.kernel", "h, w, c, d")[2]
     image = height_width(family, "image_size", config["image_size"])
     tokens = math.prod(grid) + int("cls" in tensors)

@@ -1,1 +1,1 @@
-"""Calibrating a model, and the search for what INT8 leaves in floats to keep an accuracy."""
+"""Calibrates a model, and finds the parts that must stay floats to keep an accuracy."""

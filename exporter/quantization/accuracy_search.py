@@ -1,7 +1,7 @@
-"""What INT8 costs in accuracy: how sensitive each layer is, and which must stay in floats.
+"""The cost of INT8 in accuracy: the sensitivity of each layer, and which must stay in floats.
 
-`--min-retention` leaves the most sensitive parts in floats until INT8 keeps what is asked of what
-the model answers in FP32.
+`--min-retention` leaves the most sensitive parts in floats until INT8 retains the requested share
+of the FP32 model's answers.
 """
 
 from __future__ import annotations
@@ -18,49 +18,42 @@ import torch
 from ...calibration.table import CalibrationTable
 from ...common.console import Progress, Silent
 from ...common.writing import scratch_folder
-from ...data.feeds import (
-    IGNORED,
-    Feed,
-    Labels,
-    check_classes,
-    count,
-    limited,
-    named_batches,
-    rebatched,
-)
-from ...data.shards import LABEL, Fields
+from ...data.batches import IGNORED, LABEL, Feed, Labels, limited, rebatched
+from ...data.feeds import check_classes, count, named_batches
 from ...errors import FeedError, ParityError, UsageError
+from ...graphs.k import KOption
 from ...graphs.layers.base import algorithm_1
-from ...graphs.targets import Runtime, runtime_of
+from ...graphs.targets import Target
 from ..bundle.manifest import GraphRecord
+from ..bundle.parity import cosines
 from ..bundle.verify import checking_session
+from ..checks.accuracy import one_per_sample
 from ..inputs import Inputs, feed_inputs, fitted
 from ..job import ExportJob, export_job
 from ..model import Model
-from ..options import AUTO, TUNE, ExportOptions, KOption, PrecisionOptions
-from ..parity import cosines
-from ..plan import plan
-from ..reference import first_output, torch_reference
+from ..options import AUTO, TUNE, ExportOptions
+from ..plan import plan_traced
+from ..reference import all_outputs, opened_comparison, torch_reference
 from ..trace import trace
-from ..write import graph_record, opened_comparison, write_graphs
+from ..write import graph_record, write_graphs
 from .precision import KeptPart, Measure, Retention, quantised_parts
 
 RANKED = 64
-"""Inputs of the feed that a ranking compares."""
+"""The number of inputs that a ranking compares."""
 
 SAMPLES = 512
-"""Inputs of a feed that retention is measured on: one of them is 0.002 of it."""
+"""The number of inputs for retention: each is 0.002 of it."""
 
 BATCH = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSensitivity:
-    """What quantising one MoE layer, or the backbone's linear layers, does to the whole model.
+    """The effect on the whole model of quantising one MoE layer, or the backbone's linear layers.
 
-    `cosine` is the smallest of an input's outputs with PyTorch's, `max_rel` the largest difference
-    over max|y|; `routing` the share of inputs for which every layer still chose the same experts,
-    `jaccard` the mean overlap of what they chose.
+    `cosine` is the smallest between an input's outputs and PyTorch's, `max_rel` the largest
+    difference over max|y|; `routing` the share of inputs for which every layer chose the same
+    experts, `jaccard` the mean overlap of the choices.
     """
 
     layer: str
@@ -82,34 +75,33 @@ def rank(
 ) -> tuple[LayerSensitivity, ...]:
     """Returns the sensitivity of each layer in an INT8 export for ONNX Runtime.
 
-    Measured on the first `samples` inputs of a feed, `RANKED` at the most. Raises `LoweringError`
-    for a layer that INT8 does not serve.
+    Measured on the first `samples` inputs of a feed, at most `RANKED`. Raises `LoweringError` for a
+    layer that INT8 does not support.
     """
-    numbers = PrecisionOptions("int8")
-    options = ExportOptions(k, "ort-cpu", renormalize=renormalize, precision=numbers)
+    options = ExportOptions(k=k, target="ort-cpu", renormalize=renormalize, precision="int8")
     job = export_job(model, options, data=data, calibration=table)
     x = feed_inputs(model, data, min(RANKED, samples or RANKED))
-    traced = trace(job.model, opset=options.opset, fixed=job.fixed)
+    traced = trace(job.model, opset=options.least_opset, fixed=job.fixed)
     return Trials(job=job, traced=traced, table=table, progress=progress or Silent()).sensitivity(x)
 
 
 def floats_for_retention(
     job: ExportJob, traced: ir.Model, table: CalibrationTable | None, progress: Progress
 ) -> Retention | None:
-    """Returns the parts that stay in floats for `--min-retention`; None where it is not asked for.
+    """Returns the parts that stay in floats for `--min-retention`; None without that option.
 
-    All MoE layers are tried in INT8 first, and with `--quantize all` the backbone's linear layers,
-    which are given up together; then the most sensitive part goes to floats, and the next, until
-    the share asked for is held on up to `SAMPLES` inputs of the feed.
+    At first all MoE layers are INT8, and with `--quantize all` the backbone's linear layers, which
+    count as one part; then the most sensitive part becomes floats, and the next, until the
+    requested share is reached on up to `SAMPLES` inputs of the feed.
 
-    Raises what `reference_outputs` raises for inputs that do not serve, and `ParityError` where not
-    even floats alone hold it.
+    Raises as `reference_outputs` does for unsuitable inputs, and `ParityError` if even floats alone
+    do not reach it.
     """
-    least = job.options.precision.min_retention
+    least = job.options.min_retention
     if least is None:
         return None
     trials = Trials(job=job, traced=traced, table=table, progress=progress)
-    floats = job.options.precision.float_name(job.options.target)
+    floats = job.options.float_name
     left, ranked = quantised_parts(job), False
     kept: list[KeptPart] = []
     with scratch_folder("retention") as folder:
@@ -119,7 +111,7 @@ def floats_for_retention(
             what = f"{', '.join(names)} in {floats}" if kept else "INT8"
             progress.step(f"measuring retention: {what}", total=outputs.samples, unit="inputs")
             with trials.graph(names) as (place, graph):
-                session = checking_session(place, graph, runtime=trials.runtime)
+                session = checking_session(place / graph.file, trials.target, rounded=True)
                 reached = outputs.retention(session, progress)
             if reached >= least:
                 break
@@ -143,14 +135,14 @@ def _out_of_reach(least: float, reached: float, floats: str) -> ParityError:
     rounding = "the rounding of another runtime" if floats == "fp32" else f"{floats} itself"
     return ParityError(
         f"--min-retention {least:g}: {reached:.7g} is reached with every layer in {floats}, so "
-        f"what is missing is not INT8's doing but that of {rounding}",
-        hint="ask for less" + ("" if floats == "fp32" else ", or for --rest fp32"),
+        f"the loss is caused by {rounding}, not by INT8",
+        hint="request less" + ("" if floats == "fp32" else ", or --rest fp32"),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """The main graph of a job, written to be tried with some of its parts in floats."""
+    """The main graph of a job, written repeatedly with some of its parts in floats."""
 
     job: ExportJob
     traced: ir.Model
@@ -158,20 +150,19 @@ class Trials:
     progress: Progress
 
     @property
-    def runtime(self) -> Runtime:
-        """What runs it."""
-        return runtime_of(self.job.options.target)
+    def target(self) -> Target:
+        return self.job.options.target
 
     @contextmanager
     def graph(self, floats: Collection[str]) -> Iterator[tuple[Path, GraphRecord]]:
-        """Yields a graph and the folder that it lies in, which is removed after.
+        """Yields a graph and its folder, which is removed afterwards.
 
         Lowerings are not timed for it.
         """
         main = self.job.options.lowerings[0]
-        options = replace(self.job.options, lowerings=(AUTO if main == TUNE else main,))
+        options = replace(self.job.options, lowering=AUTO if main == TUNE else main)
         job = replace(self.job, options=options)
-        planned = plan(job, self.traced, self.table, floats=floats)
+        planned = plan_traced(job, self.traced, self.table, floats=floats)
         with scratch_folder("trial") as folder:
             graph = planned.graphs[0]
             lowered = write_graphs(replace(planned, graphs=(graph,)), folder)[graph.file]
@@ -182,22 +173,22 @@ class Trials:
     ) -> tuple[LayerSensitivity, ...]:
         """Returns the sensitivity of each part that a job quantises on inputs x, the worst first.
 
-        The parts are the MoE layers that do not stay in floats anyhow, and with `--quantize all`
-        the backbone's linear layers, all together. Routing counts first: an input that goes to
-        other experts is an error that no tolerance describes; before it only how much of `outputs`
-        is retained. The model is written once a part.
+        The parts are the MoE layers that may be quantised, and with `--quantize all` the backbone's
+        linear layers together. The order is by the retained share of `outputs`, if given, then by
+        routing: other experts are an error that no tolerance describes. The model is written once
+        per part.
         """
         parts = quantised_parts(self.job)
         self.progress.step("quantising each layer alone", total=len(parts), unit="layers")
         ranked: list[tuple[float, LayerSensitivity]] = []
-        expected = torch_reference(self.job, x)  # of every precision the same
+        expected = torch_reference(self.job, x)  # equal for all precisions
         for part in parts:
             with self.graph({*parts} - {part}) as (place, graph):
                 comparison = opened_comparison(self.job, place, graph, expected)
                 comparison.add(expected)
                 kept = 0.0
                 if outputs is not None:
-                    session = checking_session(place, graph, runtime=self.runtime)
+                    session = checking_session(place / graph.file, self.target, rounded=True)
                     kept = outputs.retention(session)
             p = comparison.parity()
             layer = LayerSensitivity(
@@ -213,13 +204,13 @@ class Trials:
         return tuple(layer for _, layer in ranked)
 
     def worst_first(self, outputs: ReferenceOutputs) -> list[str]:
-        """Returns the parts that may go to floats, the one that retains least alone first.
+        """Returns the parts that may become floats, the one with the lowest retention first.
 
-        Where several retain the same, `sensitivity` tells them apart.
+        `sensitivity` decides between parts with equal retention.
         """
         batches: list[np.ndarray] = []
         for x in outputs.inputs():
-            # Whole batches, where their size is fixed, of inputs that stack.
+            # Whole batches, if their size is fixed, of inputs that stack.
             if sum(map(len, batches)) >= RANKED or x.shape[1:] != (batches or [x])[0].shape[1:]:
                 break
             batches.append(x)
@@ -228,12 +219,12 @@ class Trials:
 
 @dataclass(frozen=True)
 class ReferenceOutputs:
-    """What PyTorch answers with Algorithm 1 at an export's k and with its edits.
+    """PyTorch's answers with Algorithm 1 at an export's k and with its edits.
 
-    Inputs and answers lie in `folder`, batch by batch, so that neither is held in memory. The
-    answers are the classes [b] or [b, m] that score highest, and for a model whose outputs are no
-    class scores the outputs themselves. `labels` are the right classes, by batch, where the feed
-    has them.
+    Inputs and answers are files in `folder`, one per batch, so that neither is held in memory. The
+    answers are the classes [b] or [b, m] with the highest scores; the signs of the logits if labels
+    are `attributes` [b, o]; and for a model without class scores its outputs. `labels` are the
+    right answers, by batch, if the feed has them.
     """
 
     folder: Path
@@ -241,10 +232,11 @@ class ReferenceOutputs:
     samples: int
     classes: bool
     labels: tuple[Labels, ...] | None
+    attributes: bool = False
 
     @property
     def measure(self) -> Measure:
-        """What `retention` is."""
+        """The meaning of `retention`."""
         if not self.classes:
             return "cosine"
         return "agreement" if self.labels is None else "accuracy"
@@ -257,21 +249,23 @@ class ReferenceOutputs:
     def retention(
         self, run: Callable[[np.ndarray], np.ndarray], progress: Progress | None = None
     ) -> float:
-        """Returns how much of the answers another implementation of the model retains.
+        """Returns the share of the answers that another implementation of the model retains.
 
-        With labels its accuracy over the model's own, which may pass 1; without the share of inputs
-        (or tokens) that get the same class; for outputs that are no class scores the mean, over the
-        inputs, of the cosine of an input's outputs with the model's. An output that is not finite
-        is wrong.
+        With labels it is its accuracy over the model's own, which may exceed 1; without labels the
+        share of inputs (or tokens) with the same class; for outputs that are not class scores the
+        mean, over the inputs, of the cosine between an input's outputs and the model's. Outputs
+        that are not finite count as wrong.
         """
         kept = of = 0.0
         for index, x in enumerate(self.inputs()):
-            y = run(x)
             expected = np.load(self._path("y", index))
+            y = one_per_sample(run(x), None if self.labels is None else self.labels[index])
             if not self.classes:
                 kept, of = kept + float(cosines(y, expected).sum()), of + len(y)
             else:
-                classes = np.where(np.isfinite(y).all(axis=-1), y.argmax(axis=-1), IGNORED - 1)
+                finite = np.isfinite(y).all(axis=-1, keepdims=self.attributes)
+                answers = _answers(y, attributes=self.attributes)
+                classes = np.where(finite, answers, IGNORED - 1)
                 labels = None if self.labels is None else self.labels[index]
                 kept += _right(classes, expected if labels is None else labels)
                 of += expected.size if labels is None else _right(expected, labels)
@@ -287,57 +281,45 @@ def _right(classes: np.ndarray, wanted: np.ndarray) -> int:
     return int(((classes == wanted) & (wanted != IGNORED)).sum())
 
 
-@torch.no_grad()
+def _answers(y: np.ndarray, *, attributes: bool) -> np.ndarray:
+    """The class with the highest score, or for attributes the sign of each logit: 0 or 1."""
+    return (y > 0).astype(np.int64) if attributes else np.asarray(y.argmax(axis=-1))
+
+
 def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> ReferenceOutputs:
-    """Runs a job's model on up to `SAMPLES` inputs of its feed and returns what it answers.
+    """Runs a job's model on up to `SAMPLES` inputs of its feed and returns its answers.
 
     Raises `FeedError` for a feed without inputs, for inputs or labels that do not fit the model,
-    and for labels of which FP32 has none right; `UsageError` for a model with one number an input.
+    and for labels of which FP32 predicts none; `UsageError` for a model with one number per input.
     """
-    model, data, fixed = job.model, job.options.data, dict(job.fixed)
-    assert data is not None
-    fixed.pop("batch", None)
-    size = job.whole_batch
-    total = count(data, model.input.name)
-    progress.step("running FP32", total=SAMPLES if total is None else min(total, SAMPLES))
-    classes = _gives_classes(model)
-    name, unlabelled = model.input.name, False
-
-    def inputs() -> Iterator[Fields]:
-        for batch in named_batches(data, [name], labelled=True):
-            yield batch | {name: fitted(batch[name], model.input, fixed)}
-
-    ks = {name: k for name, k in job.k.items() if k is not None}
-    renormalize = job.options.renormalize
+    classes = _gives_classes(job.model)
+    unlabelled = attributes = False
     batches = seen = right = 0
     by_batch: list[Labels] = []
-    for batch in rebatched(limited(inputs(), SAMPLES), size or BATCH):
-        x, labels = batch[name], batch.get(LABEL)
+    for x, y, labels in _computed(job, progress):
         unlabelled |= labels is None
-        if size is not None and len(x) < size:
+        if y is None:
             continue
-        with algorithm_1(model.module, ks, renormalize=renormalize):
-            y = first_output(model.module(torch.from_numpy(np.ascontiguousarray(x)))).numpy()
-        if y.ndim < 2 or y[0].size < 2:
-            raise UsageError(
-                f"--min-retention: the model's outputs {y.shape} hold one number an input, which "
-                "is neither class scores nor a direction",
-                hint="--rtol bounds its error; `calibrate --sensitivity` ranks the layers",
-            )
         np.save(folder / f"x-{batches}.npy", x)
-        np.save(folder / f"y-{batches}.npy", y.argmax(axis=-1) if classes else y)
+        if not batches and labels is not None:
+            each_output = classes and y.ndim == 2 and labels.shape == y.shape
+            attributes = each_output and bool(((labels == 0) | (labels == 1)).all())
+            classes &= attributes or not each_output  # a regression's outputs are not class scores
+        answers = _answers(y, attributes=attributes) if classes else y
+        np.save(folder / f"y-{batches}.npy", answers)
         if classes and not unlabelled and labels is not None:
-            _check_labels(labels, y, seen)
-            right += _right(y.argmax(axis=-1), labels)
+            _check_labels(labels, y, seen, attributes=attributes)
+            right += _right(answers, labels)
             by_batch.append(labels)
         batches, seen = batches + 1, seen + len(x)
         progress.advance(len(x))
     if not batches:
+        size = job.whole_batch
         least = f"batch of {size} inputs" if size is not None else "inputs"
         raise FeedError(
-            f"--data: the feed holds no {least} to measure retention on",
-            hint="give at least one array; a generator, which can be read once, is empty after the "
-            "ranges were taken",
+            f"--data: the feed contains no {least} to measure retention on",
+            hint="give at least one array; a generator can be read only once, and the "
+            "ranges have used it up",
         )
     if not classes or unlabelled:
         return ReferenceOutputs(
@@ -345,23 +327,70 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
         )
     if not right:
         raise FeedError(
-            f"--data: FP32 gets none of {seen} labels right, so there is no accuracy to retain",
-            hint="are they this model's classes, counted from 0? Without labels the agreement with "
-            "FP32 is measured",
+            f"--data: FP32 predicts none of {seen} labels, so there is no accuracy to retain",
+            hint="are they this model's classes, counted from 0? Without labels the agreement "
+            "with FP32 is measured",
         )
     return ReferenceOutputs(
-        folder=folder, batches=batches, samples=seen, classes=classes, labels=tuple(by_batch)
+        folder=folder,
+        batches=batches,
+        samples=seen,
+        classes=classes,
+        labels=tuple(by_batch),
+        attributes=attributes,
     )
+
+
+def _computed(
+    job: ExportJob, progress: Progress
+) -> Iterator[tuple[np.ndarray, np.ndarray | None, Labels | None]]:
+    """Inputs of the feed in batches, the model's outputs, and labels, if any.
+
+    Batches smaller than the model takes have no outputs.
+    """
+    model, data, fixed = job.model, job.options.data, dict(job.fixed)
+    assert data is not None
+    fixed.pop("batch", None)
+    name, size = model.input.name, job.whole_batch
+    total = count(data, name)
+    progress.step("running FP32", total=SAMPLES if total is None else min(total, SAMPLES))
+    ks = {layer: k for layer, k in job.k.items() if k is not None}
+    fitting = (
+        batch | {name: fitted(batch[name], model.input, fixed)}
+        for batch in named_batches(data, [name], labelled=True)
+    )
+    for batch in rebatched(limited(fitting, SAMPLES), size or BATCH):
+        x, labels = batch[name], batch.get(LABEL)
+        if size is not None and len(x) < size:
+            yield x, None, labels
+            continue
+        with torch.no_grad(), algorithm_1(model.module, ks, renormalize=job.options.renormalize):
+            y = all_outputs(model.module(torch.from_numpy(np.ascontiguousarray(x))))[0].numpy()
+        y = one_per_sample(y, labels)
+        if y.ndim < 2 or y[0].size < 2:
+            raise UsageError(
+                f"--min-retention: the model's outputs {y.shape} hold one number per input, which "
+                "is neither class scores nor a direction",
+                hint="--rtol bounds its error; `calibrate --sensitivity` ranks the layers",
+            )
+        yield x, y, labels
 
 
 def _gives_classes(model: Model) -> bool:
     """Whether a model's outputs are class scores: [b, c], or [b, m, c] for token ids [b, m]."""
-    axes = len(model.output.shape)
+    shape = model.output.shape
     ids = np.dtype(model.input.dtype).kind in "iu" and len(model.input.shape) == 2
-    return axes == 2 or (axes == 3 and ids)
+    return len(shape) == 2 or (len(shape) == 3 and (ids or shape[1] == 1))
 
 
-def _check_labels(labels: Labels, y: np.ndarray, first: int) -> None:
+def _check_labels(labels: Labels, y: np.ndarray, first: int, *, attributes: bool) -> None:
+    if attributes and labels.shape == y.shape:
+        if not ((labels == 0) | (labels == 1)).all():
+            raise FeedError(
+                "--data: labels for each output are attributes of 0 and 1, but others are given",
+                hint="save all of them as 0 and 1",
+            )
+        return
     if labels.shape != y.shape[:-1]:
         raise FeedError(
             f"--data: labels {labels.shape} for outputs {y.shape}",

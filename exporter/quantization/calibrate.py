@@ -1,4 +1,4 @@
-"""Calibration of a model: runs its observing graph over a feed and chooses every tensor's range."""
+"""Calibrates a model: runs its observing graph over a feed and chooses every tensor's range."""
 
 from __future__ import annotations
 
@@ -12,41 +12,36 @@ import onnx_ir as ir
 
 from ...calibration.methods import DEFAULT_PERCENTILE, choose
 from ...calibration.observers import Observations, ObservingGraph, observe, observing_graph
-from ...calibration.table import CalibrationTable, Origin, is_table
+from ...calibration.table import CalibrationTable, Origin, check_place
 from ...common.console import Progress, Silent
-from ...common.writing import check_file, made_folder, output_errors, scratch_folder
-from ...data.feeds import (
-    Feed,
-    FeedHash,
-    count,
-    limited,
-    rebatched,
-    row_count,
-    rows_between,
-)
-from ...data.shards import Fields
+from ...common.writing import made_folder, output_errors, scratch_folder
+from ...data.batches import Feed, Fields, limited, rebatched, row_count, rows_between
+from ...data.feeds import FeedHash, count
 from ...errors import CalibrationError
 from ...graphs.layers.base import MoESpec
-from ...graphs.layers.stored import LayerOf
-from ...graphs.lower import LoweringRequest
 from ...graphs.lowerings import lowerings_of
-from ...graphs.lowerings.base import AnyLowering
+from ...graphs.lowerings.base import AnyLowering, LayerPlan
+from ...graphs.sizes import BATCH, TRACED_BATCH
 from ...graphs.targets import Method
 from ..bundle.weights import WeightsWriter, write_backbone, write_layer
-from ..inputs import BATCH, TRACED_BATCH, feed_batches
+from ..inputs import feed_batches
 from ..model import Model, fingerprint
 from ..requests import CalibrateRequest
+from ..session import SessionOptions, graph_call
 from ..trace import HELD, Held, trace
+
+STANDARD = "onnx"
+"""The target of observing graphs: standard ops, which the runtime here has."""
 
 GRAPH_FILE = "observing.onnx"
 
 
 @dataclass(frozen=True)
 class CalibrationJob:
-    """A calibration that can begin, as `exporter.job` makes it; `k` is what each layer keeps.
+    """A checked calibration (`exporter.job` creates it); `k` is the number kept by each layer.
 
-    `fixed` are the sizes of axes that are constants of the graph, of which the batch is what is run
-    at once: what a layer computes may depend on all of it.
+    `fixed` are the sizes of axes that are constants of the graph. The batch among them is run at
+    once, because a layer's result may depend on all of it.
     """
 
     model: Model
@@ -57,25 +52,25 @@ class CalibrationJob:
 
     @property
     def batch(self) -> int:
-        """How many inputs are run at once: whole groups of those that are computed together."""
+        """The number of inputs to run at once: whole groups of those that are computed together."""
         together = self.model.batch_of
         return self.fixed.get(BATCH) or -(-self.options.batch // together) * together
 
     def inputs(self, seen: FeedHash) -> Iterator[Fields]:
-        """Yields the inputs of the feed that are taken; a hash is told of them."""
+        """Yields the inputs of the feed, up to the limit, and adds them to a hash."""
         for batch in limited(feed_batches(self.model, self.data), self.options.samples):
             seen.update(*batch.values())
             yield batch
 
     def whole_origin(self) -> Origin:
-        """What a table of this job is made from: all inputs are read for it."""
+        """The origin of a table of this job; reads all inputs."""
         seen = FeedHash()
         for _ in self.inputs(seen):
             pass
         return self.origin(seen)
 
     def origin(self, seen: FeedHash) -> Origin:
-        """What a table is made from that is made of these inputs."""
+        """The origin of a table from these inputs."""
         options = self.options
         return Origin(
             model=fingerprint(self.model),
@@ -90,13 +85,13 @@ class CalibrationJob:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a model's tensors were seen to hold, before a method chooses their ranges."""
+    """Observations of a model's tensors, from which a method chooses ranges."""
 
     seen: Observations
     origin: Origin
 
     def table(self, method: Method, percentile: float = DEFAULT_PERCENTILE) -> CalibrationTable:
-        """The table that a method makes of it."""
+        """The table of ranges by a method."""
         share = percentile if method == "percentile" else None
         return CalibrationTable(
             origin=replace(self.origin, method=method, percentile=share),
@@ -109,7 +104,7 @@ class Observed:
         )
 
 
-def calibrate(
+def find_ranges(
     job: CalibrationJob,
     *,
     workspace: Path | None = None,
@@ -118,9 +113,8 @@ def calibrate(
 ) -> CalibrationTable:
     """Returns the ranges of a model's tensors over the inputs of a feed.
 
-    `traced` is the model's trace for the job's sizes, where that was made before. Raises
-    `CalibrationError` that names a tensor whose values give no range, and what `observe_model`
-    raises.
+    `traced` is the model's trace for the job's sizes, if it exists. Raises `CalibrationError`
+    naming a tensor whose values give no range, and as `observe_model` does.
     """
     with job.model.source.changes_told():
         seen = observe_model(job, workspace=workspace, progress=progress, traced=traced)
@@ -134,11 +128,10 @@ def observe_model(
     progress: Progress | None = None,
     traced: ir.Model | None = None,
 ) -> Observed:
-    """Returns what the model's tensors hold over the inputs of a feed, for any method.
+    """Returns observations of the model's tensors over the inputs of a feed, for any method.
 
-    The model's weights are written to a temporary folder in `workspace` while it runs, at FP32.
-    Raises `FeedError` for inputs that do not fit, and `CalibrationError` that names a tensor which
-    gives no range.
+    While it runs, the model's FP32 weights are in a temporary folder in `workspace`. Raises
+    `FeedError` for inputs that do not fit, and `CalibrationError` naming a tensor without a range.
     """
     observed = observe_share(job, (0, 1), workspace=workspace, progress=progress, traced=traced)
     observed.seen.check()
@@ -153,10 +146,10 @@ def observe_share(
     progress: Progress | None = None,
     traced: ir.Model | None = None,
 ) -> Observed:
-    """Returns what tensors hold over some batches: of every s-th, from the i-th on, for (i, s).
+    """Returns observations over some batches: for (i, s) every s-th, starting with the i-th.
 
-    The origin is that of all inputs, which are read in any case. What all shares saw, added, is
-    what `observe_model` returns; a share may leave tensors unseen.
+    The origin is that of all inputs, which are read in any case. The sum over all shares equals the
+    result of `observe_model`; a single share may leave tensors unseen.
     """
     progress = progress or Silent()
     total = count(job.data, job.model.input.name)
@@ -169,20 +162,22 @@ def observe_share(
     with scratch_folder("calibration", workspace) as folder:
         path = folder / GRAPH_FILE
         progress.step("writing the observing graph")
-        with output_errors(folder.parent):  # of a full disk, which the system tells without a name
+        with output_errors(folder.parent):  # the system reports a full disk without a name
             graph = _write(job, traced.clone(), path)
         progress.step("observing", total=total, unit="inputs")
         together = job.fixed.get(BATCH, job.model.batch_of)
         held: Held | None = traced.meta.get(HELD)
         least, _ = (1, None) if held is None else held.bounds.get(BATCH, (1, None))
-        # What is computed together with others is seen with as many alone.
+        # Inputs that are computed together are observed together.
         whole = (
             rows_between(batch, 0, row_count(batch) // together * together)
             for batch in rebatched(job.inputs(feed_hash), job.batch)
             if row_count(batch) >= max(together, least if least > TRACED_BATCH else 1)
         )
-        seen = observe(path, graph, islice(_numbered(whole, progress), share[0], None, share[1]))
-        if total is None:  # nobody knew before, and shards may be fewer than they should be
+        # A pre-packed copy of every weight would double the memory.
+        run = graph_call(path, SessionOptions(prepack=False))
+        seen = observe(run, graph, islice(_numbered(whole, progress), share[0], None, share[1]))
+        if total is None:  # the number was unknown before
             progress.step(f"the feed gave {feed_hash.samples} inputs")
     return Observed(seen=seen, origin=job.origin(feed_hash))
 
@@ -190,31 +185,29 @@ def observe_share(
 def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:
     with WeightsWriter(path.parent, reading=job.model.source.reading()) as writer:
         write_backbone(writer, traced)
-        choices = {
-            name: LoweringRequest(
-                lowering=_observed_lowering(layer.spec),
-                layer=LayerOf(
-                    spec=layer.spec,
-                    tensors=write_layer(writer, name, layer),
-                    k=job.k[name],
-                    renormalize=job.options.renormalize,
-                ),
+        layers = {
+            name: LayerPlan(
+                layer.spec, job.k[name], job.batch, 1, chosen=_observed_lowering(layer.spec)
+            ).to_build(
+                write_layer(writer, name, layer),
+                target=STANDARD,
+                renormalize=job.options.renormalize,
             )
             for name, layer in job.model.layers.items()
         }
-    graph = observing_graph(traced, choices)
+    graph = observing_graph(traced, layers)
     ir.save(graph.model, path)
     return graph
 
 
 def _observed_lowering(spec: MoESpec) -> AnyLowering:
-    """The lowering of an observing graph that serves a layer."""
+    """The lowering of an observing graph for a layer."""
     serving = (lowering for lowering in lowerings_of(spec.kind).values() if lowering.observable)
-    return next(lowering for lowering in serving if lowering.unable(spec) is None)
+    return next(each for each in serving if each.unable is None or each.unable(spec) is None)
 
 
 def _numbered(batches: Iterator[Fields], progress: Progress) -> Iterator[tuple[int, Fields]]:
-    """The batches, each with the number of its first input."""
+    """The batches, each with the index of its first input."""
     done = 0
     for batch in batches:
         yield done, batch
@@ -228,10 +221,10 @@ AGAIN = "calibrate again: `moexport calibrate MODEL --data FEED -o {path}`"
 def calibrate_to(
     path: Path, job: CalibrationJob, *, force: bool = False, progress: Progress | None = None
 ) -> CalibrationTable:
-    """Returns the table at `path`, made now unless it is there already; raises as `kept_table`."""
+    """Returns the table at `path`, created unless it exists; raises as `kept_table` does."""
 
     def make() -> CalibrationTable:
-        return calibrate(job, workspace=path.absolute().parent, progress=progress)
+        return find_ranges(job, workspace=path.absolute().parent, progress=progress)
 
     return kept_table(path, job.whole_origin, make, force=force, progress=progress)
 
@@ -244,22 +237,17 @@ def kept_table(
     force: bool,
     progress: Progress | None,
 ) -> CalibrationTable:
-    """Returns the table at `path`, which `make` makes unless it is there already.
+    """Returns the table at `path`, which `make` creates unless it exists.
 
-    A table that is there is used where it has the same origin: model, feed, k and method. Raises
-    `CalibrationError` that says what differs otherwise, unless `force` replaces it; what is no
-    table is never replaced.
+    An existing table is used if its origin is the same: model, feed, k and method. Otherwise raises
+    `CalibrationError` naming the difference, unless `force` replaces the table; other files are
+    never replaced.
     """
     progress = progress or Silent()
-    check_file(path)
-    if path.exists() and not is_table(path):
-        raise CalibrationError(
-            f"{path}: the file exists and is not a calibration table; it is left untouched",
-            hint="choose another -o",
-        )
+    check_place(path)
     if path.exists() and not force:
         table = CalibrationTable.read(path)
-        progress.step("comparing with the table that is there")
+        progress.step("comparing with the existing table")
         reason = _difference(table.origin, origin())
         if reason is not None:
             raise CalibrationError(
@@ -275,7 +263,7 @@ def kept_table(
 
 
 def _difference(existing: Origin, wanted: Origin) -> str | None:
-    """What distinguishes a table from the one that is wanted, in words, or None."""
+    """The difference between the origins of two tables as text, or None."""
     if existing.model != wanted.model:
         return "another model, or of this one with other weights, configuration or edits"
     if (existing.feed, existing.samples) != (wanted.feed, wanted.samples):
@@ -299,5 +287,5 @@ def _method(origin: Origin) -> str:
 
 
 def renormalised(origin: Origin) -> str:
-    """Returns with which option a table was made, as words that follow `was made`."""
+    """Returns how a table was made, to follow `was made`."""
     return "with --renormalize" if origin.renormalize else "without --renormalize"

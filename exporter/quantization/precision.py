@@ -1,34 +1,27 @@
 """Decides the precision of each layer and of the backbone, and converts a traced model to it.
 
-What a 16-bit float cannot hold stays in FP32, layer by layer, and the reason is kept: weights that
-are too large or too small, and values that were observed to come close to that.
+Parts that a 16-bit float cannot represent stay in FP32, layer by layer, with a recorded reason:
+weights that are too large or too small, and observed values close to the limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import onnx_ir as ir
 
-from ...calibration.table import CalibrationTable
 from ...graphs.layers.base import MoELayer
 from ...graphs.lower import simplify
 from ...graphs.names import EXPERT_OUTPUTS, EXPERT_PRODUCTS, operand_of, range_key
-from ...graphs.precision.backbone import (
-    QuantizedLinear,
-    backbone_linears,
-    block_backbone,
-    quantize_backbone,
-)
-from ...graphs.precision.fp16 import Fp32Node, beyond, misfit, to_fp16
 from ...graphs.precision.types import (
     DYNAMIC_ROW,
     FLOAT_TYPES,
     HALF_TYPES,
     INT4_BLOCK,
     INT8_LEVELS,
+    Bits,
     BlockedWeights,
     ComputeTypes,
     QuantizedProducts,
@@ -41,10 +34,15 @@ from ..bundle.manifest import Fp32NodeRecord, Numbers
 from ..job import ExportJob
 from ..options import ExportOptions
 
+if TYPE_CHECKING:
+    from ...calibration.table import CalibrationTable
+    from ...graphs.precision.backbone import QuantizedLinear
+    from ...graphs.precision.fp16 import Fp32Node
+
 Measure = Literal["accuracy", "agreement", "cosine"]
 
 BACKBONE = "the linear layers outside the MoE layers"
-"""The part of a model that `--quantize all` adds to its MoE layers, all together."""
+"""The part of a model that `--quantize all` adds to its MoE layers as a whole."""
 
 _MEASURES: dict[Measure, str] = {
     "accuracy": "accuracy over FP32's on {n} labelled inputs",
@@ -55,7 +53,7 @@ _MEASURES: dict[Measure, str] = {
 
 @dataclass(frozen=True, slots=True)
 class KeptPart:
-    """A part that stayed in floats, and the retention that was too low while it was INT8."""
+    """A part that stayed in floats, and the insufficient retention with it in INT8."""
 
     name: str
     before: float
@@ -63,10 +61,10 @@ class KeptPart:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What INT8 keeps of what the FP32 model answers on the inputs of a feed.
+    """The share of the FP32 model's answers on the inputs of a feed that INT8 retains.
 
     `reached` is `measure` (`accuracy_search.ReferenceOutputs`) over `samples` inputs, with the
-    parts `kept` in `floats`, in the order in which they were given up. `whole`: nothing is left in
+    parts `kept` in `floats`, in the order in which they became floats. `whole`: nothing is left in
     INT8.
     """
 
@@ -79,7 +77,7 @@ class Retention:
     whole: bool
 
     def reason(self, layer: str) -> str | None:
-        """Why a layer stayed in floats, None where it is INT8."""
+        """Why a layer stayed in floats; None if it is INT8."""
         for part in self.kept:
             if part.name == layer:
                 return (
@@ -89,7 +87,7 @@ class Retention:
         return None
 
     def notes(self) -> tuple[str, ...]:
-        """Returns what a user should know: what was reached, by which measure, at what price."""
+        """Returns notes for users: the retention, its measure and its price."""
         names = ", ".join(part.name for part in self.kept) or "nothing"
         notes = [
             f"--min-retention {self.asked:g}: {self.reached:.4f} reached "
@@ -100,13 +98,13 @@ class Retention:
         if 0 < 1 - self.asked < 1 / self.samples:
             notes.append(
                 f"one of {self.samples} inputs is {1 / self.samples:.2g} of the retention: more "
-                "inputs in --data measure it more finely"
+                "inputs in --data measure it more precisely"
             )
         return tuple(notes)
 
     @property
     def how(self) -> str:
-        """The measure in words."""
+        """The measure as text."""
         return _MEASURES[self.measure].format(n=self.samples)
 
     @property
@@ -117,7 +115,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """In what every part of a model computes; `retention` is what `--min-retention` found."""
+    """The precision of every part of a model; `retention` is the result of `--min-retention`."""
 
     layers: Mapping[str, ComputeTypes]
     fp32_nodes: tuple[Fp32Node, ...] = ()
@@ -126,10 +124,10 @@ class PrecisionPlan:
 
 
 def quantised_parts(job: ExportJob) -> list[str]:
-    """Returns what a job asks to be INT8: its MoE layers, and `BACKBONE` with `--quantize all`."""
-    precision = job.options.precision
-    layers = [name for name in job.model.layers if name not in precision.floating]
-    return [*layers, BACKBONE] if precision.scope == "all" else layers
+    """Returns the parts to quantise: the MoE layers, and `BACKBONE` with `--quantize all`."""
+    options = job.options
+    layers = [name for name in job.model.layers if name not in options.floating]
+    return [*layers, BACKBONE] if options.quantize == "all" else layers
 
 
 def apply_precision(
@@ -140,12 +138,13 @@ def apply_precision(
     floats: Collection[str] = (),
     retention: Retention | None = None,
 ) -> PrecisionPlan:
-    """Narrows a traced model's backbone in place and returns the plan for it and for the layers.
+    """Converts a traced model's backbone in place; returns the plan for it and for the layers.
 
-    `floats` are parts that stay in floats although the job asks for INT8, and those of `retention`,
-    which tells why. Raises `CalibrationError` for a table without a layer's ranges.
+    `floats` are parts that stay in floats although the job requests INT8, in addition to those in
+    `retention`, which has the reasons. Raises `CalibrationError` for a table without a layer's
+    ranges.
     """
-    precision, target = job.options.precision, job.options.target
+    options = job.options
     quantised = {*quantised_parts(job)} - {*floats}
     if retention is not None:
         quantised -= retention.names
@@ -153,33 +152,60 @@ def apply_precision(
     for name, layer in job.model.layers.items():
         kept = None if retention is None else retention.reason(name)
         reason = None if name in quantised else kept or "left out of the quantisation"
-        layers[name] = _layer(name, layer, job.options, table, reason)
-    dtype = FLOAT_TYPES[precision.float_name(target)]
-    linears: list[QuantizedLinear] = []
-    if precision.name == "int4" and BACKBONE in quantised:
-        products = list(backbone_linears(traced.graph))
-        linears = block_backbone(traced, products, precision.quant_format(target))
-    if precision.ranged and BACKBONE in quantised:
-        linears = quantize_backbone(
-            traced,
-            list(backbone_linears(traced.graph)),
-            None if table is None else table.range,
-            precision.quant_format(target),
-            precision.weight_quantization(target),
-            dtype,
-            by_token=job.writes_text and TARGETS[target].new_kernels,
-        )
-    fp32_nodes: list[Fp32Node] = []
-    if dtype in HALF_TYPES:
-        peaks = {} if table is None or precision.fp16_weights(target) else table.peaks
-        joined = dtype == ir.DataType.BFLOAT16 and TARGETS[target].bf16_attention
-        fp32_nodes = to_fp16(
-            traced, dtype, peaks=peaks, io=FLOAT_TYPES[precision.io], attention=joined
-        )
-    if linears or dtype in HALF_TYPES:
+        layers[name] = _layer(name, layer, options, table, reason)
+    linears, fp32_nodes = [], []
+    if BACKBONE in quantised:
+        linears = _integer_linears(job, traced, table)
+    half = FLOAT_TYPES[options.float_name] in HALF_TYPES
+    if half:
+        fp32_nodes = _halved(options, traced, table)
+    if linears or half:
         simplify(traced)
     return PrecisionPlan(
         layers=layers, fp32_nodes=tuple(fp32_nodes), linears=tuple(linears), retention=retention
+    )
+
+
+def _integer_linears(
+    job: ExportJob, traced: ir.Model, table: CalibrationTable | None
+) -> list[QuantizedLinear]:
+    """The backbone's linear layers, converted to integers if supported."""
+    from ...graphs.precision.backbone import backbone_linears, block_backbone, quantize_backbone
+
+    options, products = job.options, list(backbone_linears(traced.graph))
+    target = TARGETS[options.target]
+    if options.in_blocks:
+        return block_backbone(
+            traced, products, options.quant_format, _bits(options), on_gpu=target.weight_only
+        )
+    if not options.ranged:
+        return []
+    return quantize_backbone(
+        traced,
+        products,
+        None if table is None else table.range,
+        options.quant_format,
+        options.weight_quantization,
+        FLOAT_TYPES[options.float_name],
+        by_token=job.writes_text and target.new_kernels,
+    )
+
+
+def _halved(
+    options: ExportOptions, traced: ir.Model, table: CalibrationTable | None
+) -> list[Fp32Node]:
+    """Converts the backbone to a 16-bit float; returns the nodes that stay in FP32."""
+    from ...graphs.precision.fp16 import to_fp16
+
+    dtype, target = FLOAT_TYPES[options.float_name], TARGETS[options.target]
+    return to_fp16(
+        traced,
+        dtype,
+        peaks={} if table is None or options.fp16_weights else table.peaks,
+        io=FLOAT_TYPES[options.io_precision],
+        attention=dtype == ir.DataType.BFLOAT16 and target.bf16_attention,
+        wide_sums=target.fused.wide_sums,
+        narrow_cache=options.narrow_cache,
     )
 
 
@@ -190,24 +216,23 @@ def _layer(
     table: CalibrationTable | None,
     left_out: str | None,
 ) -> ComputeTypes:
-    """The numbers of a layer; `left_out` is why it stays in floats where INT8 is asked for."""
-    precision, target = options.precision, options.target
-    inner = FLOAT_TYPES[precision.float_name(target)]
-    seen_by = None if precision.fp16_weights(target) else table  # FP32 holds what was seen
+    """The types of a layer; `left_out` is why it stays in floats although INT8 is requested."""
+    inner = FLOAT_TYPES[options.float_name]
+    seen_by = None if options.fp16_weights else table  # FP32 represents all observed values
     problem = _overflow(name, layer, inner, seen_by)
     if problem is not None:
         inner = ir.DataType.FLOAT
-    if precision.name == "int4":
-        return _in_blocks(layer, options, left_out)
-    if not precision.ranged:
+    if options.in_blocks:
+        return _in_blocks(layer, options, left_out, problem)
+    if not options.ranged:
         return ComputeTypes(inner, reason=f"{problem}: kept in FP32" if problem else "asked for")
     around = f"; {problem}, so FP32" if problem else ""
     if left_out is not None:
         return ComputeTypes(inner, reason=f"{left_out}{around}")
-    form = precision.quant_format(target)
+    form = options.quant_format
     dynamic = layer.spec.dynamic_int8 and form != "qdq"
 
-    weights = precision.weight_quantization(target)
+    weights = options.weight_quantization
     levels = weights.levels if weights.floats else INT8_LEVELS
 
     def scale(operand: str) -> Scale:
@@ -227,22 +252,35 @@ def _layer(
     return ComputeTypes(inner, quantized=quantised, reason=f"asked for{around}")
 
 
-def _in_blocks(layer: MoELayer, options: ExportOptions, left_out: str | None) -> ComputeTypes:
-    """A layer's experts with weights of four bits, unless their rows are not whole blocks."""
-    target = options.target
-    # An engine computes in its usual float; ONNX Runtime's CPU kernels in FP32.
-    floats = options.precision.float_name(target) if TARGETS[target].compiled else "fp32"
+def _bits(options: ExportOptions) -> Bits:
+    """The bits of a blocked weight."""
+    return 4 if options.precision == "int4" else 8
+
+
+def _in_blocks(
+    layer: MoELayer, options: ExportOptions, left_out: str | None, overflow: str | None
+) -> ComputeTypes:
+    """A layer with blocked expert weights, unless their rows are not whole blocks.
+
+    `overflow` is why the experts cannot compute in the surrounding float type, or None.
+    """
+    target, on_gpu = TARGETS[options.target], TARGETS[options.target].weight_only
+    # An engine and a GPU compute in their usual float; ONNX Runtime's CPU kernels in FP32.
+    floats = options.float_name if target.compiled or on_gpu else "fp32"
+    if on_gpu and overflow is not None:
+        return ComputeTypes(reason=f"{overflow}: kept in FP32")
     inner = FLOAT_TYPES[floats]
     if left_out is not None:
         return ComputeTypes(inner, reason=left_out)
-    form = options.precision.quant_format(target)
+    form = options.quant_format
     problem = not_in_blocks(layer.stored(), form)
     if problem is not None:
         return ComputeTypes(inner, reason=f"{problem}: kept in {floats.upper()}")
     shapes = {p.name: p.shape for p in layer.stored() if operand_of(p.name) is not None}
-    block = block_of(form, (shape[-2] for shape in shapes.values()))
-    assert block is not None  # each of them is whole blocks of the smallest size
-    blocked = BlockedWeights(format=form, weights=frozenset(shapes), block=block)
+    bits = _bits(options)
+    block = block_of(form, (shape[-2] for shape in shapes.values()), bits, on_gpu=on_gpu)
+    assert block is not None  # each of them is a multiple of the smallest block
+    blocked = BlockedWeights(form, frozenset(shapes), block, bits, on_gpu)
     return ComputeTypes(inner, blocked=blocked, reason="asked for")
 
 
@@ -252,6 +290,8 @@ def _overflow(
     """Why a layer's experts cannot compute in a float type, or None."""
     if inner not in HALF_TYPES:
         return None
+    from ...graphs.precision.fp16 import beyond, misfit
+
     for key, peak in _peaks(name, layer, table):
         if beyond(peak, inner):
             return f"{key} was seen to reach {peak:.3g}"
@@ -267,7 +307,7 @@ def _overflow(
 def _peaks(
     name: str, layer: MoELayer, table: CalibrationTable | None
 ) -> Iterator[tuple[str, float]]:
-    """What was observed within a layer: its name and its largest absolute value."""
+    """The observations within a layer: name and largest absolute value."""
     if table is None:
         return
     operands = [met for part in layer.stored() if (met := operand_of(part.name)) is not None]
@@ -280,7 +320,7 @@ def _peaks(
 
 
 def _activations(plan: PrecisionPlan, form: QuantFormat) -> str:
-    """How what meets integer weights is written, in words."""
+    """The encoding of activations for integer weights, as text."""
     if form == "qdq":
         return "int8, per tensor, symmetric"
     quantised = [layer.quantized for layer in plan.layers.values()]
@@ -292,23 +332,22 @@ def _activations(plan: PrecisionPlan, form: QuantFormat) -> str:
 def precision_record(plan: PrecisionPlan, options: ExportOptions) -> Numbers:
     """Returns the record as plain data: empty for a model in FP32 throughout.
 
-    `rest` is the float type of what is not quantised, `router` that of routers and gates;
-    `fp32_nodes` are the nodes that stayed in FP32 for this model's weights or values,
-    `usual_fp32_nodes` counts the others by op type. With INT8: how weights and activations are
-    written, and `linears`, the backbone's, null where they are INT8 and the reason where not;
-    `retention` (`Retention`) where `--min-retention` was asked for.
+    `rest` is the float type of parts that are not quantised, `router` that of routers and gates;
+    `fp32_nodes` are the nodes that stayed in FP32 because of this model's weights or values,
+    `usual_fp32_nodes` counts the others by op type. With INT8: the encodings of weights and
+    activations, and `linears` of the backbone, with null for INT8 or the reason why not;
+    `retention` (`Retention`) if `--min-retention` was given.
     """
-    precision, target = options.precision, options.target
-    if precision.name == "fp32":
+    if options.precision == "fp32":
         return {}
     usual: dict[str, int] = {}
     for node in plan.fp32_nodes:
         if node.usual:
             usual[node.op_type] = usual.get(node.op_type, 0) + 1
     record: Numbers = {
-        "rest": precision.float_name(target),
+        "rest": options.float_name,
         "router": "fp32",
-        "io": precision.io,
+        "io": options.io_precision,
         "fp32_nodes": [
             Fp32NodeRecord(
                 node=node.node, op_type=node.op_type, reason=node.reason, usual=node.usual
@@ -318,18 +357,18 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> Numbers:
         ],
         "usual_fp32_nodes": usual,
     }
-    if precision.name == "int4":
+    if options.in_blocks:
         blocked = (layer.blocked for layer in plan.layers.values())
         sizes = " or ".join(str(size) for size in sorted({b.block for b in blocked if b}))
         record |= {
-            "form": precision.quant_format(target),
-            "weights": f"int4, per expert, in blocks of {sizes or INT4_BLOCK} of each output "
-            "channel",
-            "activations": precision.float_name(target),
+            "form": options.quant_format,
+            "weights": f"{options.precision}, per expert, in blocks of {sizes or INT4_BLOCK} of "
+            "each output channel",
+            "activations": options.float_name,
             "linears": {linear.node: linear.reason for linear in plan.linears},
         }
-    if precision.ranged:
-        weights, form = precision.weight_quantization(target), precision.quant_format(target)
+    if options.ranged:
+        weights, form = options.weight_quantization, options.quant_format
         record |= {
             "form": form,
             "weights": f"{weights.dtype.name.lower()}, per expert and output channel, "

@@ -1,1 +1,1 @@
-"""TensorRT engines: what may be asked, what the importers take, building, keeping and running."""
+"""TensorRT engines: options, limits of the importers, building, caching and running."""

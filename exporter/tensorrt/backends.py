@@ -1,6 +1,6 @@
 """The two TensorRTs: for servers and Jetson (`tensorrt`), and for RTX cards (`tensorrt-rtx`).
 
-One interface serves both. What differs is data here, so that nothing else asks which it is.
+Both have one interface. Their differences are data here, so no other code asks which it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from . import cuda
 class Gpu:
     """Name, compute capability (`8.9`) and driver of one GPU.
 
-    The driver is its version as its own tool tells it, or the newest CUDA that it serves.
+    The driver is the version that its own tool reports, or the newest CUDA that it supports.
     """
 
     name: str
@@ -41,12 +41,15 @@ class Gpu:
 
 @functools.cache
 def first_gpu() -> Gpu | None:
-    """Returns the NVIDIA GPU that engines are built and run on, or None without one.
+    """Returns the NVIDIA GPU on which engines are built and run, or None.
 
-    CUDA knows best which one that is (`CUDA_VISIBLE_DEVICES`, its own order), and a Jetson has no
-    other to ask; without its Python binding the driver's own tool tells.
+    CUDA selects it (`CUDA_VISIBLE_DEVICES`, its own order), also on a Jetson; without the Python
+    binding, the driver's own tool is used.
     """
-    return _by_cuda() or _by_tool()
+    if gpu := _by_cuda():
+        return gpu
+    rows = nvidia_smi("name", "compute_cap", "driver_version")
+    return Gpu(*rows[0]) if rows else None
 
 
 def _by_cuda() -> Gpu | None:
@@ -63,11 +66,6 @@ def _by_cuda() -> Gpu | None:
     )
 
 
-def _by_tool() -> Gpu | None:
-    rows = nvidia_smi("name", "compute_cap", "driver_version")
-    return Gpu(*rows[0]) if rows else None
-
-
 def gpu_memory_bytes() -> int | None:
     """Returns the memory of that GPU, or None without one or without CUDA's Python binding."""
     try:
@@ -79,18 +77,20 @@ def gpu_memory_bytes() -> int | None:
 RTX_CARDS: Mapping[str, str] = MappingProxyType(
     {
         "7.5": "RTX 20 series",
+        "8.0": "A100",
         "8.6": "RTX 30 series",
         "8.9": "RTX 40 series",
         "12.0": "RTX 50 series",
         "12.1": "GB10",
     }
 )
-"""The compute capabilities that TensorRT-RTX serves, each with a card that has it.
+"""The compute capabilities that TensorRT-RTX supports, each with an example.
 
-They are those of NVIDIA's support matrix (deeplearning/tensorrt-rtx/latest/getting-started/
-support-matrix.html on docs.nvidia.com, read for 1.0 to 1.6): no data-centre card (A100, 8.0; 9.0,
-10.0, 10.3) and no Jetson (8.7, 11.0). `ComputeCapability` in 1.7.1 has 8.0 as well, which a test
-compares.
+They are those of `ComputeCapability` in 1.7.1, which a test compares, and which its runtime lists
+when it refuses another: on an H100 "Supported compute capabilities: 8.0 8.6 8.9 12.0 12.1 >12.0".
+NVIDIA's support matrix (deeplearning/tensorrt-rtx/latest/getting-started/support-matrix.html on
+docs.nvidia.com, read for 1.0 to 1.6) has no 8.0. No other data-centre card (9.0, 10.0, 10.3) and no
+Jetson (8.7, 11.0) is supported.
 """
 
 
@@ -98,14 +98,13 @@ compares.
 class Backend:
     """One TensorRT, as data.
 
-    `index` is the package index that has it, where that is not the usual one; `versions` are the
-    first that it works with and the first that it does not. `options` names the build options that
-    it honours; every other one is refused, since a request that is quietly dropped is worse than
-    none. `max_level` is its highest optimisation level (it lowers a higher one without a word).
-    `cards` are the compute capabilities that it can build for by name, each with an example, and it
-    serves no others; empty where an engine is for the GPU that it is built on, of a compute
-    capability of at least `oldest`. `refused` says of an option that it does not honour why that
-    is. `records_itself` says that its runtime makes CUDA graphs.
+    `index` is the package index, if not the default one; `versions` are the first supported version
+    and the first unsupported one. `options` names the build options that it honours; others are
+    refused rather than silently dropped. `max_level` is its highest optimisation level (it silently
+    lowers a higher one). `cards` are the compute capabilities that it can build for by name, each
+    with an example; it supports no others. Empty if an engine is for the GPU that it is built on,
+    of a compute capability of at least `oldest`. `refused` has the reasons for options that it does
+    not honour. `records_itself`: its runtime makes CUDA graphs.
     """
 
     name: str
@@ -124,11 +123,10 @@ class Backend:
 
     @property
     def install(self) -> str:
-        """The command that installs it."""
         return install(self.extra, index=self.index)
 
     def install_version(self, versions: str) -> str:
-        """The command that installs these `versions` (`==10.16.1`), beside others elsewhere."""
+        """The command that installs these `versions` (`==10.16.1`) next to others."""
         index = f"--extra-index-url {self.index} " if self.index else ""
         return f"pip install {index}'{self.distributions[0]}{versions}'"
 
@@ -138,7 +136,7 @@ class Backend:
         return bool(self.cards)
 
     def installed(self) -> bool:
-        """Whether the package and Polygraphy, which drives it, are there; imports neither."""
+        """Whether the package and Polygraphy, which drives it, are installed; imports neither."""
         return all(importlib.util.find_spec(name) for name in (self.module, "polygraphy"))
 
     def version(self) -> str:
@@ -150,7 +148,7 @@ class Backend:
                 return metadata.version(name)
             except metadata.PackageNotFoundError:
                 continue
-        return str(self.load().__version__)  # put there by a system's own installer
+        return str(self.load().__version__)  # installed by a system's own installer
 
     def load(self) -> Any:
         """Returns the module; `MissingExtraError` with the command that installs it."""
@@ -160,12 +158,12 @@ class Backend:
             return importlib.import_module(self.module)
         except (ImportError, OSError) as error:
             raise MissingExtraError(
-                f"{self.title} is installed and cannot be loaded: {str(error).splitlines()[0]}",
+                f"{self.title} is installed but cannot be loaded: {str(error).splitlines()[0]}",
                 hint=f"install it again: {self.install}",
             ) from error
 
     def check_installed(self) -> None:
-        """Raises `MissingExtraError` where an engine cannot be built for want of a package."""
+        """Raises `MissingExtraError` if a package for building an engine is missing."""
         for name, title in ((self.module, self.title), ("polygraphy", "Polygraphy")):
             if importlib.util.find_spec(name) is None:
                 raise self.missing(title)
@@ -190,14 +188,14 @@ class Backend:
 
     @property
     def served(self) -> str:
-        """The compute capabilities that it serves, in words."""
+        """The supported compute capabilities as text."""
         if not self.cards:
             return f"compute capability {self.oldest} and newer"
         listed = ", ".join(f"{name} ({card})" for name, card in self.cards.items())
         return f"compute capability {listed}"
 
     def check_serves(self, gpu: Gpu, error: type[MoexportError] = ForeignEngineError) -> None:
-        """Raises an error for a GPU that it does not serve; the hint says what runs there."""
+        """Raises an error for an unsupported GPU; the hint names alternatives."""
         if not self.serves(gpu.compute_capability):
             raise error(
                 f"{self.title} does not serve {gpu.name} (compute capability "
@@ -206,7 +204,7 @@ class Backend:
             )
 
     def missing(self, what: str) -> MissingExtraError:
-        """The error that says what is not installed, and how to install it."""
+        """The error for a missing package, with the command to install it."""
         return MissingExtraError(f"{what} is not installed", hint=self.install)
 
 
@@ -251,7 +249,7 @@ TENSORRT_RTX = Backend(
     extra="rtx",
     distributions=("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx"),
     versions=((1, 7), (2,)),
-    # What 1.7.1 does with the others was tried: see `refused`.
+    # The other options were tried with 1.7.1: see `refused`.
     options=_COMMON | {"compute_capabilities"},
     max_level=5,
     cards=RTX_CARDS,
@@ -273,17 +271,17 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
 
 
 def backend_named(name: str) -> Backend:
-    """Returns the backend of a target; `UsageError` for a target that has no engines."""
+    """Returns the backend of a target; `UsageError` for a target without engines."""
     if name not in BACKENDS:
         raise UsageError(
             f"--target {name}: engines are built for {' and '.join(BACKENDS)}",
-            hint="for ONNX Runtime the graph itself is what runs",
+            hint="ONNX Runtime runs the graph itself",
         )
     return BACKENDS[name]
 
 
 def instead(compute_capability: str) -> str:
-    """Returns what to use on GPUs of a compute capability that a backend does not serve."""
+    """Returns an alternative for GPUs of a compute capability that a backend does not support."""
     able = [backend for backend in BACKENDS.values() if backend.serves(compute_capability)]
     if able:
         brings = "" if able[0].installed() else f", installed with {able[0].install}"
@@ -295,5 +293,5 @@ def instead(compute_capability: str) -> str:
 
 
 def _number(compute_capability: str) -> tuple[int, ...]:
-    """A compute capability in the order of its numbers: 12.0 is after 8.9."""
+    """A compute capability as a sort key: 12.0 is after 8.9."""
     return tuple(int(part) for part in compute_capability.split("."))

@@ -1,9 +1,9 @@
-"""Experts' weights as inputs of an engine, and what its layers choose as outputs.
+"""Experts' weights as inputs of an engine, and its layers' choices as outputs.
 
-A weight that is gathered, as `gather` and `block-grouped` do, need not lie in the plan: as an input
-of the engine it is bound from the bundle's weights file, once for all engines of the bundle. INT8
-then dequantises what was gathered and no other expert: as a constant it may feed DequantizeLinear
-alone (TensorRT-RTX 1.7.1 refuses a Gather of it), as an input it may be gathered first.
+A gathered weight (`gather`, `block-grouped`) need not be part of the plan: as an input of the
+engine it is bound from the bundle's weights file, once for all engines of the bundle. INT8 then
+dequantises only gathered experts: a constant may only feed DequantizeLinear (TensorRT-RTX 1.7.1
+refuses to gather it), while an input may be gathered first.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     import onnx
 
 BEFORE_GATHER = ("DequantizeLinear", "Unsqueeze", "Mul")
-"""What may lie between a weight, a bias or a scale and the Gather that picks the chosen experts."""
+"""Ops allowed between a weight, bias or scale and the Gather of the chosen experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundWeight:
-    """A weight that an engine takes as an input: its name, and where its bytes are in a file."""
+    """A weight that is an input of an engine: its name, and its place in a file."""
 
     name: str
     file: str
@@ -44,9 +44,9 @@ class BoundWeight:
 def rewritten(
     path: Path, layers: Sequence[str], *, bind: bool, outputs: Sequence[str] = ()
 ) -> tuple[onnx.ModelProto, list[BoundWeight]]:
-    """Returns the graph with weights as inputs and further outputs, and what is to be bound.
+    """Returns the graph with weights as inputs and further outputs, and the weights to bind.
 
-    Nothing of a weights file is read. Raises `EngineError` where no weight is gathered.
+    The weights file is not read. Raises `EngineError` if no weight is gathered.
     """
     import onnx
 
@@ -85,7 +85,7 @@ def rewritten(
 
 
 def _gathered(graph: onnx.GraphProto, layers: Sequence[str]) -> Iterator[onnx.TensorProto]:
-    """The experts' weights in the weights file that a Gather alone reads, in the end."""
+    """The experts' weights in the weights file that are used only through a Gather."""
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         for name in node.input:
@@ -102,9 +102,9 @@ def _gathered(graph: onnx.GraphProto, layers: Sequence[str]) -> Iterator[onnx.Te
 
 
 def _dequantize_last(graph: onnx.GraphProto, names: set[str]) -> None:
-    """Exchanges DequantizeLinear, which has one scale for all, and the Gather after it.
+    """Swaps DequantizeLinear, which has one scale for all, and the Gather after it.
 
-    The numbers stay the same, and only those that were gathered are made floats.
+    The results are the same, but only gathered numbers are converted to floats.
     """
     order = list(graph.node)
     by_input = {node.input[0]: node for node in order if node.op_type == "Gather"}
@@ -131,9 +131,9 @@ def _bound(tensor: onnx.TensorProto) -> BoundWeight:
 
 
 class PlacedWeight:
-    """A weight where an engine reads it; given back when nothing holds it any more.
+    """A weight in the memory from which an engine reads it; freed with the last reference.
 
-    That is the GPU's memory, or on the `host` pinned memory that the GPU reads over its bus, for
+    That is the GPU's memory or, on the `host`, pinned memory that the GPU reads over its bus, for
     models larger than the card.
     """
 
@@ -152,11 +152,11 @@ class PlacedWeight:
 
 
 _PLACED: weakref.WeakValueDictionary[Any, PlacedWeight] = weakref.WeakValueDictionary()
-"""What lies somewhere already: the engines of a bundle that one process opens share it."""
+"""Placed weights, which all engines of a bundle in one process share."""
 
 
 def placed(folder: Path, bound: BoundWeight, *, host: bool) -> PlacedWeight:
-    """Returns a weight of a bundle's file, read into place unless another engine has it there."""
+    """Returns a weight of a bundle's file in place, reading it unless another engine has it."""
     status = (folder / bound.file).stat()
     device = int(cuda.call("cudaGetDevice"))
     identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -168,29 +168,29 @@ def placed(folder: Path, bound: BoundWeight, *, host: bool) -> PlacedWeight:
 
 
 def mapped(folder: Path, bound: BoundWeight) -> np.ndarray:
-    """Returns a weight's bytes as they lie in the mapped file."""
+    """Returns a weight's bytes in the mapped file."""
     return np.memmap(folder / bound.file, np.uint8, "r", bound.offset, (bound.nbytes,))
 
 
 def checked(folder: Path, bound: Sequence[BoundWeight]) -> None:
-    """Raises `EngineError` for a weights file that is not the one of the bundle's manifest."""
+    """Raises `EngineError` for a weights file that differs from the bundle's manifest."""
     files = Manifest.read(folder).files
     for name in {weight.file for weight in bound}:
         path, known = folder / name, files.get(name)
         if not path.is_file() or known is None or known_sha256(path) != known.sha256:
             raise EngineError(
-                f"{path}: the engine's experts are in this file, and it is missing or has changed",
-                hint="keep the bundle together; export it again where the file is damaged",
+                f"{path}: the engine's experts are in this file, but it is missing or has changed",
+                hint="keep the bundle together; export it again if the file is damaged",
             )
 
 
 def experts_of(folder: Path, graph: str, wanted: Sequence[BoundWeight]) -> list[BoundWeight]:
-    """Returns the same weights of another bundle, to take the place of the engine's own.
+    """Returns the same weights of another bundle, to replace the engine's own.
 
-    Raises `EngineError` where it has no such graph, or one of other experts.
+    Raises `EngineError` if it has no such graph, or one with other experts.
     """
     if not (folder / graph).is_file():
-        raise EngineError(f"{folder}: holds no {graph}", hint="export it as the engine's bundle")
+        raise EngineError(f"{folder}: contains no {graph}", hint="export it as the engine's bundle")
     layers = [layer.name for layer in Manifest.read(folder).layers]
     weights = {weight.name: weight for weight in rewritten(folder / graph, layers, bind=True)[1]}
     for weight in wanted:

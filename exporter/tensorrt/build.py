@@ -1,9 +1,9 @@
-"""Compiles a graph to an engine in a process of its own, and says what a failure means.
+"""Compiles a graph to an engine in a separate process, and explains failures.
 
-Running out of memory has two causes with different ways out. The machine's own memory holds the
-weights several times over and little else: no option of the build changes that (`docs/engines.md`).
-The GPU's memory goes to the kernels that TensorRT tries, for the largest sizes of the profiles,
-with as much scratch memory as the workspace allows.
+There are two kinds of memory to run out of, with different remedies. The machine's memory holds the
+weights several times and little else: no build option changes that (`docs/engines.md`). The GPU's
+memory holds the kernels that TensorRT tries, for the largest sizes of the profiles, with as much
+scratch memory as the workspace allows.
 """
 
 from __future__ import annotations
@@ -26,35 +26,15 @@ from ...common.environment import memory_bytes
 from ...common.text import size
 from ...errors import EngineError
 from . import cuda
-from .backends import Backend
 from .options import EngineOptions
-from .profiles import Profile
+from .records import EnginePlan
 from .worker import PER_MILLE, Compiled
 
 WORKER = "moexport.exporter.tensorrt.worker"
 
 
 GRACE_S = 5.0
-"""How long a build that is to stop may take to stop by itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePlan:
-    """One engine to build: of a graph, into a file of this name.
-
-    `weights_bytes` is the size of the bundle's weights; `on_gpu` says whether there is a GPU to try
-    kernels on. `notes` are what a user should know of the profiles.
-    """
-
-    graph: str
-    file: str
-    backend: Backend
-    profiles: tuple[Profile, ...]
-    cards: tuple[str, ...] = ()
-    options: EngineOptions = EngineOptions()
-    weights_bytes: int = 0
-    on_gpu: bool = False
-    notes: tuple[str, ...] = ()
+"""How long a cancelled build may take to stop by itself."""
 
 
 def build_engine(
@@ -64,11 +44,11 @@ def build_engine(
     progress: Progress,
     model: Path | None = None,
 ) -> Compiled:
-    """Compiles a graph of a bundle into the file `output`; returns what was read back.
+    """Compiles a graph of a bundle to the file `output`; returns what was read back.
 
-    `model` is the graph to compile in its place, with its weights. Raises `EngineError` when it
-    cannot be compiled; the file is not there then. An interrupt cancels the build and leaves
-    nothing behind either.
+    `model` is a graph to compile instead, with its weights. Raises `EngineError`, without leaving a
+    file, if it cannot be compiled. An interrupt cancels the build and leaves nothing behind,
+    either.
     """
     request = {
         "flavour": plan.backend.name,
@@ -101,16 +81,16 @@ def _worker_options(options: EngineOptions) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """How the worker ended: its last event, its exit status and the end of what it printed."""
+class WorkerResult:
+    """The end of the worker: its last event, its exit status and its last output."""
 
     event: Mapping[str, Any]
     status: int
     printed: str
 
 
-def _run(request: Mapping[str, Any], progress: Progress) -> Answer:
-    """Starts the worker, follows its events and returns how it ended."""
+def _run(request: Mapping[str, Any], progress: Progress) -> WorkerResult:
+    """Starts the worker and follows its events to the end."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     last: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
@@ -121,29 +101,29 @@ def _run(request: Mapping[str, Any], progress: Progress) -> Answer:
             stderr=printed,
             text=True,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # a Ctrl-C reaches this process, which stops that one
+            start_new_session=True,  # Ctrl-C reaches this process only, which stops the worker
         )
         assert process.stdin is not None and process.stdout is not None
         try:
             with process.stdin as stdin:
                 stdin.write(json.dumps(request) + "\n")
-            said = 0
+            reported = 0
             for line in process.stdout:
                 last = json.loads(line)
                 if last["event"] == "step":
-                    progress.advance(last["done"] - said)
-                    said = last["done"]
+                    progress.advance(last["done"] - reported)
+                    reported = last["done"]
             status = process.wait()
-        except BrokenPipeError:  # it ended before it read the request; its status says how
+        except BrokenPipeError:  # it ended before it read the request; its status has the reason
             status = process.wait()
         finally:
             _stop(process)
         printed.seek(0)
-        return Answer(event=last, status=status, printed=printed.read())
+        return WorkerResult(event=last, status=status, printed=printed.read())
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Ends a worker that is still running: asks first, since the builder can cancel cleanly."""
+    """Ends a running worker: by a signal first, so that the builder can cancel cleanly."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -155,39 +135,41 @@ def _stop(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
-def _compiled(answer: Answer, plan: EnginePlan) -> Compiled:
-    """What a build that went well read back; otherwise an `EngineError` that says what to do."""
-    if answer.event.get("event") == "built" and answer.status == 0:
-        return from_data(Compiled, answer.event, WORKER)
-    if answer.event.get("event") == "failed":
-        raise explained(answer.event["lines"], plan)
-    if sys.platform != "win32" and answer.status == -signal.SIGKILL:
+def _compiled(result: WorkerResult, plan: EnginePlan) -> Compiled:
+    """The result of a successful build; otherwise raises `EngineError` with a remedy."""
+    if result.event.get("event") == "built" and result.status == 0:
+        return from_data(Compiled, result.event, WORKER)
+    if result.event.get("event") == "failed":
+        raise explained(result.event["lines"], plan)
+    if sys.platform != "win32" and result.status == -signal.SIGKILL:
         raise killed(plan)
-    raise ended(answer.status, answer.printed.splitlines(), plan)
+    raise ended(result.status, result.printed.splitlines(), plan)
 
 
 DEFAULT_LEVEL = 3
-"""TensorRT's own optimisation level (`IBuilderConfig.builder_optimization_level`)."""
+"""TensorRT's default optimisation level (`IBuilderConfig.builder_optimization_level`)."""
 
 
 def explained(lines: Sequence[str], plan: EnginePlan) -> EngineError:
-    """Returns the error for a failed build, from what TensorRT and Polygraphy reported."""
+    """Returns the error for a failed build, from the messages of TensorRT and Polygraphy."""
     title = plan.backend.title
-    said = [line for line in lines if "Invalid Engine. Please ensure" not in line] or list(lines)
-    known = explanation(said, plan)
+    reported = [line for line in lines if "Invalid Engine. Please ensure" not in line] or list(
+        lines
+    )
+    known = explanation(reported, plan)
     if known is not None:
         line, entry = known
         hint = entry.hint if isinstance(entry.hint, str) else entry.hint(plan)
         return EngineError(f"{title}: {entry.meaning}: {_short(line)}", hint=hint)
-    first = _short(said[0]) if said else "it did not say why"
+    first = _short(reported[0]) if reported else "no reason was given"
     return EngineError(
         f"{title} cannot compile the graph: {first}",
-        hint="another --lowering may compile; --verbose shows everything it said",
+        hint="another --lowering may compile; --verbose shows all of its messages",
     )
 
 
 def explanation(lines: Sequence[str], plan: EnginePlan) -> tuple[str, Explanation] | None:
-    """Returns the first line that is known, and what it means; None where none is."""
+    """Returns the first known message and its explanation; None without any."""
     for entry in EXPLANATIONS:
         if entry.on_gpu is None or entry.on_gpu == plan.on_gpu:
             for line in lines:
@@ -197,14 +179,14 @@ def explanation(lines: Sequence[str], plan: EnginePlan) -> tuple[str, Explanatio
 
 
 def ended(status: int, printed: Sequence[str], plan: EnginePlan) -> EngineError:
-    """Returns the error for a build whose process ended by itself: it printed this at its end."""
-    said = [line.strip() for line in printed if line.strip()]
-    if explanation(said, plan) is not None:
-        return explained(said, plan)
+    """Returns the error for a build process that crashed, from its last output."""
+    reported = [line.strip() for line in printed if line.strip()]
+    if explanation(reported, plan) is not None:
+        return explained(reported, plan)
     return EngineError(
         f"{plan.backend.title}: the build ended with status {status}"
-        + (f": {_short(said[-1])}" if said else ""),
-        hint="--verbose shows more; a crash inside TensorRT may go with another --lowering",
+        + (f": {_short(reported[-1])}" if reported else ""),
+        hint="--verbose shows more; another --lowering may avoid a crash inside TensorRT",
     )
 
 
@@ -218,7 +200,7 @@ def killed(plan: EnginePlan) -> EngineError:
 
 
 def less_host_memory(plan: EnginePlan) -> str:
-    """Returns what makes a build take less of the machine's memory."""
+    """Returns advice for a build that needs less of the machine's memory."""
     several, elsewhere = (
         ("about three", "build on a machine with more memory, which needs no GPU")
         if plan.backend.builds_without_gpu
@@ -232,7 +214,7 @@ def less_host_memory(plan: EnginePlan) -> str:
 
 
 def less_gpu_memory(plan: EnginePlan) -> str:
-    """Returns what makes a build take less of the GPU's memory, with the values that it had."""
+    """Returns advice for a build that needs less GPU memory, with the current values."""
     workspace = plan.options.workspace
     level = plan.options.optimization_level
     largest = "; ".join("×".join(map(str, profile.max)) for profile in plan.profiles)
@@ -245,7 +227,7 @@ def less_gpu_memory(plan: EnginePlan) -> str:
 
 
 def more_workspace(plan: EnginePlan) -> str:
-    """Returns what to do where no kernel fits into the workspace."""
+    """Returns advice if no kernel fits into the workspace."""
     workspace = plan.options.workspace
     if workspace is None:
         return "lower the profile's MAX, or export with --lowering conditional or --precision fp16"
@@ -258,7 +240,7 @@ def _short(line: str, most: int = 300) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Words by which a failure is known, what it means and what to do.
+    """A pattern of failure messages, with their meaning and a remedy.
 
     `on_gpu` restricts it to builds with a GPU (True) or without one (False).
     """
@@ -273,7 +255,7 @@ NO_ROOM = r"[Oo]ut ?[Oo]f ?[Mm]emory"
 
 
 EXPLANATIONS = (
-    # Our own words come first: TensorRT has often said something else before them.
+    # Our own messages come first: TensorRT has often reported something else before them.
     Explanation(
         r"DishonouredError: timing_cache",
         "the timing cache cannot be used, and was left as it is",
@@ -281,7 +263,7 @@ EXPLANATIONS = (
     ),
     Explanation(
         r"DishonouredError",
-        "it did not take over what was asked",
+        "it did not apply an option",
         "leave that option out",
     ),
     Explanation(
@@ -295,8 +277,8 @@ EXPLANATIONS = (
         "a thread could not be started: memory ran out, or the number of processes is limited",
         less_host_memory,
     ),
-    # TensorRT goes on without a kernel that asked for too much, and fails where none is left. Then
-    # its last words speak of the workspace, which is the whole GPU where nobody limited it.
+    # TensorRT skips kernels that need too much memory, and fails if none is left. Its last message
+    # then concerns the workspace, which without a limit is the whole GPU.
     Explanation(
         NO_ROOM + r"|cudaErrorMemory|GPU memory|[Ii]nsufficient (device |GPU )?memory",
         "the GPU's memory ran out",
@@ -316,18 +298,18 @@ EXPLANATIONS = (
         r"FP32 GEMM is not supported|check_turing_op_compatibility",
         "compute capability 7.5 does not compile this graph",
         "leave 7.5 out of --compute-capability: a router computes in FP32 at every precision, "
-        "which TensorRT-RTX has no products of on those cards; ONNX Runtime runs the graph there",
+        "but TensorRT-RTX has no such products on these cards; ONNX Runtime runs the graph there",
     ),
     Explanation(
         r"HW-specific datatypes",
-        "a card that was named does not have a type of the graph",
+        "a named card does not support a type of the graph",
         "leave that card out of --compute-capability (BF16 needs 8.0, FP8 8.9 or newer), or export "
         "in another --precision",
     ),
     Explanation(
         r"libnvinfer_lean|lean runtime",
         "the lean runtime, which version-compatible engines need, is not installed",
-        "install it beside TensorRT, or leave --version-compatible out",
+        "install it with TensorRT, or leave --version-compatible out",
     ),
     Explanation(
         r"driver version is insufficient|no CUDA-capable device|CUDA initialization failure",

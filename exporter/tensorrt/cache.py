@@ -1,9 +1,9 @@
-"""The cache of finished engines: the same request gives the same file at once.
+"""The cache of finished engines: an equal request returns the same file at once.
 
-An engine's key is a hash of everything that makes it what it is: the graph, its weights, the
-options, the profiles, TensorRT's version, and the GPU where the engine is for that GPU alone. A
-file whose hash is not the recorded one is deleted and built again. Builds that run at the same time
-share the folder: each locks it while it reads or writes an engine.
+An engine's key is a hash of all that determines it: the graph, its weights, the options, the
+profiles, TensorRT's version, and the GPU if the engine is only for that. A file with a wrong hash
+is deleted and built again. Concurrent builds share the folder: each locks it while it reads or
+writes an engine.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ...errors import OutputError, ResultsError
 from .worker import Compiled
 
 PLACE = "MOEXPORT_ENGINE_CACHE"
-"""The environment's name for the folder; `off` keeps nothing."""
+"""The environment variable with the folder; `off` disables the cache."""
 
 MOST_BYTES = 10 << 30
-"""The least recently used engines go when the folder grows beyond this."""
+"""The least recently used engines are removed when the folder exceeds this size."""
 
 FACTS = 2
-"""The form of what is written down beside an engine; part of its key."""
+"""The version of the facts stored with an engine, as part of its key."""
 
 
 def default_cache() -> Path | None:
-    """Returns the folder that the environment names, or one in the user's cache folder."""
+    """Returns the folder from the environment, or one in the user's cache folder."""
     named = os.environ.get(PLACE)
     if named is not None:
         return None if named.strip().lower() in ("", "off") else Path(named)
@@ -50,9 +50,9 @@ def engine_key(parts: Mapping[str, Any]) -> str:
 
 
 def take(folder: Path, key: str, destination: Path) -> Compiled | None:
-    """Copies the engine of a key to `destination` and returns what its build read back.
+    """Copies the engine of a key to `destination` and returns the facts of its build.
 
-    None without one; one that is damaged is removed.
+    None without one; a damaged one is removed.
     """
     try:
         with locked(folder):
@@ -62,9 +62,9 @@ def take(folder: Path, key: str, destination: Path) -> Compiled | None:
 
 
 def read_kernels(name: str) -> bytes:
-    """Returns the kernels that TensorRT-RTX compiled for an engine here before; empty without.
+    """Returns the kernels that TensorRT-RTX compiled for an engine here earlier, or nothing.
 
-    They are code, as engines are: a folder that others may write to holds none.
+    They are code, like engines: a folder that others may write to is not used.
     """
     folder = default_cache()
     if folder is None or why_not_private(folder) is not None:
@@ -72,12 +72,12 @@ def read_kernels(name: str) -> bytes:
     try:
         with locked(folder):
             return (folder / f"{name}.kernels").read_bytes()
-    except OSError:  # nothing was kept
+    except OSError:  # nothing was saved
         return b""
 
 
 def keep_kernels(name: str, content: bytes) -> None:
-    """Keeps compiled kernels for the next start of the same engine."""
+    """Saves compiled kernels for the next start of the same engine."""
     folder = default_cache()
     if folder is None or why_not_private(folder) is not None:
         return
@@ -86,7 +86,7 @@ def keep_kernels(name: str, content: bytes) -> None:
         with locked(folder), whole_file(folder / f"{name}.kernels") as partial:
             partial.write_bytes(content)
             _make_room(folder, kept=folder / f"{name}.kernels")
-    except (OSError, OutputError):  # they are compiled again, then
+    except (OSError, OutputError):  # they will be compiled again
         return
 
 
@@ -101,16 +101,16 @@ def _take(folder: Path, key: str, destination: Path) -> Compiled | None:
     if not sound:
         _remove((plan, notes))
         return None
-    os.utime(plan)  # what is used stays
+    os.utime(plan)  # marks it as used recently
     shutil.copyfile(plan, destination)
     return compiled
 
 
 def keep(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) -> None:
-    """Copies an engine of this SHA-256 into the cache, and what its build read back.
+    """Copies an engine with this SHA-256 into the cache, and the facts of its build.
 
-    A folder that cannot be written keeps nothing. What was read back is written last: an engine
-    without it does not count.
+    A folder that is not writable stays unchanged. The facts are written last: an engine without
+    them does not count.
     """
     place, notes = _files(folder, key)
     try:
@@ -120,7 +120,7 @@ def keep(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) ->
                 shutil.copyfile(plan, partial)
             write_text(json.dumps({"sha256": digest, "built": asdict(compiled)}), notes)
             _make_room(folder, kept=place)
-    except (OSError, OutputError):  # a cache is no promise: the engine itself is in its place
+    except (OSError, OutputError):  # the cache is optional: the engine itself is in place
         _remove((place, notes))
 
 
@@ -142,5 +142,5 @@ def _files(folder: Path, key: str) -> tuple[Path, Path]:
 
 def _remove(paths: Sequence[Path]) -> None:
     for path in paths:
-        with contextlib.suppress(OSError):  # gone, or where nothing can be removed
+        with contextlib.suppress(OSError):  # gone, or not removable
             path.unlink()

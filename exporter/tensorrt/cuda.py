@@ -1,6 +1,6 @@
-"""The few CUDA calls that a runner needs, each an error in the user's words when it fails.
+"""The few CUDA calls of the runner, with errors that users can act on.
 
-NVIDIA's own binding (`cuda.bindings`) is behind them: no compiler and no PyTorch with CUDA needed.
+They use NVIDIA's own binding (`cuda.bindings`): no compiler and no PyTorch with CUDA is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEEDED = (
     f"CUDA 13 needs a driver of {DRIVERS[13]} or newer; with an older one, pip install "
     "'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12, in an environment of their own"
 )
-"""What an NVIDIA driver has to do with what pip installs."""
+"""How NVIDIA drivers relate to pip packages."""
 
 NO_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorStubLibrary")
 NO_COMPAT = "cudaErrorCompatNotSupportedOnDevice"
@@ -35,12 +35,12 @@ MISMATCH = (
     *("cudaErrorSystemDriverMismatch", "cudaErrorUnsupportedPtxVersion"),
     *("cudaErrorSystemNotReady", "cudaErrorInitializationError"),
 )
-"""A driver that does not fit CUDA's libraries, or whose services have not started."""
+"""Errors if a driver does not fit CUDA's libraries, or its services have not started."""
 NO_MEMORY = "cudaErrorMemoryAllocation"
 
 
 def runtime() -> Any:
-    """Returns CUDA's runtime as Python sees it; `MissingExtraError` without the binding."""
+    """Returns CUDA's runtime in Python; `MissingExtraError` without the binding."""
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
@@ -50,17 +50,17 @@ def runtime() -> Any:
 
 
 def bindings_for(driver: int | None) -> str:
-    """Returns what to install for a driver's major version, the newest where it is not known."""
+    """Returns the package for a driver's major version, the newest if that is unknown."""
     major = next((m for m, oldest in DRIVERS.items() if driver is None or driver >= oldest), 12)
     return f"cuda-bindings>={major},<{major + 1}"
 
 
 def driver_problem() -> str | None:
-    """Returns why the installed binding cannot work with this driver, and what can; else None.
+    """Returns why the installed binding cannot work with this driver, with a remedy; else None.
 
-    The driver's library that was loaded tells, and its number where none was: NVIDIA's package
-    `cuda-compat` brings the library of a newer driver (CUDA Compatibility, "Forward Compatibility":
-    data-centre GPUs, some RTX cards for servers and Jetsons).
+    The version is that of the loaded driver library, or else the driver's: NVIDIA's package
+    `cuda-compat` provides the library of a newer driver (CUDA Compatibility, "Forward
+    Compatibility": data-centre GPUs, some RTX cards for servers and Jetsons).
     """
     driver, installed = _driver(), int(metadata.version("cuda-bindings").partition(".")[0])
     needed, served = DRIVERS.get(installed, 0), _served()
@@ -72,7 +72,7 @@ def driver_problem() -> str | None:
     number = "" if driver is None else f" {driver}"
     serves = "" if served is None else f", which serves CUDA {served[0]}.{served[1]}"
     return (
-        f"cuda-bindings {installed} needs a driver of {needed} or newer, and this one is{number}"
+        f"cuda-bindings {installed} needs a driver of {needed} or newer, but this one is{number}"
         f"{serves}: update the driver, or put cuda-compat-{installed}-0 before it (data-centre "
         f"cards), or, in an environment of their own, pip install '{bindings_for(driver or 0)}' "
         "and tensorrt-cu12 or tensorrt-rtx-cu12"
@@ -80,7 +80,7 @@ def driver_problem() -> str | None:
 
 
 def _served() -> tuple[int, int] | None:
-    """The newest CUDA that the driver's loaded library serves; None where none was loaded."""
+    """The newest CUDA that the driver's loaded library supports; None if none was loaded."""
     error, served = runtime().cudaDriverGetVersion()
     if error != runtime().cudaError_t.cudaSuccess or not served:
         return None
@@ -88,19 +88,19 @@ def _served() -> tuple[int, int] | None:
 
 
 def _driver() -> int | None:
-    """The driver's major version; a Jetson's tool does not tell it."""
+    """The driver's major version; unknown on a Jetson."""
     rows = nvidia_smi("driver_version")
     major = rows[0][0].partition(".")[0] if rows else ""
     return int(major) if major.isdigit() else None
 
 
 def check_device() -> None:
-    """Raises `EngineError` where there is no NVIDIA GPU with a driver."""
+    """Raises `EngineError` without an NVIDIA GPU and its driver."""
     call("cudaGetDeviceCount")
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Calls CUDA and returns what it gives; `EngineError` says what went wrong."""
+    """Calls CUDA and returns the result; raises `EngineError` with a remedy on failure."""
     cuda = runtime()
     error, *values = getattr(cuda, name)(*arguments)
     if error == cuda.cudaError_t.cudaSuccess:
@@ -130,59 +130,58 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 class DeviceBuffer:
-    """So many bytes on the GPU; `address` is where they lie."""
+    """Memory on the GPU; `address` is its place."""
 
     def __init__(self, size: int) -> None:
         self.address = int(call("cudaMalloc", size))
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         if self.address:
             call("cudaFree", self.address)
             self.address = 0
 
 
 class Stream:
-    """A stream of its own, which does not wait for the default one."""
+    """A stream that does not wait for the default one."""
 
     def __init__(self) -> None:
         self.handle = int(call("cudaStreamCreateWithFlags", runtime().cudaStreamNonBlocking))
 
     def synchronize(self) -> None:
-        """Waits until all that was sent is done."""
+        """Waits until all work is done."""
         call("cudaStreamSynchronize", self.handle)
 
     def copy(self, destination: int, source: int, size: int) -> None:
-        """Copies between host memory and the GPU, or within it: CUDA knows each address."""
+        """Copies between host memory and the GPU, or within it: CUDA recognises each address."""
         kind = runtime().cudaMemcpyKind.cudaMemcpyDefault
         call("cudaMemcpyAsync", destination, source, size, kind, self.handle)
 
     def close(self) -> None:
-        """Ends the stream."""
         if self.handle:
             call("cudaStreamDestroy", self.handle)
             self.handle = 0
 
 
 class Captured:
-    """Work that was recorded once and is sent as one; forgotten when nothing holds it any more."""
+    """Recorded work that is launched as one; freed with the last reference."""
 
     def __init__(self, graph: Any) -> None:
         with ExitStack() as made:
             made.callback(call, "cudaGraphDestroy", graph)
             self._ready = call("cudaGraphInstantiate", graph, 0)
             made.callback(call, "cudaGraphExecDestroy", self._ready)
-            self.close = given_back(self, made.pop_all().close)
+            self.close = closing_once(self, made.pop_all().close)
 
     def launch(self, stream: Stream) -> None:
-        """Queues the recorded work on a stream, as one."""
+        """Queues the recorded work on a stream."""
         call("cudaGraphLaunch", self._ready, stream.handle)
 
 
-def given_back(holder: object, close: Callable[[], None]) -> Callable[[], object]:
-    """Returns a call that closes once: when it is made, or when nothing has the holder any more.
+def closing_once(holder: object, close: Callable[[], None]) -> Callable[[], object]:
+    """Returns a function that closes once: when called, or with the last reference to the holder.
 
-    At the end of a process the driver takes everything back by itself.
+    When the process ends, the driver frees everything itself.
     """
     end = weakref.finalize(holder, close)
     end.atexit = False
@@ -190,13 +189,13 @@ def given_back(holder: object, close: Callable[[], None]) -> Callable[[], object
 
 
 def captured(stream: Stream, send: Callable[[], None]) -> Captured:
-    """Returns what `send` sends to a stream, recorded."""
+    """Returns a recording of the work that `send` queues on a stream."""
     mode = runtime().cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
     call("cudaStreamBeginCapture", stream.handle, mode)
     try:
         send()
     except BaseException:
-        # What `send` raised is what is told; of a recording that it broke there is no graph.
+        # The exception of `send` is reported; a recording that it broke has no graph.
         error, graph = runtime().cudaStreamEndCapture(stream.handle)
         if error == runtime().cudaError_t.cudaSuccess:
             call("cudaGraphDestroy", graph)
@@ -211,7 +210,7 @@ class Stopwatch:
         self._begin, self._end = call("cudaEventCreate"), call("cudaEventCreate")
 
     def begin(self, stream: Stream) -> None:
-        """Records the first point, after what was sent so far."""
+        """Records the first point, after the work queued so far."""
         call("cudaEventRecord", self._begin, stream.handle)
 
     def end(self, stream: Stream) -> float:

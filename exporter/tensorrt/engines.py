@@ -1,4 +1,4 @@
-"""The engines of a bundle: which there will be, and building them."""
+"""Plans and builds the engines of a bundle."""
 
 from __future__ import annotations
 
@@ -15,26 +15,33 @@ from ...common.option import spelled
 from ...common.writing import scratch_folder
 from ...errors import EngineError, MissingExtraError, UsageError
 from ...graphs.names import K_INPUT, part_of
+from ...graphs.sizes import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, TensorSpec
-from ..inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
 from .backends import BACKENDS, Backend, backend_named, first_gpu, gpu_memory_bytes
 from .bindings import BoundWeight, rewritten
-from .build import EnginePlan, build_engine
+from .build import build_engine
 from .cache import default_cache
 from .onnx_support import check_graph
 from .options import CURRENT, EngineOptions
 from .profiles import AxisRanges, Profile, capped, most_copies, profile
-from .records import EngineRecord, Made, add_to_bundle, engines_of, staging, with_engines
+from .records import (
+    Describe,
+    EnginePlan,
+    EngineRecord,
+    add_to_bundle,
+    engines_of,
+    staging,
+    with_engines,
+)
 from .trust import check_private, is_own, own_signature
 from .worker import Compiled
 
 DEFAULT_CARDS = ("8.6", "8.9", "12.0")
-"""TensorRT-RTX's own choice where none is named, in its support matrix; named, so that the record
-says which."""
+"""TensorRT-RTX's default in its support matrix, named explicitly for the record."""
 
 FP8_CARDS = ("8.9", "12.0")
-"""Those of them that multiply floats of eight bits: Ada and newer."""
+"""Those of them that multiply 8-bit floats: Ada and newer."""
 
 
 def plan_engines(
@@ -45,10 +52,10 @@ def plan_engines(
     graph: str | None = None,
     ranges: AxisRanges | None = None,
 ) -> list[EnginePlan]:
-    """Returns the engines of a bundle for a backend: one per graph, or that of `graph` alone.
+    """Returns the engines of a bundle for a backend: one per graph, or only that of `graph`.
 
-    Of graphs for several sizes of the batch the main one is taken: an engine has profiles for that.
-    `ranges` are the sizes of axes that no profile names; without, those of the export. Raises
+    Of graphs for several batch sizes the main one is used: an engine has profiles instead. `ranges`
+    are the sizes of axes that no profile names; the default is those of the export. Raises
     `UsageError` and `MissingExtraError` before anything is read or built.
     """
     chosen = backend_named(name)
@@ -62,7 +69,7 @@ def plan_engines(
     ]
     if not records:
         known = ", ".join(record.file for record in manifest.graphs)
-        raise UsageError(f"the bundle holds no graph '{graph}'", hint=f"it holds {known}")
+        raise UsageError(f"the bundle contains no graph '{graph}'", hint=f"it contains {known}")
     defaults = exported_ranges(manifest) | dict(ranges or {})
     port = manifest.inputs[0]
     experts = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None
@@ -104,9 +111,9 @@ def within_copies(
     profiles: Sequence[Profile],
     wishes: Sequence[AxisRanges],
 ) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
-    """Returns a graph's profiles without a k for which `gather` copies too much, with notes.
+    """Returns a graph's profiles without a k at which `gather` copies too much, with notes.
 
-    Raises `UsageError` where a k that was named, or that the graph has, is too large.
+    Raises `UsageError` if a requested k, or the graph's own, is too large.
     """
     memory = None if chosen.builds_without_gpu else gpu_memory_bytes()
     width = 4 if manifest.precision == "fp32" else 2  # INT8 is dequantised before it is copied
@@ -119,12 +126,12 @@ def within_copies(
         fitting = min(copies, most_copies(matrix, 2 * matrix * width, memory))
         for index, (wanted, wishes_of_it) in enumerate(zip(new_profiles, wishes, strict=True)):
             k = layer.k if wanted.k is None else wanted.k.max
-            assert k is not None, "a layer has a k of its own, or the graph takes it"
+            assert k is not None, "k belongs to the layer, or is an input of the graph"
             named = wanted.k is None or K_INPUT in wishes_of_it
             if named and wanted.max[0] * k > copies:
                 raise UsageError(
                     f"{graph.file}: at --batch {wanted.max[0]} and --k {k} `gather` copies "
-                    f"{wanted.max[0] * k} experts of layer {layer.name}, and a tensor of less than "
+                    f"{wanted.max[0] * k} experts of layer {layer.name}, but a tensor of less than "
                     f"2^31 elements holds {copies}",
                     hint="name smaller ones (--profile batch=MIN:OPT:MAX,k=MIN:OPT:MAX), or export "
                     "with --lowering dense or block-grouped",
@@ -141,7 +148,7 @@ def within_copies(
 
 
 def _check_axes(port: TensorSpec, profiles: Sequence[AxisRanges], ranges: AxisRanges) -> None:
-    """Raises `UsageError` for a range that no profile makes use of."""
+    """Raises `UsageError` for a range that no profile uses."""
     for axis, wanted in ranges.items():
         if axis not in port.shape and not (axis == "tokens" and "height" in port.shape):
             dynamic = ", ".join(size for size in port.shape if isinstance(size, str))
@@ -176,19 +183,20 @@ def add_engines(
     progress: Progress | None = None,
     *,
     rebuild: bool = False,
-) -> list[Made]:
-    """Makes engines, puts them into a bundle and returns them.
+    describe: Describe | None = None,
+) -> list[EnginePlan]:
+    """Builds engines, adds them to a bundle and its page (by `describe`), and returns them.
 
-    Raises what `make_engines` raises, and `BundleError` for a folder that cannot be written.
+    Raises as `make_engines` does, and `BundleError` for a folder that is not writable.
     """
     with staging(directory) as staged:
         made = list(make_engines(directory, manifest, plans, staged, progress, rebuild=rebuild))
-        add_to_bundle(directory, made, staged)
+        add_to_bundle(directory, made, staged, describe)
     return made
 
 
 def check_for_export(target: str, engine: EngineOptions | bool) -> None:
-    """Raises, before an export begins, what would keep its engine from being compiled."""
+    """Raises, before an export begins, if its engine cannot be compiled."""
     names = engine.changed() if isinstance(engine, EngineOptions) else []
     if target not in BACKENDS and names:
         raise UsageError(
@@ -209,7 +217,7 @@ def build_for_export(
 ) -> Manifest:
     """Returns a new bundle's manifest with its engines, which are built into its folder.
 
-    Without a wish (`engine` None) a backend that cannot be built here leaves a note.
+    Without a request (`engine` None), a note explains why a backend cannot be built here.
     """
     options = e if isinstance(e, EngineOptions) else EngineOptions(cache=default_cache())
     if e is None:
@@ -221,12 +229,12 @@ def build_for_export(
     plans = plan_engines(manifest, manifest.target, options)
     made = list(make_engines(directory, manifest, plans, directory, progress))
     notes = [note for plan in plans for note in plan.notes]
-    notes += [n for e in made for n in precision_notes(e.record.file, e.record.kernels)]
+    notes += [n for e in made for n in precision_notes(e.built.file, e.built.kernels)]
     return with_engines(replace(manifest, notes=[*manifest.notes, *notes]), made)
 
 
 def _check_can_build(chosen: Backend) -> None:
-    """Raises `MissingExtraError` or `EngineError` where the backend cannot be built here."""
+    """Raises `MissingExtraError` or `EngineError` if the backend cannot be built here."""
     chosen.check_installed()
     if chosen.builds_without_gpu:
         return
@@ -235,7 +243,7 @@ def _check_can_build(chosen: Backend) -> None:
         chosen.check_serves(gpu, EngineError)
     else:
         raise EngineError(
-            f"{chosen.title} compiles for the GPU that it runs on, and there is no NVIDIA GPU here",
+            f"{chosen.title} compiles for the GPU that it runs on, but there is no NVIDIA GPU here",
             hint="copy the bundle to the machine with the GPU and run "
             f"`moexport build BUNDLE --target {chosen.name}` there",
         )
@@ -249,11 +257,11 @@ def make_engines(
     progress: Progress | None = None,
     *,
     rebuild: bool = False,
-) -> Iterator[Made]:
+) -> Iterator[EnginePlan]:
     """Yields the engines of a bundle's graphs, written to the folder `output`.
 
-    One that the bundle or the cache already holds is taken from there, unless `rebuild`. Raises
-    `EngineError` for a graph that is refused and for a build that fails.
+    An engine in the bundle or the cache is reused, unless `rebuild`. Raises `EngineError` for a
+    graph that is refused and for a build that fails.
     """
     progress = progress or Silent()
     for folder in {plan.options.cache for plan in plans if plan.options.cache is not None}:
@@ -264,7 +272,7 @@ def make_engines(
         key = _key(plan, weights)
         there = None if rebuild else _in_bundle(directory, manifest, plan, key)
         if there is not None:
-            yield Made(record=there, files={}, reused="bundle")
+            yield replace(plan, record=there, reused="bundle")
             continue
         yield _make(plan, key, directory, manifest, output, progress, rebuild=rebuild)
 
@@ -290,7 +298,7 @@ def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
 def _in_bundle(
     directory: Path, manifest: Manifest, plan: EnginePlan, key: str
 ) -> EngineRecord | None:
-    """The bundle's own engine, where it has the key and its files are sound."""
+    """The bundle's own engine, if its key and its files match."""
     for record in engines_of(manifest):
         own = record.file in manifest.files and is_own(
             record.signature, manifest.files[record.file].sha256
@@ -315,7 +323,7 @@ def _make(
     progress: Progress,
     *,
     rebuild: bool,
-) -> Made:
+) -> EnginePlan:
     path = output / plan.file
     folder = plan.options.cache
     model, bound = _rewritten(plan, directory, manifest)
@@ -366,17 +374,17 @@ def _make(
         kernels=kernels,
         bound=[asdict(weight) for weight in bound],
     )
-    return Made(record=record, files=files, reused=reused)
+    return replace(plan, record=record, files=files, reused=reused)
 
 
 LISTED = ("layers", "inspector")
-"""What the file beside an engine holds of a `Compiled`."""
+"""The fields of `Compiled` in the file next to an engine."""
 
 
 def _rewritten(
     plan: EnginePlan, directory: Path, manifest: Manifest
 ) -> tuple[bytes | None, list[BoundWeight]]:
-    """The graph as the options want it, None where it stays as it is; and the bound weights."""
+    """The graph after the options' changes, None if there are none; and the bound weights."""
     options = plan.options
     if not options.bind_weights and not options.expose_routing:
         return None, []
@@ -395,43 +403,44 @@ def _rewritten(
 
 
 EXPERTS = "experts"
-"""Of a layer's parts (`graphs.names`) the one whose products have the layer's precision."""
+"""The part of a layer (`graphs.names`) whose products have the layer's precision."""
 
 
 def check_precision(manifest: Manifest, graph: str, compiled: Compiled) -> dict[str, list[str]]:
-    """Raises `EngineError` where a MoE layer's experts do not compute in the bundle's precision.
+    """Raises `EngineError` if a MoE layer's experts do not compute in the bundle's precision.
 
-    The router stays in FP32 at every precision, so only the experts' products are looked at: in the
-    network that was built, and then in the engine, where it could be inspected. Returns what the
-    engine's own layers of the experts read and write, by MoE layer: nothing where the inspector
-    does not name them or other nodes were fused into them, and then the strongly typed network
-    alone proves the precision.
+    The router stays in FP32 at every precision, so only the experts' products are checked: in the
+    network that was built, and then in the engine, if it could be inspected. Returns the types that
+    the engine's own layers of the experts read and write, by MoE layer: empty if the inspector does
+    not name them, or if other nodes were fused into them; then only the strongly typed network
+    proves the precision.
     """
     kernels: dict[str, list[str]] = {}
     for layer in manifest.layers:
-        # Where none is called the experts' own, what mixes their results, in floats, is beside.
+        # If no product is named after the experts, float products that mix their results are
+        # ignored.
         own = [p for p in compiled.layers if f"{layer.name}/{EXPERTS}/" in p.name]
         products = own or [p for p in compiled.layers if part_of(p.name, layer.name) == EXPERTS]
         precisions = {product.precision for product in products}
         if layer.precision not in precisions or (own and len(precisions) > 1):
             names = ", ".join(sorted(precisions)) or "no product at all"
             raise EngineError(
-                f"{graph}: the experts of layer {layer.name} were asked for in "
-                f"{layer.precision} and built in {names}",
+                f"{graph}: the experts of layer {layer.name} were requested in "
+                f"{layer.precision}, but built in {names}",
                 hint="export again with this --target and --precision, or another --lowering",
             )
         if compiled.inspector is not None:
             named = [product.name for product in products]
             types = kernel_types(compiled.inspector, named)
             if types and layer.precision not in (*types, *QUANTISED):
-                # One that a Cast was fused into reads and writes other types than it multiplies in.
+                # A layer with a fused Cast reads and writes other types than it multiplies in.
                 alone = kernel_types(compiled.inspector, named, alone=True)
                 if not alone:
                     kernels[layer.name] = []
                     continue
                 raise EngineError(
-                    f"{graph}: the experts of layer {layer.name} were asked for in "
-                    f"{layer.precision}, and the engine's own layers compute them in "
+                    f"{graph}: the experts of layer {layer.name} were requested in "
+                    f"{layer.precision}, but the engine's own layers compute them in "
                     f"{', '.join(sorted(alone))}",
                     hint="try --lowering gather, or open an issue with the list of layers that "
                     "`trtexec --exportLayerInfo` writes",
@@ -441,19 +450,19 @@ def check_precision(manifest: Manifest, graph: str, compiled: Compiled) -> dict[
 
 
 def precision_notes(file: str, kernels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns what a user should know of an engine's precision, from `EngineRecord.kernels`."""
+    """Returns notes for users on an engine's precision, from `EngineRecord.kernels`."""
     unnamed = [layer for layer, types in kernels.items() if not types]
     if not unnamed:
         return []
     return [
-        f"{file}: TensorRT's inspector does not tell the types of the experts of "
-        f"{', '.join(unnamed)}: that they have the bundle's precision is proved by the network's "
-        "types alone"
+        f"{file}: TensorRT's inspector does not show the types of the experts of "
+        f"{', '.join(unnamed)}: only the network's types prove that they have the bundle's "
+        "precision"
     ]
 
 
 QUANTISED = ("int8", "int4", "fp8")
-"""Precisions of which a kernel may read floats: it gets factors that were dequantised before."""
+"""Precisions whose kernels may read floats, because their factors were dequantised before."""
 
 KERNEL_TYPES = {
     "fp32": r"float|fp32",
@@ -463,12 +472,12 @@ KERNEL_TYPES = {
     "fp8": r"fp8|e4m3|float8e4m3(fn)?",
     "int4": r"int4",
 }
-"""How the inspector names types; its words differ from version to version."""
+"""The inspector's names of types, which differ between versions."""
 
 TYPE_KEYS = ("datatype", "format/datatype", "format")
-"""Where the inspector tells a tensor's type, in lower case, the surest first: `Format/Datatype` to
-TensorRT 10, `Datatype` beside `Format` from 11 on (NVIDIA's page "Migrating IEngineInspector Usage
-from TensorRT 10.x to 11.x")."""
+"""Keys of a tensor's type in the inspector's output, in lower case, the most reliable first:
+`Format/Datatype` in TensorRT 10, `Datatype` besides `Format` from 11 on (NVIDIA's page "Migrating
+IEngineInspector Usage from TensorRT 10.x to 11.x")."""
 
 
 def kernel_types(
@@ -476,8 +485,8 @@ def kernel_types(
 ) -> set[str]:
     """Returns the types of tensors around an engine's layers that compute these ONNX nodes.
 
-    An engine's layer names the nodes that were fused into it in its metadata ("Engine Inspector",
-    TensorRT 10.16.1). Empty where none of them names one of these, or `alone` nothing but these.
+    The metadata of an engine's layer name the nodes that were fused into it ("Engine Inspector",
+    TensorRT 10.16.1). Empty if none of them has one of these nodes, or, with `alone`, only these.
     """
     layers = [layer for layer in inspector.get("Layers", ()) if isinstance(layer, dict)]
     if alone:

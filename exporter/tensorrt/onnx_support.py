@@ -1,9 +1,8 @@
-"""What TensorRT's ONNX importers take, as data, and the check of a graph against it.
+"""The limits of TensorRT's ONNX importers as data, and the check of a graph.
 
-A graph is looked at before a build, so that a refusal names the node, the layer and the way out
-instead of the importer's own words minutes later. The lists were read from the importer of
-TensorRT-RTX 1.7.1 itself (`OnnxParser.supports_operator`), which a test does again; TensorRT's
-importer is the same code.
+A graph is checked before a build, so that a refusal names the node, the layer and a remedy, instead
+of the importer's own message minutes later. The lists were read from the importer of TensorRT-RTX
+1.7.1 (`OnnxParser.supports_operator`), which a test repeats; TensorRT's importer has the same code.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ StringSplit SwiGLU TfIdfVectorizer Unique
 """
 
 NO_IMPORTER = frozenset(_NO_IMPORTER.split())
-"""Standard ops that neither importer knows."""
+"""Standard ops that neither importer supports."""
 
 REFUSED_BY: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -42,14 +41,14 @@ REFUSED_BY: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "tensorrt-rtx": {"NonZero": "its output's size depends on values, and no kernel does that"},
     }
 )
-"""Ops that an importer lists and the backend does not compile, with the reason."""
+"""Ops that an importer lists but the backend does not compile, with the reason."""
 
 QUANTIZED: Mapping[int, str] = {
     onnx.TensorProto.INT8: "INT8",
     onnx.TensorProto.INT4: "INT4",
     onnx.TensorProto.FLOAT8E4M3FN: "FP8",
 }
-"""Types whose constants may feed DequantizeLinear alone."""
+"""Types whose constants may only feed DequantizeLinear."""
 STANDARD_DOMAINS = ("", "ai.onnx")
 
 
@@ -65,7 +64,7 @@ class Refusal:
 def check_graph(path: Path, backend: Backend, layers: Sequence[LayerRecord]) -> None:
     """Raises `EngineError` for a graph that the backend's importer would refuse.
 
-    The message names the first node, its layer and how many there are.
+    The message names the first node, its layer and the number of such nodes.
     """
     model = onnx.load(path, load_external_data=False)
     refused = list(refusals(model, backend))
@@ -76,7 +75,7 @@ def check_graph(path: Path, backend: Backend, layers: Sequence[LayerRecord]) -> 
     where = f"layer {layer.name}" if layer else "the network around the MoE layers"
     more = f" ({len(refused)} such nodes)" if len(refused) > 1 else ""
     raise EngineError(
-        f"{path.name}: {backend.title} does not take node {first.node} ({first.op}) of {where}: "
+        f"{path.name}: {backend.title} does not support node {first.node} ({first.op}) of {where}: "
         f"{first.reason}{more}",
         hint=_instead(backend, layer),
     )
@@ -90,7 +89,7 @@ def _instead(backend: Backend, layer: LayerRecord | None) -> str:
         return "change that part of the network, or run this graph in ONNX Runtime (--target onnx)"
     able = [n for n, lowering in lowerings_of(layer.kind).items() if target in lowering.targets]
     return (
-        f"export with --target {target}, which writes what it takes; lowerings that it runs: "
+        f"export with --target {target}, which writes supported ops; lowerings that it runs: "
         f"{', '.join(able)}"
     )
 
@@ -110,7 +109,7 @@ def refusals(model: onnx.ModelProto, backend: Backend) -> Iterator[Refusal]:
 def _nodes(
     graph: onnx.GraphProto,
 ) -> Iterator[tuple[onnx.NodeProto, dict[str, onnx.TensorProto]]]:
-    """Every node, those of branches included, with the initializers of its own graph."""
+    """Every node, including those of branches, with the initializers of its own graph."""
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         yield node, initializers
@@ -143,16 +142,16 @@ def _reason(
 
 
 def _unknown(node: onnx.NodeProto, backend: Backend) -> str | None:
-    """Why the op itself is not taken."""
+    """Why the op is not supported."""
     if node.domain not in STANDARD_DOMAINS:
         return f"the domain {node.domain} is not its own"
     if node.op_type in NO_IMPORTER:
-        return "its ONNX importer does not know the op"
+        return "its ONNX importer does not support the op"
     return REFUSED_BY[backend.name].get(node.op_type)
 
 
 def _quantization(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str | None:
-    """Quantisation is symmetric: INT8 with a zero point of 0."""
+    """Quantisation must be symmetric: INT8 with a zero point of 0."""
     name = node.input[2] if len(node.input) > 2 else ""
     if not name:
         return None
@@ -160,13 +159,13 @@ def _quantization(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto
     if zero is None:
         return "its zero point is not a constant"
     if zero.data_type == onnx.TensorProto.UINT8:
-        return "it quantises to UINT8; symmetric INT8 is what it takes"
+        return "it quantises to UINT8, but only symmetric INT8 is supported"
     if not zero.external_data and _values(zero).any():
         return "its zero point is not 0; quantisation must be symmetric"
     return None
 
 
 def _values(tensor: onnx.TensorProto) -> np.ndarray:
-    if tensor.external_data:  # weights; what is looked at here is small and inside the file
+    if tensor.external_data:  # weights; zero points are small and inside the file
         return np.zeros(0)
     return numpy_helper.to_array(tensor)

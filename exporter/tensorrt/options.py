@@ -1,4 +1,4 @@
-"""What a user asks of an engine, parsed and checked against the backend before any work."""
+"""The options of engines, parsed and checked against the backend before any work."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ...common.option import option, parse_size, spelled
-from ...common.text import listed, near_miss
+from ...common.option import option, spelled
+from ...common.text import near_miss, parse_size, split_list
 from ...errors import UsageError
 
 if TYPE_CHECKING:
-    from ..inputs import AxisRange
+    from ...graphs.sizes import AxisRange
     from .backends import Backend
 
 HardwareLevel = Literal["ampere-plus", "same-compute-capability"]
@@ -25,15 +25,18 @@ CURRENT = "current"
 AUTO = "auto"
 
 
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(listed(text))
+def parsed_capabilities(text: str) -> tuple[str, ...]:
+    """Returns the compute capabilities in a list."""
+    return tuple(split_list(text))
 
 
-def _workspace(text: str) -> int:
+def parsed_workspace(text: str) -> int:
+    """Returns the bytes of `--workspace`."""
     return parse_size(text, "--workspace")
 
 
-def _profile(text: str) -> Mapping[str, AxisRange]:
+def parsed_profile(text: str) -> Mapping[str, AxisRange]:
+    """Returns the ranges of one `--profile`."""
     from .profiles import parse_profile
 
     return parse_profile(text)
@@ -41,46 +44,36 @@ def _profile(text: str) -> Mapping[str, AxisRange]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The options of an engine build; a default is what the backend does by itself.
+    """The options of an engine build; defaults are those of the backend.
 
-    `profiles` are ranges by axis, one engine profile each; none means the ranges of the export.
-    `workspace` is the scratch memory in bytes that a kernel may take on the GPU. `timing_cache`
-    is a file shared by builds. With `weight_streaming` the weights lie in the machine's memory, and
-    so many bytes of them on the GPU: a size such as `2GiB`, or `auto` for as much as fits (NVIDIA's
+    `profiles` are ranges by axis, one engine profile each; empty means the ranges of the export.
+    `workspace` is the scratch memory in bytes that a kernel may use on the GPU. `timing_cache` is a
+    file shared by builds. With `weight_streaming` the weights are in host memory, and only this
+    many bytes of them on the GPU: a size such as `2GiB`, or `auto` for as much as fits (NVIDIA's
     page "Weight Streaming", TensorRT 11.4.1 and TensorRT-RTX 1.7). `bind_weights` makes experts'
-    weights inputs of the engine, `expose_routing` the chosen experts its outputs. `cache` is where
-    finished engines are kept for the next time, None for nowhere.
+    weights inputs of the engine, `expose_routing` the chosen experts its outputs. `cache` is the
+    folder for finished engines, or None.
     """
 
     profiles: tuple[Mapping[str, AxisRange], ...] = option(
         (),
         "An engine profile: batch=1:8:32,k=1:4:16. Repeat it for several profiles.",
         unset="the ranges of the export",
-        heading="Engines",
-        kind=list[Any],
-        parser=_profile,
         flag="--profile",
-        metavar="AXIS=MIN:OPT:MAX,…",
     )
     compute_capabilities: tuple[str, ...] = option(
         (),
         "GPUs that a TensorRT-RTX engine supports, or current.",
         unset="8.6,8.9,12.0",
-        kind=Any,
-        parser=_listed,
         flag="--compute-capability",
-        metavar="8.9,12.0",
     )
     timing_cache: Path | None = option(
-        None, "Share TensorRT's kernel timings between builds.", unset="none", metavar="FILE"
+        None, "Share TensorRT's kernel timings between builds.", unset="none", is_path=True
     )
     workspace: int | None = option(
         None,
         "Limit on a kernel's scratch memory: 2GiB (binary) or 2GB (decimal).",
         unset="none",
-        kind=Any,
-        parser=_workspace,
-        metavar="BYTES",
     )
     optimization_level: int | None = option(
         None, "How long to search for kernels: 0 to 5.", unset="3"
@@ -90,8 +83,6 @@ class EngineOptions:
         None,
         "Also run on other GPUs: ampere-plus or same-compute-capability.",
         unset="none",
-        kind=str,
-        metavar="LEVEL",
     )
     tf32: bool = option(False, "Compute FP32 products in TF32: faster, 10-bit mantissa.")
     cache: Path | None = option(
@@ -99,18 +90,16 @@ class EngineOptions:
         "The folder that caches finished engines; off disables it.",
         unset="in a shell the user's cache, in Python none",
         flag="--engine-cache",
-        metavar="DIR",
+        is_path=True,
     )
     strip_plan: bool = option(
         False,
         "Leave the weights out of the engine; load the bundle's.",
-        heading="Weights of engines",
     )
     weight_streaming: str | None = option(
         None,
         "Keep weights in host memory, and this much on the GPU.",
         unset="off",
-        metavar="auto|BYTES",
     )
     bind_weights: bool = option(
         False, "Bind the experts' weights from the bundle's file as inputs."
@@ -120,7 +109,7 @@ class EngineOptions:
     )
 
     def changed(self) -> list[str]:
-        """Names of the options that were given, but for where engines are kept."""
+        """Names of the given options, except for the engine cache."""
         return [
             field.name
             for field in fields(self)
@@ -128,7 +117,7 @@ class EngineOptions:
         ]
 
     def check(self, backend: Backend) -> None:
-        """Raises `UsageError` for what cannot be meant or what the backend does not honour."""
+        """Raises `UsageError` for invalid options, and for those that the backend ignores."""
         for name in self.changed():
             if name not in backend.options:
                 why = backend.refused[name]
@@ -157,7 +146,7 @@ class EngineOptions:
             )
         if self.strip_plan and self.bind_weights:
             raise UsageError(
-                "--strip-plan and --bind-weights exclude each other: what is bound is in no plan",
+                "--strip-plan and --bind-weights exclude each other: bound weights are in no plan",
                 hint="leave --strip-plan out",
             )
         self._check_timing_cache()
@@ -165,7 +154,7 @@ class EngineOptions:
         self._check_gpu(backend)
 
     def _check_timing_cache(self) -> None:
-        """The file is written when a build ends, which may be hours from now."""
+        """The file is written when a build ends, which may be hours later."""
         file = self.timing_cache
         if file is None:
             return
@@ -196,7 +185,7 @@ class EngineOptions:
             )
 
     def _check_gpu(self, backend: Backend) -> None:
-        """What needs a GPU to build, where there is none or one that is not served."""
+        """Checks options that need a GPU to build."""
         from .backends import first_gpu
 
         gpu = first_gpu()
@@ -212,12 +201,12 @@ class EngineOptions:
         if self.strip_plan:
             raise UsageError(
                 f"--strip-plan: {backend.title} compiles engines without weights only where there "
-                "is an NVIDIA GPU, and there is none here",
+                "is an NVIDIA GPU, but there is none here",
                 hint="leave --strip-plan out, or build on the machine with the card",
             )
 
     def as_json(self) -> dict[str, Any]:
-        """What was asked, as plain data: all that changes the engine."""
+        """The options as plain data: all that affect the engine."""
         content = {name: getattr(self, name) for name in self.changed() if name != "timing_cache"}
         if "profiles" in content:
             content["profiles"] = [
@@ -230,4 +219,4 @@ class EngineOptions:
 
 
 _NUMBERS = r"[0-9]{1,4}\.[0-9]{1,4}"
-"""A compute capability, whether there is such a GPU or not."""
+"""The form of a compute capability, whether such a GPU exists or not."""

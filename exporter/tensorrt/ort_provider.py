@@ -1,4 +1,4 @@
-"""ONNX Runtime's TensorRT provider: its libraries, types, profiles, folder of engines, no TF32.
+"""ONNX Runtime's TensorRT provider: its libraries, types, profiles and engine folder, without TF32.
 
 The option names are those of "TensorRT Execution Provider" on onnxruntime.ai (read for 1.22).
 """
@@ -29,19 +29,19 @@ microsoft/onnxruntime, open): NVIDIA's libraries read this variable once, when t
 PROVIDER_LIBRARY = "libonnxruntime_providers_tensorrt.so"
 
 PIP_LIBRARIES = "tensorrt_libs"
-"""The package in which pip installs TensorRT's libraries, where no loader looks for them."""
+"""The package in which pip installs TensorRT's libraries, outside the loader's search path."""
 
 
 def load_libraries(runtime: Path | None = None) -> None:
-    """Loads what the provider was linked with; `MissingExtraError` where that is not here.
+    """Loads the libraries that the provider was linked with; `MissingExtraError` without them.
 
-    Those are the libraries of one version of TensorRT: a provider that needs `libnvinfer.so.10`
-    does not start beside TensorRT 11. `runtime` is the folder of ONNX Runtime's libraries.
+    They belong to one version of TensorRT: a provider that needs `libnvinfer.so.10` does not start
+    with TensorRT 11. `runtime` is the folder of ONNX Runtime's libraries.
     """
     if sys.platform != "linux":
         return
     if runtime is None:
-        from ...common.onnx_runtime import ort  # which need not be installed for engines
+        from ...common.onnx_runtime import ort  # engines do not need it
 
         runtime = Path(ort.__file__).parent / "capi"
     for name in linked_libraries(runtime / PROVIDER_LIBRARY):
@@ -61,7 +61,7 @@ def load_libraries(runtime: Path | None = None) -> None:
 
 
 def linked_libraries(provider: Path) -> tuple[str, ...]:
-    """Returns the names of TensorRT's libraries that a provider was linked with, in their order."""
+    """Returns the names of TensorRT's libraries that a provider was linked with, in order."""
     if not provider.is_file():
         return ()
     names = re.findall(rb"libnv(?:infer|onnxparser)[a-z_]*\.so\.\d+", provider.read_bytes())
@@ -76,10 +76,9 @@ def _pip_folders() -> list[str]:
 def provider_options(graph: Path) -> dict[str, str]:
     """Returns the provider's options for a graph of a bundle, and turns TF32 off.
 
-    Engines are kept from one process to the next, in a folder that stands for these weights, this
-    GPU and this version, since the provider itself looks at none of them. Where k is an input, one
-    engine serves every k and batch of the export; without a profile each new k would build again.
-    A variable that the user set stays.
+    Engines are cached in a folder for these weights, this GPU and this version, none of which the
+    provider checks itself. If k is an input, one engine serves every k and batch of the export;
+    without a profile each new k would cause another build. A variable that the user has set stays.
     """
     os.environ.setdefault(*NO_TF32)
     if not (graph.parent / MANIFEST_FILE).is_file():
@@ -96,20 +95,20 @@ def provider_options(graph: Path) -> dict[str, str]:
 
 
 WEAKLY_TYPED = (1, 27)
-"""The first ONNX Runtime whose provider makes weakly typed networks of TensorRT 10.
+"""The first ONNX Runtime whose provider makes weakly typed networks in TensorRT 10.
 
-Earlier ones have the types of the graph where no type is enabled. Pull request 29779 of
-microsoft/onnxruntime, open in September 2026, tells why; the library of onnxruntime-gpu 1.31.1
+Earlier ones use the types of the graph if no type is enabled. Pull request 29779 of
+microsoft/onnxruntime, open in September 2026, explains why; the library of onnxruntime-gpu 1.31.1
 creates every network without a flag.
 """
 
 
 def type_options(graph: Path, manifest: Manifest) -> dict[str, str]:
-    """Returns which types the provider may compute a graph's own in, beside FP32.
+    """Returns the types, besides FP32, in which the provider may compute a graph.
 
-    Of a weakly typed network TensorRT computes all in FP32 that is not enabled, and refuses
-    QuantizeLinear without INT8. What is enabled is allowed everywhere: also for the router, whose
-    FP32 is then a wish.
+    For a weakly typed network TensorRT computes types that are not enabled in FP32, and refuses
+    QuantizeLinear without INT8. Enabled types are allowed everywhere, also for the router, whose
+    FP32 is then only a preference.
     """
     import onnx
 
@@ -127,7 +126,7 @@ def _onnx_runtime() -> tuple[int, ...]:
 
 
 def profile_options(ranges: Profile) -> dict[str, str]:
-    """Returns `trt_profile_min_shapes` and so on: of k, whose value is a size, that value."""
+    """Returns `trt_profile_min_shapes` and so on; for k, which is a size, its value."""
     options = {}
     for end in ("min", "opt", "max"):
         shapes = {ranges.input: "x".join(map(str, getattr(ranges, end)))}

@@ -1,4 +1,4 @@
-"""Loads a plan file that is trusted (`trust.py`) and meant for this machine."""
+"""Loads a plan file that is trusted (`trust.py`) and built for this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.documents import from_data, read_document
-from ...common.option import parse_size
+from ...common.text import parse_size
 from ...errors import (
     BundleError,
     EngineError,
@@ -24,27 +24,27 @@ from .backends import Gpu, first_gpu
 from .build import NO_ROOM
 from .options import AUTO
 from .records import EngineRecord
-from .trust import PlanFile, find_plan, read_header, trusted_content
+from .trust import PlanFile, find_plan, trusted_content
 from .worker import Product
 
 
 def check_runs_here(plan: PlanFile) -> None:
     """Raises `ForeignEngineError` for an engine of another version or GPU, before it is loaded.
 
-    Such an engine is sound, and the message says where it runs.
+    Such an engine is intact, and the message names where it runs.
     """
     gpu = first_gpu()
     if gpu is not None:
         plan.backend.check_serves(gpu)
-    # The module's own word: a package's version can differ from it (8.6.1.post1 holds 8.6.1).
+    # The module's own version: a package's can differ from it (8.6.1.post1 contains 8.6.1).
     installed = str(plan.backend.load().__version__)
     record = plan.record
     if record is None:
         return
     if record.version != installed and not record.options.get("version_compatible"):
         raise ForeignEngineError(
-            f"{plan.path}: built by {plan.backend.title} {record.version}, and {installed} is "
-            "installed; an engine runs in the version that built it",
+            f"{plan.path}: built by {plan.backend.title} {record.version}, but {installed} is "
+            "installed; an engine only runs in the version that built it",
             hint=f"build it again here with `moexport build {plan.path.parent}`, or in an "
             f"environment of its own: {plan.backend.install_version(f'=={record.version}')}",
         )
@@ -55,7 +55,7 @@ def check_runs_here(plan: PlanFile) -> None:
 def _check_gpu(plan: PlanFile, record: EngineRecord, gpu: Gpu) -> None:
     """Raises `ForeignEngineError` for an engine that was built for other compute capabilities.
 
-    TensorRT's are for the GPU that they were built on, TensorRT-RTX's for all that were named.
+    TensorRT's engines run on the GPU of their build, TensorRT-RTX's on all named GPUs.
     """
     if record.options.get("hardware_compatible"):
         return
@@ -63,7 +63,7 @@ def _check_gpu(plan: PlanFile, record: EngineRecord, gpu: Gpu) -> None:
         option = "--compute-capability" if plan.backend.cards else "--hardware-compatible"
         raise ForeignEngineError(
             f"{plan.path}: built for {record.device or 'cards'} of compute capability "
-            f"{', '.join(record.compute_capabilities)}, and this machine has {gpu.name} "
+            f"{', '.join(record.compute_capabilities)}, but this machine has {gpu.name} "
             f"({gpu.compute_capability})",
             hint=f"build it again here with `moexport build {plan.path.parent}`; {option} builds "
             "one for several",
@@ -72,9 +72,9 @@ def _check_gpu(plan: PlanFile, record: EngineRecord, gpu: Gpu) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why the runtime will not load an engine: its own name for it, our words, and a way out.
+    """Why the runtime refuses an engine: the runtime's name for it, a message, and a remedy.
 
-    `foreign` says that the engine is sound and would run elsewhere.
+    `foreign`: the engine is intact and would run elsewhere.
     """
 
     flag: str
@@ -84,7 +84,9 @@ class Reason:
 
 
 REASONS = (
-    Reason("MALFORMED_ENGINE", "it is damaged, or no engine", "copy it again, or build it again"),
+    Reason(
+        "MALFORMED_ENGINE", "it is damaged, or not an engine", "copy it again, or build it again"
+    ),
     Reason(
         "VERSION_MISMATCH", "another version built it", "build it again with this version", True
     ),
@@ -123,10 +125,10 @@ def reason_of(trt: Any, diagnostics: int) -> Reason | None:
 
 @functools.cache
 def collecting_logger(trt: Any) -> Any:
-    """Returns the logger that keeps what a backend reports as errors, in `lines`.
+    """Returns the logger that collects a backend's errors, in `lines`.
 
-    TensorRT has one for all of a process: the first, which it goes on to use when the engine that
-    it came with is closed. So it is never given up.
+    TensorRT has one logger per process: the first, which it keeps using after its engine is closed.
+    So it is never released.
     """
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # the package carries no types
@@ -142,13 +144,12 @@ def collecting_logger(trt: Any) -> Any:
 
 
 def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any, Any]:
-    """Returns the backend's module, its runtime and the engine; they must live as long as it.
+    """Returns the backend's module, its runtime and the engine; the former must outlive the latter.
 
-    With `host_weights` the weights that are its inputs will not lie on the GPU. Raises
+    With `host_weights` the weights that are its inputs stay off the GPU. Raises
     `ForeignEngineError` for an engine of another version or GPU, `UntrustedEngineError` for one
-    that was built elsewhere, `EngineError` for a damaged one, where there is no GPU and for a
-    budget of weights that TensorRT does not take; `MissingExtraError` where the backend is not
-    installed.
+    that was built elsewhere, `EngineError` for a damaged one, without a GPU and for a budget of
+    weights that TensorRT refuses; `MissingExtraError` if the backend is not installed.
     """
     check_runs_here(plan)
     cuda.check_device()
@@ -159,7 +160,8 @@ def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any
     runtime = trt.Runtime(logger)
     if hasattr(runtime, "get_engine_validity"):
         _check_validity(plan, trt, runtime, content)
-    # The lean runtime inside such a plan is code, too; a plan without a record was called trusted.
+    # The lean runtime inside such a plan is code, too; a plan without a record is trusted
+    # explicitly.
     if plan.record is None or plan.record.options.get("version_compatible"):
         runtime.engine_host_code_allowed = True
     engine = runtime.deserialize_cuda_engine(content)
@@ -174,30 +176,30 @@ def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any
 
 
 KEPT_FREE = 512 << 20
-"""Bytes of the GPU that streamed weights leave to inputs, outputs, kernels and CUDA graphs."""
+"""GPU memory that streamed weights leave for inputs, outputs, kernels and CUDA graphs, in bytes."""
 
 
 def streaming_budget(streamable: int, free: int, context: int, beside: int = 0) -> int:
     """Returns how many of an engine's `streamable` bytes of weights fit on the GPU.
 
-    `free` is its free memory while none of them is there, `context` what the execution context
-    takes with all of them streamed, and `beside` what is bound to the engine on the GPU.
+    `free` is its free memory without any of them, `context` the size of the execution context with
+    all of them streamed, and `beside` the size of the engine's bindings on the GPU.
     """
     return min(streamable, max(0, free - context - beside - KEPT_FREE))
 
 
 def _stream_weights(plan: PlanFile, engine: Any, beside: int, lines: Sequence[str]) -> None:
-    """Sets how many bytes of weights lie on the GPU, before the engine has a context.
+    """Sets how many bytes of weights are on the GPU, before the engine has a context.
 
-    TensorRT's own `get_weight_streaming_automatic_budget` is of no use above 2 GiB: its Python
-    binding returns 32 bits. The setter drops a refusal, so what was set is read back.
+    TensorRT's own `get_weight_streaming_automatic_budget` fails above 2 GiB: its Python binding
+    returns 32 bits. The setter ignores refusals, so the value is read back.
     """
     assert plan.record is not None
     setting = str(plan.record.options["weight_streaming"])
     if setting == AUTO:
         _set_budget(plan, engine, 0, lines)
         free, _ = cuda.call("cudaMemGetInfo")
-        # The context's memory has the room in it through which weights are streamed.
+        # The context's memory includes the buffer through which weights are streamed.
         context = int(engine.device_memory_size_v2)
         budget = streaming_budget(int(engine.streamable_weights_size), free, context, beside)
     else:
@@ -209,10 +211,10 @@ def _set_budget(plan: PlanFile, engine: Any, budget: int, lines: Sequence[str]) 
     engine.weight_streaming_budget_v2 = budget
     kept = int(engine.weight_streaming_budget_v2)
     if kept != budget:
-        said = f": {lines[-1]}" if lines else ""
+        detail = f": {lines[-1]}" if lines else ""
         raise EngineError(
             f"{plan.path}: {plan.backend.title} was to keep {budget} bytes of the weights on the "
-            f"GPU, and keeps {kept}{said}",
+            f"GPU, but keeps {kept}{detail}",
             hint="build it again with fewer bytes in --weight-streaming, or free the GPU's memory",
         )
 
@@ -228,11 +230,11 @@ def _check_validity(plan: PlanFile, trt: Any, runtime: Any, content: bytes) -> N
 
 
 def unloadable(plan: PlanFile, lines: Sequence[str]) -> EngineError:
-    """Returns the error for an engine that the runtime does not load, in its words."""
-    said = lines[0] if lines else "it did not say why"
+    """Returns the error for an engine that the runtime refuses, with its message."""
+    detail = lines[0] if lines else "no reason was given"
     no_room = any(re.search(rf"{NO_ROOM}|cudaErrorMemory", line) for line in lines)
     return EngineError(
-        f"{plan.path}: {plan.backend.title} cannot load it: {said}",
+        f"{plan.path}: {plan.backend.title} cannot load it: {detail}",
         hint="free some of the GPU's memory (nvidia-smi), or build it with --weight-streaming auto"
         if no_room
         else f"build it again here with `moexport build {plan.path.parent}`",
@@ -240,13 +242,13 @@ def unloadable(plan: PlanFile, lines: Sequence[str]) -> EngineError:
 
 
 def _refit(plan: PlanFile, trt: Any, logger: Any, engine: Any) -> None:
-    """Puts the bundle's weights into an engine that was built without them."""
+    """Loads the bundle's weights into an engine that was built without them."""
     assert plan.record is not None
     graph: Path = plan.path.parent / plan.record.graph
     if not graph.is_file():
         raise EngineError(
             f"{plan.path}: built with --strip-plan: its weights are in {graph.name}, which is not "
-            "beside it",
+            "next to it",
             hint="keep the bundle together, or build without --strip-plan",
         )
     refitter = trt.Refitter(engine, logger)
@@ -258,17 +260,16 @@ def _refit(plan: PlanFile, trt: Any, logger: Any, engine: Any) -> None:
 def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
     """Returns the facts of an engine as plain data.
 
-    `read_from` says whether they were read from the engine, which needs a GPU, or written down when
-    it was built; `not_loaded` why it was not loaded, on a machine with a GPU. Raises what
-    `find_plan` raises, and `EngineError` for an engine that is damaged.
+    `read_from` is their source: the engine, which needs a GPU, or the record of its build;
+    `not_loaded` is why it was not loaded, on a machine with a GPU. Raises as `find_plan` does, and
+    `EngineError` for a damaged engine.
     """
     plan = find_plan(path, trust=trust)
-    header = read_header(path)
     facts: dict[str, Any] = {
         "file": str(path),
         "flavour": plan.backend.name,
         "bytes": path.stat().st_size,
-        "version": header.version if header is not None else None,
+        "version": plan.version,
         "read_from": "header",
     }
     if plan.record is not None:
@@ -284,7 +285,7 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
 
 
 def _listing(path: Path) -> list[Product]:
-    """The products and convolutions that were written down beside the engine."""
+    """The products and convolutions in the file next to the engine."""
     try:
         content = read_document(path, "json", BundleError)
     except OSError as error:
@@ -300,7 +301,7 @@ class _Listing:
 
 
 def _inspected(plan: PlanFile) -> Any:
-    """What TensorRT's own inspector says of the engine, layer by layer."""
+    """The report of TensorRT's own inspector, layer by layer."""
     trt, _runtime, engine = load_engine(plan)
     inspector = engine.create_engine_inspector()
     return json.loads(inspector.get_engine_information(trt.LayerInformationFormat.JSON))

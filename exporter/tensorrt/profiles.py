@@ -9,28 +9,29 @@ from typing import Any
 
 from ...errors import FeedError, UsageError
 from ...graphs.names import K_INPUT
+from ...graphs.sizes import AxisRange, parse_range
 from ..bundle.manifest import TensorSpec
-from ..inputs import AxisRange, check_given, parse_range
+from ..inputs import check_given
 
 AXES = ("batch", "tokens", "height", "width", K_INPUT)
 
 MAX_K = 3840
-"""TensorRT's TopK takes no more (its importer's documentation)."""
+"""The largest k of TensorRT's TopK (its importer's documentation)."""
 
 MOST_ELEMENTS = (1 << 31) - 1
-"""A tensor in TensorRT has no more (`INetworkDefinition::addInput`: "less than 2^31 elements").
-TensorRT-RTX 1.7.1 compiles a profile of more without a word; how it runs is not known."""
+"""The largest tensor in TensorRT (`INetworkDefinition::addInput`: "less than 2^31 elements").
+TensorRT-RTX 1.7.1 silently compiles a larger profile; how that runs is unknown."""
 
 COPIED_SHARE = 0.5
-"""The part of a GPU's memory that copied weights may take in a profile whose k nobody named."""
+"""The share of a GPU's memory for copied weights in a profile without an explicit k."""
 
 AxisRanges = Mapping[str, AxisRange]
-"""Ranges of some axes, as a profile or an export names them."""
+"""Ranges of some axes, as in a profile or an export."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Smallest, fastest and largest shape of the data input, and the range of k where it is one."""
+    """Smallest, optimal and largest shape of the data input; the range of k, if it is an input."""
 
     input: str
     min: tuple[int, ...]
@@ -46,20 +47,19 @@ class Profile:
         return fits and (self.k is None or (k is not None and self.k.min <= k <= self.k.max))
 
     def as_json(self) -> dict[str, Any]:
-        """The profile as it stands in a manifest."""
         ranges = [list(self.min), list(self.opt), list(self.max)]
         sizes = None if self.k is None else [self.k.min, self.k.opt, self.k.max]
         return {self.input: ranges} | ({} if sizes is None else {K_INPUT: sizes})
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Profile:
-        """Reads what `as_json` wrote; ValueError where that is no profile."""
+        """Reads the result of `as_json`; ValueError if it is invalid."""
         (name,) = (key for key in record if key != K_INPUT)
         low, opt, high = (tuple(int(size) for size in shape) for shape in record[name])
         k = record.get(K_INPUT)
         sizes = [*zip(low, opt, high, strict=True), *([] if k is None else [k])]
         if not all(0 <= a <= b <= c for a, b, c in sizes):
-            raise ValueError(f"{record[name]} is no range of shapes")
+            raise ValueError(f"{record[name]} is not a range of shapes")
         return Profile(
             input=name, min=low, opt=opt, max=high, k=None if k is None else AxisRange(*k)
         )
@@ -97,9 +97,9 @@ def profile(
             fixed = _fixed_size(port, axis)
             if fixed is not None and (wanted.min, wanted.max) == (fixed, fixed):
                 continue
-            said = f"fixed at {fixed}" if fixed is not None else "not an axis"
+            state = f"fixed at {fixed}" if fixed is not None else "not an axis"
             raise UsageError(
-                f"--profile {axis}={wanted}: {axis} is {said} of the graph's input '{port.name}'",
+                f"--profile {axis}={wanted}: {axis} is {state} of the graph's input '{port.name}'",
                 hint=f"its dynamic axes are {', '.join(names) or 'none'}; export again for others",
             )
     ranges = {axis: _clipped(axis, wishes, defaults, port) for axis in names}
@@ -113,13 +113,13 @@ def profile(
 
 
 def _fixed_size(port: TensorSpec, axis: str) -> int | None:
-    """The batch size where it is a constant; other axes have lost their names then."""
+    """The batch size if it is constant; other fixed axes have no name."""
     first = port.shape[0]
     return first if axis == "batch" and isinstance(first, int) else None
 
 
 def _clipped(axis: str, wishes: AxisRanges, defaults: AxisRanges, port: TensorSpec) -> AxisRange:
-    """The range asked for, or the default as far as the model goes."""
+    """The requested range, or the default within the model's limits."""
     most = port.limits.get(axis)
     if axis in wishes:
         if most is not None and wishes[axis].max > most:
@@ -128,15 +128,13 @@ def _clipped(axis: str, wishes: AxisRanges, defaults: AxisRanges, port: TensorSp
                 hint=f"--profile {axis}=1:{most}:{most} covers all that it can take",
             )
         return wishes[axis]
-    default = defaults[axis] if axis in defaults else _side(defaults["tokens"])
+    default = defaults.get(axis)
+    if default is None:  # height or width of a square image with that many pixels
+        pixels = defaults["tokens"]
+        default = AxisRange(*(max(1, math.isqrt(n)) for n in (pixels.min, pixels.opt, pixels.max)))
     if most is None:
         return default
     return AxisRange(min(default.min, most), min(default.opt, most), min(default.max, most))
-
-
-def _side(pixels: AxisRange) -> AxisRange:
-    """Height or width of a square image with that many pixels."""
-    return AxisRange(*(max(1, math.isqrt(n)) for n in (pixels.min, pixels.opt, pixels.max)))
 
 
 def _k_range(wishes: AxisRanges, experts: int | None) -> AxisRange | None:
@@ -163,24 +161,24 @@ def _k_range(wishes: AxisRanges, experts: int | None) -> AxisRange | None:
 def most_copies(matrix: int, nbytes: int = 1, memory: int | None = None) -> int:
     """Returns how many experts a run of `gather` may copy, which is the batch times k.
 
-    `matrix` is how many elements the largest matrix of an expert has, `nbytes` what all that is
-    copied of it takes, and `memory` the GPU's bytes, where the GPU is known.
+    `matrix` is the number of elements in an expert's largest matrix, `nbytes` the size of an
+    expert's copy, and `memory` the GPU's, if it is known.
     """
     most = MOST_ELEMENTS // matrix
     return most if memory is None else min(most, int(memory * COPIED_SHARE) // nbytes)
 
 
 def capped(wanted: Profile, copies: int) -> Profile:
-    """Returns the profile with no k of which its largest batch would make more copies.
+    """Returns the profile without values of k at which its largest batch would need more copies.
 
-    Raises `UsageError` where that leaves no k.
+    Raises `UsageError` if no k is left.
     """
     assert wanted.k is not None
     most = copies // wanted.max[0]
     if most < wanted.k.min:
         raise UsageError(
-            f"--batch {wanted.max[0]}: `gather` copies k experts for each input, and {copies} is "
-            "all that it can copy at once",
+            f"--batch {wanted.max[0]}: `gather` copies k experts for each input, but it can copy "
+            f"at most {copies} at once",
             hint="name a smaller batch (--profile batch=MIN:OPT:MAX), or export with --lowering "
             "dense, which copies nothing",
         )
@@ -196,7 +194,7 @@ def check_k(profiles: Sequence[Profile], k: int | None) -> None:
 
 
 def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> int:
-    """Returns the index of the profile for a run: of those that contain it, the nearest in size.
+    """Returns the index of the profile for a run: the closest in size of those that contain it.
 
     Raises `FeedError` for a shape and `UsageError` for a k that none contains.
     """
@@ -224,7 +222,7 @@ def _listed(profiles: Sequence[Profile]) -> str:
 
 
 def _distance(profile: Profile, shape: Sequence[int], k: int | None) -> float:
-    """How far a run is from what a profile is fastest at, in factors of size."""
+    """The distance of a run from a profile's optimum, in factors of size."""
     sizes = list(zip(profile.opt, shape, strict=True))
     if profile.k is not None and k is not None:
         sizes.append((profile.k.opt, k))

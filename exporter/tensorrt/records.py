@@ -1,17 +1,21 @@
-"""Puts built engines into a bundle: their files, and what its manifest says of them."""
+"""Adds built engines to a bundle: their files, and their entries in its manifest and its page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...common.documents import from_data
+from ...common.text import markdown
 from ...common.writing import locked, temporary_folder, to_disk, write_text
 from ...errors import BundleError
+from ...graphs.names import K_INPUT
 from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest, is_plain_name
+from .backends import BACKENDS, Backend
+from .options import EngineOptions
 from .profiles import Profile, check_k, choose
 
 
@@ -19,13 +23,13 @@ from .profiles import Profile, check_k, choose
 class EngineRecord:
     """One engine of a bundle.
 
-    `precision` counts the matrix products and convolutions by the type they compute in, as read
-    back from what was compiled; the file `layers` lists them. `device` is the GPU of an engine that
-    is for that GPU alone. `key` stands for graph, weights, options, version and device: engines
-    with the same key are the same. `peak_memory_bytes` is what the build took of the machine's
-    memory. `kernels` has, by MoE layer, the types that the engine's own layers of its experts read
-    and write, where there was a GPU to inspect it on; `bound` the weights that are its inputs. By
-    `signature` the user who built it, on that machine, knows it as their own.
+    `precision` counts the matrix products and convolutions by type, as read back from the compiled
+    network; the file `layers` lists them. `device` is the GPU of an engine for only that GPU. `key`
+    identifies graph, weights, options, version and device: engines with equal keys are equal.
+    `peak_memory_bytes` is the build's peak of the machine's memory. `kernels` has, by MoE layer,
+    the types that the engine's own layers of its experts read and write, if it was inspected on a
+    GPU; `bound` the weights that are its inputs. By `signature` the user who built it recognises it
+    on that machine.
     """
 
     file: str
@@ -47,34 +51,51 @@ class EngineRecord:
     bound: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """The record as it stands in a manifest."""
         return asdict(self)
 
     def check_fits(self, shape: Sequence[int], k: int | None) -> None:
-        """Raises, without the engine, what a run of inputs of this shape with this k would raise.
+        """Raises the errors of a run with inputs of this shape and this k, without the engine.
 
-        That is `FeedError` for a shape and `UsageError` for a k that no profile contains.
+        These are `FeedError` for a shape and `UsageError` for a k that no profile contains.
         """
         check_k(self.ranges, k)
         choose(self.ranges, shape, k)
 
     @property
     def ranges(self) -> list[Profile]:
-        """The profiles, to be asked what they contain."""
         return [Profile.from_json(profile) for profile in self.profiles]
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A built engine, or one that was there before (`reused`: `bundle`, `cache` or None)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """One engine to build from a graph, and then its record in the manifest.
 
-    record: EngineRecord
-    files: Mapping[str, FileRecord]
-    reused: str | None
+    `weights_bytes` is the size of the bundle's weights; `on_gpu`: there is a GPU to try kernels on.
+    `notes` are remarks on the profiles for users. A built engine has a `record` and the new
+    `files`; `reused` is `bundle` or `cache` if it existed before.
+    """
+
+    graph: str
+    file: str
+    backend: Backend
+    profiles: tuple[Profile, ...]
+    cards: tuple[str, ...] = ()
+    options: EngineOptions = EngineOptions()
+    weights_bytes: int = 0
+    on_gpu: bool = False
+    notes: tuple[str, ...] = ()
+    record: EngineRecord | None = None
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    reused: str | None = None
+
+    @property
+    def built(self) -> EngineRecord:
+        assert self.record is not None, "the engine has not been built"
+        return self.record
 
 
 def engines_of(manifest: Manifest) -> list[EngineRecord]:
-    """Returns the engines that a manifest lists; `BundleError` where one is not complete."""
+    """Returns the engines in a manifest; `BundleError` if one is incomplete."""
     what = f"{MANIFEST_FILE}: not a complete manifest"
     records = [
         from_data(EngineRecord, entry, what, at=f"engines[{index}]", error=BundleError)
@@ -89,13 +110,13 @@ def engines_of(manifest: Manifest) -> list[EngineRecord]:
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise BundleError(f"{what}: the profiles of {record.file}: {error}") from error
         if not plain:
-            raise BundleError(f"{what}: {record.file!r} is no engine in the bundle's folder")
+            raise BundleError(f"{what}: {record.file!r} is not an engine in the bundle's folder")
     return records
 
 
-def with_engines(manifest: Manifest, made: Sequence[Made]) -> Manifest:
-    """Returns the manifest with these engines in place of those of the same files."""
-    new = {engine.record.file: engine.record for engine in made}
+def with_engines(manifest: Manifest, made: Sequence[EnginePlan]) -> Manifest:
+    """Returns the manifest with these engines in place of those with the same files."""
+    new = {engine.built.file: engine.built for engine in made}
     old = [record for record in engines_of(manifest) if record.file not in new]
     files = dict(manifest.files)
     for engine in made:
@@ -113,30 +134,50 @@ def without_files(manifest: Manifest, names: set[str]) -> Manifest:
     )
 
 
-def add_to_bundle(directory: Path, made: Sequence[Made], staged: Path) -> None:
-    """Moves built engines into a bundle and lists them in its manifest.
+PAGE = "README.md"
 
-    The bundle is whole at every moment: an engine that is replaced is first struck from the
-    manifest, and the new one is listed when its files are there. Two builds take turns, and each
-    keeps what the other added.
+Describe = Callable[[Path, Manifest], Manifest]
+"""Rewrites the page of a bundle, and returns the manifest that lists it."""
+
+
+def add_to_bundle(
+    directory: Path, made: Sequence[EnginePlan], staged: Path, describe: Describe | None = None
+) -> None:
+    """Moves built engines into a bundle and lists them in its manifest and, by `describe`, page.
+
+    The bundle is complete at every moment: a replaced engine is first removed from the manifest,
+    and the new one is listed when its files are there. Concurrent builds take turns, and each keeps
+    the engines of the other.
     """
     names = sorted({name for engine in made for name in engine.files})
     with _write_errors(directory), locked(directory):
         if names:
             for name in names:
                 to_disk(staged / name)
-            _write_manifest(directory, without_files(Manifest.read(directory), set(names)))
+            before = Manifest.read(directory)
+            if not _is_as_written(directory / PAGE, before):
+                describe = None  # a page that a user wrote stays unchanged
+            struck = {*names, PAGE} if describe else {*names}
+            _write_manifest(directory, without_files(before, struck))
             for name in names:
                 (staged / name).replace(directory / name)
-        manifest = with_engines(
-            Manifest.read(directory), [engine for engine in made if engine.files]
-        )
-        _write_manifest(directory, manifest)
+            manifest = with_engines(
+                Manifest.read(directory), [engine for engine in made if engine.files]
+            )
+            if describe is not None:
+                manifest = describe(directory, manifest)
+            _write_manifest(directory, manifest)
+
+
+def _is_as_written(path: Path, manifest: Manifest) -> bool:
+    """Whether a file of a bundle matches the manifest."""
+    known = manifest.files.get(path.name)
+    return known is not None and path.is_file() and FileRecord.of(path) == known
 
 
 @contextmanager
 def staging(directory: Path) -> Iterator[Path]:
-    """Yields a temporary folder inside a bundle, which goes when the block ends."""
+    """Yields a temporary folder inside a bundle, which is removed afterwards."""
     with ExitStack() as stack:
         with _write_errors(directory):
             folder = stack.enter_context(temporary_folder(directory / "engines"))
@@ -145,7 +186,7 @@ def staging(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _write_errors(directory: Path) -> Iterator[None]:
-    """What the system refuses to write is a `BundleError`."""
+    """Turns system errors in writing into a `BundleError`."""
     try:
         yield
     except OSError as error:
@@ -157,3 +198,147 @@ def _write_errors(directory: Path) -> Iterator[None]:
 
 def _write_manifest(directory: Path, manifest: Manifest) -> None:
     write_text(manifest.to_json(), directory / MANIFEST_FILE)
+
+
+NEVER_RUN = (
+    "**Never run**: building an engine does not run it, and any comparison above is of the graph "
+    "in ONNX Runtime. On the machine with the GPU, `moexport verify . --trust-engine` "
+    "compares each engine with PyTorch. An engine may execute code: trust those alone that you "
+    "built. From this folder:"
+)
+
+
+def engine_page(manifest: Manifest) -> Iterator[str]:
+    """Yields the paragraphs on a bundle's engines: a table, and lines that run the first."""
+    records = engines_of(manifest)
+    if not records:
+        return
+    heads = ("engine", "of", "for", "built with", "sizes, least : best : most", "products")
+    yield "## Run its engine"
+    yield markdown(heads, [_row(record, BACKENDS[record.flavour]) for record in records])
+    yield NEVER_RUN
+    yield f"```sh\n{_shell(manifest, records[0])}\n```"
+    yield f"```python\n{_python(manifest, records[0])}\n```"
+    yield from _alone(manifest, records[0])
+
+
+def engine_files(manifest: Manifest) -> dict[str, str]:
+    """Returns descriptions of the engines' files, by name."""
+    found = {}
+    for record in engines_of(manifest):
+        found[record.file] = f"the engine of `{record.graph}` for {gpus(record)}"
+        found[record.layers] = f"the layers of `{record.file}`, as they were compiled"
+    return found
+
+
+def gpus(record: EngineRecord) -> str:
+    """Returns the GPUs that an engine runs on: `RTX 40 series (8.9)`, or the one it is built on."""
+    cards = BACKENDS[record.flavour].cards
+    wide = record.options.get("hardware_compatible")
+    if record.device is not None and not wide:
+        return f"{record.device} ({', '.join(record.compute_capabilities)}) alone"
+    names = [f"{cards[c]} ({c})" if c in cards else c for c in record.compute_capabilities]
+    if wide == "ampere-plus":
+        return "compute capability 8.0 and newer"
+    return ", ".join(names) if cards else f"compute capability {', '.join(names)}"
+
+
+def _row(record: EngineRecord, backend: Backend) -> tuple[str, ...]:
+    products = ", ".join(f"{count} in {name}" for name, count in sorted(record.precision.items()))
+    sizes = "; ".join(map(str, record.ranges))
+    return (
+        f"`{record.file}`",
+        f"`{record.graph}`",
+        gpus(record),
+        f"{backend.title} {record.version}",
+        sizes,
+        products or "–",
+    )
+
+
+def _shell(manifest: Manifest, record: EngineRecord) -> str:
+    k = f" --k {_k(manifest, record)}" if _takes_k(manifest) else ""
+    run = f"moexport run . -i INPUTS.npz -o OUTPUTS.npz{k} --engine {record.flavour}"
+    return f"moexport verify . --trust-engine\n{run} --trust-engine"
+
+
+def _python(manifest: Manifest, record: EngineRecord) -> str:
+    """Python code that runs it through moexport."""
+    port = manifest.inputs[0]
+    k = f", {_k(manifest, record)}" if _takes_k(manifest) else ""
+    return (
+        "import moexport\nimport numpy as np\n\n"
+        f'with moexport.Bundle.open(".").engine("{record.flavour}", trust=True) as session:\n'
+        f'    y = session(np.zeros({_shape(record)}, "{port.dtype}"){k})'
+    )
+
+
+def _alone(manifest: Manifest, record: EngineRecord) -> Iterator[str]:
+    """Python code that runs it by TensorRT and PyTorch alone, if the plan contains its weights."""
+    title = BACKENDS[record.flavour].title
+    outside = ("strip_plan", "weight_streaming")
+    if record.bound or any(record.options.get(name) for name in outside):
+        yield (
+            "Its weights are not in the plan, or stay in the machine's memory: moexport puts them "
+            f"where {title} expects them."
+        )
+        return
+    yield (
+        f"By {title} {record.version} and PyTorch alone, without moexport (not run either):\n\n"
+        f"```python\n{_program(manifest, record)}\n```"
+    )
+
+
+def _program(manifest: Manifest, record: EngineRecord) -> str:
+    port, module = manifest.inputs[0], BACKENDS[record.flavour].module
+    dtypes = {output.name: output.dtype for output in manifest.outputs}
+    names: Sequence[str] = record.settings.get("outputs") or list(dtypes)
+    outputs = ", ".join(f'"{name}": torch.{dtypes.get(name, "int64")}' for name in names)
+    on_host = [
+        f"k = torch.tensor([{_k(manifest, record)}]).pin_memory()  # which is read on the host",
+        f'context.set_tensor_address("{K_INPUT}", k.data_ptr())',
+    ]
+    return "\n".join(
+        (
+            "import torch",
+            f"import {module} as trt",
+            "",
+            "runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))",
+            *(
+                ("runtime.engine_host_code_allowed = True",)
+                if record.options.get("version_compatible")
+                else ()
+            ),
+            f'with open("{record.file}", "rb") as plan:',
+            "    engine = runtime.deserialize_cuda_engine(plan.read())",
+            "context = engine.create_execution_context()",
+            *(on_host if _takes_k(manifest) else ()),
+            f'x = torch.zeros({_shape(record)}, dtype=torch.{port.dtype}, device="cuda")',
+            f'context.set_input_shape("{port.name}", tuple(x.shape))',
+            f'context.set_tensor_address("{port.name}", x.data_ptr())',
+            "y = {}",
+            f"for name, dtype in {{{outputs}}}.items():",
+            "    y[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, "
+            'device="cuda")',
+            "    context.set_tensor_address(name, y[name].data_ptr())",
+            "stream = torch.cuda.Stream()",
+            "stream.wait_stream(torch.cuda.current_stream())",
+            "context.execute_async_v3(stream.cuda_stream)",
+            "stream.synchronize()",
+        )
+    )
+
+
+def _takes_k(manifest: Manifest) -> bool:
+    return any(port.name == K_INPUT for port in manifest.inputs)
+
+
+def _k(manifest: Manifest, record: EngineRecord) -> int:
+    """The optimal k of the first profile."""
+    k = record.ranges[0].k
+    return min(layer.experts for layer in manifest.layers) if k is None else k.opt
+
+
+def _shape(record: EngineRecord) -> tuple[int, ...]:
+    """The optimal shape of the first profile."""
+    return tuple(record.ranges[0].opt)

@@ -1,9 +1,9 @@
-"""Runs an engine: numpy or torch in, the same out.
+"""Runs an engine on numpy or torch inputs, with outputs of the same kind.
 
 One runner serves both TensorRTs. Its buffers are allocated once, for the largest shapes of the
-profiles; it has a stream of its own; and work that comes back with the same shapes is recorded as a
-CUDA graph and sent as one, by the runner or by TensorRT-RTX itself. k and the batch size may change
-with every call. Arrays of numpy need neither PyTorch nor ONNX Runtime.
+profiles; it has its own stream; and repeated work with equal shapes is recorded as a CUDA graph, by
+the runner or by TensorRT-RTX itself. k and the batch size may change with every call. Numpy arrays
+need neither PyTorch nor ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 from ...common.files import known_sha256
 from ...errors import EngineError, FeedError
 from ...graphs.names import K_INPUT
-from ..inputs import AxisRange, check_given
+from ...graphs.sizes import AxisRange
+from ..inputs import check_given, tensor_of
 from . import cuda
 from .backends import first_gpu
 from .bindings import BoundWeight, PlacedWeight, checked, experts_of, placed
@@ -43,7 +44,7 @@ TYPES = {
     "UINT8": "uint8",
     "BOOL": "bool",
 }
-"""The types of an engine's inputs and outputs, by the names that numpy and torch have for them."""
+"""The types of an engine's inputs and outputs, by their names in numpy and torch."""
 
 
 Key = tuple[tuple[int, ...], int | None]
@@ -51,7 +52,7 @@ Key = tuple[tuple[int, ...], int | None]
 
 @dataclass(frozen=True, slots=True)
 class AddressedArray:
-    """An array of numpy or a tensor of torch, and where its numbers lie."""
+    """A numpy array or torch tensor, and the address of its numbers."""
 
     array: Any
     address: int
@@ -60,7 +61,7 @@ class AddressedArray:
 
     @staticmethod
     def of(array: Any) -> AddressedArray:
-        """Returns what holds an array; a tensor is one that is not numpy's."""
+        """Wraps an array; anything that is not numpy's is a tensor."""
         if isinstance(array, np.ndarray):
             return AddressedArray(array=array, address=array.ctypes.data, nbytes=array.nbytes)
         return AddressedArray(
@@ -68,7 +69,7 @@ class AddressedArray:
         )
 
     def settle(self) -> None:
-        """Waits until what torch sent to the GPU for this memory is done."""
+        """Waits until torch's work on the GPU for this memory is done."""
         if self.on_gpu:
             import torch
 
@@ -79,11 +80,10 @@ class EngineSession:
     """An engine on the GPU, with the calls of `exporter.session.Session`.
 
     `capture` records repeated work as CUDA graphs. `eager` compiles for each shape before its first
-    answer (TensorRT-RTX), which takes seconds and makes all answers equally fast. Of an engine that
-    takes its experts' weights as inputs, `host_weights` leaves them in the machine's memory, and
-    `experts` is another bundle whose experts take the place of its own. Raises what `find_plan` and
-    `load_engine` raise. One thread at a time may call it. What nothing holds any more gives the
-    GPU's memory back as `close` does.
+    result (TensorRT-RTX), which takes seconds and makes all runs equally fast. For an engine with
+    experts' weights as inputs, `host_weights` leaves them in host memory, and `experts` is another
+    bundle whose experts replace its own. Raises as `find_plan` and `load_engine` do. Only one
+    thread at a time may call it. The GPU's memory is freed by `close`, or with the last reference.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class EngineSession:
         self._loaded = LoadedEngine(plan, graphs=capture, eager=eager, host_weights=host_weights)
         held = ExitStack()
         held.callback(self._loaded.close)
-        self._give_back = cuda.given_back(self, held.close)
+        self._free = cuda.closing_once(self, held.close)
         self._capture = capture and not self._loaded.records_itself
         self._buffers: dict[str, cuda.DeviceBuffer] = {}
         self._captured: cuda.Captured | None = None
@@ -132,26 +132,26 @@ class EngineSession:
 
     @property
     def recorded(self) -> bool | None:
-        """Whether the last work was a recording; None where the runtime records by itself."""
+        """Whether the last run used a recording; None if the runtime records by itself."""
         return None if self._loaded.records_itself else self._captured is not None
 
     @property
     def bound_addresses(self) -> dict[str, int]:
-        """Where the weights lie that are inputs, by name: the same for all engines of a bundle."""
+        """The addresses of the weights that are inputs, equal for all engines of a bundle."""
         return self._loaded.bound_addresses
 
     def __call__(self, x: Any, k: int | None = None) -> Any:
-        """Returns the engine's first output for a batch x, as `run` does."""
+        """Returns the engine's first output for a batch x; see `run`."""
         return self.run(x, k, self.output_names[:1])[self.output_names[0]]
 
     def run(
         self, x: Any, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, Any]:
-        """Returns outputs by name, all of them unless `outputs` says which.
+        """Returns outputs by name, all of them by default.
 
-        A numpy array gives numpy arrays. A torch tensor, or anything else that speaks DLPack, gives
-        torch tensors where it lies: what is on the GPU stays there. Raises `FeedError` for inputs
-        and `UsageError` for a k outside the profiles.
+        Numpy arrays return numpy arrays. Torch tensors, or anything else that supports DLPack,
+        return torch tensors on the same device. Raises `FeedError` for inputs and `UsageError` for
+        a k outside the profiles.
         """
         wanted = list(outputs) if outputs is not None else self.output_names
         source = self._typed_input(x)
@@ -163,7 +163,7 @@ class EngineSession:
         return {name: _widened(y, self._loaded.dtype(name)) for name, y in results.items()}
 
     def gpu_ms(self, x: Any, k: int | None = None) -> float:
-        """Returns the GPU's time for one run, copies to and from it left out."""
+        """Returns the GPU's time for one run, without copies to and from it."""
         source = self._typed_input(x)
         self._prepare((tuple(source.array.shape), k))
         self._send(source)
@@ -177,19 +177,19 @@ class EngineSession:
             watch.close()
 
     def close(self) -> None:
-        """Gives the GPU's memory back."""
+        """Frees the GPU's memory."""
         try:
             self._forget()
         finally:
-            self._give_back()
+            self._free()
 
     def _typed_input(self, x: Any) -> AddressedArray:
-        """The input in the engine's type, where only its width differs."""
+        """Converts the input to the engine's type, if only its width differs."""
         name, wanted = self.input_name, self._loaded.dtype(self.input_name)
         if isinstance(x, np.ma.MaskedArray):
             raise FeedError(
                 f"input '{name}' is a masked array",
-                hint="say what its hidden values are: x.filled(0)",
+                hint="fill in its hidden values: x.filled(0)",
             )
         source = _array(x, wanted) if isinstance(x, np.ndarray) else _tensor(x, wanted)
         if source is None:
@@ -200,14 +200,14 @@ class EngineSession:
             )
         if source.on_gpu and source.array.device.index != self._device:
             raise FeedError(
-                f"input '{name}' lies on {source.array.device}, and the engine on "
+                f"input '{name}' is on {source.array.device}, but the engine is on "
                 f"cuda:{self._device}",
                 hint=f"move it: x.to('cuda:{self._device}')",
             )
         return source
 
     def _prepare(self, key: Key) -> None:
-        """Sets what a run of these shapes needs, unless it is set already."""
+        """Prepares a run with these shapes, unless it is prepared already."""
         shape, k = key
         check_given(k, takes_k=self.takes_k, what="engine")
         if key == self._ready:
@@ -215,16 +215,16 @@ class EngineSession:
         index = choose(self.profiles, shape, k)
         self._forget()
         self._shapes = self._loaded.use(index, shape, k, self._stream.handle)
-        self._stream.synchronize()  # a profile may be set by copies that this stream makes
+        self._stream.synchronize()  # setting a profile may copy on this stream
         self._ready = key
 
     def _send(self, source: AddressedArray) -> None:
-        """Copies the input into its buffer, when it is complete there where it lies."""
+        """Copies the input into its buffer, after pending work on it."""
         source.settle()
         self._stream.copy(self._buffers[self.input_name].address, source.address, source.nbytes)
 
     def _receive(self, name: str, like: Any) -> Any:
-        """Begins to copy an output out of its buffer, into what lies where the input does."""
+        """Starts copying an output to memory of the input's kind."""
         shape, dtype = self._shapes[name], self._loaded.dtype(name)
         if isinstance(like, np.ndarray):
             output = AddressedArray.of(np.empty(shape, np.uint16 if dtype == BF16 else dtype))
@@ -234,15 +234,15 @@ class EngineSession:
             array = AddressedArray.of(
                 torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
             )
-            array.settle()  # its memory may still be in use by what the caller sent before
+            array.settle()  # the caller's earlier work may still use its memory
         self._stream.copy(output.address, self._buffers[name].address, output.nbytes)
         return output.array
 
     def _execute(self) -> None:
-        """Runs what is set up: directly the first time, recorded the second, replayed from then.
+        """Runs the prepared work: directly at first, then recorded, and replayed from then on.
 
-        TensorRT wants one run between new shapes and their recording, and a recording is good until
-        the context runs anything else.
+        TensorRT needs one run between new shapes and their recording, which is valid until the
+        context runs anything else.
         """
         if not self._fresh:
             self._record()
@@ -253,7 +253,7 @@ class EngineSession:
             self._fresh = False
 
     def _record(self) -> None:
-        """Records the work that is set up, if it has run once and can be recorded."""
+        """Records the prepared work, if it has run once and can be recorded."""
         if self._fresh or self._captured is not None or not self._capture:
             return
         self._stream.synchronize()
@@ -262,17 +262,17 @@ class EngineSession:
             stream = self._stream
             try:
                 self._captured = cuda.captured(stream, lambda: self._loaded.enqueue(stream.handle))
-            except EngineError:  # it runs directly instead, which tells what is wrong beside that
+            except EngineError:  # the work runs directly instead, which reports other faults
                 self._capture = False
 
     def _forget(self) -> None:
-        """Drops the recording and what is set up."""
+        """Drops the recording and the preparation."""
         if self._captured is not None:
             self._captured.close()
         self._captured, self._ready, self._fresh = None, None, True
 
     def _allocate(self, held: ExitStack) -> None:
-        """Makes room for the largest shapes that the profiles allow."""
+        """Allocates buffers for the largest shapes that the profiles allow."""
         sizes: dict[str, int] = {}
         for index, profile in enumerate(self.profiles):
             k = profile.k.max if profile.k is not None else 1 if self.takes_k else None
@@ -289,11 +289,11 @@ class EngineSession:
 
 
 class LoadedEngine:
-    """An engine that is loaded, with one execution context.
+    """A loaded engine with one execution context.
 
-    `graphs` lets TensorRT-RTX record the work by itself (TensorRT leaves that to the caller);
-    `eager` makes it compile the kernels of a shape before the first run with it, where otherwise
-    general ones serve until the shape's own are ready. Raises what `load_engine` raises.
+    `graphs` lets TensorRT-RTX record the work itself (for TensorRT the caller does); `eager` makes
+    it compile a shape's kernels before its first run, instead of using general ones until they are
+    ready. Raises as `load_engine` does.
     """
 
     def __init__(
@@ -313,9 +313,10 @@ class LoadedEngine:
                 hint="build with a smaller MAX in --profile, or free some of the GPU's memory",
             )
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
-        # What layers choose, `LAYER/selected`, comes after the network's own outputs.
+        # The layers' choices, `LAYER/selected`, come after the network's own outputs.
         own_first = sorted(names, key=lambda name: "/" in name)
-        self.output_names = [name for name in own_first if self._is_output(name)]
+        mode, output = self._engine.get_tensor_mode, self._trt.TensorIOMode.OUTPUT
+        self.output_names = [name for name in own_first if mode(name) == output]
         self.takes_k = K_INPUT in names
         self._bound = [] if plan.record is None else [BoundWeight(**b) for b in plan.record.bound]
         self._graph = "" if plan.record is None else plan.record.graph
@@ -325,8 +326,8 @@ class LoadedEngine:
         inputs = [name for name in names if name not in others]
         if len(inputs) != 1:
             raise EngineError(
-                f"{self.path}: takes {', '.join(inputs) or 'no inputs'}; one is expected, beside k",
-                hint="keep the engine in its bundle, whose manifest says what its inputs are",
+                f"{self.path}: has {', '.join(inputs) or 'no inputs'}; one is expected, besides k",
+                hint="keep the engine in its bundle, whose manifest describes its inputs",
             )
         (self.input_name,) = inputs
         self.profiles = plan.record.ranges if plan.record else self._read_profiles()
@@ -347,47 +348,47 @@ class LoadedEngine:
         return self._engine.create_execution_context(settings)
 
     def _compiled(self, settings: Any) -> Any:
-        """The kernels that TensorRT-RTX compiled for this engine here before, kept when it closes.
+        """The kernels that TensorRT-RTX compiled here earlier, saved when the engine closes.
 
         Without them each start compiles them again: the page "Working with Runtime Cache" of
-        TensorRT-RTX 1.7. Those of another GPU, driver or version are refused by the runtime, and
-        then it begins with none.
+        TensorRT-RTX 1.7. The runtime refuses those of another GPU, driver or version, and then
+        starts without any.
         """
         name = engine_key({"plan": known_sha256(self.path), "gpu": str(first_gpu())})
         runtime_cache = settings.create_runtime_cache()
         before = read_kernels(name)
         if before:
             runtime_cache.deserialize(before)
-        # Also at the end of a process that never closes its engine.
+        # Also when the process ends without closing its engine.
         self._kernels = weakref.finalize(self, _keep_kernels, name, runtime_cache, before)
-        self._runtime_cache = runtime_cache  # which has to outlive the context
+        self._runtime_cache = runtime_cache  # must outlive the context
         return runtime_cache
 
     def capturable(self, stream: int) -> bool:
-        """Whether the work that is set up can be recorded as a CUDA graph.
+        """Whether the prepared work can be recorded as a CUDA graph.
 
-        The context tells it where its version can (`is_stream_capturable`, TensorRT-RTX 1.2's
-        release notes); otherwise what was read from the network when the engine was built.
+        Newer contexts report it (`is_stream_capturable`, TensorRT-RTX 1.2's release notes);
+        otherwise the network, as read when the engine was built, decides.
         """
         if hasattr(self._context, "is_stream_capturable"):
             return bool(self._context.is_stream_capturable(stream))
         return self._built_capturable
 
     def _check_k(self) -> None:
-        """K is the size of something, so it is read on the host."""
+        """Checks that k is read on the host, because it is the size of a tensor."""
         host = self._trt.TensorLocation.HOST
         if self.takes_k and self._engine.get_tensor_location(K_INPUT) != host:
             raise EngineError(
-                f"{self.path}: takes k on the GPU, where it decides no size",
+                f"{self.path}: takes k on the GPU, where it determines no size",
                 hint="build an engine from a graph that `moexport export --k input` wrote",
             )
 
     def bind_weights(self, experts: Path | None, *, host: bool) -> None:
-        """Binds the weights that are inputs, of the engine's bundle or of another one's experts."""
+        """Binds the weights that are inputs, from the engine's bundle or another one's experts."""
         folder, bound = self.path.parent, self._bound
         if (experts is not None or host) and not bound:
             raise EngineError(
-                f"{self.path}: its experts' weights are in the plan, and cannot lie elsewhere",
+                f"{self.path}: its experts' weights are in the plan, so others cannot be bound",
                 hint="build the engine with --bind-weights",
             )
         if experts is not None:
@@ -404,11 +405,11 @@ class LoadedEngine:
     ) -> dict[str, tuple[int, ...]]:
         """Sets a profile, the input's shape and k; returns the outputs' shapes by name.
 
-        What was sent to the stream before must be done. Raises `EngineError` for a shape that the
-        engine does not take after all, and for an output whose size depends on values.
+        Earlier work on the stream must be finished. Raises `EngineError` for a shape that the
+        engine refuses after all, and for an output with a data-dependent size.
         """
         if index != self._profile:
-            self._must(
+            self._request(
                 lambda: self._context.set_optimization_profile_async(index, stream),
                 f"profile {index}",
             )
@@ -416,10 +417,10 @@ class LoadedEngine:
         if self._k is not None:
             self._k[0] = k
             self.bind(K_INPUT, self._k.ctypes.data)
-        self._must(
+        self._request(
             lambda: self._context.set_input_shape(self.input_name, shape), f"the shape {shape}"
         )
-        self._must(lambda: not self._context.infer_shapes(), f"the shape {shape}")
+        self._request(lambda: not self._context.infer_shapes(), f"the shape {shape}")
         shapes = {name: tuple(self._context.get_tensor_shape(name)) for name in self.output_names}
         for name, sizes in shapes.items():
             if any(size < 0 for size in sizes):
@@ -430,13 +431,13 @@ class LoadedEngine:
         return shapes
 
     def bind(self, name: str, address: int) -> None:
-        """Says where a tensor lies: k in host memory, every other on the GPU."""
-        self._must(
+        """Sets the address of a tensor: k in host memory, all others on the GPU."""
+        self._request(
             lambda: self._context.set_tensor_address(name, address), f"the address of '{name}'"
         )
 
     def enqueue(self, stream: int) -> None:
-        """Sends the work to a stream."""
+        """Queues the work on a stream."""
         if not self._context.execute_async_v3(stream):
             raise EngineError(
                 f"{self.path}: the run failed on the GPU",
@@ -444,14 +445,14 @@ class LoadedEngine:
             )
 
     def dtype(self, name: str) -> str:
-        """Returns a tensor's type as numpy calls it; `EngineError` for one that has no name."""
+        """Returns a tensor's numpy type; `EngineError` if numpy has none."""
         dtype = self._engine.get_tensor_dtype(name).name
         if dtype not in TYPES:
             raise EngineError(f"{self.path}: '{name}' is {dtype}, which numpy does not have")
         return TYPES[dtype]
 
     def close(self) -> None:
-        """Gives back what the engine holds: the context before the engine, the runtime last."""
+        """Releases the engine's parts: the context before the engine, the runtime last."""
         try:
             if self._kernels is not None:
                 self._kernels()
@@ -462,8 +463,8 @@ class LoadedEngine:
             self._engine = None
             self._runtime = None
 
-    def _must(self, request: Callable[[], Any], what: str) -> None:
-        """Raises `EngineError` for a request that is refused: by False, or by an exception."""
+    def _request(self, request: Callable[[], Any], what: str) -> None:
+        """Raises `EngineError` for a refused request: by False, or by an exception."""
         with suppress(RuntimeError):
             if request():
                 return
@@ -472,20 +473,17 @@ class LoadedEngine:
             hint="build the engine again; `moexport inspect` shows its profiles",
         )
 
-    def _is_output(self, name: str) -> bool:
-        return bool(self._engine.get_tensor_mode(name) == self._trt.TensorIOMode.OUTPUT)
-
     def _read_profiles(self) -> list[Profile]:
-        """The profiles of an engine without a record, as the engine itself tells them."""
+        """The profiles of an engine without a record, from the engine itself."""
         profiles = []
         for index in range(self._engine.num_optimization_profiles):
             shapes = self._engine.get_tensor_profile_shape(self.input_name, index)
             low, opt, high = (tuple(int(size) for size in shape) for shape in shapes)
             k = None
             if self.takes_k:
-                # It raises where k decides no output's size: then its range is not told.
+                # It raises if k determines no output's size: then its range is unknown.
                 with suppress(RuntimeError):
-                    # The index comes first in every version, whatever its signature calls it.
+                    # The index comes first in every version, whatever its parameter's name.
                     values = self._engine.get_tensor_profile_values(index, K_INPUT)
                     k = (
                         AxisRange(*(int(value[0]) for value in values))
@@ -504,7 +502,7 @@ def _aligned(dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _keep_kernels(name: str, runtime_cache: Any, before: bytes) -> None:
-    """Writes down what was compiled, where anything was."""
+    """Saves compiled kernels, if there are new ones."""
     with runtime_cache.serialize() as buffer:
         content = bytes(buffer)
     if content != before:
@@ -512,11 +510,11 @@ def _keep_kernels(name: str, runtime_cache: Any, before: bytes) -> None:
 
 
 KINDS = {"f": "real", "i": "whole", "u": "whole", "b": "whole"}
-"""What may be cast to what: real numbers, and whole ones."""
+"""Kinds of types between which casts are allowed: real numbers, and whole ones."""
 
 
 def _array(x: np.ndarray, wanted: str) -> AddressedArray | None:
-    """The array in a type, as it lies in memory; None for numbers of another kind."""
+    """The array converted to a type; None for numbers of another kind."""
     target = np.dtype(np.float32 if wanted == BF16 else wanted)
     if KINDS.get(x.dtype.kind) != KINDS[target.kind]:
         return None
@@ -533,22 +531,20 @@ def _bf16(x: np.ndarray) -> np.ndarray:
 
 
 def _widened(y: Any, dtype: str) -> Any:
-    """The output as it is; of BF16 in numpy as FP32, which loses nothing."""
+    """The output unchanged; BF16 in numpy as FP32, without loss."""
     if dtype != BF16 or not isinstance(y, np.ndarray):
         return y
     return (y.astype(np.uint32) << 16).view(np.float32)
 
 
 def _tensor(x: Any, wanted: str) -> AddressedArray | None:
-    """The tensor in a type, from torch or through DLPack; None for what cannot be one."""
-    try:
-        import torch
+    """The tensor converted to a type, from torch or DLPack; None for anything else."""
+    tensor = tensor_of(x)
+    if tensor is None:
+        return None
+    import torch
 
-        if not isinstance(x, torch.Tensor):
-            x = torch.utils.dlpack.from_dlpack(x)
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, BufferError):
-        return None
     dtype = getattr(torch, wanted)
-    if x.is_complex() or x.is_floating_point() != dtype.is_floating_point:
+    if tensor.is_complex() or tensor.is_floating_point() != dtype.is_floating_point:
         return None
-    return AddressedArray.of(x.detach().to(dtype).contiguous())
+    return AddressedArray.of(tensor.to(dtype).contiguous())

@@ -1,9 +1,11 @@
-"""Whether the engines of a bundle compute what PyTorch computed."""
+"""Compares the engines of a bundle with the recorded results of PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import numpy as np
 
 from ...errors import (
     FeedError,
@@ -14,16 +16,16 @@ from ...errors import (
     UsageError,
 )
 from ..bundle.manifest import Check, Manifest
-from ..bundle.parity_record import (
+from ..bundle.parity import (
     Parity,
     Reference,
     Tolerance,
+    compare,
     describe,
     differences,
+    furthest_off,
     recorded,
-    settled,
 )
-from ..parity import compare, furthest_off
 from .backends import backend_named, first_gpu
 from .records import EngineRecord, engines_of
 from .session import EngineSession
@@ -52,8 +54,8 @@ def engine_parity(
 ) -> Parity:
     """Runs an engine on the reference's inputs and returns how far it is off.
 
-    What its layers chose is compared where it was built with `--expose-routing`; where not, inputs
-    with a tie are left out. Raises `FeedError` or `UsageError` where the profiles do not contain
+    Choices of layers are compared if it was built with `--expose-routing`; otherwise, inputs
+    with a tie are left out. Raises `FeedError` or `UsageError` if the profiles do not contain
     the inputs.
     """
     bounds = tolerance or recorded(manifest.parity, manifest.precision)
@@ -77,7 +79,7 @@ def engine_parity(
 
 
 def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -> dict[str, str]:
-    """The engine's outputs that hold what its layers chose, by choice."""
+    """The engine's outputs that hold its layers' choices, by choice."""
     graph = next((entry for entry in manifest.graphs if entry.file == record.graph), None)
     named = {} if graph is None else graph.selected
     return {choice: value for choice, value in named.items() if value in session.output_names}
@@ -86,7 +88,7 @@ def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -
 def _runs(
     manifest: Manifest, record: EngineRecord, expected: Reference, tie: float
 ) -> tuple[Reference, int, int | None]:
-    """What an engine is run with: the reference without ties, the batch size and k."""
+    """The inputs of an engine's run: the reference without ties, the batch size and k."""
     clear = settled(expected, tie)
     count, *rest = clear.x.shape
     batch = min(record.ranges[0].max[0], count)
@@ -94,6 +96,23 @@ def _runs(
     for size in (batch, count % batch or batch):
         record.check_fits((size, *rest), k)
     return clear, batch, k
+
+
+def settled(expected: Reference, tie: float) -> Reference:
+    """Returns the reference without the samples in which some choice is a tie.
+
+    For runtimes that do not report choices: in those samples either choice would be right.
+    Raises `FeedError` if none is left.
+    """
+    clear = np.ones(len(expected.x), dtype=bool)
+    for margin in expected.margin.values():
+        clear &= (margin.reshape(len(clear), -1) > tie).all(axis=1)
+    if not clear.any():
+        raise FeedError(
+            "in every reference input some experts are chosen by less than rounding may change",
+            hint="export again with other or more --data",
+        )
+    return expected.rows(clear)
 
 
 def _engine_check(

@@ -1,12 +1,12 @@
-"""The process that compiles an engine, through Polygraphy's loaders, which serve both TensorRTs.
+"""The process that compiles an engine, through Polygraphy's loaders, which support both TensorRTs.
 
-It reads a request from stdin and writes events to stdout: a crash of TensorRT, or the end of the
-memory, is its own alone. The network is always strongly typed: the precision is the graph's. TF32
-is off unless asked for. What was asked is read back from the builder's configuration, since some
-versions drop or lower a request without a word.
+It reads a request from stdin and writes events to stdout, so a crash of TensorRT, or a lack of
+memory, does not affect other processes. The network is always strongly typed: the precision is the
+graph's. TF32 is off unless requested. Options are read back from the builder's configuration, since
+some versions silently drop or lower a request.
 
 An engine without weights is built with `REFIT_IDENTICAL`, never `REFIT`: NVIDIA's page on refitting
-(TensorRT 11.3.0, "Refitting an Engine") says that `REFIT` may drop the bias of a matrix product,
+(TensorRT 11.3.0, "Refitting an Engine") states that `REFIT` may drop the bias of a matrix product,
 which `REFIT_IDENTICAL` does not, and 1.7.1's `BuilderFlag` names that as what `STRIP_PLAN` implies.
 """
 
@@ -35,7 +35,7 @@ PER_MILLE = 1000
 
 def main() -> None:
     """Serves one request."""
-    # What native code prints to stdout must not mix with the events.
+    # Native code's output on stdout must not mix with the events.
     events = Events(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
     request = json.loads(sys.stdin.readline())
@@ -47,7 +47,7 @@ def main() -> None:
         compiled = _build(request, events, errors, stop)
     except MemoryError:
         events.say("failed", lines=[*errors.lines, "MemoryError"], canceled=False)
-    except Exception as error:  # noqa: BLE001  every failure is the parent's to explain
+    except Exception as error:  # noqa: BLE001  the parent explains every failure
         lines = [*errors.lines, " ".join(f"{type(error).__name__}: {error}".split())]
         events.say("failed", lines=lines, canceled=stop.is_set())
     else:
@@ -57,7 +57,7 @@ def main() -> None:
 def _build(
     request: dict[str, Any], events: Events, errors: ErrorLines, stop: threading.Event
 ) -> Compiled:
-    """Compiles the engine into the file that the request names and returns what was read back."""
+    """Compiles the engine to the file in the request; returns what was read back."""
     started = time.monotonic()
     import polygraphy.backend.trt as loaders
     from polygraphy.logger import G_LOGGER
@@ -69,7 +69,7 @@ def _build(
     parent = os.getppid()
 
     def go_on(per_mille: int) -> bool:
-        """Tells how far it is; no for an interrupt, and when nobody waits for it any more."""
+        """Reports the progress; returns False on an interrupt, or if the parent is gone."""
         events.say("step", done=per_mille)
         return not stop.is_set() and os.getppid() == parent
 
@@ -91,9 +91,9 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What was read back from a build: the builder's settings, its products, what it took.
+    """The facts of a build: the builder's settings, its products, time and memory.
 
-    `inspector` is TensorRT's own JSON of the engine, None where no GPU of this machine can load it.
+    `inspector` is TensorRT's own JSON of the engine, None if no GPU of this machine can load it.
     """
 
     version: str
@@ -105,21 +105,21 @@ class Compiled:
 
     @property
     def precision(self) -> dict[str, int]:
-        """How many layers compute in each type."""
+        """The number of layers that compute in each type."""
         return dict(sorted(Counter(product.precision for product in self.layers).items()))
 
 
 class DishonouredError(RuntimeError):
-    """A request that the builder did not take over."""
+    """A request that the builder did not apply."""
 
 
 def compile_engine(
     loaders: ModuleType, request: Mapping[str, Any], on_step: Callable[[int], bool]
 ) -> tuple[Any, Compiled]:
-    """Returns the bytes of a request's engine, as TensorRT's own buffer, and what was read back.
+    """Returns an engine's bytes, as TensorRT's own buffer, and the facts of its build.
 
-    `on_step` gets the progress in per mille, and returns whether to go on. Raises what Polygraphy
-    raises, and `DishonouredError`.
+    `on_step` receives the progress in per mille, and returns whether to continue. Raises as
+    Polygraphy does, and `DishonouredError`.
     """
     trt = importlib.import_module(BACKENDS[request["flavour"]].module)
     network = _network(loaders, trt, request)
@@ -149,21 +149,21 @@ def compile_engine(
 
 
 def _network(loaders: ModuleType, trt: Any, request: Mapping[str, Any]) -> Any:
-    """The parsed graph; of one that was rewritten, with the weights file beside the original."""
+    """The parsed graph; after a rewrite, with the weights file next to the original."""
     if not request["model"]:
         return loaders.network_from_onnx_path(request["graph"], strongly_typed=True)
     builder, network = loaders.create_network(strongly_typed=True)
     parser = trt.OnnxParser(network, loaders.get_trt_logger())
     if not parser.parse(Path(request["model"]).read_bytes(), request["graph"]):
-        said = [parser.get_error(index).desc() for index in range(parser.num_errors)]
-        raise RuntimeError(f"Failed to parse ONNX: {'; '.join(said)}")
+        errors = [parser.get_error(index).desc() for index in range(parser.num_errors)]
+        raise RuntimeError(f"Failed to parse ONNX: {'; '.join(errors)}")
     return builder, network, parser
 
 
 def config_arguments(trt: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of Polygraphy's `CreateConfig` for the options that were given."""
+    """Returns the arguments of Polygraphy's `CreateConfig` for the given options."""
     arguments: dict[str, Any] = {}
-    # The engine inspector tells types and ONNX nodes of engines that were built so alone.
+    # Only then does the engine inspector show types and ONNX nodes.
     arguments["profiling_verbosity"] = trt.ProfilingVerbosity.DETAILED
     if "workspace" in options:
         arguments["memory_pool_limits"] = {trt.MemoryPoolType.WORKSPACE: options["workspace"]}
@@ -187,7 +187,7 @@ def _profiles(loaders: ModuleType, records: list[dict[str, Any]]) -> list[Any]:
         for name, (low, opt, high) in record.items():
             if isinstance(low, list):
                 profile.add(name, tuple(low), tuple(opt), tuple(high))
-            else:  # k: the values of a shape tensor of one element
+            else:  # k: the value of a shape tensor with one element
                 profile.add(name, (low,), (opt,), (high,))
         profiles.append(profile)
     return profiles
@@ -218,7 +218,7 @@ FLAGS = {
     "VERSION_COMPATIBLE": "version_compatible",
     "WEIGHT_STREAMING": "weight_streaming",
 }
-"""The builder's flags and the option that each follows: set where that was asked for, else not."""
+"""The builder's flags with the option of each, which sets or clears it."""
 
 
 def _finish_config(
@@ -259,9 +259,9 @@ def _same(name: str, wish: Any, got: Any) -> None:
 
 
 def check_timing_cache(builder: Any, file: Path) -> None:
-    """Raises `DishonouredError` for a file that TensorRT would not use, and would write over.
+    """Raises `DishonouredError` for a file that TensorRT would ignore and overwrite.
 
-    It takes one that it cannot read as an empty one, with a warning.
+    It treats an unreadable file as an empty one, with a warning.
     """
     from polygraphy import util
 
@@ -281,16 +281,15 @@ def _serialized(timing_cache: Any) -> bytes:
 
 
 UNCAPTURABLE = ("CONDITION", "TRIP_LIMIT", "NON_ZERO", "NMS")
-"""Layers whose work cannot be recorded as a CUDA graph: control flow, and sizes that depend on
-values (NVIDIA's release notes of TensorRT-RTX 1.2 on `isStreamCapturable`).
-"""
+"""Layers whose work cannot be recorded as a CUDA graph: control flow, and data-dependent sizes
+(NVIDIA's release notes of TensorRT-RTX 1.2 on `isStreamCapturable`)."""
 
 COMPUTING = ("MATRIX_MULTIPLY", "CONVOLUTION", "DECONVOLUTION", "EINSUM", "ATTENTION_INPUT")
-"""Layers whose type is what a reader means by a network's precision."""
+"""Layers whose type counts as a network's precision."""
 
 
 MOVING = ("SHUFFLE", "GATHER", "SLICE", "CONDITIONAL_INPUT", "IDENTITY")
-"""Layers that leave the values they carry as they are."""
+"""Layers that do not change the values that they pass on."""
 
 
 PRECISIONS = {
@@ -308,16 +307,16 @@ PRECISIONS = {
 def network_products(network: Any) -> list[Product]:
     """Returns the network's products and convolutions, each with the type that it computes in.
 
-    The network is strongly typed, so these are the types that the engine computes in: a builder may
-    fuse layers, and may not change their types. A product of dequantised values is an INT8 one;
-    whether its kernel multiplies integers where a Gather lies between, a GPU's inspector tells.
+    The network is strongly typed, so these are the engine's types: a builder may fuse layers, but
+    not change their types. A product of dequantised values is an INT8 one; whether its kernel
+    multiplies integers if a Gather lies between, only a GPU's inspector shows.
     """
-    stored = {}  # by tensor, the type that it was dequantised from
+    stored = {}  # the type that a tensor was dequantised from
     for layer in network:
         if layer.type.name == "DEQUANTIZE":
             name = layer.get_input(0).dtype.name
             stored[layer.get_output(0).name] = PRECISIONS.get(name, name.lower())
-    for layer in network:  # layers that only move what was dequantised come after it
+    for layer in network:  # layers that only move dequantised values follow
         if layer.type.name in MOVING and layer.get_input(0).name in stored:
             moved = stored[layer.get_input(0).name]
             stored.update({layer.get_output(i).name: moved for i in range(layer.num_outputs)})
@@ -329,7 +328,7 @@ def network_products(network: Any) -> list[Product]:
         inputs = [port for port in inputs if port is not None]
         kinds = {PRECISIONS.get(port.dtype.name, port.dtype.name.lower()) for port in inputs[:2]}
         both = {stored.get(port.name) for port in inputs[:2]}
-        # Weights of four bits meet floats; of eight, the factors are of one kind.
+        # 4-bit weights meet floats; with 8 bits, both factors are of one kind.
         own = "int4" if "int4" in both else both.pop() if len(both) == 1 else None
         precision = own or "+".join(sorted(kinds))
         products.append(Product(name=layer.name, kind=layer.type.name.lower(), precision=precision))
@@ -337,16 +336,16 @@ def network_products(network: Any) -> list[Product]:
 
 
 def inspect_plan(trt: Any, plan: Any, logger: Any) -> dict[str, Any] | None:
-    """Returns what the inspector says of an engine on the GPU here, None of one for other GPUs.
+    """Returns the inspector's report of an engine on this GPU, None for engines of other GPUs.
 
-    It is empty where that is no JSON: the network's types have proved the precision already.
+    It is empty if that is not JSON: the network's types have proved the precision already.
     """
-    runtime = trt.Runtime(logger)  # the builder's own, so that a failure is told in its words
+    runtime = trt.Runtime(logger)  # the builder's own, so that failures have its message
     if hasattr(runtime, "get_engine_validity"):
         validity, _ = runtime.get_engine_validity(plan)
         if validity == trt.EngineValidity.INVALID:
             return None
-    runtime.engine_host_code_allowed = True  # for version-compatible engines; it is our own
+    runtime.engine_host_code_allowed = True  # for version-compatible engines; it was built here
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
         raise RuntimeError("the engine that was just built cannot be loaded")
@@ -355,7 +354,7 @@ def inspect_plan(trt: Any, plan: Any, logger: Any) -> dict[str, Any] | None:
 
 
 def inspected(text: str) -> dict[str, Any]:
-    """Returns the inspector's JSON, and nothing for a text that is none."""
+    """Returns the inspector's JSON, or an empty dict for other text."""
     try:
         content = json.loads(text)
     except ValueError:
@@ -376,25 +375,25 @@ class Events:
 
 
 class Fraction:
-    """How much of a tree of phases is done, in per mille of the whole; never goes back."""
+    """The finished part of a tree of phases, in per mille of the whole; never decreases."""
 
     def __init__(self) -> None:
         self._phases: dict[str, list[Any]] = {}  # name: parent, steps, steps done
         self._best = 0
 
     def start(self, name: str, parent: str | None, steps: int) -> None:
-        """A phase of so many steps begins within a step of its parent."""
+        """Begins a phase of `steps` steps within a step of its parent."""
         self._phases[name] = [parent, max(1, steps), 0]
 
     def step(self, name: str, step: int) -> int:
-        """A step of a phase is done; returns the whole's per mille."""
+        """Finishes a step of a phase; returns the whole's per mille."""
         if name in self._phases:
             self._phases[name][2] = step + 1
         self._best = max(self._best, int(PER_MILLE * min(1.0, self._done(name))))
         return self._best
 
     def finish(self, name: str) -> None:
-        """A phase is over."""
+        """Finishes a phase."""
         self._phases.pop(name, None)
 
     def _done(self, name: str, inner: float = 0.0) -> float:
@@ -406,18 +405,18 @@ class Fraction:
 
 
 NOISE = ("Thread context has not been set",)
-"""Words of lines that TensorRT calls errors and that mean nothing."""
+"""Messages that TensorRT calls errors but that mean nothing."""
 
 
 class ErrorLines(logging.Handler):
-    """Keeps what TensorRT and Polygraphy report as errors."""
+    """Collects the errors of TensorRT and Polygraphy."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps one line."""
+        """Collects one line."""
         text = " ".join(record.getMessage().split())
         if not any(words in text for words in NOISE):
             self.lines.append(text)

@@ -1,1 +1,1 @@
-"""Puts one op in the place of the many that PyTorch's exporter writes around the layers."""
+"""Fuses the small ops around the layers that PyTorch's exporter writes into single ops."""

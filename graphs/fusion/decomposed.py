@@ -1,7 +1,8 @@
-"""Attention as PyTorch's exporter writes it, in small ops: where it is, and what goes into it."""
+"""Attention in small ops: recognises PyTorch's form, and builds a form with sinks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -25,22 +26,26 @@ from .patterns import (
 
 @dataclass(frozen=True, slots=True)
 class DecomposedAttention:
-    """A decomposed attention: the end of it, and what the op takes, all [b, heads, m, w]."""
+    """A decomposed attention: its last node, and the inputs of the fused op, all [b, heads, m, w].
+
+    `scores` are the products of queries and keys, which the op does not return.
+    """
 
     last: ir.Node
     q: ir.Value
     k: ir.Value
     v: ir.Value
+    scores: ir.Value
     mask: ir.Value | None
     scale: float
     joined: tuple[ir.Node, ir.Node] | None
-    """The nodes that append new keys and values to those of earlier tokens."""
+    """The nodes that append new keys and values to the cached ones."""
     sinks: ir.Value | None
-    """[1, heads, 1, 1], scores that take part in the softmax and in nothing else."""
+    """[1, heads, 1, 1], scores that only take part in the softmax."""
 
 
 def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
-    """The attention that a softmax is part of, or None."""
+    """The attention around a softmax, or None."""
     weights, scores, sinks = softmax.outputs[0], softmax.inputs[0], None
     cut = only_user(weights, "Slice")
     if cut is not None:
@@ -78,6 +83,7 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
         q=q,
         k=k,
         v=v,
+        scores=product.outputs[0],
         mask=mask,
         scale=scale * of_q * of_turned * of_k,
         joined=joined,
@@ -86,9 +92,9 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
 
 
 def is_plain(attention: DecomposedAttention) -> bool:
-    """Whether every token sees all others, each head with keys of its own, as in a ViT.
+    """Whether every token attends to all others, with keys per head, as in a ViT.
 
-    For these ONNX Runtime's own op is faster than that of ONNX.
+    For these ONNX Runtime's own op is faster than ONNX's.
     """
     other = (attention.mask, attention.joined, attention.sinks)
     sizes = {
@@ -98,9 +104,9 @@ def is_plain(attention: DecomposedAttention) -> bool:
 
 
 def _alike(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
-    """Whether queries are of the keys' width and batch, which one that all inputs share is not.
+    """Whether queries have the keys' width and batch (a query shared by all inputs has not).
 
-    The ops repeat neither, and share keys and values among heads of queries, not the other way.
+    The ops broadcast neither; heads of queries may share keys and values, but not the reverse.
     """
     assert q.shape is not None and k.shape is not None and v.shape is not None
     same = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
@@ -108,14 +114,14 @@ def _alike(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
 
 
 def _is_of_heads(value: ir.Value, q: ir.Value) -> bool:
-    """Whether a value has a number for each of the heads of q, [1, heads, 1, 1]."""
+    """Whether a value has one number per head of q, [1, heads, 1, 1]."""
     return value.shape is not None and list(value.shape) == [1, heads_of(q), 1, 1]
 
 
 def _before_sinks(softmax: ir.Node, cut: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
-    """The scores and the sinks that a softmax was taken of, cut off behind it; or neither.
+    """The scores and the sinks of a softmax whose sink column is sliced off; or neither.
 
-    softmax(x − max(x)) of x = (scores, sinks), as gpt-oss computes it.
+    The form is softmax(x − max(x)) of x = (scores, sinks), as in gpt-oss.
     """
     shifted = made(softmax.inputs[0], "Sub")
     joined = None if shifted is None else made(shifted.inputs[0], "Concat")
@@ -130,7 +136,7 @@ def _before_sinks(softmax: ir.Node, cut: ir.Node) -> tuple[ir.Value | None, ir.V
 
 
 def _appends(concat: ir.Node | None) -> bool:
-    """Whether keys or values are appended to those that the graph is given."""
+    """Whether a node appends keys or values to an input of the graph."""
     if concat is None or len(concat.inputs) != 2:
         return False
     axis, past = concat.attributes.get_int("axis"), concat.inputs[0]
@@ -138,20 +144,20 @@ def _appends(concat: ir.Node | None) -> bool:
 
 
 def appended_to(joined: ir.Node) -> ir.Value:
-    """The keys or values that are appended."""
+    """The input with cached keys or values."""
     value = joined.inputs[1]
     assert value is not None
     return value
 
 
 def _unturned(value: ir.Value | None) -> ir.Value | None:
-    """The value [b, heads, m, w] that one [b, heads, w, m] was made of."""
+    """The value [b, heads, m, w] behind a transposed one [b, heads, w, m]."""
     node = made(value, "Transpose")
     if node is not None:
         if permutes(node, TOKENS_LAST):
             _take_apart(node)
         return node.inputs[0] if permutes(node, [0, 1, 3, 2]) else None
-    # Where the rank is not known beforehand, PyTorch's exporter goes by three axes.
+    # If the rank is unknown, PyTorch's exporter transposes with three axes.
     shaped = made(value, "Reshape")
     turned = None if shaped is None else made(shaped.inputs[0], "Transpose")
     flat = None if turned is None else made(turned.inputs[0], "Reshape")
@@ -161,7 +167,7 @@ def _unturned(value: ir.Value | None) -> ir.Value | None:
 
 
 def _take_apart(node: ir.Node) -> None:
-    """Makes a transpose to [b, heads, w, m] one to [b, heads, m, w] and another after it."""
+    """Splits a transpose to [b, heads, w, m] into one to [b, heads, m, w] and a second one."""
     x, graph = node.inputs[0], node.graph
     if x is None or x.shape is None or graph is None:
         return
@@ -181,3 +187,48 @@ def _unrepeated(value: ir.Value | None) -> ir.Value | None:
     if apart is None or integers_in(apart.inputs[1]) != [2]:
         return value
     return apart.inputs[0]
+
+
+def attention_with_sinks(
+    b: Builder,
+    heads_first: Sequence[ir.Value],
+    past: Sequence[ir.Value | None],
+    mask: ir.Value | None,
+    sinks: ir.Value,
+    scale: float,
+) -> list[ir.Value]:
+    """Adds softmax(q·kᵀ·scale + mask, with sinks)·v; returns [b, m, heads·w] and the caches.
+
+    `heads_first` are q [b, heads, m, w], and k and v [b, groups, m, w], which are appended to
+    `past`; heads of one group share keys and values. `sinks` are [1, heads, 1, 1].
+    """
+    q, *new = heads_first
+    assert q.shape is not None and new[0].shape is not None and q.dtype is not None
+    heads, groups, width = q.shape[1], new[0].shape[1], q.shape[3]
+    assert isinstance(heads, int) and isinstance(groups, int) and isinstance(width, int)
+    present = [
+        b.op("Concat", before, value, axis=2, name=name)
+        for before, value, name in zip(past, new, ("keys", "values"), strict=True)
+    ]
+    keys, values = (b.op("Unsqueeze", value, b.ints(2), name="shared") for value in present)
+    shared = heads // groups
+    queries = b.op("Reshape", q, b.ints(0, groups, shared, -1, width), name="queries")
+    turned = b.op("Transpose", keys, perm=[0, 1, 2, 4, 3], name="turned")
+    scores = b.op("MatMul", queries, turned, name="products")
+    scores = b.op("Mul", scores, b.number(scale, q.dtype), name="scores")
+    if mask is not None:
+        spread = b.op("Unsqueeze", mask, b.ints(2), name="mask")
+        scores = b.op("Add", scores, spread, name="masked")
+    sink = b.op("Reshape", sinks, b.ints(1, groups, shared, 1, 1), name="sinks")
+    highest = b.op("ReduceMax", scores, b.ints(-1), keepdims=1, name="highest_score")
+    highest = b.op("Max", highest, sink, name="highest")
+    powers, of_sink = (
+        b.op("Exp", b.op("Sub", value, highest, name="below"), name="powers")
+        for value in (scores, sink)
+    )
+    total = b.op("ReduceSum", powers, b.ints(-1), keepdims=1, name="total_seen")
+    total = b.op("Add", total, of_sink, name="total")
+    y = b.op("MatMul", b.op("Div", powers, total, name="weights"), values, name="seen")
+    y = b.op("Reshape", y, b.ints(0, heads, -1, width), name="of_heads")
+    y = b.op("Transpose", y, perm=[0, 2, 1, 3], name="tokens_first")
+    return [b.op("Reshape", y, b.ints(0, 0, -1), name="output"), *present]

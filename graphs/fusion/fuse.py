@@ -1,16 +1,16 @@
-"""Writes a traced backbone's attention, rotary embeddings and RMS norms as one op each.
+"""Fuses a traced backbone's attention, rotary embeddings and RMS norms into one op each.
 
-A norm of a sum takes the sum into its op, which is ONNX Runtime's.
+A norm of a sum becomes one op of ONNX Runtime. For CUDA, where each node costs a kernel launch,
+layer norms do, too, and GELU includes a bias (`residuals.py`).
 
-PyTorch's exporter writes them in small ops, about eighty for a layer, each of which takes some
-microseconds whatever it computes: that is most of what a token of a language model takes besides
-its weights. Opset 23 has an op for each. What does not have exactly the form that is looked for
-stays as it is.
+PyTorch's exporter writes about eighty small ops for a layer, each of which takes some microseconds:
+most of a language model's time per token, apart from reading weights. Opset 23 has an op for each
+pattern. Subgraphs that do not match a pattern exactly stay unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +19,9 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..lower import simplify
 from ..names import MICROSOFT, PAST
-from .decomposed import DecomposedAttention, appended_to, decomposed, is_plain
-from .kernels import SKIP_RANKS, are_float32, takes_heads
+from ..targets import FUSED_OPSET, FusedOps
+from .decomposed import DecomposedAttention, appended_to, attention_with_sinks, decomposed, is_plain
+from .kernels import are_float32, takes_heads
 from .patterns import (
     HEADS_FIRST,
     flat_before,
@@ -34,43 +35,74 @@ from .patterns import (
     orders,
     other_input,
     permutes,
+    put,
+    rename,
     span,
     unscaled,
     width_of,
 )
-from .sinks import attention_with_sinks
+from .residuals import (
+    added_before,
+    is_row_of,
+    same_shape,
+    without_biases,
+)
 
-FUSED_OPSET = 23
-"""The first with `Attention`, `RotaryEmbedding` and `RMSNormalization`."""
+ROOT = -0.5
+"""The exponent of a reciprocal square root."""
+
+OF_FUSED_OPSET = frozenset({"Attention", "RotaryEmbedding", "RMSNormalization"})
+"""The ONNX ops that fusion adds, which need a recent opset."""
 
 
-def fuse(model: ir.Model) -> None:
-    """Replaces what it finds in a traced model, in place, and raises its opset for it."""
-    graph, work = model.graph, _Fusion(model.graph)
+def fuse(model: ir.Model, ops: FusedOps, *, newest: bool = True) -> None:
+    """Replaces the patterns in a traced model, in place, by ops in `ops`.
+
+    Raises the model's opset if an op needs that and `newest` allows it.
+    """
+    if not ops.floats:
+        return
+    graph, work, fewer = model.graph, _Fusion(model.graph, ops, newest), _in_fewer(ops)
     for node in list(graph):
         match node.op_type:
-            case "Add":
+            case "Add" if newest:
                 work.rotary(node)
             case "Reciprocal":
-                work.norm(node)
+                work.norm(node, made(node.inputs[0], "Sqrt"))
+            case "Pow" if number_in(node.inputs[1]) == ROOT:
+                work.norm(node, node)
             case "Softmax":
                 work.attention(node)
+            case other if other in fewer:
+                work.count += fewer[other](graph, node)
             case _:
                 pass
     work.free_of_past_sizes()
     if work.count:
-        model.opset_imports[""] = max(FUSED_OPSET, model.opset_imports[""])
+        if not ops.any_opset or any(
+            node.op_type in OF_FUSED_OPSET and not node.domain for node in graph.all_nodes()
+        ):
+            model.opset_imports[""] = max(FUSED_OPSET, model.opset_imports[""])
         simplify(model)
-        graph.sort()  # what else reads a cache may stand before the attention that gives it now
+        graph.sort()  # other users of a cache may precede the attention that now returns it
+
+
+def _in_fewer(ops: FusedOps) -> Mapping[str, Callable[[ir.Graph, ir.Node], bool]]:
+    """The target's further fusions, by the op at the end of the pattern."""
+    if not ops.residuals:
+        return {}
+    from .launches import IN_FEWER  # for GPUs only
+
+    return IN_FEWER
 
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """How much is in a cache, from the inputs beside it: in place, it has room for more.
+    """The sizes of a cache, computed from the graph's inputs: a buffer in place is larger.
 
-    `rows` [1] are the inputs, `past` [1] the earlier tokens, `total` all tokens, `last` [b] the
-    place of the last one, and `in_place` whether `GroupQueryAttention` takes these sizes: not
-    several new tokens of several inputs after earlier ones.
+    `rows` [1] is the batch, `past` [1] the number of earlier tokens, `total` of all tokens, `last`
+    [b] the position of the last one, and `in_place` whether `GroupQueryAttention` supports these
+    sizes: several new tokens after earlier ones only for a batch of 1.
     """
 
     rows: ir.Value
@@ -81,9 +113,9 @@ class _Cache:
 
 
 def appends_in_place(model: ir.Model) -> bool:
-    """Whether what a graph is given of earlier tokens may lie in the buffers that it writes to.
+    """Whether the cache's inputs may share buffers with its outputs.
 
-    Then nothing looks at the size of these inputs, and the attention of each layer appends to them.
+    If so, nothing reads the sizes of these inputs, and each layer's attention appends to them.
     """
     caches = [value for value in model.graph.inputs if PAST in str(value.name)]
     users = [node for value in caches for node, _ in value.uses()]
@@ -91,16 +123,17 @@ def appends_in_place(model: ir.Model) -> bool:
 
 
 class _Fusion:
-    """One pass over a graph; `count` tells what was replaced."""
+    """One pass over a graph; `count` counts the replacements."""
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, ops: FusedOps, newest: bool) -> None:
         self.graph, self.count = graph, 0
+        self._ops, self._newest = ops, newest
         self._sizes: _Cache | None = None
         self._halves: dict[ir.Value, ir.Value] = {}
         self._rows: dict[ir.Value, ir.Value] = {}
 
     def rotary(self, node: ir.Node) -> None:
-        """x·cos + turned(x)·sin, where both halves of cos and sin are the same."""
+        """x·cos + turned(x)·sin, where both halves of cos and of sin are equal."""
         for first, second in orders(node.inputs):
             plain, turned = made(first, "Mul"), made(second, "Mul")
             if plain is None or turned is None:
@@ -118,16 +151,16 @@ class _Fusion:
                         self._put(b, node, node.outputs[0], y)
                         return
 
-    def norm(self, node: ir.Node) -> None:
-        """w·(x / √(mean(x²) + ε)), over the last axis."""
-        root = made(node.inputs[0], "Sqrt")
-        shifted = None if root is None else made(root.inputs[0], "Add")
+    def norm(self, node: ir.Node, root: ir.Node | None) -> None:
+        """w·(x / √(mean(x²) + ε)) over the last axis; `root` is the node with the square root."""
         scaled = only_user(node.outputs[0], "Mul")
-        outer = None if scaled is None else only_user(scaled.outputs[0], "Mul")
-        if shifted is None or scaled is None or outer is None:
+        if root is None or scaled is None:
             return
-        for averaged, added in orders(shifted.inputs):
-            mean, epsilon = made(averaged, "ReduceMean"), number_in(added)
+        shifted = made(root.inputs[0], "Add")
+        sums = [(root.inputs[0], None)] if shifted is None else [*orders(shifted.inputs)]
+        for averaged, added in sums:
+            mean = made(averaged, "ReduceMean")
+            epsilon = 0.0 if added is None else number_in(added)
             square = None if mean is None else made(mean.inputs[0], "Pow")
             if (
                 mean is None
@@ -137,16 +170,22 @@ class _Fusion:
             ):
                 continue
             x = square.inputs[0]
-            weight = other_input(outer, scaled.outputs[0])
-            last_axis = integers_in(mean.inputs[1]) == [-1]
             if (
                 x is None
                 or other_input(scaled, node.outputs[0]) is not x
-                or not (last_axis and _is_row_of(weight, x) and are_float32(x, weight))
+                or not (integers_in(mean.inputs[1]) == [-1] and are_float32(x))
             ):
                 continue
+            outer, weight = self._gain(scaled, x)
             b = Builder(f"{name_of(outer)}/norm")
-            parts = _same_shape(made(x, "Add"))
+            if weight is None:
+                weight = _ones(b, x)
+            if weight is None:
+                return
+            parts = same_shape(made(x, "Add"))
+            if parts is None and not self._newest:
+                return
+            hidden = [square.outputs[0], *(() if outer is scaled else scaled.outputs)]
             if parts is None:
                 y = b.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon, name="normalised")
             else:
@@ -158,22 +197,33 @@ class _Fusion:
                     domain=MICROSOFT,
                     epsilon=epsilon,
                 )
-                for value in unused:  # which the kernel does not give
+                for value in unused:  # the kernel does not return it
                     value.name = ""
                 self.graph.opset_imports.setdefault(MICROSOFT, 1)
                 total.shape, total.type = x.shape, x.type
-            self._put(b, outer, outer.outputs[0], y)
+                hidden.append(x)
+            self._put(b, outer, outer.outputs[0], y, hidden=hidden)
             if parts is not None:
                 self._rename(x, total)
             return
 
+    def _gain(self, scaled: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value | None]:
+        """The last node of a norm, and its gain per column, if any."""
+        outer = only_user(scaled.outputs[0], "Mul")
+        weight = None if outer is None else other_input(outer, scaled.outputs[0])
+        if outer is not None and is_row_of(weight, x) and are_float32(weight):
+            return outer, weight
+        return scaled, None
+
     def attention(self, node: ir.Node) -> None:
-        """softmax(q·kᵀ·scale + mask)·v, with keys and values of earlier tokens or without."""
+        """softmax(q·kᵀ·scale + mask)·v, with or without cached keys and values."""
         parts = decomposed(node)
         merged = None if parts is None else self._merged(parts.last)
-        sizes = None if parts is None or merged is None else self._cache(parts)
-        if parts is None or (parts.sinks is not None and sizes is None):
-            return  # only the op that appends in place has sinks
+        if parts is None or (not self._newest and (merged is None or not is_plain(parts))):
+            return
+        sizes = self._cache(parts) if self._ops.in_place and merged is not None else None
+        if parts.sinks is not None and sizes is None:
+            return  # only the op that appends in place supports sinks
         b = Builder(f"{name_of(parts.last)}/attention")
         q, k, v = parts.q, parts.k, parts.v
         past: list[ir.Value | None] = []
@@ -181,7 +231,7 @@ class _Fusion:
             past = [joined.inputs[0] for joined in parts.joined]
             k, v = (appended_to(joined) for joined in parts.joined)
         flat = [self._flat(b, value) for value in (q, k, v)]
-        if sizes is not None:  # the op that appends in place takes no others
+        if sizes is not None:  # the op that appends in place requires them
             flat = [join or _joined(b, value) for join, value in zip(flat, (q, k, v), strict=True)]
         options: dict[str, int | float] = {"scale": parts.scale}
         if None not in flat and merged is not None:
@@ -193,20 +243,24 @@ class _Fusion:
             y, *present = self._appending(b, parts, (*inputs, *past), sizes, options)
         else:
             y, *present = self._one_op(b, parts, inputs, past, options)
-        for where in merged[:-2]:  # between the product and the change of shape
-            condition = where.inputs[0]
-            assert condition is not None
-            if condition not in self._rows:
-                rows = self._rows[condition] = b.op("Squeeze", condition, b.ints(1), name="rows")
-                rows.type = condition.type
-            y = b.op("Where", self._rows[condition], where.inputs[1], y, name="seen")
+        for where in merged[:-2]:  # between the product and the reshape
+            y = self._seen(b, where, y)
         if parts.joined is not None:
-            # They stand where the first of them is read, which is before the output is.
+            # They are needed where the first of them is read, which is before the output.
             for joined, value in zip(parts.joined, present, strict=True):
                 value.shape, value.type = joined.outputs[0].shape, joined.outputs[0].type
-        self._put(b, last, last.outputs[0], y)
+        self._put(b, last, last.outputs[0], y, hidden=[parts.scores])
         for joined, value in zip(parts.joined or (), present, strict=True):
             self._rename(joined.outputs[0], value)
+
+    def _seen(self, b: Builder, where: ir.Node, y: ir.Value) -> ir.Value:
+        """Adds a node's result for tokens that attend to none to an output [b, m, heads·w]."""
+        condition = where.inputs[0]
+        assert condition is not None
+        if condition not in self._rows:
+            rows = self._rows[condition] = b.op("Squeeze", condition, b.ints(1), name="rows")
+            rows.type = condition.type
+        return b.op("Where", self._rows[condition], where.inputs[1], y, name="seen")
 
     def _one_op(
         self,
@@ -216,12 +270,14 @@ class _Fusion:
         past: Sequence[ir.Value | None],
         options: dict[str, int | float],
     ) -> list[ir.Value]:
-        """Adds an attention as one op, ONNX Runtime's own where that has all it takes."""
+        """Adds an attention as one op: ONNX Runtime's own if it supports the inputs."""
         heads = options.get("q_num_heads")
         if heads is not None and is_plain(parts):
             self.graph.opset_imports.setdefault(MICROSOFT, 1)
-            rows, own = (*inputs, _added_before(inputs)), {"num_heads": heads, "scale": parts.scale}
-            y = b.op("MultiHeadAttention", *rows, name="output", domain=MICROSOFT, **own)
+            bias, own = added_before(inputs), {"num_heads": heads, "scale": parts.scale}
+            if bias is None and self._ops.residuals:
+                inputs, bias = without_biases(b, inputs)
+            y = b.op("MultiHeadAttention", *inputs, bias, name="output", domain=MICROSOFT, **own)
             return [y]
         names = ("output",) if parts.joined is None else ("output", "keys", "values")
         return b.ops("Attention", *inputs, parts.mask, *past, names=names, domain="", **options)
@@ -234,9 +290,9 @@ class _Fusion:
         sizes: _Cache,
         options: dict[str, int | float],
     ) -> list[ir.Value]:
-        """Adds an attention that appends to its cache in place, but for sizes that it cannot.
+        """Adds an attention that appends to its cache in place where the sizes allow it.
 
-        `inputs` are queries, keys and values, and those of earlier tokens.
+        `inputs` are queries, keys and values, and the cached keys and values.
         """
         here, there = b.nested("in_place"), b.nested("appended")
         names = ("output", "keys", "values")
@@ -284,10 +340,10 @@ class _Fusion:
         )
 
     def _cache(self, parts: DecomposedAttention) -> _Cache | None:
-        """The sizes of the cache, found once for all attentions that append to theirs in place.
+        """The sizes of the cache, computed once for all attentions that append in place.
 
-        None for one without a cache or a mask, for heads that the op does not take, and where the
-        inputs do not tell these sizes.
+        None for an attention without cache or mask, for head sizes that the op does not support,
+        and if the inputs do not determine these sizes.
         """
         if parts.joined is None or parts.mask is None or width_of(parts.k) != width_of(parts.v):
             return None
@@ -323,7 +379,7 @@ class _Fusion:
         return self._sizes
 
     def free_of_past_sizes(self) -> None:
-        """Takes sizes from ids and mask where they are read from a cache."""
+        """Computes sizes from ids and mask instead of the cache's shapes."""
         if self._sizes is None:
             return
         sizes = {(0, 1): self._sizes.rows, (2, 3): self._sizes.past}
@@ -334,9 +390,12 @@ class _Fusion:
                     self._rename(node.outputs[0], sizes[bounds])
 
     def _flat(self, b: Builder, value: ir.Value | None) -> ir.Value | None:
-        """A value [b, heads, m, w] as [b, m, heads·w], if it was that before."""
+        """A value [b, heads, m, w] as [b, m, heads·w], if it was derived from that."""
         turned = made(value, "RotaryEmbedding")
-        before = flat_before(turned.inputs[0] if turned is not None else value)
+        source = turned.inputs[0] if turned is not None else value
+        before = flat_before(source)
+        if before is None and self._ops.residuals:
+            before = _flattened(b, source)
         if turned is None or before is None:
             return before
         x, cos, sin = before, *turned.inputs[1:3]
@@ -361,7 +420,7 @@ class _Fusion:
         return (turned, shaped) if where is None else (where, turned, shaped)
 
     def _half(self, b: Builder, table: ir.Value | None, node: ir.Node) -> ir.Value:
-        """The first half of a table [b, m, w]: one for all layers."""
+        """The first half of a table [b, m, w], shared by all layers."""
         assert table is not None and table.shape is not None
         if table not in self._halves:
             half = int(table.shape[-1]) // 2  # type: ignore[arg-type]
@@ -369,24 +428,28 @@ class _Fusion:
             self._halves[table] = b.op("Slice", table, *bounds, name="half")
         return self._halves[table]
 
-    def _put(self, b: Builder, node: ir.Node, old: ir.Value, new: ir.Value) -> None:
-        """Puts nodes before one whose output they give instead; dead nodes go later."""
-        new.shape, new.type = old.shape, old.type
-        b.insert_before(self.graph, node)
-        for inner in b.nodes:
-            for value in inner.outputs:  # what is not a float has its type already
-                value.type = value.type or old.type
-        self._rename(old, new)
+    def _put(
+        self,
+        b: Builder,
+        node: ir.Node,
+        old: ir.Value,
+        new: ir.Value,
+        *,
+        hidden: Sequence[ir.Value | None] = (),
+    ) -> None:
+        """Inserts nodes before the one whose output they replace; dead nodes are removed later.
+
+        `hidden` are values that the nodes compute internally.
+        """
+        put(self.graph, b, node, old, new, hidden=hidden)
         self.count += 1
 
     def _rename(self, old: ir.Value, new: ir.Value) -> None:
-        if old in self.graph.outputs:  # the graph's own outputs keep their names
-            new.name, old.name = old.name, None
-        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        rename(self.graph, old, new)
 
 
 def join_products(graph: ir.Graph) -> None:
-    """Takes the product of queries, keys and values into ONNX Runtime's op for all of them."""
+    """Moves the product of queries, keys and values into ONNX Runtime's attention op."""
     for node in list(graph):
         split = made(node.inputs[0], "Split") if node.op_type == "MultiHeadAttention" else None
         product = None if split is None else made(split.inputs[0], "MatMul")
@@ -400,7 +463,7 @@ def join_products(graph: ir.Graph) -> None:
             continue
         b = Builder(name_of(node))
         bias = node.inputs[3] if len(node.inputs) > 3 else None
-        if bias is None:  # without one the kernel reads where nothing is, and the process ends
+        if bias is None:  # without a bias the kernel reads invalid memory and crashes
             width = weight.const_value.shape.numpy()[1]
             bias = b.constant(np.zeros(width, dtype=np.float32))
         heads, scale = (node.attributes[name].value for name in ("num_heads", "scale"))
@@ -413,38 +476,10 @@ def join_products(graph: ir.Graph) -> None:
         graph.remove([node, split, product], safe=True)
 
 
-def _added_before(inputs: Sequence[ir.Value | None]) -> ir.Value | None:
-    """Takes the bias of one product off that queries, keys and values are parts of; returns it."""
-    split = made(inputs[0], "Split")
-    if split is None or list(split.outputs) != list(inputs):
-        return None
-    add = made(split.inputs[0], "Add")
-    for product, bias in orders(() if add is None else add.inputs):
-        tensor = None if bias is None else bias.const_value
-        if tensor is not None and len(tensor.shape) == 1 and made(product, "MatMul") is not None:
-            split.replace_input_with(0, product)
-            return bias
-    return None
-
-
-def _same_shape(add: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
-    """The two values that a node adds, if neither is repeated for it."""
-    if add is None:
-        return None
-    x, y = add.inputs
-    total = add.outputs[0].shape
-    if x is None or y is None or total is None or x.const_value or y.const_value:
-        return None
-    known = all(isinstance(size, int) or size.value is not None for size in total)
-    alike = known and len(total) in SKIP_RANKS and x.shape == total == y.shape
-    return (x, y) if alike else None
-
-
-def _is_row_of(weight: ir.Value | None, x: ir.Value) -> bool:
-    """Whether a value has a number for each column of another."""
-    if weight is None or weight.shape is None or x.shape is None or len(weight.shape) != 1:
-        return False
-    return weight.shape[0] == x.shape[-1]
+def _ones(b: Builder, x: ir.Value) -> ir.Value | None:
+    """Adds a vector of ones with the width of x."""
+    width = None if x.shape is None else x.shape[-1]
+    return b.constant(np.ones(width, dtype=np.float32)) if isinstance(width, int) else None
 
 
 def _turned(value: ir.Value | None) -> ir.Value | None:
@@ -466,7 +501,7 @@ def _turned(value: ir.Value | None) -> ir.Value | None:
 
 
 def _by_position(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
-    """The table [b, m, w] of cosines or sines that multiplies x, if its halves are the same."""
+    """The table [b, m, w] of cosines or sines that multiplies x, if its halves are equal."""
     spread = made(value, "Unsqueeze")
     if spread is None or integers_in(spread.inputs[1]) != [1]:
         return None
@@ -478,7 +513,7 @@ def _by_position(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
     inner: ir.Value | None = table
     while (node := made(inner, "Mul", "Cos", "Sin")) is not None:
         inner = unscaled(inner)[0] if node.op_type == "Mul" else node.inputs[0]
-        if inner is node.outputs[0]:  # no constant
+        if inner is node.outputs[0]:  # not a constant
             return None
     doubled = made(inner, "Concat")
     if doubled is None or len(doubled.inputs) != 2 or doubled.inputs[0] is not doubled.inputs[1]:
@@ -486,7 +521,32 @@ def _by_position(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
     return table if doubled.attributes.get_int("axis") in (-1, 2) else None
 
 
+def _flattened(b: Builder, value: ir.Value | None) -> ir.Value | None:
+    """Adds a value [b, heads, m, w] as [b, m, heads·w], if it was derived from tokens first."""
+    apart = _tokens_first(b, value)
+    if apart is None or value is None or value.shape is None or not isinstance(value.shape[3], int):
+        return None
+    flat = b.op("Reshape", apart, b.ints(0, 0, -1), name="flat")
+    flat.shape = ir.Shape([value.shape[0], value.shape[2], heads_of(value) * value.shape[3]])
+    return flat
+
+
+def _tokens_first(b: Builder, value: ir.Value | None) -> ir.Value | None:
+    """A value [b, heads, m, w] as [b, m, heads, w], if it or its norm was derived from that."""
+    turned = made(value, "Transpose")
+    if turned is not None:
+        return turned.inputs[0] if permutes(turned, HEADS_FIRST) else None
+    norm = made(value, "LayerNormalization", "RMSNormalization")
+    if norm is None or norm.attributes.get_int("axis", -1) not in (-1, 3):
+        return None
+    before = _tokens_first(b, norm.inputs[0])
+    if before is None:
+        return None
+    options = {name: attribute.value for name, attribute in norm.attributes.items()}
+    inputs = (before, *norm.inputs[1:])
+    return b.op(norm.op_type, *inputs, name="normalised", **options)
+
+
 def _joined(b: Builder, value: ir.Value) -> ir.Value:
-    """Adds a value [b, heads, m, w] as [b, m, heads·w]."""
     turned = b.op("Transpose", value, perm=HEADS_FIRST, name="heads_last")
     return b.op("Reshape", turned, b.ints(0, 0, -1), name="heads_joined")

@@ -1,7 +1,7 @@
-"""What the kernels of ONNX Runtime's CPU provider take of the ops that fusion writes.
+"""Limits of ONNX Runtime's CPU kernels for the fused ops.
 
-They take less than the ops' definitions: what is outside of it fails when it runs, or ends the
-process. Where a kernel takes less, the small ops stay.
+The kernels support less than the ops' definitions: other inputs fail at run time, or crash the
+process. In these cases the small ops stay.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 import onnx_ir as ir
 
 CACHE_WIDTHS = 8
-"""`GroupQueryAttention` takes heads of a multiple of so many numbers."""
+"""`GroupQueryAttention` requires a head width that is a multiple of this."""
 
 SKIP_RANKS = (2, 3)
-"""`SkipSimplifiedLayerNormalization` takes values with so many axes."""
+"""`SkipSimplifiedLayerNormalization` supports values of these ranks."""
 
 
 def are_float32(*values: ir.Value | None) -> bool:
-    """Whether all values that are given are FP32, the type that each of these kernels has."""
+    """Whether all given values are FP32, the only type that each of these kernels supports."""
     return all(value is None or value.dtype == ir.DataType.FLOAT for value in values)
 
 
 def takes_heads(width: int | ir.SymbolicDim) -> bool:
-    """Whether `GroupQueryAttention` takes heads of this width."""
+    """Whether `GroupQueryAttention` supports heads of this width."""
     return isinstance(width, int) and width % CACHE_WIDTHS == 0
 
 
 def takes_mask(mask: ir.Value | None, q: ir.Value, k: ir.Value) -> bool:
-    """Whether `Attention` takes a mask of q and k, [b, heads, ·, w]: it repeats none per token."""
+    """Whether `Attention` supports a mask of q and k, [b, heads, ·, w]: one row per token."""
     if mask is None:
         return True
     if mask.shape is None or q.shape is None or k.shape is None or len(mask.shape) not in (2, 4):

@@ -1,10 +1,13 @@
-"""What a fusion looks for: nodes of a type, what they read, and the axes that they move."""
+"""Helpers that recognise subgraphs, and replace them by other nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
+
+from ..builder import Builder
+from ..names import HIDDEN, SEEN_AS
 
 HEADS_FIRST = [0, 2, 1, 3]
 """From [b, m, heads, w] to [b, heads, m, w], and back."""
@@ -15,18 +18,18 @@ TOKENS_LAST = [0, 2, 3, 1]
 
 
 def made(value: ir.Value | None, *op_types: str) -> ir.Node | None:
-    """The node of one of these types that made a value."""
+    """The node that computes a value, if its type is one of these."""
     node = None if value is None else value.producer()
     return node if node is not None and not node.domain and node.op_type in op_types else None
 
 
 def permutes(transpose: ir.Node, axes: Sequence[int]) -> bool:
-    """Whether a transpose moves the axes so."""
+    """Whether a transpose has these axes."""
     return list(transpose.attributes.get_ints("perm", ())) == list(axes)
 
 
 def only_user(value: ir.Value, op_type: str) -> ir.Node | None:
-    """The one node that reads a value, if it is of this type."""
+    """The only node that reads a value, if it has this type."""
     users = [node for node, _ in value.uses()]
     if len(users) != 1 or value.is_graph_output():
         return None
@@ -36,31 +39,29 @@ def only_user(value: ir.Value, op_type: str) -> ir.Node | None:
 def orders(
     inputs: Sequence[ir.Value | None],
 ) -> Iterator[tuple[ir.Value | None, ir.Value | None]]:
-    """The two inputs of a node for which their order does not count."""
+    """The two inputs of a commutative node in both orders."""
     if len(inputs) == 2:
         yield inputs[0], inputs[1]
         yield inputs[1], inputs[0]
 
 
 def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
-    """The other input of a node with two."""
+    """The other input of a node with two inputs."""
     return next((other for one, other in orders(node.inputs) if one is value), None)
 
 
 def number_in(value: ir.Value | None) -> float | None:
-    """A constant scalar."""
     tensor = None if value is None else value.const_value
     return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
 
 
 def integers_in(value: ir.Value | None) -> list[int] | None:
-    """A constant vector."""
     tensor = None if value is None else value.const_value
     return None if tensor is None else [int(number) for number in tensor.numpy().reshape(-1)]
 
 
 def unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
-    """A value without the constant that it is multiplied with, and that constant."""
+    """A value without its constant factor, and the factor."""
     node = made(value, "Mul", "Div")
     if node is not None and node.op_type == "Div":
         divisor = number_in(node.inputs[1])
@@ -74,7 +75,7 @@ def unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
 
 
 def span(node: ir.Node, width: int) -> tuple[int, int] | None:
-    """From where to where a slice of the last axis goes."""
+    """The start and end of a slice along the last axis."""
     start, end, axis, *step = (integers_in(value) for value in node.inputs[1:])
     if not start or not end or axis not in ([3], [-1]) or step not in ([], [[1]]):
         return None
@@ -82,7 +83,7 @@ def span(node: ir.Node, width: int) -> tuple[int, int] | None:
 
 
 def flat_before(value: ir.Value | None) -> ir.Value | None:
-    """What [b, heads, m, w] was before its heads were taken apart, [b, m, heads·w]."""
+    """The value [b, m, heads·w] that was split into heads [b, heads, m, w]."""
     turned = made(value, "Transpose")
     if turned is None or not permutes(turned, HEADS_FIRST):
         return None
@@ -92,7 +93,7 @@ def flat_before(value: ir.Value | None) -> ir.Value | None:
 
 
 def joins_heads(flat: ir.Value | None, apart: ir.Value) -> bool:
-    """Whether a value [b, m, heads·w] is another's [b, m, heads, w]."""
+    """Whether a value [b, m, heads·w] is the reshape of another [b, m, heads, w]."""
     if flat is None or flat.shape is None or apart.shape is None or len(apart.shape) != 4:
         return False
     b, m, heads, width = apart.shape
@@ -102,13 +103,12 @@ def joins_heads(flat: ir.Value | None, apart: ir.Value) -> bool:
 
 
 def width_of(value: ir.Value) -> int | ir.SymbolicDim:
-    """The width w of a value [b, heads, m, w]."""
     assert value.shape is not None
     return value.shape[3]
 
 
 def heads_of(value: ir.Value) -> int:
-    """The heads of a value [b, heads, m, w]; 0 where they are not known."""
+    """The number of heads in a value [b, heads, m, w]; 0 if it is unknown."""
     if value.shape is None or len(value.shape) != 4:
         return 0
     heads = value.shape[1]
@@ -118,3 +118,37 @@ def heads_of(value: ir.Value) -> int:
 def name_of(node: ir.Node) -> str:
     assert node.name is not None
     return node.name
+
+
+def put(
+    graph: ir.Graph,
+    b: Builder,
+    node: ir.Node,
+    old: ir.Value,
+    new: ir.Value,
+    *,
+    hidden: Sequence[ir.Value | None] = (),
+) -> None:
+    """Inserts nodes before the one whose output they replace; dead nodes are removed later.
+
+    `hidden` are values that the last node computes internally.
+    """
+    new.shape, new.type = old.shape, old.type
+    maker = new.producer()
+    assert maker is not None
+    before = [value.producer() for value in hidden if value is not None]
+    maker.meta[HIDDEN] = tuple(node.name for node in before if node is not None)
+    b.insert_before(graph, node)
+    for inner in b.nodes:
+        for value in inner.outputs:  # values other than floats have their type already
+            value.type = value.type or old.type
+    rename(graph, old, new)
+
+
+def rename(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
+    """Replaces a value by another for all its users; the graph's outputs keep their names."""
+    maker = old.producer()
+    new.meta[SEEN_AS] = old.meta.get(SEEN_AS, None if maker is None else maker.name)
+    if old in graph.outputs:
+        new.name, old.name = old.name, None
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

@@ -1,1 +1,1 @@
-"""Each kind of MoE layer in one file: what it is, its PyTorch reference, its stored weights."""
+"""A file per kind of MoE layer: specification, PyTorch reference and stored weights."""

@@ -1,9 +1,9 @@
-"""The contract of a kind of MoE layer: what Soft MoE and muMoE offer, and any further kind must.
+"""The interface of a kind of MoE layer, which Soft MoE and muMoE implement.
 
-A kind is one file beside this one: a spec (`MoESpec`: sizes, behaviour, what it costs and chooses),
+A kind is one file in this folder, with a spec (`MoESpec`: sizes, behaviour, costs and choices) and
 a PyTorch module (`MoELayer`: the reference, its choices and its stored weights), and a record of
-its lowerings (`lowerings.KINDS`). Tracing, planning, writing weights and checking go through the
-names of this module.
+its lowerings (`lowerings.KINDS`). Tracing, planning, writing weights and checking use only the
+names in this module.
 """
 
 from __future__ import annotations
@@ -20,57 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..rewrites import Rewrite
+from ..edits import NO_EDITS, Edits
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-@dataclass(frozen=True, slots=True)
-class Steering:
-    """An expert's cluster centre, its column of the gating matrix, added to every token.
-
-    Times `strength`; where it is given at run time, times the number at `place` among the `count`
-    numbers of each input.
-    """
-
-    level: int
-    expert: int
-    strength: float = 0.0
-    place: int | None = None
-    count: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LayerEdits:
-    """The edits of one layer; without any it computes what it was trained to.
-
-    `ablated` are pairs of a level, from 0, and an expert of it that contributes nothing. With
-    several levels every combination that the expert takes part in contributes nothing.
-    `steerings` move what the layer sees.
-    """
-
-    ablated: frozenset[tuple[int, int]] = frozenset()
-    rewrites: tuple[Rewrite, ...] = field(default=())
-    steerings: tuple[Steering, ...] = ()
-
-    def ablated_in(self, level: int) -> tuple[int, ...]:
-        """The experts of a level that contribute nothing, ascending."""
-        return tuple(sorted(expert for at, expert in self.ablated if at == level))
-
-    def present(self, level: int, experts: int, like: Tensor) -> Tensor:
-        """Returns [n]: 0 for the ablated experts of a level and 1 for the others."""
-        mask = torch.ones(experts, dtype=like.dtype, device=like.device)
-        mask[list(self.ablated_in(level))] = 0
-        return mask
-
-
-NO_EDITS = LayerEdits()
-
-
 Kind = str
-"""What a spec and the record of the lowerings that serve it call their kind of layer: `soft-moe`,
-`mumoe` or that of a plugin."""
+"""The name of a kind of layer: `soft-moe`, `mumoe` or one from a plugin."""
 
 
 def a_layer(kind: Kind) -> str:
@@ -79,30 +36,30 @@ def a_layer(kind: Kind) -> str:
 
 
 Algorithm = Literal["masked", "selected"]
-"""How eager PyTorch applies Algorithm 1. `masked`: every expert runs, unselected columns of C are
-zeroed. `selected`: a loop over experts that computes the inputs which selected each (the papers'
-Algorithm 2). A muMoE layer knows the first alone."""
+"""How eager PyTorch applies Algorithm 1. `masked`: every expert runs, and unselected columns of C
+are zeroed. `selected`: a loop over experts that computes only the inputs that selected each (the
+meaning of the text on Algorithm 2 in the Soft MoE paper). muMoE layers support only `masked`."""
 
 
 class MoESpec(Protocol):
     """Sizes of one layer of any kind.
 
-    `kind` is which kind it is, `op_type` the type of its node in a traced graph (in the domain
-    `ai.moexport`), `name` the layer's path in its model. `experts` is the largest k that leaves
-    nothing out, `trained_k` how many experts are computed where nothing is left out that was
-    trained, `levels` are the sizes of the expert modes (n alone, unless the layer has a
-    hierarchy), `slots` is p (1 where a layer has none). `dim` is d, the width of a token, `hidden`
-    h, that between a layer's two matmuls (0 where there is one), `out` o.
+    `kind` names the kind, `op_type` is the type of its node in a traced graph (in the domain
+    `ai.moexport`), `name` the layer's path in its model. `experts` is the largest k that drops
+    nothing, `trained_k` the number of experts that the trained model computes, `levels` the sizes
+    of the expert modes (only n, unless the layer has a hierarchy, which also has `kept`, the
+    largest k of each level), `slots` is p (1 for layers without slots). `dim` is d, the width of a
+    token, `hidden` h, the width between a layer's two matmuls (0 with one), `out` o.
 
     `renormalizable`: the weights of the kept experts can be divided by their sum. `chooses_sets`:
-    each input chooses a set of k experts, which eager PyTorch can loop over. `routes_tokens`: each
-    token has a choice of its own; else all tokens of an input share one. `drops`: a capacity
-    may leave a token out, whatever k is. `flat`: the router is part of the network around the
-    layer, which takes the tokens of a whole batch as rows, and what was chosen for them.
-    `typical_tokens` are numbers of tokens at once that a lowering is to be good for, whatever the
-    batch; empty where a batch says it. `dynamic_int8`: INT8 products find the scales of their rows
-    while a graph runs; else, and in Q/DQ form always, a calibration does. `rewritable`:
-    coefficients mix the experts, by which outputs can be re-written (`Rewrite`).
+    each input chooses a set of k experts, over which eager PyTorch can loop. `routes_tokens`: each
+    token has its own choice; otherwise the tokens of an input share one. `drops`: a capacity limit
+    may drop a token at any k. `flat`: the router is outside the layer, which takes the tokens of a
+    whole batch as rows, and their choices. `typical_tokens` are numbers of tokens for which a
+    lowering should be fast, whatever the batch; empty if the batch determines them. `dynamic_int8`:
+    INT8 products compute the scales of their rows at run time; otherwise, and always in Q/DQ form,
+    a calibration does. `rewritable`: coefficients mix the experts, so that outputs can be rewritten
+    (`Rewrite`).
     """
 
     @property
@@ -143,35 +100,35 @@ class MoESpec(Protocol):
     def rewritable(self) -> bool: ...
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
-        """Multiply-adds for one input of `tokens` tokens by part."""
+        """Multiply-adds for one input of `tokens` tokens, by part."""
         ...
 
     def bytes_read(self, k: int) -> int:
-        """FP32 bytes of expert weights that a run with that k reads."""
+        """FP32 bytes of the expert weights that a run with this k reads."""
         ...
 
     @property
     def quantized_parts(self) -> frozenset[str]:
-        """The parts of `macs` that INT8 makes integer products."""
+        """The parts of `macs` that become integer products with INT8."""
         ...
 
     def quantized_bytes(self, k: int) -> int:
-        """FP32 bytes of those weights of `bytes_read` that INT8 stores as bytes."""
+        """FP32 bytes of those weights in `bytes_read` that INT8 stores as bytes."""
         ...
 
     def choices(self) -> dict[str, str]:
-        """Names of what a lowered layer chose, by whose choice it is: both within the layer."""
+        """Names of the values with a layer's choices within the layer, by choice."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
-    """What a layer chose for a batch, to compare with what a graph chose.
+    """The choices of a layer for a batch, to compare with those of a graph.
 
     `chosen` holds either the indices of the kept experts, int64 [b, k], ascending, or the weights
     of all experts after the choice, float32 [b, m, n]. `margin` [b] or [b, m] is the distance from
-    the last one kept to the next, relative to the former; infinite where nothing was left out.
-    `scores` [b, n] are what an input's experts were ranked by, where a layer ranks them per input.
+    the last kept one to the next, relative to the former; infinite if all are kept. `scores` [b, n]
+    rank the experts of an input, in layers that rank them per input.
     """
 
     chosen: Tensor
@@ -180,7 +137,7 @@ class RoutingDecision:
 
 
 def _float32() -> ir.DataType:
-    """The element type; imported here, as who only looks at a layer needs nothing of ONNX."""
+    """The element type; imported here, so that inspecting a layer does not import ONNX."""
     from onnx_ir import DataType
 
     return DataType.FLOAT
@@ -188,10 +145,10 @@ def _float32() -> ir.DataType:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A weight as a bundle stores it: its name, its shape, and its values in consecutive parts.
+    """A weight as stored in a bundle: its name, its shape, and its values in consecutive parts.
 
-    `dtype` is what the values are stored as; the parts may come in another type, but for those of
-    four bits, which come as the bytes that hold two each.
+    The values are stored as `dtype`; parts may have another type, except for 4-bit values, whose
+    parts are bytes with two values each.
     """
 
     name: str
@@ -203,12 +160,12 @@ class StoredPart:
 class MoELayer(nn.Module, ABC):
     """A MoE layer in PyTorch, (b, m, d) to (b, m, o).
 
-    A kind whose choice is made by the network around it works on rows, (t, d) to (t, o), and takes
-    what was chosen as further inputs: those of its node in the graph.
+    If the surrounding network makes the choice, the layer works on rows, (t, d) to (t, o), and
+    takes the choice as further inputs, like its node in the graph.
 
-    `keep` is k; None computes all experts, as the model was trained. `renormalize` and `algorithm`
-    say how k is applied, where the kind gives a choice. `edits` change what the experts contribute,
-    in `forward` and in what is `stored`, and never what is chosen.
+    `keep` is k; None computes all experts, as in the trained model. `renormalize` and `algorithm`
+    select how k is applied, if the kind supports both. `edits` change the experts' contributions,
+    in `forward` and in `stored`, but never the choice.
     """
 
     spec: MoESpec
@@ -218,12 +175,12 @@ class MoELayer(nn.Module, ABC):
         self.keep: int | None = None
         self.renormalize = False
         self.algorithm: Algorithm = "masked"
-        self.edits = NO_EDITS
+        self.edits: Edits = NO_EDITS
         self.strengths: Tensor | None = None
-        """The strengths [b, s] that are given at run time, while the model runs."""
+        """The strengths [b, s] of steerings at run time, during a forward pass."""
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Returns an input as the layer's node takes it: [b, m, d]."""
+        """Returns an input in the shape that the layer's node takes: [b, m, d]."""
         return x
 
     @abstractmethod
@@ -232,47 +189,46 @@ class MoELayer(nn.Module, ABC):
 
     @abstractmethod
     def choices(self, *inputs: Any, **named: Any) -> dict[str, RoutingDecision]:
-        """Returns what the layer chooses for its inputs, by the names of `MoESpec.choices`."""
+        """Returns the layer's choices for its inputs, by the names in `MoESpec.choices`."""
 
     @abstractmethod
     def stored(self) -> Iterator[StoredPart]:
-        """Yields the weights as the lowerings of this kind find them (`LayerTensors`)."""
+        """Yields the weights in the form that the kind's lowerings expect (`LayerTensors`)."""
 
     def with_experts(
         self, experts: Sequence[int], constants: np.ndarray | None = None
     ) -> MoELayer | None:
-        """Returns the layer with some of its experts, ascending; None where none can be dropped.
+        """Returns the layer with some of its experts, ascending; None if it cannot drop experts.
 
-        `constants` [n − e, p, o] are what the slots of the others give, None for nothing.
+        `constants` [n − e, p, o] are the outputs of the dropped experts' slots, None for zeros.
         """
-        del experts, constants
         return None
 
 
 def to_bfloat16(x: Tensor) -> Tensor:
-    """Returns x rounded to BF16, in its own type."""
+    """Returns x rounded to BF16, but of its own type."""
     return x.to(torch.bfloat16).to(x.dtype)
 
 
 Matrices = Tensor | tuple[Tensor, ...]
 """n matrices of one shape: stacked in one tensor [n, in, out], or one tensor [in, out] each.
 
-They may be transposed views of what a checkpoint holds; nothing is copied to change the layout.
+They may be transposed views of a checkpoint's tensors; nothing is copied to change the layout.
 """
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
-    """Returns a tensor as a parameter that is not trained."""
+    """Returns a tensor as a parameter without gradient."""
     return nn.Parameter(tensor, requires_grad=False)
 
 
 def frozen_if_any(tensor: Tensor | None) -> nn.Parameter | None:
-    """Returns the same for a weight that a layer may lack."""
+    """Returns an optional weight as a parameter without gradient."""
     return None if tensor is None else frozen(tensor)
 
 
 def frozen_matrices(matrices: Matrices) -> nn.Parameter | nn.ParameterList:
-    """Returns matrices as parameters that are not trained."""
+    """Returns matrices as parameters without gradients."""
     if isinstance(matrices, Tensor):
         return frozen(matrices)
     return nn.ParameterList([frozen(matrix) for matrix in matrices])
@@ -287,9 +243,9 @@ def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
 def replaced_layers(
     module: nn.Module, stand_in: Callable[[str, MoELayer], nn.Module]
 ) -> Iterator[nn.Module]:
-    """Within the context every MoE layer of a module gives its place to `stand_in(name, layer)`."""
+    """Within the context, `stand_in(name, layer)` replaces every MoE layer of a module."""
     stand_ins = {id(layer): stand_in(name, layer) for name, layer in moe_layers(module).items()}
-    places = [  # a network may hold a layer under several names, and call it by any
+    places = [  # a network may hold a layer under several names, and call any of them
         (path, layer)
         for path, layer in module.named_modules(remove_duplicate=False)
         if isinstance(layer, MoELayer)
@@ -304,14 +260,14 @@ def replaced_layers(
 
 
 def sharing_weights(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module that holds the same parameters and buffers, not copies of them."""
-    # In the memo of a deep copy every tensor stands for itself, so that none is copied.
+    """Returns a copy of a module that shares its parameters and buffers."""
+    # The deep copy's memo maps every tensor to itself, so that none is copied.
     memo = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, memo)
 
 
 def choice_key(layer: str, choice: str) -> str:
-    """Returns the name of a layer's choice in a whole model: the layer's own for its only one."""
+    """Returns the name of a layer's choice within a model: the layer's name, if it has only one."""
     return f"{layer} {choice}" if choice else layer
 
 
@@ -323,7 +279,7 @@ def algorithm_1(
     renormalize: bool = False,
     algorithm: Algorithm = "masked",
 ) -> Iterator[None]:
-    """Within the context each layer named in `keep` computes with its k; restored after."""
+    """Within the context, each layer in `keep` computes with its k."""
     layers = moe_layers(model)
     before = {name: (m.keep, m.renormalize, m.algorithm) for name, m in layers.items()}
     try:
@@ -339,7 +295,7 @@ def algorithm_1(
 
 @contextmanager
 def recorded_choices(model: nn.Module) -> Iterator[dict[str, RoutingDecision]]:
-    """Within the context, each forward writes every layer's choices, by `choice_key`."""
+    """Within the context, each forward records every layer's choices, by `choice_key`."""
     records: dict[str, RoutingDecision] = {}
 
     def record(module: nn.Module, args: tuple[Tensor, ...], _: Tensor, name: str) -> None:

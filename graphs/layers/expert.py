@@ -1,4 +1,4 @@
-"""What is between and after an expert's linear maps, in PyTorch, for every kind of layer."""
+"""Activations and normalisations of experts in PyTorch, for every kind of layer."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Activation = Literal["gelu", "gelu-tanh", "relu", "silu", "relu2", "identity"]
-"""`gelu` is the exact form, with erf; `gelu-tanh` the approximation that JAX takes by default;
-`silu` is z·sigmoid(alpha·z); `relu2` is max(z, 0)²."""
+Activation = Literal["gelu", "gelu-tanh", "relu", "silu", "relu2", "softmax", "identity"]
+"""`gelu` is the exact form, with erf; `gelu-tanh` the approximation that JAX uses by default;
+`silu` is z·sigmoid(alpha·z); `relu2` is max(z, 0)²; `softmax` is over the channels, for experts
+that are classifiers."""
 
 PASSES: Mapping[Activation, int] = MappingProxyType(
-    {"silu": 4, "gelu": 4, "gelu-tanh": 6, "relu": 1, "relu2": 2, "identity": 0}
+    {"silu": 4, "gelu": 4, "gelu-tanh": 6, "relu": 1, "relu2": 2, "softmax": 6, "identity": 0}
 )
-"""What an activation takes, in passes over its input."""
+"""The cost of an activation, in passes over its input."""
 
 NORM_PASSES = 6
-"""The same of a normalisation."""
+"""The cost of a normalisation, in passes over its input."""
 
 
 def activated(z: Tensor, activation: Activation, alpha: float = 1.0) -> Tensor:
-    """Returns an activation of z; `alpha` belongs to `silu`."""
+    """Returns an activation of z; `alpha` applies to `silu`."""
     match activation:
         case "silu":
             return z * torch.sigmoid(alpha * z)
@@ -33,17 +34,18 @@ def activated(z: Tensor, activation: Activation, alpha: float = 1.0) -> Tensor:
             return F.gelu(z)
         case "gelu-tanh":
             return F.gelu(z, approximate="tanh")
-        case "relu":
-            return F.relu(z)
-        case "relu2":
-            return F.relu(z).square()
+        case "relu" | "relu2":
+            positive = F.relu(z)
+            return positive.square() if activation == "relu2" else positive
+        case "softmax":
+            return z.softmax(dim=-1)
         case "identity":
             return z
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNorm:
-    """A normalisation over an expert's channels; a gain and a shift of each expert may follow."""
+    """A normalisation over an expert's channels, with an optional gain and shift per expert."""
 
     kind: Literal["layernorm", "rmsnorm"]
     eps: float
@@ -62,7 +64,7 @@ class NormWeights:
     s2: Tensor | None = None
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields those that there are, by the names under which a bundle stores them."""
+        """Yields the existing ones by their names in a bundle."""
         for name in NORM_WEIGHTS:
             weight: Tensor | None = getattr(self, name)
             if weight is not None:
@@ -83,10 +85,10 @@ def normalised(z: Tensor, norm: ExpertNorm, gain: Tensor | None, shift: Tensor |
 
 
 class AroundMaps(Protocol):
-    """What the specs of all kinds say of an expert: its maps' activations and normalisations.
+    """The parts of an expert around its linear maps, in the specs of all kinds.
 
     With two maps, y = out(second(act(norm(first(x))))), where out is `out_norm`, then
-    `out_activation`; of a gated expert the activation is the gate's. With one, y = out(first(x)).
+    `out_activation`; in a gated expert the activation is the gate's. With one, y = out(first(x)).
     """
 
     @property
@@ -102,7 +104,7 @@ class AroundMaps(Protocol):
 
 
 class Maps(AroundMaps, Protocol):
-    """The same with the widths: columns of the first map, those after the activation, outputs."""
+    """The same with widths: columns of the first map, after the activation, and of the outputs."""
 
     @property
     def inner(self) -> int: ...

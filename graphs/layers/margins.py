@@ -1,4 +1,4 @@
-"""How clear the choices of routers are: told by the router, or seen as it ranks its scores."""
+"""Margins of routers' choices: reported by the router, or observed when it ranks scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .base import moe_layers
 
 
 class GroupRouter(nn.Module):
-    """A router whose choices depend on other tokens, so that it alone knows how clear they are.
+    """A router that computes its own margins, because choices depend on other tokens.
 
     `layer` is the name of the layer whose experts it chooses.
     """
@@ -23,22 +23,22 @@ class GroupRouter(nn.Module):
     layer: str
 
     def margin(self, x: Tensor, k: int | None = None) -> Tensor:
-        """Returns by how much the experts of the tokens x [b, m, d] were chosen, [b, m].
+        """Returns the margins of the choices for tokens x [b, m, d], [b, m].
 
-        Relative to a score: where no score is off by more, none of a token's choices changes.
-        [b, m, n] of a router by which each expert chooses for itself.
+        A margin is relative to a score: errors up to that size change no choice of the token. A
+        router by which each expert chooses for itself returns [b, m, n].
         """
         raise NotImplementedError
 
 
 @contextmanager
 def routed_margins(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Within the context, each forward writes by how much token-routed experts were chosen, [t].
+    """Within the context, each forward records the margins of token-routed experts, [t].
 
-    The router is code of the network around the layer. What it ranks is seen as it calls PyTorch's
-    `topk` or `max`: the margin of a token is the least gap between the last score that was taken
-    and the next, relative to the largest, over all rankings since the layer before. A router whose
-    choices depend on other tokens tells it itself (`GroupRouter`).
+    The router is code of the surrounding network. Its rankings are observed in its calls of
+    PyTorch's `topk` or `max`: the margin of a token is the smallest gap between the last score
+    taken and the next, relative to the largest, over all rankings since the previous layer. A
+    router whose choices depend on other tokens reports the margin itself (`GroupRouter`).
     """
     margins: dict[str, Tensor] = {}
     layers = {n: m for n, m in moe_layers(module).items() if m.spec.flat}
@@ -72,7 +72,7 @@ _LARGEST = (torch.max, torch.Tensor.max, torch.argmax, torch.Tensor.argmax)
 
 
 class _Rankings(TorchFunctionMode):
-    """Keeps what is ranked: the scores and how many of them were taken."""
+    """Records the rankings: the scores, and how many of them were taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,12 +89,12 @@ class _Rankings(TorchFunctionMode):
         return function(*arguments, **named)
 
     def margin(self, index: Tensor) -> Tensor:
-        """Returns [t] for what was chosen, [t, k], and forgets what led to it.
+        """Returns the margins [t] of the choices [t, k], and clears the rankings.
 
-        Where masks leave fewer scores than were taken, no rounding changes the choice.
+        If masks leave fewer scores than were taken, rounding cannot change the choice.
         """
         least = torch.full(index.shape[:1], torch.inf)
-        # What is ranked here is no ranking of the network: nothing is kept on the way.
+        # Rankings in here are not the network's, so they must not be recorded.
         rankings, self._seen = self._seen or [], None
         for scores, listed in rankings:
             taken = index.shape[-1] if listed is None else listed
@@ -112,16 +112,13 @@ class _Rankings(TorchFunctionMode):
 
 
 _MASKED = torch.finfo(torch.float32).min / 2
-"""Masks are -inf, or the least number of the type, to which a score may have been added."""
+"""Masks are -inf, or the lowest number of the type, possibly plus a score."""
 
 
 def _ranking(
     function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[Tensor, int | None] | None:
-    """The scores that a call ranks, along their last axis, and how many of them it takes.
-
-    None of a sort, of which as many are taken as are chosen.
-    """
+    """The scores that a call ranks along their last axis, and how many it takes (None: a sort)."""
     scores = arguments[0] if arguments else named.get("input")
     if not isinstance(scores, Tensor):
         return None
@@ -135,6 +132,6 @@ def _ranking(
         return scores.movedim(named.get("dim", -1), -1), None
     if function in _LARGEST:
         axis = arguments[1] if len(arguments) > 1 else named.get("dim")
-        if isinstance(axis, int):  # the larger of two tensors ranks nothing
+        if isinstance(axis, int):  # the maximum of two tensors ranks nothing
             return scores.movedim(axis, -1), 1
     return None

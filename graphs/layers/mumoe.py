@@ -1,14 +1,15 @@
 """The muMoE layer in PyTorch: the published formulation, with the k largest coefficients.
 
-This is the reference that exported graphs are compared with, so it follows the papers: products
-over factors as einsum, a column of ones for the bias, entmax and sparsemax by sorting. What is
-exported is written independently, in `graphs.gating` and `graphs.lowerings.factorised`.
+Exported graphs are compared with this reference, so it follows the papers: products over factors as
+einsum, a column of ones for the bias, entmax and sparsemax by sorting. The exported form is written
+independently, in `graphs.gating` and `graphs.lowerings.factorised`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
 from typing import ClassVar, Literal
 
@@ -18,31 +19,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import names
-from .base import Kind, LayerEdits, MoELayer, RoutingDecision, StoredPart, frozen, frozen_if_any
+from ..edits import Edits, Steer
+from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen, frozen_if_any
 
 Form = Literal["cp", "tr", "tucker", "full", "matrix"]
 """`cp`: factors [n, R] …, [d, R], [o, R]; `tr`: cores [r1, n, r2] …, [r, d, r'], [r', o, r1];
 `tucker`: a core [R_1, …, R_E, R_d, R_o], then factors [n, R_1] …, [d, R_d], [o, R_o]; `full`: the
-unfactorised tensor itself, [n, …, d, o]; `matrix`: [d, o] alone, of a layer whose experts are
-merged into one, so that it has no levels."""
+unfactorised tensor, [n, …, d, o]; `matrix`: [d, o] for a layer whose experts are merged, so that it
+has no levels."""
 
 GateNorm = Literal["bn", "ln"]
-"""What stands before the gate's activation, over the experts and without gain or shift: batch
+"""The normalisation before the gate's activation, over the experts and without gain or shift: batch
 statistics recorded in training, or layer normalisation."""
 
 GateActivation = Literal["entmax15", "sparsemax", "softmax"]
 
 NORM_EPS = 1e-5
-"""Of every normalisation in the published code."""
+"""ε of every normalisation in the published code."""
 
 
 @dataclass(frozen=True, slots=True)
 class FactorisedSpec:
-    """One weight tensor and how it is held: y = W(a_1, …, a_E, z).
+    """One weight tensor and its factorisation: y = W(a_1, …, a_E, z).
 
-    `ranks` is (R,) for CP; for TR the rank before each core, (r1, …): the ring closes with r1; for
-    Tucker the shape of the core; empty for the unfactorised tensor. With `bias` the input mode has
-    one more row, which a 1 appended to z meets.
+    `ranks` is (R,) for CP; for TR the rank before each core, (r1, …), as the ring closes with r1;
+    for Tucker the shape of the core; empty for the unfactorised tensor. With `bias` the input mode
+    has one more row, for a 1 appended to z.
     """
 
     form: Form
@@ -59,12 +61,12 @@ class FactorisedSpec:
 
     @property
     def combinations(self) -> int:
-        """N: ways to take one expert of each level."""
+        """N, the number of combinations of one expert per level."""
         return prod(self.levels)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the factors or cores as they are stored; Tucker's core comes first."""
+        """Shapes of the factors or cores as stored; Tucker's core comes first."""
         match self.form:
             case "cp":
                 return tuple((size, self.ranks[0]) for size in self.modes)
@@ -78,18 +80,43 @@ class FactorisedSpec:
 
     @property
     def parameters(self) -> int:
-        """Numbers in all factors or cores."""
+        """The number of parameters in all factors or cores."""
         return sum(prod(shape) for shape in self.shapes)
 
-    def combinations_of(self, k: int) -> int:
-        """Combinations of experts of which every one is among the k kept of its level."""
-        return prod(min(k, n) for n in self.levels)
+    @property
+    def expert_rank(self) -> int:
+        """The largest possible rank of an expert's matrix [d, o] (Table 5)."""
+        own = min(self.dim, self.out)
+        match self.form:
+            case "cp":
+                return min(own, self.ranks[0])
+            case "tr":  # the ring of the experts' cores is closed by the rank before the output
+                return min(own, min(self.ranks[:-1]) * self.ranks[-1])
+            case "tucker":
+                return min(own, *self.ranks[-2:])
+            case "full" | "matrix":
+                return own
 
-    def macs(self, k: int) -> dict[str, int]:
-        """Multiply-adds for one token that keeps k coefficients of each level, by part.
+    @property
+    def one_level(self) -> FactorisedSpec:
+        """The tensor with the same number of experts in one level, and the ranks around it."""
+        ranks, count = self.ranks, len(self.levels)
+        if self.form == "tr":
+            ranks = (ranks[0], *ranks[count:])
+        elif self.form == "tucker":
+            ranks = (prod(ranks[:count]), *ranks[count:])
+        return replace(self, levels=(self.combinations,), ranks=ranks)
 
-        A bias row counts as one more input, as in the papers' formulas; elementwise products do not
-        count, as there. Only the unfactorised tensor has parts that a smaller k leaves out.
+    def combinations_of(self, k: int | Sequence[int]) -> int:
+        """The number of combinations of kept experts: k, or k per level."""
+        kept = [k] * len(self.levels) if isinstance(k, int) else k
+        return prod(min(most, n) for most, n in zip(kept, self.levels, strict=True))
+
+    def macs(self, k: int | Sequence[int]) -> dict[str, int]:
+        """Multiply-adds for one token that keeps k coefficients, or k per level, by part.
+
+        A bias row counts as one more input and elementwise products do not count, as in the papers.
+        Only the unfactorised tensor has parts that a smaller k saves.
         """
         if self.form == "full":
             width = self.modes[-2] * self.out
@@ -106,17 +133,17 @@ class FactorisedSpec:
         }
         if self.form == "tr":
             r = self.ranks
-            # (r1 × r2)(r2 × r3) … : each product keeps the ring's first rank as its rows.
+            # (r1 × r2)(r2 × r3) … : each product keeps the ring's first rank as rows.
             parts["ring"] = sum(r[0] * r[i] * r[i + 1] for i in range(1, len(r) - 1))
         if self.form == "tucker":
             parts["core"] = prod(self.ranks)
             parts["mix"] = prod(self.ranks[:-2]) * self.ranks[-1]
         return parts | {"output mode": prod(shapes[-1])}
 
-    def numbers_read(self, k: int) -> int:
-        """Numbers in the factors, or in the k·…·k experts of an unfactorised tensor that are kept.
+    def numbers_read(self, k: int | Sequence[int]) -> int:
+        """Numbers in the factors, or in the k·…·k kept experts of an unfactorised tensor.
 
-        The latter is for one token: others keep others.
+        The latter is for one token: others may keep different experts.
         """
         if self.form == "full":
             return self.combinations_of(k) * self.modes[-2] * self.out
@@ -127,10 +154,11 @@ class FactorisedSpec:
 class MuMoESpec:
     """Sizes and behaviour of one muMoE layer: a gate, and one or two tensors of one form.
 
-    With two there is an exact GELU between them, and both take the same coefficients. `input_norm`
-    is a layer normalisation of what the tensors see; the gate sees the raw input. Every token has
-    coefficients of its own (so one slot), which no published model renormalises; by them an output
-    can be re-written (Eq. 5). With `external_routing` the network around it makes them: no gate.
+    Between two tensors there is an exact GELU, and both use the same coefficients. `input_norm` is
+    a layer normalisation of the tensors' input; the gate takes the raw input. Every token has its
+    own coefficients (so there is one slot), which no published model renormalises; outputs can be
+    rewritten by them (Eq. 5). With `external_routing` the surrounding network computes them: no
+    gate. `kept` bounds the k of each level, if a share of each was requested.
     """
 
     kind: ClassVar[Kind] = "mumoe"
@@ -151,50 +179,67 @@ class MuMoESpec:
     activation: GateActivation = "entmax15"
     input_norm: bool = False
     external_routing: bool = False
+    kept: tuple[int, ...] = ()
+
+    def k_by_level(self, k: int) -> tuple[int, ...]:
+        """Returns the number of coefficients that each level keeps: k, or all if it has fewer.
+
+        Below n it is also limited by `kept`.
+        """
+        most = self.kept if self.kept and k < self.experts else self.levels
+        return tuple(min(k, n) for n in most)
 
     @property
     def rewritable(self) -> bool:
-        """Whether the layer itself makes its coefficients of the tokens."""
+        """Whether the layer computes its coefficients from the tokens."""
         return not self.external_routing
 
     @property
     def form(self) -> Form:
-        """How the layer's tensors are held."""
+        """The form of the layer's tensors."""
         return self.tensors[0].form
 
     @property
     def trained_k(self) -> int:
-        """Every expert."""
         return self.experts
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Experts of each level."""
+        """The number of experts of each level."""
         return self.tensors[0].levels
 
     @property
     def experts(self) -> int:
-        """The largest level: k keeps min(k, n) of each. One, if they are merged."""
+        """The size of the largest level: k keeps min(k, n) of each. One, if experts are merged."""
         return max(self.levels, default=1)
 
     @property
     def dim(self) -> int:
-        """Input width d."""
         return self.tensors[0].dim
 
     @property
     def hidden(self) -> int:
-        """Width between two tensors, 0 for one."""
+        """The width between two tensors, 0 with one."""
         return self.tensors[0].out if len(self.tensors) > 1 else 0
 
     @property
     def out(self) -> int:
-        """Output width o."""
         return self.tensors[-1].out
 
     @property
+    def one_level(self) -> MuMoESpec:
+        """The layer with all its combinations as experts of one level (Table 10)."""
+        return replace(self, tensors=tuple(t.one_level for t in self.tensors), kept=())
+
+    @property
+    def dense(self) -> MuMoESpec:
+        """The layer with one level and an unfactorised matrix per expert (Table 4)."""
+        tensors = (replace(t.one_level, form="full", ranks=()) for t in self.tensors)
+        return replace(self, tensors=tuple(tensors), kept=())
+
+    @property
     def gate_parameters(self) -> int:
-        """Weights of the gating projections."""
+        """The number of weights in the gating projections."""
         return 0 if self.external_routing else self.dim * sum(self.levels)
 
     @property
@@ -203,25 +248,28 @@ class MuMoESpec:
         return self.gate_parameters + sum(tensor.parameters for tensor in self.tensors)
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
-        """Multiply-adds for one input, by part: the same for every k, unless the form is `full`.
+        """Multiply-adds for one input, by part: equal for every k, unless the form is `full`.
 
-        What a smaller k could save of a factorised layer is `expert modes`, and a dense product of
-        them with mostly zero coefficients is faster than gathering rows.
+        In a factorised layer a smaller k could only save `expert modes`, where a dense product with
+        mostly zero coefficients is faster than gathering rows.
         """
         parts = {"gate": self.gate_parameters}
         for tensor in self.tensors:
-            for part, count in tensor.macs(k).items():
+            for part, count in tensor.macs(self._kept_of(tensor, k)).items():
                 parts[part] = parts.get(part, 0) + count
         return {part: tokens * count for part, count in parts.items()}
 
     def bytes_read(self, k: int) -> int:
-        """FP32 bytes of the factors, which are read for every k, or of the whole matrices kept."""
-        return 4 * sum(tensor.numbers_read(k) for tensor in self.tensors)
+        """FP32 bytes of the factors, which are read at every k, or of the kept whole matrices."""
+        return 4 * sum(tensor.numbers_read(self._kept_of(tensor, k)) for tensor in self.tensors)
+
+    def _kept_of(self, tensor: FactorisedSpec, k: int) -> tuple[int, ...]:
+        return self.k_by_level(k) if tensor.levels else ()
 
     def quantized_bytes(self, k: int) -> int:
-        """FP32 bytes of the factors of `quantized_parts`.
+        """FP32 bytes of the factors in `quantized_parts`.
 
-        Each number of a factor takes part in one multiply-add of every token.
+        Each number of a factor takes part in one multiply-add per token.
         """
         return 4 * sum(self.macs(1, k).get(part, 0) for part in self.quantized_parts)
 
@@ -253,8 +301,8 @@ class MuMoEWeights:
 class MuMoE(MoELayer):
     """One muMoE layer or block: (b, m, d) to (b, m, o); (b, d) to (b, 1, o), as published.
 
-    `keep` is the number of coefficients kept per token and level; the others are zeroed and the
-    kept ones stay as they are.
+    `keep` is the number of coefficients kept per token and level; the others are zeroed, and the
+    kept ones are not rescaled.
     """
 
     spec: MuMoESpec
@@ -273,38 +321,42 @@ class MuMoE(MoELayer):
             self.register_buffer(f"variance_{level}", variance)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """A 2-D input (b, d) is one token per sample."""
+        """A 2-D input (b, d) has one token per sample."""
         return x.unsqueeze(1) if x.ndim == 2 else x
 
     def coefficients(
         self, x: Tensor, keep: int | None = None, outside: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """Returns the coefficients a_e [b, m, n] of each level, all but the `keep` largest zero."""
-        return tuple(keep_largest(a, keep) for a in self._all_coefficients(x, outside))
+        """Returns the coefficients a_e [b, m, n] of each level, limited to the `keep` largest."""
+        every = self._all_coefficients(x, outside)
+        if keep is None:
+            return tuple(every)
+        return tuple(map(keep_largest, every, self.spec.k_by_level(keep)))
 
     def _all_coefficients(self, x: Tensor, outside: Sequence[Tensor]) -> list[Tensor]:
-        """The coefficients of each level, as the gate makes them or as they are given."""
+        """The coefficients of each level, from the gate or from outside."""
         if not self.spec.external_routing:
             return list(self._activated(self._steered(x)))
         return list(outside[: len(self.spec.levels)])
 
     def choices(self, x: Tensor, *outside: Tensor) -> dict[str, RoutingDecision]:
-        """Returns the kept coefficients of each level, and how clearly they were kept."""
+        """Returns the kept coefficients of each level, and their margins."""
         chosen = {}
-        for name, a in zip(self.spec.choices(), self._all_coefficients(x, outside), strict=True):
+        every = self._all_coefficients(x, outside)
+        ks = self.spec.levels if self.keep is None else self.spec.k_by_level(self.keep)
+        for name, a, k in zip(self.spec.choices(), every, ks, strict=True):
             n = a.shape[-1]
-            k = n if self.keep is None else min(self.keep, n)
             ranked = a.topk(min(k + 1, n), dim=-1).values
             last = ranked[..., k - 1]
             margin = torch.full_like(last, torch.inf)
-            if k < n:  # nothing is left out where the first one dropped is zero already
+            if k < n:  # an exact zero can be dropped without loss
                 dropped = ranked[..., k]
                 margin = torch.where(dropped > 0, (last - dropped) / last, margin)
             chosen[name] = RoutingDecision(keep_largest(a, k), margin)
         return chosen
 
     def forward(self, x: Tensor, *outside: Tensor) -> Tensor:
-        """Maps tokens x [b, m, d] to [b, m, o], with the coefficients [b, m, n] if given those."""
+        """Maps tokens x [b, m, d] to [b, m, o], by coefficients [b, m, n] from outside, if any."""
         coefficients, products = self.products(x, outside)
         y = products[-1][1]
         for rewrite in self.edits.rewrites:
@@ -317,16 +369,15 @@ class MuMoE(MoELayer):
     def products(
         self, x: Tensor, outside: Sequence[Tensor] = ()
     ) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, Tensor]]]:
-        """Returns each level's coefficients [b, m, n], and what each tensor is given and gives.
+        """Returns each level's coefficients [b, m, n], and the input and output of each tensor.
 
-        Those are [b, m, d] and [b, m, o].
+        The latter are [b, m, d] and [b, m, o].
         """
         coefficients = self.coefficients(x, self.keep, outside)
         x = self._steered(x)
-        if self.edits.ablated:
+        if self.edits.ablations:
             coefficients = tuple(
-                a * self.edits.present(level, a.shape[-1], a)
-                for level, a in enumerate(coefficients)
+                _present(self.edits, level, -1, a) for level, a in enumerate(coefficients)
             )
         if self.gain is not None:
             x = F.layer_norm(x, (self.spec.dim,), self.gain, self.shift, NORM_EPS)
@@ -334,7 +385,11 @@ class MuMoE(MoELayer):
         for index, spec in enumerate(self.spec.tensors):
             z = F.gelu(products[-1][1]) if products else x
             selects = self.keep is not None and self.keep < self.spec.experts
-            products.append((z, contract(spec, self.factors(index), coefficients, z, selects)))
+            y = contract(spec, self.factors(index), coefficients, z, selects)
+            for combination in self.edits.combinations:
+                alone = tuple(map(_alone, coefficients, combination.experts))
+                y = y - contract(spec, self.factors(index), alone, z, selects)
+            products.append((z, y))
         return coefficients, products
 
     def factors(self, index: int) -> list[nn.Parameter]:
@@ -357,18 +412,20 @@ class MuMoE(MoELayer):
         return MuMoE(replace(self.spec, tensors=tensors), weights).eval()
 
     def _steered(self, x: Tensor) -> Tensor:
-        """The tokens [b, m, d] as gate and tensors see them: moved towards experts' centres."""
+        """The tokens [b, m, d] for gate and tensors, moved towards experts' centres."""
         x = self.tokens(x)
-        for steering in self.edits.steerings:
-            strength = x.new_full((1,), steering.strength)
-            if steering.place is not None:
-                strengths = self.strengths
-                strength = x.new_zeros(1) if strengths is None else strengths[:, steering.place]
-            x = x + strength[:, None, None] * self.projections[steering.level][:, steering.expert]
+        for steer in self.edits.steers:
+            if steer.strength is not None:
+                strength = x.new_full((1,), steer.strength)
+            elif self.strengths is None:
+                strength = x.new_zeros(1)
+            else:
+                strength = self.strengths[:, self.edits.at_run_time.index(steer)]
+            x = x + strength[:, None, None] * _centre(self, steer)
         return x
 
     def stored(self) -> Iterator[StoredPart]:
-        """Yields the weights as `graphs.layers.mumoe` prepares them for a graph."""
+        """Yields the weights for a graph (`folded`)."""
         return folded(self)
 
     def statistics(self, level: int) -> tuple[Tensor, Tensor]:
@@ -406,8 +463,8 @@ def contract(
 ) -> Tensor:
     """Returns y [b, m, o] = W(a_1, …, a_E, z) for inputs z [b, m, d] (Eqs. 2 and 4).
 
-    With `selects` experts of a tensor that is held whole are left out where a coefficient is zero,
-    even if what they give is infinite.
+    With `selects`, experts of an unfactorised tensor whose coefficient is zero are excluded even if
+    their output is infinite.
     """
     if spec.bias:
         z = torch.cat((z, torch.ones_like(z[..., :1])), dim=-1)
@@ -431,11 +488,16 @@ def contract(
     return torch.einsum("bmqs,soq->bmo", train, factors[-1])
 
 
+def _alone(a: Tensor, expert: int) -> Tensor:
+    """Coefficients a [..., n], zero except for that of one expert."""
+    return torch.zeros_like(a).index_copy(-1, torch.tensor([expert]), a[..., [expert]])
+
+
 def contract_whole(tensor: Tensor, vectors: Sequence[Tensor], selects: bool = False) -> Tensor:
     """Returns W(a_1, …, a_E, z) [b, m, o] for a tensor [n_1, …, n_E, d, o], the input mode first.
 
-    So the largest array in between is an output per combination of experts, not a matrix.
-    `selects` is as for `contract`.
+    Thus the largest intermediate is an output per combination of experts, not a matrix. For
+    `selects` see `contract`.
     """
     *gates, z = vectors
     y = torch.einsum("bmi,...io->bm...o", z, tensor)
@@ -447,7 +509,7 @@ def contract_whole(tensor: Tensor, vectors: Sequence[Tensor], selects: bool = Fa
 
 
 def keep_largest(a: Tensor, keep: int | None) -> Tensor:
-    """Coefficients a [..., n] with all but the `keep` largest of each token zeroed."""
+    """Coefficients a [..., n], zero except for the `keep` largest of each token."""
     if keep is None or keep >= a.shape[-1]:
         return a
     largest = a.topk(keep, dim=-1)
@@ -471,7 +533,7 @@ def entmax15(logits: Tensor) -> Tensor:
     ranked = z.sort(dim=-1, descending=True).values
     count = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
     mean = ranked.cumsum(-1) / count
-    spread = ranked.square().cumsum(-1) - count * mean.square()  # Σ(z − mean)² of the first
+    spread = ranked.square().cumsum(-1) - count * mean.square()  # Σ(z − mean)² over the first ones
     thresholds = mean - ((1 - spread) / count).clamp_min(0).sqrt()
     return (z - _last_valid(thresholds, thresholds <= ranked)).clamp_min(0).square()
 
@@ -486,7 +548,7 @@ def sparsemax(logits: Tensor) -> Tensor:
 
 
 def _last_valid(thresholds: Tensor, valid: Tensor) -> Tensor:
-    """The threshold [..., 1] of the largest support that contains itself."""
+    """The threshold [..., 1] of the largest valid support."""
     support = valid.sum(dim=-1, keepdim=True)
     return thresholds.gather(-1, support - 1)
 
@@ -497,22 +559,24 @@ def logit_scale(spec: MuMoESpec) -> float:
 
 
 def folded(layer: MuMoE) -> Iterator[StoredPart]:
-    """Yields the weights of the muMoE lowerings.
+    """Yields the weights for the muMoE lowerings.
 
     By level `gate.{e}.weight` [d, n] and, with batch normalisation, `gate.{e}.bias` [n]; `gain` and
     `shift` [d] of the input normalisation; by tensor t and level e `tensor.{t}.expert.{e}`,
     `tensor.{t}.input`, `tensor.{t}.bias` and `tensor.{t}.output`, as matrices:
 
-    CP [n, R], [d, R], [R], [R, o]; TR [n, r·r'], [d, r·r'], [r·r'], [r1·r', o]; Tucker
-    [n, R_e], [d, R_d], [R_d], [R_o, o] and `tensor.{t}.core` [R_d, ΠR_e·R_o]; of a matrix
-    `tensor.{t}.input` [d, o] and `tensor.{t}.bias` [o]. An unfactorised tensor is
-    `tensor.{t}.experts` [N, o, d], a matrix per combination of experts, contiguous so that single
-    ones can be gathered, and `tensor.{t}.biases` [N, o].
+    CP [n, R], [d, R], [R], [R, o]; TR [n, r·r'], [d, r·r'], [r·r'], [r1·r', o]; Tucker [n, R_e],
+    [d, R_d], [R_d], [R_o, o] and `tensor.{t}.core` [R_d, ΠR_e·R_o]; for a matrix `tensor.{t}.input`
+    [d, o] and `tensor.{t}.bias` [o]. An unfactorised tensor is `tensor.{t}.experts` [N, o, d], a
+    contiguous matrix per combination of experts, so that single ones can be gathered, and
+    `tensor.{t}.biases` [N, o].
 
-    `steer` [d] is what is added to every token, `steer.centres` [s, d] what is added times each of
-    the s strengths of a run. An ablated expert's rows are zero. With re-written outputs,
-    `rewrite.0` [n, o] of a layer with one level; with several `rewrite.{e}` [n, rewrites] and
-    `rewrite.output` [rewrites, o].
+    `steer` [d] is added to every token; `steer.centres` [s, d] are added times the s strengths of a
+    run. An ablated expert's rows are zero. For P ablated combinations, `ablate.{e}` [n, P] selects
+    the experts of level e, and `tensor.{t}.ablated` [P, ·] is their product over the expert modes:
+    [P, R] for CP, [P, r1·r] for TR, [P, ΠR_e] for Tucker. Rewritten outputs are `rewrite.0` [n, o]
+    in a layer with one level; with several, `rewrite.{e}` [n, rewrites] and `rewrite.output`
+    [rewrites, o].
     """
     spec = layer.spec
     for level, projection in enumerate(layer.projections):
@@ -528,6 +592,10 @@ def folded(layer: MuMoE) -> Iterator[StoredPart]:
         yield _part("gain", layer.gain)
         yield _part("shift", layer.shift)
     yield from _steerings(layer)
+    if layer.edits.combinations and spec.form in EXPERT_MODES:
+        for level, n in enumerate(spec.levels):
+            experts = torch.tensor([each.experts[level] for each in layer.edits.combinations])
+            yield _part(f"ablate.{level}", F.one_hot(experts, n).T)
     for index, tensor in enumerate(spec.tensors):
         yield from _tensor(f"tensor.{index}", tensor, layer.factors(index), layer.edits)
     if layer.edits.rewrites:
@@ -535,12 +603,16 @@ def folded(layer: MuMoE) -> Iterator[StoredPart]:
 
 
 def _tensor(
-    prefix: str, spec: FactorisedSpec, factors: Sequence[Tensor], edits: LayerEdits
+    prefix: str, spec: FactorisedSpec, factors: Sequence[Tensor], edits: Edits
 ) -> Iterator[StoredPart]:
     if spec.form == "full":
         whole = factors[0]
         for level in range(len(spec.levels)):
             whole = _present(edits, level, level, whole)
+        if edits.combinations:
+            whole = whole.clone()
+            for combination in edits.combinations:
+                whole[combination.experts] = 0.0
         experts = whole.flatten(0, -3).mT  # [N, o, d + 1]
         weights = experts[:, :, : spec.dim]
         yield StoredPart(f"{prefix}.experts", tuple(weights.shape), map(_array, weights))
@@ -556,6 +628,15 @@ def _tensor(
         yield _part(f"{prefix}.core", core.movedim(-2, 0).flatten(1))
     for level, factor in enumerate(factors[:-2]):
         yield _part(f"{prefix}.expert.{level}", _present(edits, level, 0, _by_mode(spec, factor)))
+    if edits.combinations:
+        present = [
+            _present(edits, e, int(spec.form == "tr"), f) for e, f in enumerate(factors[:-2])
+        ]
+        removed = [
+            EXPERT_MODES[spec.form]([f.select(int(spec.form == "tr"), e) for f, e in pairs])
+            for pairs in (zip(present, one.experts, strict=True) for one in edits.combinations)
+        ]
+        yield _part(f"{prefix}.ablated", torch.stack(removed))
     inputs = _by_mode(spec, factors[-2])
     yield _part(f"{prefix}.input", inputs[: spec.dim])
     if spec.bias:
@@ -563,14 +644,27 @@ def _tensor(
     yield _part(f"{prefix}.output", _by_output(spec, factors[-1]))
 
 
-def _present(edits: LayerEdits, level: int, axis: int, tensor: Tensor) -> Tensor:
-    """A tensor with a level's experts along an axis, the slices of the ablated ones zero."""
+def _ring(cores: Sequence[Tensor]) -> Tensor:
+    """The product of an expert's matrix [r, r'] of each level's core, flattened."""
+    return reduce(torch.matmul, (core.double() for core in cores)).flatten()
+
+
+EXPERT_MODES: Mapping[Form, Callable[[Sequence[Tensor]], Tensor]] = {
+    "cp": lambda rows: reduce(torch.mul, (row.double() for row in rows)),
+    "tr": _ring,
+    "tucker": lambda rows: reduce(torch.kron, (row.double() for row in rows)),
+}
+"""The joint factor of one expert per level: [R], [r1·r] or [ΠR_e]."""
+
+
+def _present(edits: Edits, level: int, axis: int, tensor: Tensor) -> Tensor:
+    """A tensor with a level's experts along an axis, the slices of ablated ones zeroed."""
     ablated = edits.ablated_in(level)
     return tensor.index_fill(axis, torch.tensor(ablated), 0.0) if ablated else tensor
 
 
-def _rewrites(spec: MuMoESpec, edits: LayerEdits) -> Iterator[StoredPart]:
-    """Eq. 5 for all re-written outputs: y += Π_e(a_e·M_e)·Λ, multiplied out for one level."""
+def _rewrites(spec: MuMoESpec, edits: Edits) -> Iterator[StoredPart]:
+    """Eq. 5 for all rewritten outputs: y += Π_e(a_e·M_e)·Λ, multiplied out for one level."""
     strengths = torch.zeros(len(edits.rewrites), spec.out, dtype=torch.float64)
     for index, rewrite in enumerate(edits.rewrites):
         strengths[index, rewrite.output] = rewrite.strength
@@ -589,18 +683,24 @@ def _rewrites(spec: MuMoESpec, edits: LayerEdits) -> Iterator[StoredPart]:
 
 
 def _steerings(layer: MuMoE) -> Iterator[StoredPart]:
-    """What steers a layer: fixed strengths are multiplied out, others have a row each."""
-    if not layer.edits.steerings:
+    """The steering vectors: fixed strengths are multiplied in, others have a row each."""
+    if not layer.edits.steers:
         return
+    given = layer.edits.at_run_time
     fixed = torch.zeros(layer.spec.dim, dtype=torch.float64)
-    centres = torch.zeros(layer.edits.steerings[0].count, layer.spec.dim)
-    for steering in layer.edits.steerings:
-        centre = layer.projections[steering.level][:, steering.expert]
-        if steering.place is None:
-            fixed += steering.strength * centre.double()
-        else:  # the rows of other layers' experts are zero
-            centres[steering.place] = centre
+    centres = torch.zeros(len(given), layer.spec.dim)
+    for steer in layer.edits.steers:
+        if steer.strength is None:  # the rows of other layers' experts are zero
+            centres[given.index(steer)] = _centre(layer, steer)
+        else:
+            fixed += steer.strength * _centre(layer, steer).double()
     yield _part(names.STEER_CENTRES, centres) if len(centres) else _part(names.STEER_INPUT, fixed)
+
+
+def _centre(layer: MuMoE, steer: Steer) -> Tensor:
+    """An expert's cluster centre [d]: its column of the gating matrix."""
+    centre: Tensor = layer.projections[(steer.level or 1) - 1][:, steer.expert]
+    return centre
 
 
 def _by_mode(spec: FactorisedSpec, factor: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""The Soft MoE layer in PyTorch: the published formulation, and Algorithm 1 beside it.
+"""The Soft MoE layer in PyTorch: the published formulation, and Algorithm 1.
 
-This is the reference that every exported graph is compared with, so it favours the plain form of
-the papers over speed: tokens are normalised first, both softmaxes are taken over everything, and
-nothing is fused. What is exported is written independently, in `graphs.routing` and
-`graphs.lowerings`.
+Exported graphs are compared with this reference, so it keeps the plain form of the papers rather
+than being fast: tokens are normalised first, both softmaxes are over everything, and nothing is
+fused. The exported form is written independently, in `graphs.routing` and `graphs.lowerings`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ ExpertKind = Literal["mlp", "gated", "linear"]
 x·w1 + b1."""
 
 NormKind = Literal["none", "l2", "l2-plus", "l2-rsqrt", "layernorm"]
-"""How a token x is normalised before it meets phi; r is the factor that x is multiplied by.
+"""The normalisation of a token x for the product with phi; r is the factor on x.
 
 `l2`: r = 1 / max(‖x‖, eps); `l2-plus`: r = 1 / (‖x‖ + eps); `l2-rsqrt`: r = 1 / √(‖x‖² + eps);
 `layernorm`: (x − mean) / √(var + eps). A gain and a shift of width d may follow (RMSNorm is `l2`
@@ -43,7 +42,7 @@ with gain √d·γ).
 """
 
 SlotSource = Literal["normalised", "raw"]
-"""Whether the slots average the normalised tokens or the tokens as they came."""
+"""Whether the slots average the normalised tokens or the raw ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +52,15 @@ class SoftMoESpec:
     `hidden` is h, the width between an expert's two matmuls (0 for `linear` experts); a `gated`
     expert's first matrix is [d, 2h]. `out` is o. C can be divided by its sum over the kept experts
     (`renormalizable`), and each input chooses a set of them. `dropped` counts the experts that were
-    left out for good: they have no weights, and take part in the softmax of C. With `constants`
-    each of their slots gives one vector, whatever it is given: the constant experts of Jin et al.,
-    MoE++, 2024. Without, they give nothing. With `rounded` tokens are rounded to BF16 before the
-    slots average them, and what experts return before it is combined, as google-research/vmoe does.
+    removed permanently: they have no weights, but take part in the softmax of C. With `constants`
+    each of their slots returns a fixed vector, whatever its input: the constant experts of Jin et
+    al., MoE++, 2024. Otherwise they return nothing. With `rounded`, tokens are rounded to BF16
+    before the slots average them, and the experts' outputs before they are combined, as in
+    google-research/vmoe.
 
     With `gate_first` a `gated` expert's first matrix gives v before u. `biased` adds a number per
-    slot to L. With `external_routing` it has no router: the network around it makes the slots,
-    and C, by which Algorithm 1 chooses. See `AroundMaps` for what is around the experts' maps.
+    slot to L. With `external_routing` it has no router: the surrounding network computes the slots,
+    and C, by which Algorithm 1 chooses. `AroundMaps` describes the parts around the experts' maps.
     """
 
     kind: ClassVar[Kind] = "soft-moe"
@@ -98,22 +98,20 @@ class SoftMoESpec:
 
     @property
     def renormalizable(self) -> bool:
-        """Whether C is a softmax, as far as is known."""
+        """Whether C is known to be a softmax."""
         return not self.external_routing
 
     @property
     def routed(self) -> int:
-        """The experts that the router knows: those that are there, and those that were dropped."""
+        """The number of experts in the router, including dropped ones."""
         return self.experts + self.dropped
 
     @property
     def trained_k(self) -> int:
-        """Every expert."""
         return self.experts
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """One level of n experts."""
         return (self.experts,)
 
     @property
@@ -125,15 +123,15 @@ class SoftMoESpec:
 
     @property
     def parameters_per_expert(self) -> int:
-        """Weights of one expert, biases not counted."""
+        """The number of weights of one expert, without biases."""
         second = 0 if self.expert == "linear" else self.hidden * self.out
         return self.dim * self.inner + second
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
         """Multiply-adds for one input of `tokens` tokens with k experts, by part.
 
-        Router mdnp, dispatch mdkp, experts kp(d·inner + ho), combine mkpo: the router never
-        shrinks with k. Constant experts are combined, too.
+        Router mdnp, dispatch mdkp, experts kp(d·inner + ho), combine mkpo: the router does not
+        shrink with k. Constant experts are combined, too.
         """
         m, p = tokens, self.slots
         combined = k + (self.dropped if self.constants else 0)
@@ -145,11 +143,10 @@ class SoftMoESpec:
         }
 
     def bytes_read(self, k: int) -> int:
-        """FP32 bytes of the weights of k experts."""
         return 4 * k * self.parameters_per_expert
 
     def quantized_bytes(self, k: int) -> int:
-        """FP32 bytes of the same weights: INT8 takes both matrices of an expert."""
+        """FP32 bytes of the same weights: INT8 covers both matrices of an expert."""
         return self.bytes_read(k)
 
     def choices(self) -> dict[str, str]:
@@ -158,19 +155,18 @@ class SoftMoESpec:
 
 
 Chooser = Callable[[Tensor, int], Tensor]
-"""Which k experts an input gets: scores s [b, n] and k to indices [b, k], ascending."""
+"""Chooses k experts per input: scores s [b, n] and k to indices [b, k], ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class SoftMoEWeights:
     """The weights of one layer, in canonical orientation.
 
-    `phi` [d, n, p] is already normalised and scaled; behind those of the n experts come the columns
-    of dropped ones, and it is None where the slots are given. `bias` [n, p] is added to L. `w1`
-    holds n matrices [d, inner], `w2` n matrices [h, o] (None for linear experts); `b1` [n, inner]
-    and `b2` [n, o] may be None. `gain` and `shift` [d] follow the normalisation of x where the
-    family has them. `constants` [dropped, p, o] are what the slots of dropped experts give, if
-    anything.
+    `phi` [d, n, p] is already normalised and scaled; the columns of dropped experts follow those of
+    the n experts; it is None if the slots are given. `bias` [n, p] is added to L. `w1` holds n
+    matrices [d, inner], `w2` n matrices [h, o] (None for linear experts); `b1` [n, inner] and `b2`
+    [n, o] may be None. `gain` and `shift` [d] follow the normalisation of x in some families.
+    `constants` [dropped, p, o] are the outputs of the dropped experts' slots, if any.
     """
 
     phi: Tensor | None
@@ -187,13 +183,13 @@ class SoftMoEWeights:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What the router decides for a batch.
+    """The router's results for a batch.
 
-    `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p], `combine_dropped` are the
-    columns of C of dropped experts, [b, m, dropped, p]; `scores` [b, n] is s, the
-    column sums of C; `selected` [b, k] the indices of the k largest, ascending; `margin` [b] is the
-    distance from the k-th to the (k+1)-th score (infinite for k = n). A layer that is given its
-    slots knows neither L nor D: C stands in their places.
+    `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p]; `combine_dropped` are the
+    columns of C of dropped experts, [b, m, dropped, p]; `scores` [b, n] is s, the column sums of C;
+    `selected` [b, k] the indices of the k largest, ascending; `margin` [b] the distance from the
+    k-th to the (k+1)-th score (infinite for k = n). If the slots are given, L and D are unknown,
+    and C replaces them.
     """
 
     logits: Tensor
@@ -208,10 +204,10 @@ class Routing:
 class SoftMoE(MoELayer):
     """One Soft MoE layer: (b, m, d) to (b, m, o).
 
-    `keep` is Algorithm 1's k; None computes all experts, as the model was trained. C is a softmax
-    over all experts and slots and is not renormalised after the selection unless `renormalize`.
-    `chooser` replaces Algorithm 1's choice, to study others, and `unchosen` are experts that it
-    never chooses with the constants [e, p, o] in their places; neither is ever exported.
+    `keep` is Algorithm 1's k; None computes all experts, as in the trained model. C is a softmax
+    over all experts and slots, and is not renormalised after the selection unless `renormalize`.
+    `chooser` replaces Algorithm 1's choice, to study others, and `unchosen` are experts that are
+    never chosen and return the constants [e, p, o]; neither is ever exported.
     """
 
     spec: SoftMoESpec
@@ -238,7 +234,7 @@ class SoftMoE(MoELayer):
             setattr(self, name, frozen_if_any(getattr(weights.norms, name)))
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Returns x̂ [b, m, d]: the tokens as they meet phi."""
+        """Returns x̂ [b, m, d], the tokens for the product with phi."""
         spec = self.spec
         match spec.norm:
             case "l2":
@@ -258,7 +254,7 @@ class SoftMoE(MoELayer):
     def route(self, x: Tensor) -> Routing:
         """Returns C, D, the scores and the selection for tokens x [b, m, d] (Algorithm 1).
 
-        A layer that is given its slots takes C itself, [b, m, n·p].
+        If the slots are given, it takes C itself, [b, m, n·p].
         """
         n = self.spec.experts
         if self.phi is None:
@@ -293,7 +289,6 @@ class SoftMoE(MoELayer):
 
     def choices(self, x: Tensor, slots: Tensor | None = None) -> dict[str, RoutingDecision]:
         """Returns the chosen experts, with the margin relative to the k-th score."""
-        del slots
         routing = self.route(x)
         k = routing.selected.shape[1]
         kth = routing.scores.sort(dim=1, descending=True).values[:, k - 1]
@@ -305,7 +300,7 @@ class SoftMoE(MoELayer):
     def stored(self) -> Iterator[StoredPart]:
         """Yields phi, gain, shift and the experts, one expert at a time.
 
-        A transposed or memory-mapped source is never held whole.
+        A transposed or memory-mapped source is never loaded whole.
         """
         spec = self.spec
         if self.phi is not None:
@@ -325,10 +320,10 @@ class SoftMoE(MoELayer):
             "b2": (spec.out,),
             **{"g1": (spec.inner,), "s1": (spec.inner,), "g2": (spec.out,), "s2": (spec.out,)},
         }
-        # An expert whose last map is zero contributes nothing, and costs what it did. With a first
-        # one of zeros no number overflows before it.
+        # An expert whose last map is zero contributes nothing at the same cost. With a zero first
+        # map, too, nothing before it can overflow.
         last = {"g2", "s2", "w2", "b2"}
-        some = len(self.edits.ablated_in(0)) < spec.experts  # of zeros alone no range is found
+        some = len(self.edits.ablated_in(0)) < spec.experts  # zeros alone have no range
         if self.w2 is None or (spec.hidden_norm is None and some):
             last |= {"w1", "b1"}
         for key, size in sizes.items():
@@ -342,7 +337,7 @@ class SoftMoE(MoELayer):
                 )
 
     def _folded_phi(self) -> np.ndarray:
-        """Phi as [d, n·p] with the gain folded in, where that is not part of a LayerNorm op."""
+        """Phi as [d, n·p], with the gain folded in unless a LayerNorm op applies it."""
         assert self.phi is not None
         phi = self.phi.double().flatten(1)
         if self.gain is not None and self.spec.norm != "layernorm":
@@ -354,8 +349,8 @@ class SoftMoE(MoELayer):
     ) -> SoftMoE | None:
         """Returns the layer with some of its experts; the others stay in the softmax of C.
 
-        They give nothing, or the `constants` [n − e, p, o], in their order. Experts that are
-        tensors of their own are shared, those of a stack copied. None where the slots are given.
+        The others return nothing, or the `constants` [n − e, p, o], in their order. Experts that
+        are separate tensors are shared, those of a stack copied. None if the slots are given.
         """
         if self.phi is None:
             return None
@@ -388,16 +383,15 @@ class SoftMoE(MoELayer):
         return SoftMoE(spec, weights).eval()
 
     def _norms(self) -> NormWeights:
-        """The gains and shifts of the experts' normalisations."""
         return NormWeights(**{name: getattr(self, name) for name in NORM_WEIGHTS})
 
     def computed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what every expert gives for tokens x, [b, n, p, o], and C, [b, m, n, p]."""
+        """Returns every expert's output for tokens x, [b, n, p, o], and C, [b, m, n, p]."""
         routing = self.route(x)
         return self._all_experts(self._slots(x, routing)), routing.combine
 
     def _slots(self, x: Tensor, routing: Routing) -> Tensor:
-        """What the experts are given, [b, n, p, d]."""
+        """The inputs of the experts, [b, n, p, d]."""
         source = self.normalise(x) if self.spec.slots_from == "normalised" else x
         if self.spec.rounded:
             source = to_bfloat16(source)
@@ -416,7 +410,7 @@ class SoftMoE(MoELayer):
             chosen = torch.zeros_like(routing.scores, dtype=torch.bool)
             chosen.scatter_(1, routing.selected, True)
             others = ~chosen[:, None, :, None]
-            if self.renormalize:  # C[S] / ΣC[S], which by itself is 0 / 0 where C[S] underflows
+            if self.renormalize:  # C[S] / ΣC[S], which would be 0 / 0 if C[S] underflows
                 combine = _over_slots(routing.logits.masked_fill(others, -torch.inf))
             else:
                 combine = combine.masked_fill(others, 0.0)
@@ -424,9 +418,11 @@ class SoftMoE(MoELayer):
             outputs = self._selected_experts(slots, chosen)
         else:
             outputs = self._all_experts(slots)
-            if chosen is not None:  # what is left out may be infinite
+            if chosen is not None:  # excluded outputs may be infinite
                 outputs = outputs.masked_fill(~chosen[..., None, None], 0.0)
-        if self.edits.ablated:  # which may be infinite, too; what others contribute stays as it was
+        if (
+            self.edits.ablations
+        ):  # these may be infinite, too; the other contributions stay unchanged
             outputs = outputs.index_fill(1, torch.tensor(self.edits.ablated_in(0)), 0.0)
         if self.spec.rounded:
             outputs = to_bfloat16(outputs)
@@ -439,7 +435,7 @@ class SoftMoE(MoELayer):
         return y
 
     def _all_experts(self, slots: Tensor) -> Tensor:
-        """Every expert on its slots: [b, n, p, d] to [b, n, p, o], batched where stacked."""
+        """Every expert on its slots: [b, n, p, d] to [b, n, p, o], batched if stacked."""
         if isinstance(self.w1, nn.ParameterList):
             return torch.stack(
                 [self.expert(e, slots[:, e]) for e in range(self.spec.experts)], dim=1
@@ -468,7 +464,7 @@ class SoftMoE(MoELayer):
         return self._outputs(hidden, index)
 
     def activate(self, hidden: Tensor, index: int | None = None) -> Tensor:
-        """Between an expert's maps: [..., inner] to [..., h]; of all, [b, n, p, ·], for None."""
+        """The map between an expert's matrices: [..., inner] to [..., h]; all experts for None."""
         spec = self.spec
         if spec.hidden_norm is not None:
             hidden = normalised(hidden, spec.hidden_norm, *self._affine("1", index))
@@ -478,14 +474,14 @@ class SoftMoE(MoELayer):
         return activated(hidden, spec.activation, spec.alpha)
 
     def _outputs(self, outputs: Tensor, index: int | None) -> Tensor:
-        """What follows the last map: [..., o] to [..., o]."""
+        """The parts after the last map: [..., o] to [..., o]."""
         spec = self.spec
         if spec.out_norm is not None:
             outputs = normalised(outputs, spec.out_norm, *self._affine("2", index))
         return activated(outputs, spec.out_activation)
 
     def _affine(self, which: str, index: int | None) -> list[Tensor | None]:
-        """The gain and the shift of an expert's normalisation; of all [n, 1, ·] for None."""
+        """The gain and the shift of an expert's normalisation; [n, 1, ·] of all for None."""
         weights: list[Tensor | None] = [getattr(self, f"{name}{which}") for name in "gs"]
         return [w if w is None else w[:, None] if index is None else w[index] for w in weights]
 

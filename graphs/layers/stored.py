@@ -1,7 +1,8 @@
-"""The constants of one layer as a lowering sees them, wherever their bytes are."""
+"""The constants of one layer, as lowerings access them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -18,11 +19,11 @@ S = TypeVar("S", bound=MoESpec)
 
 
 class LayerTensors(Protocol):
-    """Where the lowerings find a layer's weights: one set of bytes in several shapes.
+    """A layer's weights for lowerings: the same bytes in several shapes.
 
-    Names for Soft MoE: `phi` [d, n·p] (normalised, scaled, gain folded in), `experts.w1`
-    [n, d, inner], `experts.b1` [n, inner], `experts.w2` [n, h, o], `experts.b2` [n, o], `gain` and
-    `shift` [d]. For muMoE see `graphs.layers.mumoe`; for the types, and the scales of integers,
+    Names for Soft MoE: `phi` [d, n·p] (normalised, scaled, gain folded in), `experts.w1` [n, d,
+    inner], `experts.b1` [n, inner], `experts.w2` [n, h, o], `experts.b2` [n, o], `gain` and `shift`
+    [d]. For muMoE see `graphs.layers.mumoe`; for types, and the scales of integers,
     `graphs.precision.weights`.
     """
 
@@ -39,21 +40,23 @@ class LayerTensors(Protocol):
         ...
 
 
-@dataclass(frozen=True)  # no slots: calling an alias such as Layer sets an attribute
-class LayerOf(Generic[S]):
-    """One node to lower: the layer, its weights and how many experts it keeps.
+@dataclass(frozen=True)  # no slots: calling an alias such as SoftMoELayer sets an attribute
+class Layer(Generic[S]):
+    """One node to lower: the layer, its weights, the number of kept experts, and the builder.
 
-    `k` is Algorithm 1's k: a number, or the graph input (int64, shape [1]) that carries it. `lower`
-    makes that input where k is None, and takes from the traced node: `tokens`, which is m or None
-    where the token axis is dynamic, `x_type` and `y_type`, the float types of the tokens in and
-    out, and `routed`. `batch` is the usual number of inputs: a choice of speed alone,
-    since every graph takes any. `routed` are the inputs beside the tokens: of a kind whose
-    choice is made around the layer, what was chosen and with what weights.
+    `build` is the lowering's: it adds the nodes for tokens x [b, m, d] and returns y. `k` is
+    Algorithm 1's k: a number, or the graph input (int64, shape [1]). If k is None, `lower` creates
+    that input. From the traced node it takes `tokens`, which is m or None for a dynamic axis,
+    `x_type` and `y_type`, the float types of the tokens in and out, and `routed`. `batch` is the
+    usual number of inputs, which only affects speed: every graph takes any. `routed` are the
+    further inputs: if the choice is made outside the layer, the choice and its weights. With
+    `scores`, a lowering outputs the scores behind the choice (`Builder.show`).
     """
 
     spec: S
     tensors: LayerTensors
     k: int | ir.Value | None
+    build: Callable[[Builder, Layer[S], ir.Value], ir.Value]
     tokens: int | None = None
     renormalize: bool = False
     compute: ComputeTypes = FP32
@@ -62,39 +65,52 @@ class LayerOf(Generic[S]):
     target: Target = "onnx"
     batch: int = 1
     routed: tuple[ir.Value, ...] = ()
+    scores: bool = False
 
     @property
     def selects(self) -> bool:
-        """Whether any expert may be left out: False where k = n and nothing is dropped."""
+        """Whether experts may be left out: False if k = n and nothing is dropped."""
         return self.spec.drops or not (isinstance(self.k, int) and self.k == self.spec.experts)
 
     def k_value(self, b: Builder) -> ir.Value:
         """K as a value of the graph, int64 [1]: a constant or the graph input."""
         if isinstance(self.k, int):
             return b.ints(self.k)
-        assert self.k is not None, "lower() makes the graph input"
+        assert self.k is not None, "lower() creates the graph input"
         return self.k
 
     def stacked(self, b: Builder, name: str, *, batched: bool = False) -> ir.Value:
         """The whole weight as an initializer of the graph; `batched` as a batch of one, [1, …]."""
         return b.weight(self.tensors.stacked(name, batched=batched), f"{self.spec.name}/{name}")
 
+    def rows(self, b: Builder, name: str, called: str) -> ir.Value:
+        """A vector per expert, stored as [n, w], as an initializer [n, 1, w]."""
+        tensor, full = self.tensors.stacked(name), f"{self.spec.name}/{called}"
+        n, width = tensor.shape.numpy()
+        shape = ir.Shape((n, 1, width))
+        if isinstance(tensor, ir.ExternalTensor):
+            tensor = ir.ExternalTensor(
+                tensor.location,
+                tensor.offset,
+                tensor.length,
+                tensor.dtype,
+                shape=shape,
+                name=full,
+                base_dir=tensor.base_dir,
+            )
+        else:
+            tensor = ir.Tensor(tensor.numpy().reshape(n, 1, width), tensor.dtype, name=full)
+        return b.weight(tensor, full)
+
     def optional(self, b: Builder, name: str) -> ir.Value | None:
-        """The whole weight as `stacked` gives it; None where the layer has none of that name."""
+        """The whole weight as from `stacked`; None if the layer lacks it."""
         return self.stacked(b, name) if self.tensors.has(name) else None
 
     def expert(self, b: Builder, name: str, index: int) -> ir.Value:
-        """One expert's weight as an initializer of the graph."""
-        return b.weight(
-            self.tensors.expert(name, index), f"{self.spec.name}/{_singular(name, index)}"
-        )
+        collection, weight = name.split(".", 1)  # `experts.w1` of expert 3 is `experts.3.w1`
+        full_name = f"{self.spec.name}/{collection}.{index}.{weight}"
+        return b.weight(self.tensors.expert(name, index), full_name)
 
 
-Layer = LayerOf[SoftMoESpec]
-MuMoELayer = LayerOf[MuMoESpec]
-
-
-def _singular(name: str, index: int) -> str:
-    """`experts.w1` of expert 3 is `experts.3.w1`."""
-    collection, weight = name.split(".", 1)
-    return f"{collection}.{index}.{weight}"
+SoftMoELayer = Layer[SoftMoESpec]
+MuMoELayer = Layer[MuMoESpec]

@@ -1,8 +1,8 @@
-"""How the experts of a MoE layer are computed in a target's ops: one module per way.
+"""Lowerings: ways to compute the experts of a MoE layer in a target's ops, one per module.
 
-To add a lowering, write a module with a `LOWERING` record and list it here, with its kind's; the
-kinds of plugins list their own. A plugin may bring one more of a kind that is there: it is used
-where it is named, and `auto` and `tune` choose among those that the kind lists.
+To add a lowering, write a module with a `LOWERING` record and list it here under its kind; kinds of
+plugins list their own. A plugin may add a lowering to an existing kind: it is used if it is named,
+while `auto` and `tune` choose among those that the kind lists.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ _SOFT_MOE = KindRecord(
 _MUMOE = KindRecord("mumoe", (factorised.LOWERING, unfactorised.LOWERING, gathered.LOWERING))
 
 KINDS = Registry("moexport.kinds", KindRecord, (_SOFT_MOE, _MUMOE))
-"""What works alike for two kinds has one name."""
+"""Lowerings of different kinds that work alike share a name."""
 
 FURTHER = Registry("moexport.lowerings", FurtherLowering)
-"""Those that a kind does not list itself."""
+"""Lowerings that plugins add to existing kinds."""
 
 
 def lowerings_of(kind: Kind) -> Mapping[str, AnyLowering]:
-    """Returns the lowerings that a kind lists, by name: what is chosen from."""
+    """Returns the lowerings that a kind lists, by name."""
     return {record.name: record for record in KINDS[kind].lowerings}
 
 
 def lowering_of(kind: Kind, name: str) -> AnyLowering | None:
-    """Returns the lowering of a kind that is called so, a further one too, or None.
+    """Returns a lowering of a kind by name, including further ones, or None.
 
-    Raises `PluginError` where a further one has the name of one that the kind lists.
+    Raises `PluginError` if a further one has the name of one that the kind lists.
     """
     listed = lowerings_of(kind).get(name)
     if name not in FURTHER or FURTHER[name].kind != kind:
@@ -76,7 +76,7 @@ def _source(registry: Registry[Any], name: str) -> str:
 
 
 def all_names() -> tuple[str, ...]:
-    """Returns the names of all lowerings, each once."""
+    """Returns the names of all lowerings, without duplicates."""
     listed = (record.name for kind in KINDS for record in kind.lowerings)
     return tuple(dict.fromkeys((*listed, *FURTHER.names)))
 
@@ -91,7 +91,7 @@ def kinds_with(name: str) -> Iterator[Kind]:
 
 
 def check_name(name: str) -> None:
-    """Raises `LoweringError` for a name that no lowering has, with those that there are."""
+    """Raises `LoweringError` for an unknown name, with the known ones."""
     if next(kinds_with(name), None) is None:
         raise LoweringError(
             f"there is no lowering '{name}'",

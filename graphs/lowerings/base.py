@@ -1,4 +1,4 @@
-"""What a lowering is: a record of what it serves and costs, and the builder of its nodes."""
+"""A planned layer, and a lowering: its requirements, its costs, and the builder of its nodes."""
 
 from __future__ import annotations
 
@@ -11,78 +11,180 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.base import Kind
 from ..layers.soft_moe import SoftMoESpec
-from ..layers.stored import LayerOf, S
+from ..layers.stored import Layer, LayerTensors, S
+from ..precision.types import FP32, ComputeTypes
 from ..targets import TARGETS, Machine, Precision, Target, TargetRecord
-from .cost import WorkOf
 
 
-def every_target(target: TargetRecord) -> bool:
-    """The `needs` of a lowering of ops that every runtime takes."""
-    del target
-    return True
-
-
-def serves_all(spec: object) -> str | None:
-    """The `unable` of a lowering without limits."""
-    del spec
-    return None
-
-
-def exact(spec: object, precision: Precision, target: Target) -> str | None:
-    """The `inexact` of a lowering that computes what the layer is defined as."""
-    del spec, precision, target
-    return None
-
-
-def has_all_precisions(precision: Precision, target: Target) -> str | None:
-    """The `no_kernel` of a lowering whose ops every runtime has in every precision."""
-    del precision, target
-    return None
-
-
-def no_int4(precision: Precision, target: Target) -> str | None:
-    """The `no_kernel` of a lowering of all matrices at once, which engines alone have in INT4."""
-    if TARGETS[target].compiled:
+def no_blocks(precision: Precision, target: Target) -> str | None:
+    """The `no_kernel` of lowerings with one product for all matrices, which needs an engine."""
+    record = TARGETS[target]
+    if record.compiled or not (precision == "int4" or (precision == "int8" and record.weight_only)):
         return None
-    return "INT4 weights are multiplied one matrix at a time" if precision == "int4" else None
+    return f"{precision.upper()} weights are multiplied one matrix at a time"
 
 
-def copies_nothing(work: object) -> float:
-    """The `copied_bytes` of a lowering that reads weights where they are."""
-    del work
-    return 0.0
+@dataclass(frozen=True)  # no slots: calling an alias such as SoftMoEPlan sets an attribute
+class LayerPlan(Generic[S]):
+    """One MoE layer of an export: its computation, and, once chosen, its lowering.
+
+    `k` is None if it is a graph input. `batch` and `tokens` are the planned sizes; with
+    `tokens_fixed` every input has that number of tokens. `precision` is the narrowest type that the
+    layer computes in, with its reason; before that is decided, the requested one. `reason` is a
+    sentence on why the lowering was chosen; `predicted_us` the predicted time of one batch. `name`
+    is the layer's path in its model.
+    """
+
+    spec: S
+    k: int | None
+    batch: int
+    tokens: int
+    precision: Precision = "fp32"
+    tokens_fixed: bool = False
+    chosen: LoweringOf[S] | None = None
+    reason: str = ""
+    predicted_us: float = 0.0
+    name: str = ""
+    precision_reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as plain data: the fields of a manifest's `LayerRecord`."""
+        spec = self.spec
+        return {
+            "name": self.name,
+            "kind": spec.kind,
+            "experts": spec.experts,
+            "slots": spec.slots,
+            "dim": spec.dim,
+            "hidden": spec.hidden,
+            "k": self.k,
+            "lowering": self.lowering.name,
+            "reason": self.reason,
+            "levels": [] if spec.kind == "soft-moe" else list(spec.levels),
+            "precision": self.precision,
+            "precision_reason": self.precision_reason,
+            "k_levels": list(getattr(spec, "kept", ())) if self.k is not None else [],
+        }
+
+    def to_build(
+        self,
+        tensors: LayerTensors,
+        target: Target,
+        compute: ComputeTypes = FP32,
+        *,
+        renormalize: bool = False,
+        scores: bool = False,
+    ) -> Layer[S]:
+        """Returns the layer as its builder takes it, with its weights and their numbers."""
+        return Layer(
+            spec=self.spec,
+            tensors=tensors,
+            k=self.k,
+            build=self.lowering.build,
+            renormalize=renormalize,
+            compute=compute,
+            target=target,
+            batch=self.batch,
+            scores=scores,
+        )
+
+    @property
+    def lowering(self) -> LoweringOf[S]:
+        assert self.chosen is not None, "no lowering has been chosen yet"
+        return self.chosen
+
+    @property
+    def typical_k(self) -> int:
+        """The k for predictions: a quarter of the experts, if it is an input."""
+        return max(1, self.spec.experts // 4) if self.k is None else self.k
+
+    @property
+    def choosers(self) -> int:
+        """The number of independent choices of experts: one per input, or one per token."""
+        return self.batch * (self.tokens if self.spec.routes_tokens else 1)
+
+    @property
+    def selections(self) -> int:
+        """The number of computed pairs of chooser and expert: b·k, or t·k."""
+        return self.choosers * self.typical_k
+
+    @property
+    def expected_active(self) -> float:
+        """Experts that at least one input or token selects, for uniform, independent choices.
+
+        Real routers are less uniform, so this is an upper bound; fewer active experts cost less.
+        """
+        n = self.spec.experts
+        return n * (1.0 - (1.0 - self.typical_k / n) ** self.choosers)
+
+    @property
+    def copied_bytes(self) -> float:
+        """Bytes of weights, counted as FP32, that the chosen lowering copies for one batch."""
+        return self.lowering.copies(self)
+
+    def inexact(self, target: Target) -> str | None:
+        """How the chosen lowering differs from the layer's definition; None if it is exact."""
+        return self.lowering.differs(self.spec, self.precision, target)
+
+
+SoftMoEPlan = LayerPlan[SoftMoESpec]
+AnyPlan = LayerPlan[Any]
 
 
 @dataclass(frozen=True)  # no slots: calling an alias such as Lowering sets an attribute
 class LoweringOf(Generic[S]):
     """One way to compute a layer of one kind.
 
-    `build` adds the layer for tokens x [b, m, d] and returns y [b, m, o]. `predict_us` returns how
-    long one batch takes on a machine, in microseconds, and `copied_bytes` the weights that are
-    copied for it before they are multiplied, counted as FP32. `needs` returns whether a target can
-    do what the nodes need, which it says of itself: nothing asks for its name. `unable` returns why
-    the lowering cannot serve a layer of its kind at all, or None; `no_kernel` why it cannot in a
-    precision on a target. `inexact` returns how its result then differs from the layer's
-    definition, or None where it is exact up to rounding; `auto` takes exact lowerings only.
-    `observable` are those whose taps see the rows of the selection alone, each once: what a
-    calibration runs.
+    `build` adds the layer for tokens x [b, m, d] and returns y [b, m, o]. `predict_us` returns the
+    time of one batch on a machine in microseconds. The others are optional. `copied_bytes` returns
+    the weights that are copied for a batch before they are multiplied, counted as FP32. `needs`
+    returns whether a target has the required capabilities, without asking for its name. `unable`
+    returns why the lowering cannot serve a layer of its kind at all, `no_kernel` why it cannot in a
+    precision on a target, and `unfit` why it cannot for a layer of these sizes. `inexact` returns
+    how its result then differs from the layer's definition by more than rounding: `auto` chooses
+    only exact lowerings. With `observable`, its taps contain each selected row exactly once, as a
+    calibration needs. With `branches`, it computes an `If` per expert.
     """
 
     name: str
     summary: str
-    build: Callable[[Builder, LayerOf[S], ir.Value], ir.Value]
-    predict_us: Callable[[WorkOf[S], Machine], float]
-    copied_bytes: Callable[[WorkOf[S]], float] = copies_nothing
-    needs: Callable[[TargetRecord], bool] = every_target
-    unable: Callable[[S], str | None] = serves_all
-    no_kernel: Callable[[Precision, Target], str | None] = has_all_precisions
-    inexact: Callable[[S, Precision, Target], str | None] = exact
+    build: Callable[[Builder, Layer[S], ir.Value], ir.Value]
+    predict_us: Callable[[LayerPlan[S], Machine], float]
+    copied_bytes: Callable[[LayerPlan[S]], float] | None = None
+    needs: Callable[[TargetRecord], bool] | None = None
+    unable: Callable[[S], str | None] | None = None
+    no_kernel: Callable[[Precision, Target], str | None] | None = None
+    inexact: Callable[[S, Precision, Target], str | None] | None = None
+    unfit: Callable[[S, Precision, Target], str | None] | None = None
     observable: bool = False
+    branches: bool = False
 
     @property
     def targets(self) -> frozenset[Target]:
-        """The targets that can do what it needs."""
-        return frozenset(record.name for record in TARGETS if self.needs(record))
+        """The targets with the required capabilities."""
+        return frozenset(record.name for record in TARGETS if self._runs_on(record))
+
+    def _runs_on(self, target: TargetRecord) -> bool:
+        return self.needs is None or self.needs(target)
+
+    def problem(self, spec: S, precision: Precision, target: Target) -> str | None:
+        """Returns why it cannot serve a layer in a precision on a target; None if it can."""
+        if not self._runs_on(TARGETS[target]):
+            return f"the target {target} does not run it"
+        found = None if self.unable is None else self.unable(spec)
+        if found is None and self.no_kernel is not None:
+            found = self.no_kernel(precision, target)
+        if found is None and self.unfit is not None:
+            found = self.unfit(spec, precision, target)
+        return found
+
+    def differs(self, spec: S, precision: Precision, target: Target) -> str | None:
+        """Returns how its result differs from the layer's definition; None if it is exact."""
+        return None if self.inexact is None else self.inexact(spec, precision, target)
+
+    def copies(self, plan: LayerPlan[S]) -> float:
+        """Returns the bytes of weights that it copies for one batch, counted as FP32."""
+        return 0.0 if self.copied_bytes is None else self.copied_bytes(plan)
 
 
 Lowering = LoweringOf[SoftMoESpec]
@@ -91,7 +193,7 @@ AnyLowering = LoweringOf[Any]
 
 @dataclass(frozen=True, slots=True)
 class KindRecord:
-    """One kind of layer: what its spec calls it, and the ways to compute it, in a list's order."""
+    """One kind of layer: the name in its spec, and its lowerings in listed order."""
 
     name: Kind
     lowerings: tuple[AnyLowering, ...]
@@ -99,12 +201,11 @@ class KindRecord:
 
 @dataclass(frozen=True, slots=True)
 class FurtherLowering:
-    """One more way to compute layers of a kind that is there already."""
+    """A further lowering for an existing kind of layer."""
 
     kind: Kind
     lowering: AnyLowering
 
     @property
     def name(self) -> str:
-        """The name of the lowering."""
         return self.lowering.name

@@ -1,11 +1,11 @@
-"""`block-grouped`: rows sorted by expert and padded to tiles, one weight gathered for each tile.
+"""`block-grouped`: rows sorted by expert and padded to tiles; one weight is gathered per tile.
 
-Every shape follows from the inputs' alone, and there is no sort, no NonZero and no If, which
-TensorRT lacks or has to wait for: a row's place is counted. An item is what chose an expert (an
-input, a token), with so many rows of its own. Experts lie one after the other, each from the
-beginning of a tile, so that one matrix serves a tile of T rows. There are at most a + ⌊(r − a)/T⌋
-tiles for r rows, of which a = min(items, n) experts can get any: each of those fills all of its
-tiles but the last. With one input that is a tile for each chosen expert, as `gather` has it.
+All shapes follow from the input shapes, and positions are counted, without sort, NonZero or If:
+TensorRT does not support these, or synchronises for them. An item is an input or a token that has
+chosen an expert, with several rows each. The rows of an expert start at the beginning of a tile, so
+that one matrix serves a tile of T rows. At most a = min(items, n) experts have rows, and each of
+them fills all its tiles but the last, so r rows need at most a + ⌊(r − a)/T⌋ tiles. For one input
+that is a tile per chosen expert, as in `gather`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..layers.stored import Layer
+from ..layers.stored import SoftMoELayer
 from ..precision.types import FLOAT_TYPES, ComputeTypes
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import SERVER_GPU, Machine, Precision
 from . import dense
-from .base import Lowering, no_int4
-from .cost import AnyWork, Work, around_experts_us, between_us, expert_bytes, machine_for, stream_us
+from .base import AnyPlan, Lowering, SoftMoEPlan, no_blocks
+from .cost import around_experts_us, between_us, expert_bytes, machine_for, rates_of, stream_us
 from .experts import batched_experts, expert_rows, stacked_weights
 
 TILES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Rows of a tile: what a matrix unit multiplies at once, and multiples of it."""
+"""Rows of a tile: the size that a matrix unit multiplies at once, and multiples of it."""
 
 
-def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
-    """Adds the layer with weights gathered to [t, d, h]; with k = n nothing is to gather."""
+def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with weights gathered to [t, d, h]; at k = n nothing needs gathering."""
     if not layer.selects:
         return dense.build(b, layer, x)
     routed = route(b, layer, x)
@@ -59,16 +59,16 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     return combine_outputs(b, layer, slots, outputs)
 
 
-def _tile_for(layer: Layer) -> int:
-    """The tile that is predicted to be fastest at the layer's usual batch."""
+def _tile_for(layer: SoftMoELayer) -> int:
+    """The tile with the lowest predicted time at the layer's usual batch."""
     spec, precision = layer.spec, costed_precision(layer.compute)
     k = layer.k if isinstance(layer.k, int) else max(1, spec.experts // 4)
-    work = Work(spec, k, layer.batch, layer.tokens or 1, precision)
-    return best_tile(work, machine_for(layer.target, precision))
+    plan = SoftMoEPlan(spec, k, layer.batch, layer.tokens or 1, precision)
+    return best_tile(plan, machine_for(layer.target, precision))
 
 
 def costed_precision(compute: ComputeTypes) -> Precision:
-    """Returns the precision whose cost tells the tile: FP8 costs what INT8 does."""
+    """Returns the precision whose costs determine the tile: FP8 counts as INT8."""
     if compute.quantized is not None:
         return "int8"
     names: dict[ir.DataType, Precision] = {dtype: name for name, dtype in FLOAT_TYPES.items()}
@@ -77,10 +77,10 @@ def costed_precision(compute: ComputeTypes) -> Precision:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows in tiles: `rows` [t, T, d], the expert of each tile [t], and where each row lies, [r].
+    """Rows in tiles: `rows` [t, T, d], each tile's expert [t], and each row's position, [r].
 
-    Places that no row took hold a copy of the first row, and tiles that no expert needed are the
-    last expert's: what comes of them is never read.
+    Empty positions hold a copy of the first row, and empty tiles use the last expert; their results
+    are never read.
     """
 
     rows: ir.Value
@@ -89,7 +89,7 @@ class Tiles:
 
 
 def tiles_at_most(items: int, rows_per_item: int, experts: int, tile: int) -> int:
-    """Returns how many tiles there are for so many items."""
+    """Returns the largest number of tiles for a number of items."""
     active = min(items, experts)
     return active + (items * rows_per_item - active) // tile
 
@@ -115,7 +115,7 @@ def into_tiles(
     one_hot = b.op("Cast", same, to=ir.DataType.INT64.value, name="tiles/one_hot_int")  # [r/p, n]
     counts = b.op("ReduceSum", one_hot, b.ints(0), keepdims=1, name="tiles/items")  # [1, n]
     running = b.op("CumSum", one_hot, b.integer(0), name="tiles/items_up_to")
-    # How many items of an expert came before: its running count without itself.
+    # The number of earlier items with the same expert: its running count without itself.
     before = b.op("Sub", running, one_hot, name="tiles/items_before")
     if p > 1:
         counts = b.op("Mul", counts, b.integer(p), name="tiles/rows")
@@ -139,13 +139,13 @@ def into_tiles(
 
 
 def from_tiles(b: Builder, tiles: Tiles, outputs: ir.Value, width: int) -> ir.Value:
-    """Adds the rows [r, o] in their own order, for outputs [t, T, o] of their tiles."""
+    """Adds the rows [r, o] in their original order, from outputs [t, T, o] of the tiles."""
     flat = b.op("Reshape", outputs, b.ints(-1, width), name="tiles/outputs")
     return b.op("Gather", flat, tiles.place, axis=0, name="tiles/outputs_of_rows")
 
 
 def _count(b: Builder, items: ir.Value, rows: ir.Value, n: int, tile: int) -> ir.Value:
-    """How many tiles there are, [1]: from shapes alone."""
+    """The number of tiles, [1], from shapes only."""
     length = b.op("Shape", items, start=0, end=1, name="tiles/item_count")
     active = b.op("Min", length, b.ints(n), name="tiles/active_at_most")
     total = b.op("Shape", rows, start=0, end=1, name="tiles/row_count")
@@ -155,17 +155,17 @@ def _count(b: Builder, items: ir.Value, rows: ir.Value, n: int, tile: int) -> ir
 
 
 def _gathered(b: Builder, rows: ir.Value, place: ir.Value, count: ir.Value, tile: int) -> ir.Value:
-    """The rows at their places, [t·T, d]."""
+    """The rows at their positions, [t·T, d]."""
     size = b.op("Mul", count, b.ints(tile), name="tiles/size")
-    nobody = b.op("Expand", b.ints(0), size, name="tiles/nobody")
+    zeros = b.op("Expand", b.ints(0), size, name="tiles/nobody")
     shape = b.op("Shape", place, name="tiles/place_count")
     order = _counted(b, shape, "tiles/order")
-    source = b.op("ScatterElements", nobody, place, order, axis=0, name="tiles/source")
+    source = b.op("ScatterElements", zeros, place, order, axis=0, name="tiles/source")
     return b.op("Gather", rows, source, axis=0, name="tiles/sorted")
 
 
 def _expert_of_tile(b: Builder, ends: ir.Value, count: ir.Value, n: int) -> ir.Value:
-    """The expert of each tile, [t]: as many experts end at or before it as come before its own."""
+    """The expert of each tile, [t]: the number of experts that end at or before the tile."""
     index = _counted(b, count, "tiles/index")
     column = b.op("Unsqueeze", index, b.ints(1), name="tiles/index_column")
     ended = b.op("GreaterOrEqual", column, ends, name="tiles/ended")
@@ -175,60 +175,60 @@ def _expert_of_tile(b: Builder, ends: ir.Value, count: ir.Value, n: int) -> ir.V
 
 
 def _counted(b: Builder, length: ir.Value, name: str) -> ir.Value:
-    """0, 1, 2 … for a length [1]."""
+    """The indices 0, 1, 2 … below a length [1]."""
     scalar = b.op("Squeeze", length, b.ints(0), name=f"{name}_length")
     return b.op("Range", b.integer(0), scalar, b.integer(1), name=name)
 
 
 SORTING_NODES = 28
-"""Small operators that count the rows' places; a builder may fuse them."""
+"""Small operators that count the positions; a builder may fuse them."""
 
 
-def _tiles(work: Work, tile: int) -> int:
-    return tiles_at_most(work.selections, work.spec.slots, work.spec.experts, tile)
+def _tiles(plan: SoftMoEPlan, tile: int) -> int:
+    return tiles_at_most(plan.selections, plan.spec.slots, plan.spec.experts, tile)
 
 
-def best_tile(work: Work, machine: Machine) -> int:
+def best_tile(plan: SoftMoEPlan, machine: Machine) -> int:
     """Returns the tile with the lowest predicted time, the smaller of equals.
 
-    A larger one gathers fewer matrices and pads more rows.
+    A larger tile gathers fewer matrices, but pads more rows.
     """
-    return min(TILES, key=lambda tile: (_experts_us(work, machine, tile), tile))
+    return min(TILES, key=lambda tile: (_experts_us(plan, machine, tile), tile))
 
 
-def _experts_us(work: Work, machine: Machine, tile: int) -> float:
-    pairs = _tiles(work, tile) * tile / work.spec.slots
-    return tiles_us(work, machine, tile, _tiles(work, tile)) + between_us(work, pairs, machine)
+def _experts_us(plan: SoftMoEPlan, machine: Machine, tile: int) -> float:
+    pairs = _tiles(plan, tile) * tile / plan.spec.slots
+    return tiles_us(plan, machine, tile, _tiles(plan, tile)) + between_us(plan, pairs, machine)
 
 
-def tiles_us(work: AnyWork, machine: Machine, tile: int, tiles: int) -> float:
-    """Copies a matrix for each tile, which is then read again, and computes all of its rows."""
-    copied, layer = expert_bytes(work, tiles), expert_bytes(work, work.spec.experts)
-    read = expert_bytes(work, min(tiles, work.expected_active)) if machine.reads_once else copied
+def tiles_us(plan: AnyPlan, machine: Machine, tile: int, tiles: int) -> float:
+    """The time to copy a matrix per tile, read it again, and compute all rows of the tiles."""
+    copied, layer = expert_bytes(plan, tiles), expert_bytes(plan, plan.spec.experts)
+    read = expert_bytes(plan, min(tiles, plan.expected_active)) if machine.reads_once else copied
     return (
-        stream_us(work, read, layer, machine.bytes_per_us, machine)
-        + stream_us(work, copied, copied, machine.copy_bytes_per_us, machine)
-        + tiles * tile * float(work.spec.parameters_per_expert) / machine.macs_per_us
+        stream_us(plan, read, layer, machine.bytes_per_us, machine)
+        + stream_us(plan, copied, copied, machine.copy_bytes_per_us, machine)
+        + tiles * tile * float(plan.spec.parameters_per_expert) / machine.macs_per_us
     )
 
 
-def copied_bytes(work: Work) -> float:
-    """Every tile copies the expert that it is for."""
-    if work.k == work.spec.experts:
+def copied_bytes(plan: SoftMoEPlan) -> float:
+    """Every tile copies its expert."""
+    if plan.typical_k == plan.spec.experts:
         return 0.0
-    return expert_bytes(work, _tiles(work, best_tile(work, SERVER_GPU.rates["fp32"])))
+    return expert_bytes(plan, _tiles(plan, best_tile(plan, rates_of(SERVER_GPU)["fp32"])))
 
 
-def predict_us(work: Work, machine: Machine) -> float:
-    """The copies of the tiles' weights, the tiles' rows, and the counting of places."""
-    if work.k == work.spec.experts:
-        return dense.predict_us(work, machine)  # nothing is to gather: it is the same graph
-    counted = work.selections * work.spec.experts
+def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
+    """The copies of the tiles' weights, the tiles' rows, and the counting of positions."""
+    if plan.typical_k == plan.spec.experts:
+        return dense.predict_us(plan, machine)  # nothing needs gathering: it is the same graph
+    counted = plan.selections * plan.spec.experts
     return (
-        _experts_us(work, machine, best_tile(work, machine))
+        _experts_us(plan, machine, best_tile(plan, machine))
         + counted * machine.sort_us
         + SORTING_NODES * machine.node_us
-        + around_experts_us(work, machine)
+        + around_experts_us(plan, machine)
     )
 
 
@@ -239,5 +239,5 @@ LOWERING = Lowering(
     build=build,
     predict_us=predict_us,
     copied_bytes=copied_bytes,
-    no_kernel=no_int4,
+    no_kernel=no_blocks,
 )

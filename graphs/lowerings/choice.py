@@ -1,8 +1,8 @@
-"""Which lowering a layer gets: the one asked for, or what prediction prefers, with the reason.
+"""Chooses the lowering of a layer: the requested one, or the one with the best prediction.
 
-One graph serves a range of batches, and a choice inside the graph does not pay (weights that a
-branch uses are not packed before the run): so `auto` takes what is never far from the fastest, and
-where nothing is near it at all sizes, the range is divided among several graphs.
+One graph serves a range of batches, and a choice inside the graph does not pay off (weights in a
+branch are not packed before the run). So `auto` takes the lowering that is never far from the
+fastest; if none is close at all sizes, several graphs share the range.
 """
 
 from __future__ import annotations
@@ -16,85 +16,68 @@ from ...errors import LoweringError
 from ..layers.base import a_layer
 from ..targets import TARGETS, Target
 from . import check_name, kinds_with, lowering_of, lowerings_of
-from .base import AnyLowering
-from .cost import AnyWork, assumed, machine_for
+from .base import AnyLowering, AnyPlan
+from .cost import assumed, machine_for, unmeasured
 
 MUCH_SLOWER = 1.5
-"""Where the choice for a range of batches is so many times slower than another lowering at one of
-them, it is said what to do."""
+"""The ratio to another lowering at one of the batches from which the reason suggests a remedy."""
 
 
 DECODE_FIRST = ("int8", "int4")
-"""What a language model is made smaller in to decode faster: each token reads the weights."""
+"""Precisions that make a language model decode faster: each token reads all weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoweringChoice:
-    """The lowering chosen for a layer, and the reason in one sentence."""
-
-    lowering: AnyLowering
-    reason: str
-    predicted_us: float
-
-
-def able(work: AnyWork, target: Target) -> list[AnyLowering]:
+def able(plan: AnyPlan, target: Target) -> list[AnyLowering]:
     """Returns the lowerings that compute a layer exactly on a target, in its precision.
 
-    Raises `LoweringError` when none does.
+    Raises `LoweringError` if there are none.
     """
+    spec = plan.spec
     lowerings = [
         record
-        for record in lowerings_of(work.spec.kind).values()
-        if _serves(record, work, target)
-        and record.inexact(work.spec, work.precision, target) is None
+        for record in lowerings_of(spec.kind).values()
+        if record.problem(spec, plan.precision, target) is None
+        and record.differs(spec, plan.precision, target) is None
     ]
     if not lowerings:
         raise LoweringError(
-            f"layer {work.spec.name}: no lowering serves the target {target}",
+            f"layer {spec.name}: no lowering serves the target {target}",
             hint="choose another --target",
         )
     return lowerings
 
 
-def _serves(lowering: AnyLowering, work: AnyWork, target: Target) -> bool:
-    return (
-        lowering.needs(TARGETS[target])
-        and lowering.unable(work.spec) is None
-        and lowering.no_kernel(work.precision, target) is None
-    )
-
-
 def choose(
-    work: AnyWork, target: Target, batches: Collection[int] = (), *, decodes: bool = False
-) -> LoweringChoice:
-    """Returns the exact lowering that is never much slower than the fastest, by prediction.
+    plan: AnyPlan, target: Target, batches: Collection[int] = (), *, decodes: bool = False
+) -> AnyPlan:
+    """Returns a plan with the exact lowering that is never much slower than the fastest.
 
-    What counts is the worst ratio to the fastest lowering over all `batches` and the work's own,
-    and where that is the same for two, the time at the work's own. A layer that takes tokens as
-    they come is judged at one token and at a prompt instead (`MoESpec.typical_tokens`), or at the
-    tokens of each batch where an input has a fixed number of them. Where a language model
-    `decodes`, in integers, it is judged at one token alone: a text is so many steps of one token.
-    Raises `LoweringError` when no lowering serves the target.
+    The criterion is the worst ratio to the fastest lowering over `batches` and the plan's own
+    batch; ties are decided by the time at the plan's own. A layer whose number of tokens varies is
+    compared at one token and at a prompt instead (`MoESpec.typical_tokens`), or at the tokens of
+    each batch if inputs have a fixed number. If a language model `decodes` with integers, it is
+    compared at one token only, because a text takes many steps of one token. Raises `LoweringError`
+    if no lowering serves the target.
     """
-    by_token = bool(batches) and bool(work.spec.typical_tokens)
+    by_token = bool(batches) and bool(plan.spec.typical_tokens)
     if by_token:
-        typical = work.spec.typical_tokens
-        if work.tokens_fixed:
-            typical = tuple(work.tokens * batch for batch in batches)
-        sizes = sorted({work.choosers, *typical})
-        works = [replace(work, batch=1, tokens=size) for size in sizes]
+        typical = plan.spec.typical_tokens
+        if plan.tokens_fixed:
+            typical = tuple(plan.tokens * batch for batch in batches)
+        sizes = sorted({plan.choosers, *typical})
+        plans = [replace(plan, batch=1, tokens=size) for size in sizes]
     else:
-        sizes = sorted({work.batch, *batches})
-        works = [replace(work, batch=size) for size in sizes]
-    own = sizes.index(work.choosers if by_token else work.batch)
-    predictions = _Predictions.of(works, target)
-    first = decodes and by_token and not work.tokens_fixed and work.precision in DECODE_FIRST
+        sizes = sorted({plan.batch, *batches})
+        plans = [replace(plan, batch=size) for size in sizes]
+    own = sizes.index(plan.choosers if by_token else plan.batch)
+    predictions = _Predictions.of(plans, target)
+    first = decodes and by_token and not plan.tokens_fixed and plan.precision in DECODE_FIRST
     ranked = predictions.ranked([0] if first else range(len(sizes)), 0 if first else own)
     best, others = ranked[0], ranked[1:]
     times, fastest = predictions.times, predictions.fastest
     reason = (
-        f"predicted {_milliseconds(times[best])} for k = {work.k} of {work.spec.experts} at "
-        f"{_sizes(sizes, by_token=by_token)}"
+        f"predicted {_milliseconds(times[best])} for k = {plan.typical_k} of {plan.spec.experts} "
+        f"at {_sizes(sizes, by_token=by_token)}"
     )
     ratio = predictions.worst(best, range(len(sizes)))
     if first and others:
@@ -113,22 +96,24 @@ def choose(
                 f"; at {_sizes([size], by_token=by_token)} {better.name} is {slower:.2g} times as "
                 f"fast: {alone}--lowering auto,{better.name} writes both"
             )
-    return LoweringChoice(best, reason + assumed(target), times[best][own])
+    reason += assumed(target, plan.spec.kind, [record.name for record in ranked])
+    return replace(plan, chosen=best, reason=reason, predicted_us=times[best][own])
 
 
 @dataclass(frozen=True)
 class _Predictions:
-    """What each lowering of a layer takes at some sizes, in microseconds, and the least."""
+    """The times of each lowering of a layer at some sizes, in microseconds, and the lowest."""
 
     times: dict[AnyLowering, list[float]]
     fastest: list[float]
 
     @staticmethod
-    def of(works: Sequence[AnyWork], target: Target) -> _Predictions:
-        machine = machine_for(target, works[0].precision)
+    def of(plans: Sequence[AnyPlan], target: Target) -> _Predictions:
+        machine = machine_for(target, plans[0].precision)
         times = {
-            record: [record.predict_us(work, machine) for work in works]
-            for record in able(works[0], target)
+            record: [record.predict_us(plan, machine) for plan in plans]
+            for record in able(plans[0], target)
+            if TARGETS[target].auto_branches or not record.branches
         }
         return _Predictions(times, [min(column) for column in zip(*times.values(), strict=True)])
 
@@ -137,45 +122,46 @@ class _Predictions:
         return round(max(self.times[record][c] / self.fastest[c] for c in columns), 2)
 
     def ranked(self, columns: Collection[int], own: int) -> list[AnyLowering]:
-        """The lowerings by their worst ratio; those with the same by their time at one size."""
+        """The lowerings by their worst ratio; ties are sorted by the time at size `own`."""
         return sorted(
             self.times, key=lambda name: (self.worst(name, columns), self.times[name][own])
         )
 
 
 Span = tuple[int, int]
-"""The first and the last of the batch sizes that a graph is for."""
+"""The first and the last batch size that a graph serves."""
 
 DIVIDED = 1.15
-"""Where a single graph is so many times slower than the fastest for a size, several are written."""
+"""The ratio of a single graph to the fastest at one size from which several are written."""
 
 CALL_US = 10.0
-"""What a call takes beside its layers, at least: for less than a part of it no graph is written."""
+"""The least overhead of a call outside its layers: smaller savings do not justify a graph."""
 
 MOST_GRAPHS = 3
-"""Each of them keeps packed weights of its own in memory once it is used."""
+"""Each used graph keeps its own packed weights in memory."""
 
 STEP = 1.5
-"""Between MIN and MAX of a range, sizes that grow so fast are looked at."""
+"""The factor between two sizes that are compared in a range MIN to MAX."""
 
 
 def batch_spans(
-    works: Sequence[AnyWork], target: Target, smallest: int, largest: int
+    plans: Sequence[AnyPlan], target: Target, smallest: int, largest: int
 ) -> list[Span]:
-    """Returns the ranges of batches that want a graph each, for the layers of a model.
+    """Returns the ranges of batches that need separate graphs, for the layers of a model.
 
-    It is one where a single graph takes less than `DIVIDED` times as long as the fastest at the
-    ends, else as few as bring that about, so divided that the worst ratio is the smallest. Where
-    layers take tokens as they come, the batch says little of their number: one graph.
+    One range suffices if a single graph takes less than `DIVIDED` times as long as the fastest at
+    both ends; otherwise it is the smallest number that achieves this, with the boundaries that
+    minimise the worst ratio. If the number of tokens varies, the batch size tells little, and there
+    is one graph.
     """
-    if any(work.spec.typical_tokens for work in works):
+    if any(plan.spec.typical_tokens for plan in plans):
         return [(smallest, largest)]
-    sizes = _looked_at(smallest, largest, {work.batch for work in works})
+    sizes = _looked_at(smallest, largest, {plan.batch for plan in plans})
     layers = [
-        _Predictions.of([replace(work, batch=size) for size in sizes], target) for work in works
+        _Predictions.of([replace(plan, batch=size) for size in sizes], target) for plan in plans
     ]
     columns = range(len(sizes))
-    ends = sorted({0, len(sizes) - 1, *(sizes.index(work.batch) for work in works)})
+    ends = sorted({0, len(sizes) - 1, *(sizes.index(plan.batch) for plan in plans)})
     partition = [columns]
     if _regret(layers, ends) >= DIVIDED:
         for count in range(2, min(MOST_GRAPHS, len(sizes)) + 1):
@@ -186,7 +172,7 @@ def batch_spans(
             partition = min(divided, key=lambda parts: _regrets(layers, parts))
             if _regrets(layers, partition)[0] < DIVIDED:
                 break
-    # Between two sizes that were looked at, the first span goes to their geometric mean.
+    # Between two compared sizes, the boundary is their geometric mean.
     last = [math.isqrt(sizes[part[-1]] * sizes[part[-1] + 1]) for part in partition[:-1]]
     return list(zip([smallest, *(size + 1 for size in last)], [*last, largest], strict=True))
 
@@ -201,7 +187,7 @@ def _looked_at(smallest: int, largest: int, between: Collection[int]) -> list[in
 
 
 def _regrets(layers: Sequence[_Predictions], parts: Sequence[range]) -> tuple[float, float]:
-    """The worst ratio of several graphs to the fastest for each size, and the sum of theirs."""
+    """The worst ratio of several graphs to the fastest at each size, and the sum of the ratios."""
     regrets = [_regret(layers, part) for part in parts]
     return max(regrets), sum(regrets)
 
@@ -209,7 +195,7 @@ def _regrets(layers: Sequence[_Predictions], parts: Sequence[range]) -> tuple[fl
 def _regret(layers: Sequence[_Predictions], columns: Sequence[int]) -> float:
     """The worst ratio of one graph to the fastest, its layers together, at some of the sizes.
 
-    Its lowerings are those that `choose` takes for the first and the last of them.
+    Its lowerings are those that `choose` takes for the first and the last size.
     """
     ends = (columns[0], columns[-1])
     chosen = [layer.times[layer.ranked(ends, columns[0])[0]] for layer in layers]
@@ -221,7 +207,7 @@ def _regret(layers: Sequence[_Predictions], columns: Sequence[int]) -> float:
 
 
 def _sizes(sizes: Sequence[int], *, by_token: bool) -> str:
-    """`batch 1 and 16`, `1 and 512 tokens`."""
+    """`batch 1 and 16`, or `1 and 512 tokens`."""
     listed = " and ".join(map(str, sizes))
     if by_token:
         return f"{listed} token{'s' if sizes[-1] > 1 else ''}"
@@ -232,32 +218,33 @@ def _milliseconds(times_us: Sequence[float]) -> str:
     return f"{' and '.join(f'{us / 1e3:.3g}' for us in times_us)} ms"
 
 
-def check(name: str, work: AnyWork, target: Target) -> LoweringChoice:
-    """Returns an asked-for lowering as a choice; `LoweringError` says why it cannot serve."""
+def check(name: str, plan: AnyPlan, target: Target) -> AnyPlan:
+    """Returns a plan with a requested lowering; if that is impossible, raises `LoweringError`."""
     check_name(name)
-    spec = work.spec
+    spec = plan.spec
     lowering = lowering_of(spec.kind, name)
-    problem: str | None
     if lowering is None:
         kinds = " and ".join(kinds_with(name))
-        problem = f"it is for {kinds} layers, and this is {a_layer(spec.kind)}"
-    elif lowering.needs(TARGETS[target]):
-        problem = lowering.unable(spec) or lowering.no_kernel(work.precision, target)
+        problem: str | None = f"it is for {kinds} layers, and this is {a_layer(spec.kind)}"
     else:
-        problem = f"the target {target} does not run it"
+        problem = lowering.problem(spec, plan.precision, target)
     if lowering is None or problem is not None:
         serving = [
             record.name
             for record in lowerings_of(spec.kind).values()
-            if _serves(record, work, target)
+            if record.problem(spec, plan.precision, target) is None
         ]
         raise LoweringError(
             f"layer {spec.name}: the lowering '{name}' cannot serve it: {problem}",
             hint=f"for --target {target} choose auto or one of: {', '.join(serving)}",
         )
-    reason = "asked for"
-    caveat = lowering.inexact(spec, work.precision, target)
-    if caveat is not None:
-        reason += f"; {caveat}"
-    machine = machine_for(target, work.precision)
-    return LoweringChoice(lowering, reason, lowering.predict_us(work, machine))
+    caveat = lowering.differs(spec, plan.precision, target)
+    reason = "asked for" if caveat is None else f"asked for; {caveat}"
+    if unmeasured(target, spec.kind, [name]):
+        reason += f"; not measured on an {TARGETS[target].machine.card}"
+    return replace(
+        plan,
+        chosen=lowering,
+        reason=reason,
+        predicted_us=lowering.predict_us(plan, machine_for(target, plan.precision)),
+    )

@@ -1,20 +1,28 @@
-"""`conditional`: each expert runs on the whole batch, but only if any input chose it."""
+"""`conditional`: each expert runs on the whole batch, but only if any input has chosen it."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..layers.stored import Layer
+from ..layers.stored import SoftMoELayer
 from ..routing import combine_outputs, masked_slots, route
 from ..targets import Machine
-from .base import Lowering
-from .cost import Work, apart_us, around_experts_us, expert_nodes, packing_us, unselected_us
+from .base import Lowering, SoftMoEPlan
+from .cost import (
+    ROUTER_NODES,
+    apart_us,
+    around_experts_us,
+    expert_nodes,
+    packing_us,
+    unselected_us,
+    waiting_us,
+)
 from .experts import expert_rows, one_expert
 
 
-def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
-    """Adds the layer with an `If` per expert; with k = n every expert runs and none is needed."""
+def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with an `If` per expert; at k = n every expert runs and no `If` is needed."""
     n, p, d, o = layer.spec.experts, layer.spec.slots, layer.spec.dim, layer.spec.out
     slots, mask = masked_slots(b, layer, route(b, layer, x))
     rows = expert_rows(b, layer, slots.rows)
@@ -46,7 +54,7 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
 
 
 def chosen_at_all(b: Builder, mask: ir.Value, n: int) -> list[ir.Value]:
-    """Adds one boolean per expert: whether any row of the mask [r, n] chose it."""
+    """Adds one boolean per expert: whether any row of the mask [r, n] has chosen it."""
     chosen = b.op("ReduceMax", mask, b.ints(0), keepdims=0, name="group/chosen")
     wanted = b.op("Cast", chosen, to=ir.DataType.BOOL.value, name="group/wanted")
     parts = split(b, wanted, n, 0, "group/wanted")
@@ -62,26 +70,27 @@ def split(b: Builder, value: ir.Value, n: int, axis: int, name: str) -> list[ir.
 
 
 def zero_rows(b: Builder, rows: ir.Value, width: int, dtype: ir.DataType) -> ir.Value:
-    """Adds zeros [r, width] for the rows [r, d] of an expert that nobody chose."""
+    """Adds zeros [r, width] for the rows [r, d] of an unused expert."""
     count = b.op("Shape", rows, start=0, end=1, name="row_count")
     shape = b.op("Concat", count, b.ints(width), axis=0, name="shape")
     return b.op("Expand", b.number(0.0, dtype), shape, name="zeros")
 
 
-def predict_us(work: Work, machine: Machine) -> float:
-    """The chosen experts are read once and compute the whole batch; a branch per expert."""
-    n, active = work.spec.experts, work.expected_active
+def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
+    """The chosen experts are read once and compute the whole batch; one branch per expert."""
+    n, active = plan.spec.experts, plan.expected_active
     branches = 0.0
-    if work.k < n:
-        # Weights that a branch uses are packed in every run.
-        rows = work.batch * work.spec.slots
-        branches = n * machine.branch_us + packing_us(work, active, rows, machine)
+    if plan.typical_k < n:
+        # Weights in a branch are packed in every run.
+        rows = plan.batch * plan.spec.slots
+        branches = n * machine.branch_us + packing_us(plan, active, rows, machine)
     return (
-        apart_us(work, active, work.batch * active, machine)
+        apart_us(plan, active, plan.batch * active, machine)
         + branches
-        + unselected_us(work, machine)
-        + (expert_nodes(work) + machine.integer_nodes + 3) * n * machine.node_us
-        + around_experts_us(work, machine)
+        + unselected_us(plan, machine)
+        + waiting_us((expert_nodes(plan) + machine.integer_nodes + 3) * n, machine)
+        + around_experts_us(plan, machine)
+        + ROUTER_NODES * machine.launch_us
     )
 
 
@@ -89,6 +98,7 @@ LOWERING = Lowering(
     name="conditional",
     summary="an If per expert: the whole batch through it if any input chose it, else skipped",
     needs=lambda target: target.branches,
+    branches=True,
     build=build,
     predict_us=predict_us,
 )

@@ -1,27 +1,19 @@
-"""`dense`: every expert is computed, and what was not selected is left out of the outputs."""
+"""`dense`: every expert is computed, and unselected outputs are excluded."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..layers.stored import Layer
+from ..layers.stored import SoftMoELayer
 from ..routing import combine_outputs, masked_slots, route
 from ..targets import Machine
-from .base import Lowering, no_int4
-from .cost import (
-    Work,
-    around_experts_us,
-    between_us,
-    expert_macs,
-    products_of,
-    stacked_us,
-    unselected_us,
-)
+from .base import Lowering, SoftMoEPlan, no_blocks
+from .cost import around_experts_us, between_us, expert_macs, products_of, stacked_us, unselected_us
 from .experts import batched_experts, expert_rows, stacked_weights
 
 
-def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
+def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
     """Adds the layer with the experts as the outer axis of batched MatMuls."""
     n, p, d = layer.spec.experts, layer.spec.slots, layer.spec.dim
     slots, _ = masked_slots(b, layer, route(b, layer, x))
@@ -44,18 +36,18 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     return combine_outputs(b, layer, slots, outputs)
 
 
-def predict_us(work: Work, machine: Machine) -> float:
-    """Every expert is read and computed, for every input, whatever k is."""
-    n = work.spec.experts
-    pairs = work.batch * n
+def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
+    """Every expert is read and computed for every input, at any k."""
+    n = plan.spec.experts
+    pairs = plan.batch * n
     return (
-        stacked_us(work, n, work.batch * work.spec.slots, machine)
-        + expert_macs(work, pairs) / machine.macs_per_us
-        + products_of(work, n) * machine.product_us
-        + between_us(work, pairs, machine)
-        + unselected_us(work, machine)
+        stacked_us(plan, n, plan.batch * plan.spec.slots, machine)
+        + expert_macs(plan, pairs) / machine.macs_per_us
+        + products_of(plan, n) * machine.product_us
+        + between_us(plan, pairs, machine)
+        + unselected_us(plan, machine)
         + 8 * machine.node_us
-        + around_experts_us(work, machine)
+        + around_experts_us(plan, machine)
     )
 
 
@@ -64,5 +56,5 @@ LOWERING = Lowering(
     summary="all experts in batched MatMuls; the outputs of unselected ones are left out",
     build=build,
     predict_us=predict_us,
-    no_kernel=no_int4,
+    no_kernel=no_blocks,
 )

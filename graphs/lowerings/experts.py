@@ -1,4 +1,4 @@
-"""The arithmetic of the experts, shared by the lowerings."""
+"""The arithmetic of the experts, which the lowerings share."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..layers.expert import NORM_WEIGHTS, Activation, AroundMaps, ExpertNorm
-from ..layers.stored import Layer, LayerOf
+from ..layers.stored import Layer, SoftMoELayer
 from ..names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, MICROSOFT
 from ..precision.products import Linear, operand, product
 from ..targets import TARGETS
 
 
-def expert_rows(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
-    """Adds the rows as the experts' first product takes them, in any shape: done once for all."""
+def expert_rows(b: Builder, layer: SoftMoELayer, rows: ir.Value) -> ir.Value:
+    """Adds the rows as the experts' first product takes them, in any shape, once for all."""
     converted = b.cast(rows, ir.DataType.FLOAT, layer.compute.inner, "experts/rows_narrow")
     return operand(b, layer.compute, "experts.w1", converted, "experts/rows")
 
 
 def activation(
-    b: Builder, layer: LayerOf[Any], z: ir.Value, kind: Activation, name: str, alpha: float = 1.0
+    b: Builder, layer: Layer[Any], z: ir.Value, kind: Activation, name: str, alpha: float = 1.0
 ) -> ir.Value:
-    """Adds an activation of z in the experts' float type; `alpha` belongs to `silu`."""
+    """Adds an activation of z in the experts' float type; `alpha` applies to `silu`."""
     match kind:
         case "silu" if not TARGETS[layer.target].standard_ops:
             return b.op("QuickGelu", z, domain=MICROSOFT, alpha=alpha, name=name)
@@ -37,23 +37,24 @@ def activation(
         case "gelu" | "gelu-tanh":
             form = {"approximate": "tanh"} if kind == "gelu-tanh" else {}
             return b.op("Gelu", z, name=name, **form)
-        case "relu":
-            return b.op("Relu", z, name=name)
-        case "relu2":
-            positive = b.op("Relu", z, name=f"{name}_positive")
-            return b.op("Mul", positive, positive, name=name)
+        case "relu" | "relu2":
+            squared = kind == "relu2"
+            positive = b.op("Relu", z, name=f"{name}_positive" if squared else name)
+            return b.op("Mul", positive, positive, name=name) if squared else positive
+        case "softmax":
+            return b.op("Softmax", z, axis=-1, name=name)
         case "identity":
             return z
 
 
 Affine = Callable[[str], ir.Value | None]
-"""Gives an expert's weight by its name (`g1`), for rows of one expert or of several, if any."""
+"""Returns an expert's weight by its name (`g1`), for rows of one or several experts, if any."""
 
 
 def followed(
-    b: Builder, layer: LayerOf[Any], z: ir.Value, affine: Affine, name: str, *, last: bool
+    b: Builder, layer: Layer[Any], z: ir.Value, affine: Affine, name: str, *, last: bool
 ) -> ir.Value:
-    """Adds the normalisation that follows an expert's map, and after the last its activation."""
+    """Adds the normalisation after an expert's map, and after the last map its activation."""
     spec: AroundMaps = layer.spec
     norm, which = (spec.out_norm, "2") if last else (spec.hidden_norm, "1")
     if norm is not None:
@@ -68,9 +69,9 @@ def followed(
 
 
 def _normalised(
-    b: Builder, layer: LayerOf[Any], z: ir.Value, norm: ExpertNorm, name: str
+    b: Builder, layer: Layer[Any], z: ir.Value, norm: ExpertNorm, name: str
 ) -> ir.Value:
-    """Adds z [..., width] over its standard deviation or its root mean square, in FP32."""
+    """Adds z [..., width] divided by its standard deviation or root mean square, in FP32."""
     inner, single = layer.compute.inner, ir.DataType.FLOAT
     z = b.cast(z, inner, single, f"{name}_wide")
     if norm.kind == "layernorm":
@@ -83,7 +84,7 @@ def _normalised(
     return b.cast(b.op("Div", z, root, name=f"{name}_normalised"), single, inner, f"{name}_narrow")
 
 
-def activate(b: Builder, layer: Layer, hidden: ir.Value, name: str = "experts") -> ir.Value:
+def activate(b: Builder, layer: SoftMoELayer, hidden: ir.Value, name: str = "experts") -> ir.Value:
     """Adds the nonlinearity: [..., inner] to [..., h]."""
     spec = layer.spec
     if spec.expert != "gated":
@@ -95,7 +96,7 @@ def activate(b: Builder, layer: Layer, hidden: ir.Value, name: str = "experts") 
     return b.op("Mul", value, gated, name=f"{name}/hidden")
 
 
-def stacked_weights(b: Builder, layer: Layer) -> dict[str, ir.Value]:
+def stacked_weights(b: Builder, layer: SoftMoELayer) -> dict[str, ir.Value]:
     """The experts' weights [n, …] as constants; biases and scales as [n, 1, …], for all rows."""
     weights = {}
     for which in ("1", "2"):
@@ -112,22 +113,24 @@ def stacked_weights(b: Builder, layer: Layer) -> dict[str, ir.Value]:
     return weights
 
 
-def stacked_rows(b: Builder, layer: LayerOf[Any], key: str) -> ir.Value:
-    """A vector of every expert as [n, 1, ·], for all its rows."""
+def stacked_rows(b: Builder, layer: Layer[Any], key: str) -> ir.Value:
+    """A vector per expert as [n, 1, ·], for all its rows."""
+    if TARGETS[layer.target].launches:
+        return layer.rows(b, f"experts.{key}", f"experts/{key}_rows")
     stacked = layer.stacked(b, f"experts.{key}")
     return b.op("Unsqueeze", stacked, b.ints(1), name=f"experts/{key}_rows")
 
 
 UNIT = 1.0 / 128.0
-"""What a step of a stacked weight in Q/DQ form is worth until its column's scale follows: a power
-of two, so that every float type holds the weights exactly, as numbers between −1 and 1."""
+"""The value of one step of a stacked weight in Q/DQ form before its column's scale: a power of two,
+so that every float type represents the weights exactly, as numbers between −1 and 1."""
 
 
-def _stacked_weight(b: Builder, layer: LayerOf[Any], key: str) -> ir.Value:
+def _stacked_weight(b: Builder, layer: Layer[Any], key: str) -> ir.Value:
     """The weights [n, in, out] of all experts.
 
-    In Q/DQ form they are numbers in steps of `UNIT`: one DequantizeLinear knows one axis, and their
-    scales have two. The constant may feed nothing but that node, so a Gather comes after it.
+    In Q/DQ form they are multiples of `UNIT`: DequantizeLinear supports one axis, and their scales
+    have two. The constant may only feed that node, so a Gather comes after it.
     """
     weight = layer.stacked(b, f"experts.{key}")
     blocked = layer.compute.blocked
@@ -143,8 +146,8 @@ def _stacked_weight(b: Builder, layer: LayerOf[Any], key: str) -> ir.Value:
     return b.op("DequantizeLinear", weight, unit, name=f"experts/{key}_units")
 
 
-def _stacked_scale(b: Builder, layer: LayerOf[Any], key: str) -> ir.Value:
-    """The scales of the weights [n, in, out] as [n, 1, out], for what `_stacked_weight` gives."""
+def _stacked_scale(b: Builder, layer: Layer[Any], key: str) -> ir.Value:
+    """The scales of `_stacked_weight` [n, in, out], as [n, 1, out]."""
     scale = layer.stacked(b, f"experts.{key}.scale")
     rows = b.op("Unsqueeze", scale, b.ints(1), name=f"experts/{key}_scale_rows")
     quantized = layer.compute.quantized
@@ -155,7 +158,7 @@ def _stacked_scale(b: Builder, layer: LayerOf[Any], key: str) -> ir.Value:
     return b.op("Mul", rows, per_unit, name=f"experts/{key}_scale_per_unit")
 
 
-def stacked_linear(b: Builder, layer: LayerOf[Any], which: str, *, biased: bool = True) -> Linear:
+def stacked_linear(b: Builder, layer: Layer[Any], which: str, *, biased: bool = True) -> Linear:
     """The first or second matmul of all experts at once."""
     w, bias = f"w{which}", f"experts.b{which}"
     scale, rows = None, None
@@ -174,13 +177,13 @@ def stacked_linear(b: Builder, layer: LayerOf[Any], which: str, *, biased: bool 
 
 def batched_experts(
     b: Builder,
-    layer: Layer,
+    layer: SoftMoELayer,
     rows: ir.Value,
     weights: Mapping[str, ir.Value],
 ) -> ir.Value:
     """Adds batched MatMuls: rows [..., r, d] times w1 [..., d, inner] and so on; [..., r, o].
 
-    `weights` are those of `stacked_weights`, or what was gathered from them.
+    `weights` are those of `stacked_weights`, or gathered from them.
     """
 
     def linear(which: str) -> Linear:
@@ -197,15 +200,15 @@ def batched_experts(
     return followed(b, layer, hidden, weights.get, "experts/outputs", last=True)
 
 
-def one_expert(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value:
-    """Adds expert `index` on rows [r, d], with weights that are constants; returns [r, o]."""
+def one_expert(b: Builder, layer: SoftMoELayer, index: int, rows: ir.Value) -> ir.Value:
+    """Adds expert `index` on rows [r, d], with constant weights; returns [r, o]."""
     products = first_product(b, layer, index, rows)
     if not layer.tensors.has("experts.w2"):
         return products
     return second_product(b, layer, index, hidden_rows(b, layer, products, f"experts/{index}"))
 
 
-def first_product(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value:
+def first_product(b: Builder, layer: SoftMoELayer, index: int, rows: ir.Value) -> ir.Value:
     """Adds expert `index`'s first matmul on rows [r, d]; returns [r, inner]."""
     b.tap(EXPERT_INPUT, rows)
     name = f"experts/{index}/products"
@@ -215,14 +218,14 @@ def first_product(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Va
     return followed(b, layer, products, constants_of(b, layer, index), name, last=last)
 
 
-def hidden_rows(b: Builder, layer: Layer, products: ir.Value, name: str) -> ir.Value:
+def hidden_rows(b: Builder, layer: SoftMoELayer, products: ir.Value, name: str) -> ir.Value:
     """Adds the nonlinearity on rows [r, inner] of any experts, ready for the second matmul."""
     hidden = activate(b, layer, products, name)
     b.tap(EXPERT_HIDDEN, hidden)
     return operand(b, layer.compute, "experts.w2", hidden, f"{name}/hidden")
 
 
-def second_product(b: Builder, layer: Layer, index: int, hidden: ir.Value) -> ir.Value:
+def second_product(b: Builder, layer: SoftMoELayer, index: int, hidden: ir.Value) -> ir.Value:
     """Adds expert `index`'s second matmul on rows of `hidden_rows`; returns [r, o]."""
     name = f"experts/{index}/outputs"
     outputs = product(b, layer.compute, hidden, _linear(b, layer, index, "2"), name)
@@ -230,8 +233,8 @@ def second_product(b: Builder, layer: Layer, index: int, hidden: ir.Value) -> ir
     return followed(b, layer, outputs, constants_of(b, layer, index), name, last=True)
 
 
-def constants_of(b: Builder, layer: LayerOf[Any], index: int) -> Affine:
-    """Gives the weights of one expert by their names."""
+def constants_of(b: Builder, layer: Layer[Any], index: int) -> Affine:
+    """Returns the weights of one expert by name."""
 
     def constant(weight: str) -> ir.Value | None:
         name = f"experts.{weight}"
@@ -240,7 +243,7 @@ def constants_of(b: Builder, layer: LayerOf[Any], index: int) -> Affine:
     return constant
 
 
-def _linear(b: Builder, layer: Layer, index: int, which: str) -> Linear:
+def _linear(b: Builder, layer: SoftMoELayer, index: int, which: str) -> Linear:
     """An expert's first or second matmul."""
     constant = constants_of(b, layer, index)
     w = f"w{which}"

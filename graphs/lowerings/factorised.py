@@ -1,14 +1,15 @@
-"""`factorised`: a muMoE layer as products with its factors; the weight tensor is never written out.
+"""`factorised`: a muMoE layer as products with its factors; the weight tensor is never formed.
 
-Every product is a MatMul of tokens [b, m, ·] with a constant matrix, but for TR's products of two
-small matrices per token and Tucker's mix of what the core gives. A layer of merged experts is one
-product with a matrix for each tensor, without a gate. In INT8 the factors of the input
-and the output, and Tucker's core, are integers; gate and experts' factors stay in floats.
+Every product is a MatMul of tokens [b, m, ·] with a constant matrix, except for TR's products of
+two small matrices per token and Tucker's mix of the core's outputs. A layer of merged experts is
+one product with a matrix per tensor, without a gate. With INT8 the input and output factors, and
+Tucker's core, are integers; the gate and the experts' factors stay floats.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, reduce
 from math import prod
 
 import onnx_ir as ir
@@ -38,29 +39,79 @@ def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
         b.cast(gate, ir.DataType.FLOAT, layer.compute.inner, f"{names.coefficients(level)}_narrow")
         for level, gate in enumerate(gates)
     ]
-    return through_tensors(b, layer, x, gates, partial(_CONTRACTIONS[layer.spec.form], converted))
+    parts = _ExpertModes(converted, _ablated(b, layer, gates))
+    return through_tensors(b, layer, x, gates, partial(_CONTRACTIONS[layer.spec.form], parts))
 
 
-def _cp(gates: Gates, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value) -> ir.Value:
+@dataclass(frozen=True, slots=True)
+class _ExpertModes:
+    """The coefficients [b, m, n] of each level, and those [b, m, P] of ablated combinations."""
+
+    gates: Gates
+    ablated: ir.Value | None
+
+
+def _ablated(b: Builder, layer: MuMoELayer, gates: Gates) -> ir.Value | None:
+    """Adds the products of the coefficients of each ablated combination, or None."""
+    if not layer.tensors.has("ablate.0"):
+        return None
+    weights: ir.Value | None = None
+    for level, gate in enumerate(gates):
+        experts = layer.stacked(b, f"ablate.{level}")
+        own = b.op("MatMul", gate, experts, name=f"ablated/level_{level}")
+        weights = own if weights is None else b.op("Mul", weights, own, name="ablated/weights")
+    assert weights is not None
+    return b.cast(weights, ir.DataType.FLOAT, layer.compute.inner, "ablated/narrow")
+
+
+def _without(
+    b: Builder, layer: MuMoELayer, parts: _ExpertModes, name: str, expert_modes: ir.Value
+) -> ir.Value:
+    """Subtracts the part of ablated combinations from the expert modes [b, m, ·]."""
+    if parts.ablated is None:
+        return expert_modes
+    given = b.op(
+        "MatMul", parts.ablated, layer.stacked(b, f"{name}.ablated"), name=f"{name}/ablated"
+    )
+    return b.op("Sub", expert_modes, given, name=f"{name}/present")
+
+
+def _cp(
+    parts: _ExpertModes, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value
+) -> ir.Value:
     """Adds y = [Π_e(a_e·G_e) ⊙ (z·A + a0)]·Bᵀ (Eq. 2): R numbers per token in between."""
     name, product = tensor.name, input_product(b, layer, tensor.name, z)
-    for level, gate in enumerate(gates):
-        experts = layer.stacked(b, f"{name}.expert.{level}")
-        weights = b.op("MatMul", gate, experts, name=f"{name}/expert_{level}")
+    modes = [
+        b.op("MatMul", gate, layer.stacked(b, f"{name}.expert.{e}"), name=f"{name}/expert_{e}")
+        for e, gate in enumerate(parts.gates)
+    ]
+    if parts.ablated is not None:  # only from the product of the experts
+        together = reduce(lambda x, y: b.op("Mul", x, y, name=f"{name}/experts"), modes)
+        modes = [_without(b, layer, parts, name, together)]
+    for weights in modes:
         product = b.op("Mul", product, weights, name=f"{name}/product")
     return factor_product(b, layer, f"{name}.output", product, f"{name}/output")
 
 
-def _tr(gates: Gates, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value) -> ir.Value:
+def _tr(
+    parts: _ExpertModes, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value
+) -> ir.Value:
     """Adds the ring of cores (Eq. 4): per token a chain of r × r' matrices, then the output core.
 
-    The small matrices are multiplied from the left, so that the widest rank comes in last.
+    The small matrices are multiplied from the left, so that the widest rank is used last.
     """
     name, spec, ring = tensor.name, tensor.spec, None
+    gates = parts.gates
     for level, gate in enumerate(gates):
         core = layer.stacked(b, f"{name}.expert.{level}")
         flat = b.op("MatMul", gate, core, name=f"{name}/expert_{level}")
         ring = _chained(b, tensor, level, ring, flat)
+    if parts.ablated is not None and ring is not None:
+        shape = b.ints(0, 0, spec.ranks[0] * spec.ranks[len(gates)])
+        flat = b.op("Reshape", ring, shape, name=f"{name}/experts_flat")
+        flat = _without(b, layer, parts, name, flat)
+        shape = b.ints(0, 0, spec.ranks[0], spec.ranks[len(gates)])
+        ring = b.op("Reshape", flat, shape, name=f"{name}/experts")
     ring = _chained(b, tensor, len(gates), ring, input_product(b, layer, name, z))
     around = spec.ranks[0] * spec.ranks[-1]
     flat = b.op("Reshape", ring, b.ints(0, 0, around), name=f"{name}/ring_flat")
@@ -79,11 +130,13 @@ def _chained(
     return b.op("MatMul", ring, matrix, name=f"{name}/ring_{mode}")
 
 
-def _tucker(gates: Gates, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value) -> ir.Value:
+def _tucker(
+    parts: _ExpertModes, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value
+) -> ir.Value:
     """Adds y = Z(a_1·U_1, …, a_E·U_E, z·U_d + u0)·U_oᵀ for the core Z (Eq. 3).
 
-    Whatever mode meets the core first costs as many multiply-adds as the core has numbers; what is
-    left per token is smallest after the input, whose rank is the largest: ΠR_e·R_o.
+    The first mode costs one multiply-add per number of the core, whichever mode it is; the result
+    per token, ΠR_e·R_o, is smallest if the input comes first, since its rank is the largest.
     """
     name, ranks = tensor.name, tensor.spec.ranks
     product = input_product(b, layer, name, z)
@@ -92,15 +145,17 @@ def _tucker(gates: Gates, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.V
     outputs = b.op("Reshape", core, shape, name=f"{name}/core_outputs")
     reduced = [
         b.op("MatMul", gate, layer.stacked(b, f"{name}.expert.{e}"), name=f"{name}/expert_{e}")
-        for e, gate in enumerate(gates)
+        for e, gate in enumerate(parts.gates)
     ]
-    mix = mixed(b, combined(b, reduced, f"{name}/weights"), outputs, f"{name}/core")
+    weights = _without(b, layer, parts, name, combined(b, reduced, f"{name}/weights"))
+    mix = mixed(b, weights, outputs, f"{name}/core")
     return factor_product(b, layer, f"{name}.output", mix, f"{name}/output")
 
 
-def _matrix(gates: Gates, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value) -> ir.Value:
-    """Adds y = z·W + w: the experts are merged, so that there is nothing to choose."""
-    del gates
+def _matrix(
+    parts: _ExpertModes, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value
+) -> ir.Value:
+    """Adds y = z·W + w: the experts are merged, so nothing is chosen."""
     return input_product(b, layer, tensor.name, z)
 
 

@@ -1,17 +1,16 @@
-"""`gather`: the weights of the selected experts are gathered per input, then batched MatMuls."""
+"""`gather`: the selected experts' weights are gathered per input, then batched MatMuls."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..layers.stored import Layer
+from ..layers.stored import SoftMoELayer
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import TARGETS, Machine, Precision, Target
 from . import dense
-from .base import Lowering, no_int4
+from .base import Lowering, SoftMoEPlan, no_blocks
 from .cost import (
-    Work,
     around_experts_us,
     between_us,
     expert_bytes,
@@ -23,8 +22,8 @@ from .cost import (
 from .experts import batched_experts, expert_rows, stacked_weights
 
 
-def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
-    """Adds the layer with weights gathered to [b, k, d, h]; with k = n nothing is to gather."""
+def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with weights gathered to [b, k, d, h]; at k = n nothing needs gathering."""
     if not layer.selects:
         return dense.build(b, layer, x)
     routed = route(b, layer, x)
@@ -48,38 +47,38 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     return combine_outputs(b, layer, slots, outputs)
 
 
-def copied_bytes(work: Work) -> float:
-    """Every input copies the experts that it keeps."""
-    selects = work.k < work.spec.experts
-    return expert_bytes(work, work.selections) if selects else 0.0
+def copied_bytes(plan: SoftMoEPlan) -> float:
+    """Every input copies its kept experts."""
+    selects = plan.typical_k < plan.spec.experts
+    return expert_bytes(plan, plan.selections) if selects else 0.0
 
 
-def predict_us(work: Work, machine: Machine) -> float:
-    """The copy, and the arithmetic of the selected experts alone."""
-    if work.k == work.spec.experts:
-        return dense.predict_us(work, machine)  # nothing is to gather: it is the same graph
-    pairs, copied = work.selections, copied_bytes(work)
-    read = expert_bytes(work, work.expected_active) if machine.reads_once else copied
-    layer = expert_bytes(work, work.spec.experts)
-    # A Gather shares its copies out among threads: a single one has one.
+def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
+    """The copy, and the arithmetic of the selected experts."""
+    if plan.typical_k == plan.spec.experts:
+        return dense.predict_us(plan, machine)  # nothing needs gathering: it is the same graph
+    pairs, copied = plan.selections, copied_bytes(plan)
+    read = expert_bytes(plan, plan.expected_active) if machine.reads_once else copied
+    layer = expert_bytes(plan, plan.spec.experts)
+    # A Gather distributes its copies over threads: a single copy uses one.
     written = copied * max(2, pairs) / pairs
     return (
-        stream_us(work, read, layer, machine.bytes_per_us, machine)
-        + stream_us(work, written, copied, machine.copy_bytes_per_us, machine)
-        + packing_us(work, pairs, work.spec.slots, machine)
-        + expert_macs(work, pairs) / machine.macs_per_us
-        + products_of(work, pairs) * machine.product_us
-        + between_us(work, pairs, machine)
+        stream_us(plan, read, layer, machine.bytes_per_us, machine)
+        + stream_us(plan, written, copied, machine.copy_bytes_per_us, machine)
+        + packing_us(plan, pairs, plan.spec.slots, machine)
+        + expert_macs(plan, pairs) / machine.macs_per_us
+        + products_of(plan, pairs) * machine.product_us
+        + between_us(plan, pairs, machine)
         + 12 * machine.node_us
-        + around_experts_us(work, machine)
+        + around_experts_us(plan, machine)
     )
 
 
 def no_kernel(precision: Precision, target: Target) -> str | None:
-    """What is gathered is no constant."""
+    """Gathered weights are not constant."""
     if precision == "int8" and TARGETS[target].constant_integers:
         return f"the runtime of {target} multiplies gathered INT8 weights as floats"
-    return no_int4(precision, target)
+    return no_blocks(precision, target)
 
 
 LOWERING = Lowering(

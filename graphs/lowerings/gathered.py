@@ -1,4 +1,4 @@
-"""`gathered`: each token gathers the matrices of the experts that it keeps, and no others."""
+"""`gathered`: each token gathers the matrices of its kept experts."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from ..layers.mumoe import MuMoESpec
 from ..layers.stored import MuMoELayer
 from ..targets import Machine
 from . import unfactorised
-from .base import LoweringOf
-from .cost import WorkOf
+from .base import LayerPlan, LoweringOf
 from .multilinear import Tensor, combined, gate_us, left_out, mixed, through_tensors
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """The kept combinations of experts of each token: their numbers and weights, [b, m, K]."""
+    """The kept combinations of experts of each token: their indices and weights, [b, m, K]."""
 
     numbers: ir.Value
     weights: ir.Value
 
 
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
-    """Adds the layer with matrices gathered to [b, m, K, o, d]; with k = n nothing is to gather.
+    """Adds the layer with matrices gathered to [b, m, K, o, d]; at k = n nothing needs gathering.
 
-    A token of its own reads K/N of the weights, three times over (read, written, read again). Many
-    tokens read more than the whole tensor holds, which `unfactorised` streams once.
+    A token passes over K/N of the weights three times (read, write, read again). Many tokens pass
+    over more than the whole tensor, which `unfactorised` streams once.
     """
     if not layer.selects:
         return unfactorised.build(b, layer, x)
@@ -42,17 +41,17 @@ def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
 
 
 def _chosen(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> _Chosen:
-    """Adds the combinations of what each level keeps: one number for (e_1, …, e_E), row-major."""
+    """Adds the kept combinations: one row-major index for (e_1, …, e_E)."""
     numbers: list[ir.Value] = []
     weights: list[ir.Value] = []
     step = 1
     for level, n in reversed(list(enumerate(layer.spec.levels))):
         kept = levels[level]
         name = names.coefficients(level)
-        if kept.indices is None:  # fewer experts than k: all are kept
+        if kept.indices is None:  # a level with fewer experts than k keeps all
             index, values = b.constant(np.arange(n).reshape(1, 1, n)), kept.coefficients
         else:
-            # Read from the kept coefficients, which thereby stay in the graph for parity checks.
+            # Read from the kept coefficients, which therefore stay in the graph for parity checks.
             index = kept.indices
             values = b.op(
                 "GatherElements", kept.coefficients, index, axis=-1, name=f"{name}/values"
@@ -87,22 +86,24 @@ def _contract(
     return mixed(b, chosen.weights, left_out(b, layer, chosen.weights, outputs, name), name)
 
 
-def copied_bytes(work: WorkOf[MuMoESpec]) -> float:
-    """Every token copies the experts that it keeps."""
-    selects = work.k < work.spec.experts
-    return float(work.batch * work.tokens * work.spec.bytes_read(work.k)) if selects else 0.0
-
-
-def predict_us(work: WorkOf[MuMoESpec], machine: Machine) -> float:
-    """The copy, and the arithmetic of the kept experts alone."""
-    if work.k >= work.spec.experts:
-        # Nothing is to gather: it is the same graph.
-        return unfactorised.LOWERING.predict_us(work, machine)
-    macs = sum(work.spec.macs(work.tokens, work.k).values())
+def copied_bytes(plan: LayerPlan[MuMoESpec]) -> float:
+    """Every token copies its kept experts."""
+    selects = plan.typical_k < plan.spec.experts
     return (
-        copied_bytes(work) / machine.copy_bytes_per_us
-        + work.batch * macs / machine.batched_macs_per_us
-        + gate_us(work, machine)
+        float(plan.batch * plan.tokens * plan.spec.bytes_read(plan.typical_k)) if selects else 0.0
+    )
+
+
+def predict_us(plan: LayerPlan[MuMoESpec], machine: Machine) -> float:
+    """The copy, and the arithmetic of the kept experts."""
+    if plan.typical_k >= plan.spec.experts:
+        # Nothing needs gathering: it is the same graph.
+        return unfactorised.LOWERING.predict_us(plan, machine)
+    macs = sum(plan.spec.macs(plan.tokens, plan.typical_k).values())
+    return (
+        copied_bytes(plan) / machine.copy_bytes_per_us
+        + plan.batch * macs / machine.batched_macs_per_us
+        + gate_us(plan, machine)
     )
 
 

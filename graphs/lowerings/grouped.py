@@ -1,8 +1,8 @@
-"""`grouped`: rows are sorted by expert, and each expert computes the rows that chose it.
+"""`grouped`: rows are sorted by expert, and each expert computes its own rows.
 
-Each expert's weights are constants of a 2-D Gemm, which runtimes pre-pack once. An expert that no
-row chose gets a Gemm with zero rows, which returns at once: that costs 2 µs where an `If` around
-it costs 40 µs, so no control flow is needed and the node count is the only price.
+Each expert's weights are constants of a 2-D Gemm, which runtimes pre-pack once. An expert without
+rows gets a Gemm with zero rows, which takes 2 µs, where an `If` around it takes 40 µs; so there is
+no control flow, and the number of nodes is the only price.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..layers.stored import Layer
+from ..layers.stored import SoftMoELayer
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import Machine
-from .base import Lowering
-from .cost import Work, apart_us, around_experts_us, expert_nodes
+from .base import Lowering, SoftMoEPlan
+from .cost import ROUTER_NODES, apart_us, around_experts_us, expert_nodes, waiting_us
 from .experts import expert_rows, first_product, hidden_rows, one_expert, second_product
 
 
-def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
-    """Adds the layer with one small matmul chain per expert."""
+def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with a short chain of matmuls per expert."""
     routed = route(b, layer, x)
     slots = selected_slots(b, layer, routed)
     rows = expert_rows(b, layer, slots.rows)
@@ -33,7 +33,7 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     return combine_outputs(b, layer, slots, outputs)
 
 
-def _every_expert(b: Builder, layer: Layer, slots: ir.Value) -> ir.Value:
+def _every_expert(b: Builder, layer: SoftMoELayer, slots: ir.Value) -> ir.Value:
     """All experts on all inputs: slots [b, n·p, d] to outputs [b, n·p, o]."""
     n, p, d, o = layer.spec.experts, layer.spec.slots, layer.spec.dim, layer.spec.out
     by_input = b.op("Reshape", slots, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
@@ -45,7 +45,7 @@ def _every_expert(b: Builder, layer: Layer, slots: ir.Value) -> ir.Value:
     return b.op("Reshape", outputs, b.ints(-1, n * p, o), name="combine/outputs")
 
 
-def _chosen_rows(b: Builder, layer: Layer, slots: ir.Value, selected: ir.Value) -> ir.Value:
+def _chosen_rows(b: Builder, layer: SoftMoELayer, slots: ir.Value, selected: ir.Value) -> ir.Value:
     """The experts on the rows that chose them: slots [b, k·p, d] to outputs [b, k·p, o].
 
     A row here is one (input, expert) pair with its p slots: b·k rows of p·d numbers.
@@ -65,7 +65,7 @@ def _chosen_rows(b: Builder, layer: Layer, slots: ir.Value, selected: ir.Value) 
     if p > 1:
         outputs = b.op("Reshape", outputs, b.ints(-1, p * o), name="group/outputs_by_pair")
 
-    # The places get the shape, not the outputs: of what is reshaped by k a runtime knows no width.
+    # Reshape the indices, not the outputs: after a reshape by k runtimes cannot infer the width.
     place = b.op(
         "Reshape", inverse(b, pairs.order), _by_input(b, layer), name="group/place_by_input"
     )
@@ -79,8 +79,8 @@ def _chosen_rows(b: Builder, layer: Layer, slots: ir.Value, selected: ir.Value) 
 class SortedPairs:
     """Pairs of a row and an expert, sorted by expert.
 
-    `order` [r] says which of the pairs each one is, `coordinates` [2, r] its expert and the same,
-    and `counts` [n] how many pairs each expert has.
+    `order` [r] is the permutation of the pairs, `coordinates` [2, r] are the expert and the pair,
+    and `counts` [n] is the number of pairs of each expert.
     """
 
     order: ir.Value
@@ -89,7 +89,7 @@ class SortedPairs:
 
 
 def sorted_by_expert(b: Builder, expert_of_pair: ir.Value, n: int, counts: str) -> SortedPairs:
-    """Adds the order of pairs, for the expert of each, [r] or [1, r]; `counts` names those."""
+    """Adds the order of pairs by their experts, [r] or [1, r]; `counts` names that output."""
     experts = b.constant(np.arange(n, dtype=np.int64)[:, None])
     one_hot = b.op("Equal", expert_of_pair, experts, name="group/one_hot")  # [n, r]
     # NonZero reads row by row, so the pairs come out sorted by expert: a counting sort in one op.
@@ -111,7 +111,7 @@ def inverse(b: Builder, order: ir.Value) -> ir.Value:
     return b.op("ScatterElements", order, order, positions, axis=0, name="group/place")
 
 
-def _by_input(b: Builder, layer: Layer) -> ir.Value:
+def _by_input(b: Builder, layer: SoftMoELayer) -> ir.Value:
     """The shape [b, k] for a Reshape of [b·k]."""
     if isinstance(layer.k, int):
         return b.ints(-1, layer.k)
@@ -119,14 +119,16 @@ def _by_input(b: Builder, layer: Layer) -> ir.Value:
 
 
 MANY_EXPERTS = 64
-"""From so many experts on, one nonlinearity for all of them saves more than splitting and joining
-the hidden rows once more costs."""
+"""From this number of experts on, one nonlinearity for all of them saves more than splitting and
+joining the hidden rows costs."""
 
 
-def _by_expert(b: Builder, layer: Layer, rows: ir.Value, counts: ir.Value | None) -> ir.Value:
+def _by_expert(
+    b: Builder, layer: SoftMoELayer, rows: ir.Value, counts: ir.Value | None
+) -> ir.Value:
     """Each expert on its rows: [r, d] sorted by expert to [r, o].
 
-    `counts` [n] are the rows of each; None where all have as many.
+    `counts` [n] are the rows of each; None if all have the same number.
     """
     n = layer.spec.experts
     parts = _split(b, rows, counts, n, "group/expert")
@@ -150,20 +152,21 @@ def _concat(b: Builder, parts: list[ir.Value]) -> ir.Value:
     return b.op("Concat", *parts, axis=0, name="group/outputs")
 
 
-def predict_us(work: Work, machine: Machine) -> float:
-    """The chosen experts are read once and compute the rows that chose them; n chains of nodes."""
-    n = work.spec.experts
-    selects = work.k < n
-    nodes = (expert_nodes(work) + machine.integer_nodes) * n + (12 if selects else 3)
-    if n >= MANY_EXPERTS and work.spec.expert != "linear":
-        # What lies between the matmuls is there once for all experts.
+def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
+    """The chosen experts are read once and compute their rows; n chains of nodes."""
+    n = plan.spec.experts
+    selects = plan.typical_k < n
+    nodes = (expert_nodes(plan) + machine.integer_nodes) * n + (12 if selects else 3)
+    if n >= MANY_EXPERTS and plan.spec.expert != "linear":
+        # The operators between the matmuls exist once for all experts.
         nodes -= n if machine.integer_nodes == 0 else 2 * n
-    compared = n * work.selections if selects else 0
+    compared = n * plan.selections if selects else 0
     return (
-        apart_us(work, work.expected_active, work.selections, machine)
+        apart_us(plan, plan.expected_active, plan.selections, machine)
         + compared * machine.sort_us
-        + nodes * machine.node_us
-        + around_experts_us(work, machine)
+        + waiting_us(nodes, machine)
+        + around_experts_us(plan, machine)
+        + ROUTER_NODES * machine.launch_us
     )
 
 

@@ -1,4 +1,4 @@
-"""What the muMoE lowerings share: the layer's frame, and products over combinations of experts."""
+"""The shared frame of the muMoE lowerings, and products over combinations of experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..layers.stored import MuMoELayer
 from ..names import operand_of
 from ..precision.products import Linear, Rows, operand, product
 from ..targets import Machine
-from .cost import AnyWork
+from .base import AnyPlan
 
 Gates = Sequence[ir.Value]
 """The coefficients [b, m, n] of each level."""
@@ -35,9 +35,9 @@ Contract = Callable[[Builder, MuMoELayer, Tensor, ir.Value], ir.Value]
 def through_tensors(
     b: Builder, layer: MuMoELayer, x: ir.Value, gates: Gates, contract: Contract
 ) -> ir.Value:
-    """Adds one or two tensors on tokens x [b, m, d], and the outputs re-written by coefficients.
+    """Adds one or two tensors on tokens x [b, m, d], and the outputs rewritten by coefficients.
 
-    x is normalised before where the layer asks for it, in FP32, like everything that the gate does.
+    If the layer normalises x, it does so in FP32, like everything in the gate.
     """
     single, inner = ir.DataType.FLOAT, layer.compute.inner
     if layer.spec.input_norm:
@@ -62,7 +62,7 @@ def through_tensors(
 
 
 def _rewritten(b: Builder, layer: MuMoELayer, gates: Gates, y: ir.Value) -> ir.Value:
-    """Adds y_o += λ·Π_e(ā_eᵀ·a_e) for all re-written outputs at once (Eq. 5)."""
+    """Adds y_o += λ·Π_e(ā_eᵀ·a_e) for all rewritten outputs at once (Eq. 5)."""
     added: ir.Value | None = None
     for level, gate in enumerate(gates):
         means = layer.stacked(b, f"rewrite.{level}")
@@ -76,7 +76,7 @@ def _rewritten(b: Builder, layer: MuMoELayer, gates: Gates, y: ir.Value) -> ir.V
 
 
 def input_product(b: Builder, layer: MuMoELayer, name: str, z: ir.Value) -> ir.Value:
-    """Adds z·A + a0: the last row of the input factor, which a 1 would meet, is added instead."""
+    """Adds z·A + a0: the last row of the input factor is added, in place of a 1 appended to z."""
     bias = layer.optional(b, f"{name}.bias")
     return factor_product(b, layer, f"{name}.input", z, f"{name}/input", bias)
 
@@ -89,12 +89,12 @@ def factor_product(
     name: str,
     bias: ir.Value | None = None,
 ) -> ir.Value:
-    """Adds rows·W + bias for rows [b, m, ·] and a large factor W, in integers where it holds them.
+    """Adds rows·W + bias for rows [b, m, ·] and a large factor W, with integers if it has them.
 
-    Those are the factors of the input and the output, and Tucker's core.
+    Large factors are those of the input and the output, and Tucker's core.
     """
     met = operand_of(key)
-    assert met is not None, f"{key} is no large factor"
+    assert met is not None, f"{key} is not a large factor"
     b.tap(met, rows)
     rows_of: Rows = "token" if layer.tokens == 1 else "tokens"
     scale = layer.optional(b, f"{key}.scale")
@@ -103,9 +103,9 @@ def factor_product(
 
 
 def combined(b: Builder, vectors: Sequence[ir.Value], name: str, op: str = "Mul") -> ir.Value:
-    """Adds every product (or sum) of one number from each vector [b, m, ·], the last running first.
+    """Adds all products (or sums) of one number from each vector [b, m, ·], row-major.
 
-    One vector is returned as it is.
+    A single vector is returned unchanged.
     """
 
     def pair(left: ir.Value, right: ir.Value) -> ir.Value:
@@ -120,9 +120,9 @@ def combined(b: Builder, vectors: Sequence[ir.Value], name: str, op: str = "Mul"
 def left_out(
     b: Builder, layer: MuMoELayer, weights: ir.Value, outputs: ir.Value, name: str
 ) -> ir.Value:
-    """Adds the outputs [b, m, N, o], zeros for weights [b, m, N] of zero where some are left out.
+    """Adds the outputs [b, m, N, o], with zeros for zero weights [b, m, N] if some are excluded.
 
-    By a choice and not by a product with zero: what is left out may be infinite.
+    It uses Where instead of a product with zero: excluded outputs may be infinite.
     """
     if not layer.selects:
         return outputs
@@ -140,17 +140,17 @@ def mixed(b: Builder, weights: ir.Value, outputs: ir.Value, name: str) -> ir.Val
 
 
 LEVEL_NODES = 50
-"""About as many nodes as one level of a layer takes."""
+"""The approximate number of nodes of one level of a layer."""
 
 
-def gate_us(work: AnyWork, machine: Machine) -> float:
-    """The nodes of a layer: few but for the gate's steps."""
-    return float(LEVEL_NODES * len(work.spec.levels) * machine.node_us)
+def gate_us(plan: AnyPlan, machine: Machine) -> float:
+    """The nodes of a layer, most of which are the gate's steps."""
+    return float(LEVEL_NODES * len(plan.spec.levels) * machine.node_us)
 
 
-def all_coefficients_us(work: AnyWork, machine: Machine) -> float:
+def all_coefficients_us(plan: AnyPlan, machine: Machine) -> float:
     """A layer whose factors, or whole tensor, are read once for all tokens."""
-    everything = work.spec.experts
-    macs: int = sum(work.spec.macs(work.tokens, everything).values())
-    traffic: float = work.spec.bytes_read(everything) / machine.bytes_per_us
-    return max(traffic, work.batch * macs / machine.macs_per_us) + gate_us(work, machine)
+    everything = plan.spec.experts
+    macs: int = sum(plan.spec.macs(plan.tokens, everything).values())
+    traffic: float = plan.spec.bytes_read(everything) / machine.bytes_per_us
+    return max(traffic, plan.batch * macs / machine.macs_per_us) + gate_us(plan, machine)

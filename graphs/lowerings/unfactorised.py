@@ -1,4 +1,4 @@
-"""`unfactorised`: every expert of a weight tensor that is held whole computes every token."""
+"""`unfactorised`: every expert of an unfactorised weight tensor computes every token."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _contract(
     """Adds y = Σ_N a_N·(z·W_N + w_N): one product with a constant [d, N·o], then the mix.
 
     The other order, (a ⊗ z)·W, saves the mix's N·o multiply-adds of N·d·o but writes N·d numbers
-    per token: measured, it is never clearly faster, and several times slower where o is small.
-    The weights are stored by expert, so that `gathered` can share them; the transposition is of a
-    constant, which runtimes do once when they load the graph.
+    per token: in measurements it is never clearly faster, and several times slower for small o. The
+    weights are stored by expert, so that `gathered` can share them; runtimes transpose the constant
+    once, when they load the graph.
     """
     name, spec = tensor.name, tensor.spec
     experts, d, o = spec.combinations, spec.dim, spec.out

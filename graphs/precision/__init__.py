@@ -1,1 +1,1 @@
-"""In what numbers a graph computes: 16-bit floats, integers, and the backbone's linear layers."""
+"""The numeric types of a graph: 16-bit floats, integers, and the backbone's linear layers."""

@@ -1,9 +1,9 @@
 """Quantises the linear layers of a traced backbone: `--quantize all`.
 
-Only products with a constant matrix are touched. Attention's products of two activations, softmax,
-normalisations and the router stay as they are. So does, with calibrated INT8, what the graph's
-outputs come from directly: a classifier's head is small, and its rounding would go into the result
-as it is. Where rows have scales of their own, or stay floats, the head is taken along: that of a
+Only products with a constant matrix are changed. Attention's products of two activations, softmax,
+normalisations and the router stay as they are. With calibrated INT8 the layers directly before the
+graph's outputs stay, too: a classifier's head is small, and its rounding would reach the result
+undiminished. If rows have their own scales, or stay floats, the head is included: that of a
 language model reads as much as its experts.
 """
 
@@ -37,9 +37,9 @@ from .weights import activation_scale, converted, quantize
 
 @dataclass(frozen=True, slots=True)
 class BackboneLinear:
-    """A product with a constant matrix: y = x·W, of a `MatMul` or `Gemm` node.
+    """A product with a constant matrix: y = x·W, from a `MatMul` or `Gemm` node.
 
-    `weight` is [in, out], or [out, in] where `transposed` (a Gemm's transB).
+    `weight` is [in, out], or [out, in] if `transposed` (a Gemm's transB).
     """
 
     node: ir.Node
@@ -55,12 +55,12 @@ class BackboneLinear:
 
     @property
     def width(self) -> int:
-        """The numbers of a row of the input."""
+        """The width of an input row."""
         return int(self._tensor.shape.numpy()[1 if self.transposed else 0])
 
     @property
     def bias(self) -> ir.Value | None:
-        """What is added to each row, where the node adds it."""
+        """The bias, if the node adds one."""
         adds = self.node.op_type == "Gemm" and len(self.node.inputs) > 2
         return self.node.inputs[2] if adds else None
 
@@ -76,9 +76,9 @@ class BackboneLinear:
 
 
 def backbone_linears(graph: ir.Graph) -> Iterator[BackboneLinear]:
-    """Yields the linear layers of a traced graph in execution order, those of MoE layers not.
+    """Yields the linear layers of a traced graph in execution order.
 
-    Nor those that choose experts.
+    Layers inside MoE layers and routers are excluded.
     """
     routers = router_nodes(graph)
     for node in graph:
@@ -98,10 +98,11 @@ def backbone_linears(graph: ir.Graph) -> Iterator[BackboneLinear]:
 
 
 def _stored(weight: ir.Value) -> tuple[ir.Value, bool]:
-    """A weight as it is stored, and whether the graph transposes it.
+    """A weight as stored, and whether the graph transposes it.
 
-    PyTorch's exporter transposes small weights itself and leaves large ones, a language model's
-    head, to the graph; one that is also the embedding is stored as that.
+    PyTorch's exporter transposes small weights itself and leaves large ones, such as a language
+    model's head, to the graph; a head that is also the embedding is stored in the embedding's
+    layout.
     """
     node = weight.producer()
     if node is None or node.op_type != "Transpose" or node.domain or node.inputs[0] is None:
@@ -116,7 +117,7 @@ HEAD = "it gives the graph's output"
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinear:
-    """A linear layer of the backbone; `reason`: why it stayed in floats, None where it did not."""
+    """A linear layer of the backbone; `reason` explains why it stayed in floats, or is None."""
 
     node: str
     reason: str | None
@@ -132,11 +133,11 @@ def quantize_backbone(
     *,
     by_token: bool = False,
 ) -> list[QuantizedLinear]:
-    """Replaces the linear layers of a traced model by INT8 ones, in place; tells of each.
+    """Replaces the linear layers of a traced model by INT8 ones, in place; returns their records.
 
-    `float_type` is what the model will compute in: scales are numbers that it holds. Without ranges
-    each row gets a scale of its own while the graph runs. `by_token`: it computes one token after
-    the other most of the time, for which the kernel of weights in blocks is 1.5 times as fast.
+    `float_type` is the type that the model will compute in, which must represent the scales.
+    Without ranges each row gets its own scale at run time. `by_token`: the model mostly computes
+    one token at a time, for which the kernel for blocked weights is 1.5 times as fast.
     """
     if by_token and range_of is None:
         return block_backbone(model, linears, form, bits=8)
@@ -161,13 +162,18 @@ def quantize_backbone(
 
 
 def block_backbone(
-    model: ir.Model, linears: list[BackboneLinear], form: QuantFormat, bits: Bits = 4
+    model: ir.Model,
+    linears: list[BackboneLinear],
+    form: QuantFormat,
+    bits: Bits = 4,
+    *,
+    on_gpu: bool = False,
 ) -> list[QuantizedLinear]:
-    """Replaces the weights of a traced model's linear layers by ones in blocks, in place."""
+    """Replaces the weights of a traced model's linear layers by blocked ones, in place."""
     for group in _of_one_input(linears):
-        block = block_of(form, [group[0].width], bits)
+        block = block_of(form, [group[0].width], bits, on_gpu=on_gpu)
         if block is not None:
-            blocked = BlockedWeights(form, frozenset({group[0].key}), block, bits)
+            blocked = BlockedWeights(form, frozenset({group[0].key}), block, bits, on_gpu)
             compute = ComputeTypes(blocked=blocked)
             _replace(model.graph, group, compute, ir.DataType.FLOAT)
     made = []
@@ -183,7 +189,7 @@ def block_backbone(
 
 
 def _is_head(graph: ir.Graph, node: ir.Node) -> bool:
-    """Whether nothing but additions and changes of shape lies between a node and an output."""
+    """Whether only additions and reshapes lie between a node and an output."""
     moves = {"Add", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"}
     for value in node.outputs:
         if value in graph.outputs:
@@ -195,9 +201,9 @@ def _is_head(graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _of_one_input(linears: Iterable[BackboneLinear]) -> list[list[BackboneLinear]]:
-    """Linear layers that multiply the same rows, as queries, keys and values do, in a group each.
+    """Groups linear layers that multiply the same rows, as queries, keys and values do.
 
-    One product takes less than several, and the rows are rounded once.
+    One product takes less time than several, and the rows are rounded once.
     """
     groups: dict[tuple[ir.Value, int | None], list[BackboneLinear]] = {}
     for index, linear in enumerate(linears):
@@ -212,7 +218,7 @@ def _replace(
     compute: ComputeTypes,
     float_type: ir.DataType,
 ) -> None:
-    """Puts one product in the place of linear layers of one input."""
+    """Replaces linear layers with one input by one product."""
     first = group[0]
     node, key = first.node, first.key
     assert node.name is not None
@@ -249,7 +255,7 @@ def _replace(
         names = [f"part/{index}" for index in range(len(group))]
         outputs = b.ops("Split", y, widths, names=names, axis=-1)
     b.insert_before(graph, node)
-    for inner in b.nodes:  # what narrows the backbone to 16 bits goes by the types
+    for inner in b.nodes:  # the conversion of the backbone to 16 bits needs the types
         zero = inner.inputs[2] if inner.op_type == "QuantizeLinear" else None
         integer = ir.DataType.INT32 if inner.op_type == "MatMulInteger" else ir.DataType.FLOAT
         dtype = integer if zero is None else zero.dtype
@@ -260,15 +266,15 @@ def _replace(
         old = replaced.outputs[0]
         output.shape = old.shape
         if old in graph.outputs:
-            output.name = old.name  # the graph's own outputs keep their names
+            output.name = old.name  # the graph's outputs keep their names
         ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
     graph.remove({*last, *(linear.node for linear in group)}, safe=True)
 
 
 def _scaled_after(node: ir.Node) -> tuple[ir.Node, np.float32] | None:
-    """The node that multiplies or divides a product by a constant, and what that is worth.
+    """The node that multiplies or divides a product by a constant, and the factor.
 
-    The weights take it: theirs are scales anyway.
+    The weights' scales absorb it.
     """
     users = [user for user, _ in node.outputs[0].uses()]
     if len(users) != 1 or node.outputs[0].is_graph_output() or users[0].domain:

@@ -1,22 +1,23 @@
 """Converts a traced backbone to 16-bit floats, with nodes that stay in FP32.
 
-Every node either computes in 16 bits or stays as it is, for a reason that is kept; casts stand
-where the two meet. MoE layers are nodes here, whose insides are the lowering's
-(`types.py`): their outputs have 16 bits, and their inputs what they come as, since a router
-reads them in FP32 and would see what a cast there and back has lost.
+Every node either computes in 16 bits or stays in FP32 for a recorded reason; casts connect the two.
+MoE layers are single nodes here, and their lowerings determine the types inside (`types.py`): their
+outputs have 16 bits, while their inputs keep the type they arrive in, since a router reads them in
+FP32, and casts there and back would lose digits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
 import onnx_ir as ir
 
-from ..names import DOMAIN
-from .routers import router_nodes
+from ..names import DOMAIN, HIDDEN, MICROSOFT, SEEN_AS, is_cached
+from .fp16_weights import MOVES
+from .routers import angle_nodes, router_nodes
 
 FLOAT = ir.DataType.FLOAT
 
@@ -30,8 +31,8 @@ FP16_OPS = frozenset(
         *("QuantizeLinear", "DequantizeLinear"),
     }
 )
-"""Products, which runtimes sum in FP32 (but not ONNX Runtime on CPUs: `fp16_weights`),
-what goes element by element without growing, and what only moves values."""
+"""Products, which runtimes sum in FP32 (but not ONNX Runtime on CPUs: `fp16_weights`), elementwise
+ops without growth, and ops that only move values."""
 
 _STATISTICS = "its mean and variance are sums over many values"
 _SUM = "a sum over many values"
@@ -56,23 +57,47 @@ FP32_OPS: Mapping[str, str] = MappingProxyType(
         "Pow": "it overflows early",
     }
 )
+WIDE_SUMS = frozenset(
+    {
+        *(("", op) for op in ("Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization")),
+        *(("", op) for op in ("Attention", "RotaryEmbedding")),
+        *((MICROSOFT, op) for op in ("MultiHeadAttention", "BiasGelu", "FastGelu")),
+        *((MICROSOFT, f"Skip{norm}LayerNormalization") for norm in ("", "Simplified")),
+    }
+)
+"""Ops, by domain and name, whose 16-bit kernels sum in FP32 in some runtimes, and fused ones."""
+
+WIDE_MOVES = frozenset(
+    {"ScatterND", "ScatterElements", "ConstantOfShape", "ReduceMax", "ReduceMin", "TopK"}
+)
+"""Ops whose outputs are numbers from their inputs or attributes: 16 bits if their neighbours have
+16 bits, in runtimes that compute `WIDE_SUMS` in that way."""
+
+COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+
 UNKNOWN = "not known to be safe in 16 bits"
 
+UNSEEN = frozenset({*MOVES, "Pad", "Tile", "Cast"})
+"""Ops that create no new values, so that none are observed."""
+
+FP16_KERNELS = frozenset({"MatMulNBits"})
+"""ONNX Runtime's own ops that compute in 16 bits: products that sum in FP32."""
+
 HEADROOM = 2.0
-"""An observed peak must fit so many times: other inputs may reach further."""
+"""The factor by which an observed peak must fit, because other inputs may exceed it."""
 
 LOST = 5e-3
-"""A weight tensor may lose this share of its norm to rounding: ten times what FP16 costs numbers in
-its normal range, reached where many are too small for it."""
+"""The share of a weight tensor's norm that rounding may lose: ten times FP16's loss in its normal
+range, reached if many numbers are too small for FP16."""
 
 
 ORDINARY = 1e-4
-"""Numbers whose root mean square is above this lose no more than 3e-8 of it each."""
+"""Numbers with a root mean square above this lose at most 3e-8 of it each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp32Node:
-    """A node that stays in FP32, and why. `usual` where every network's node of its kind does."""
+    """A node that stays in FP32, and why. `usual`: nodes of this kind do so in every network."""
 
     node: str
     op_type: str
@@ -87,23 +112,28 @@ def to_fp16(
     peaks: Mapping[str, float] = MappingProxyType({}),
     io: ir.DataType = FLOAT,
     attention: bool = False,
+    wide_sums: bool = False,
+    narrow_cache: bool = False,
 ) -> list[Fp32Node]:
-    """Converts a traced model's backbone to `dtype`, in place, and returns what stayed in FP32.
+    """Converts a traced model's backbone to `dtype`, in place, and returns the nodes left in FP32.
 
-    `peaks` are max|x| of values by name, where they were observed. Float inputs and outputs of the
-    graph become `io`. With `attention` its softmax has 16 bits, as what goes in and comes out has
-    anyway: for a runtime that makes one kernel of products and softmax of one type, and sums in
-    FP32 in it.
+    `peaks` are the observed max|x| by the name of the node that computes it. Float inputs and
+    outputs of the graph become `io`. With `attention`, its softmax has 16 bits, like its inputs and
+    outputs: for a runtime that fuses products and softmax of one type into a kernel, which sums in
+    FP32. With `wide_sums`, `WIDE_SUMS` have 16 bits: for a runtime whose 16-bit kernels sum in
+    FP32. With `narrow_cache`, cached keys and values are `dtype`, whatever `io` is.
     """
-    routers = frozenset(router_nodes(model.graph))
-    work = _Conversion(model.graph, dtype, peaks, routers, attention)
+    kept = dict.fromkeys(angle_nodes(model.graph), "it computes an angle")
+    kept |= dict.fromkeys(router_nodes(model.graph), "it chooses experts")
+    work = _Conversion(model.graph, dtype, peaks, kept, attention, wide_sums)
+    cache = {value for value in work.ports if narrow_cache and is_cached(str(value.name))}
     for value in model.graph.inputs:
         if value.dtype == FLOAT:
-            value.type = ir.TensorType(io)
-            work.types[value] = io
+            work.types[value] = dtype if value in cache else io
+            value.type = ir.TensorType(work.types[value])
     for node in list(model.graph):
         work.node(node)
-    work.finish(io)
+    work.finish(io, cache)
     return work.fp32_nodes
 
 
@@ -131,37 +161,49 @@ def limit(dtype: ir.DataType) -> float:
 
 
 def beyond(peak: float, dtype: ir.DataType) -> bool:
-    """Whether an observed peak leaves too little room below the largest number a float type has."""
+    """Whether an observed peak leaves too little headroom below the type's largest number."""
     return HEADROOM * peak > limit(dtype)
 
 
 @dataclass
 class _Conversion:
-    """The state of one pass: the float type of every value so far, and the casts already made."""
+    """The state of one pass: the float type of every value so far, and existing casts."""
 
     graph: ir.Graph
     dtype: ir.DataType
     peaks: Mapping[str, float]
-    routers: frozenset[ir.Node]
+    kept: Mapping[ir.Node, str]
     attention: bool
+    wide_sums: bool
     types: dict[ir.Value, ir.DataType] = field(default_factory=dict)
     fp32_nodes: list[Fp32Node] = field(default_factory=list)
     _casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = field(default_factory=dict)
     _misfits: dict[ir.Value, str | None] = field(default_factory=dict)
 
+    @property
+    def ports(self) -> tuple[ir.Value, ...]:
+        return (*self.graph.inputs, *self.graph.outputs)
+
     def node(self, node: ir.Node) -> None:
-        """Decides for one node and gives it inputs of the type that it computes in."""
+        """Decides on one node, and casts its inputs to the type in which it computes."""
         floats = [v for v in node.inputs if v is not None and v.dtype in (FLOAT, self.dtype)]
         made = [v for v in node.outputs if v.dtype == FLOAT]
-        if not floats and not made:
+        if (not floats and not made) or self._sizes_inside(node):
             return
         reason, usual = self._reason(node, floats, made)
         target = self.dtype if reason is None else FLOAT
+        if self._compares_fp32(node, floats):
+            reason, target = None, FLOAT
         if reason is not None:
             assert node.name is not None
             self.fp32_nodes.append(Fp32Node(node.name, node.op_type, reason, usual))
         if node.op_type == "Cast" and made and reason is None:
             node.attributes["to"] = ir.AttrInt64("to", target.value)
+        if node.op_type == "ConstantOfShape" and reason is None:
+            filled = node.attributes.get_tensor("value", None)
+            number = np.zeros(1, np.float32) if filled is None else filled.numpy()
+            narrow = ir.Tensor(number.astype(target.numpy()), name="value")
+            node.attributes["value"] = ir.AttrTensor("value", narrow)
         for index, value in enumerate(node.inputs):
             if value in floats and node.domain != DOMAIN:
                 assert value is not None
@@ -170,16 +212,33 @@ class _Conversion:
             value.type = ir.TensorType(target)
             self.types[value] = target
 
-    def finish(self, io: ir.DataType) -> None:
-        """Gives the graph's float outputs their type, under their names."""
+    def _sizes_inside(self, node: ir.Node) -> bool:
+        """Whether a node returns a size of 16-bit values, which needs no cast."""
+        inside = node.op_type == "Shape" and not node.domain and self.wide_sums
+        return inside and not any(v is not None and v.is_graph_input() for v in node.inputs)
+
+    def _compares_fp32(self, node: ir.Node, floats: list[ir.Value]) -> bool:
+        """Whether a node compares values that are computed in FP32 anyway."""
+        computed = [value for value in floats if not value.is_initializer()]
+        return (
+            self.wide_sums
+            and not node.domain
+            and node.op_type in COMPARISONS
+            and bool(computed)
+            and all(self.types.get(value) == FLOAT for value in computed)
+        )
+
+    def finish(self, io: ir.DataType, cache: Collection[ir.Value]) -> None:
+        """Gives the graph's float outputs their types, under their names."""
         for index, value in enumerate(list(self.graph.outputs)):
             type_ = self.types.get(value)
-            if type_ is None or type_ == io:
+            wanted = self.dtype if value in cache else io
+            if type_ is None or type_ == wanted:
                 continue
             name, producer = value.name, value.producer()
             assert name is not None and producer is not None
             value.name = f"{name}/narrow" if type_ == self.dtype else f"{name}/wide"
-            cast = _cast(value, io, name)
+            cast = _cast(value, wanted, name)
             self.graph.append(cast)
             cast.outputs[0].shape = value.shape
             self.graph.outputs[index] = cast.outputs[0]
@@ -187,9 +246,9 @@ class _Conversion:
     def _reason(
         self, node: ir.Node, floats: list[ir.Value], made: list[ir.Value]
     ) -> tuple[str | None, bool]:
-        """Why a node stays in FP32, and whether its kind always does; None where it has 16 bits."""
-        if node in self.routers:
-            return "it chooses experts", True
+        """Why a node stays in FP32, and whether its kind always does; None if it has 16 bits."""
+        if node in self.kept:
+            return self.kept[node], True
         if self.attention and _of_attention(node):
             return None, False
         return self._reason_of_kind(node) or self._reason_of_values(node, floats, made)
@@ -197,8 +256,16 @@ class _Conversion:
     def _reason_of_kind(self, node: ir.Node) -> tuple[str | None, bool] | None:
         if any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()):
             return "it holds a graph of its own", False
+        if self.wide_sums and (node.domain, node.op_type) in WIDE_SUMS:
+            return None
         if node.domain not in ("", DOMAIN):
-            return UNKNOWN, False
+            return None if node.op_type in FP16_KERNELS else (UNKNOWN, False)
+        if (
+            self.wide_sums
+            and not node.domain
+            and (_gives_its_inputs(node, self.dtype) or _squares(node))
+        ):
+            return None
         if not node.domain and node.op_type not in FP16_OPS:
             usual = FP32_OPS.get(node.op_type)
             return usual or UNKNOWN, usual is not None
@@ -207,11 +274,12 @@ class _Conversion:
     def _reason_of_values(
         self, node: ir.Node, floats: list[ir.Value], made: list[ir.Value]
     ) -> tuple[str | None, bool]:
-        for value in made if node.domain == DOMAIN else (*floats, *made):
-            assert value.name is not None
-            peak = self.peaks.get(value.name)
+        values = made if node.domain == DOMAIN else (*floats, *made)
+        seen = [name for value in values for name in _seen_as(value)]
+        for name in (*seen, *node.meta.get(HIDDEN, ())):
+            peak = self.peaks.get(name)
             if peak is not None and beyond(peak, self.dtype):
-                return f"a value of {peak:.3g} was seen at {value.name}", False
+                return f"a value of {peak:.3g} was seen at {name}", False
         for value in floats:
             if value.is_initializer() and (problem := self._misfit(value)):
                 return problem, False
@@ -221,8 +289,17 @@ class _Conversion:
         if value not in self._misfits:
             tensor = value.const_value
             assert tensor is not None
-            self._misfits[value] = misfit(tensor.numpy(), self.dtype)
+            array = self._within(tensor.numpy())
+            self._misfits[value] = misfit(array, self.dtype)
         return self._misfits[value]
+
+    def _within(self, array: np.ndarray) -> np.ndarray:
+        """A constant, with the extreme value of FP32 replaced by that of the 16-bit type.
+
+        Such a constant is a mask: values that are added to it or chosen instead are never larger.
+        """
+        ends = self.wide_sums and array.size == 1 and np.abs(array) == np.finfo(np.float32).max
+        return np.sign(array) * np.float32(limit(self.dtype)) if ends else array
 
     def _as(self, value: ir.Value, target: ir.DataType, user: ir.Node) -> ir.Value:
         """The value in the type that a node computes in: itself, a 16-bit constant, or a cast."""
@@ -234,19 +311,19 @@ class _Conversion:
             if value.is_initializer():
                 self._casts[key] = self._fp16_constant(value, name)
             else:
-                cast = _cast(value, target, name)
+                cast = _cast(_uncast(value), target, name)
                 self.graph.insert_before(user, cast)
                 self._casts[key] = cast.outputs[0]
                 self._casts[key].shape = value.shape
         return self._casts[key]
 
     def _fp16_constant(self, value: ir.Value, name: str) -> ir.Value:
-        """The constant in 16 bits, converted when it is written; what nobody needs in FP32 goes."""
+        """The constant in 16 bits, converted on writing; an unused FP32 original is removed."""
         tensor, dtype = value.const_value, self.dtype
         assert tensor is not None
 
         def convert() -> ir.TensorProtocol:
-            return ir.Tensor(tensor.numpy().astype(dtype.numpy()), name=name)
+            return ir.Tensor(self._within(tensor.numpy()).astype(dtype.numpy()), name=name)
 
         shape = ir.Shape(tensor.shape.numpy())
         lazy = ir.LazyTensor(convert, dtype=dtype, shape=shape, name=name)
@@ -254,6 +331,49 @@ class _Conversion:
         converted = ir.Value(name=name, shape=value.shape, type=type_, const_value=lazy)
         self.graph.register_initializer(converted)
         return converted
+
+
+def _gives_its_inputs(node: ir.Node, dtype: ir.DataType) -> bool:
+    """Whether a node only returns numbers from its inputs, and has a kernel for them."""
+    if node.domain or node.op_type not in WIDE_MOVES:
+        return False
+    if node.op_type == "TopK" or node.op_type.startswith(
+        "Reduce"
+    ):  # CUDA has it for FP16, but not for BF16
+        return dtype == ir.DataType.FLOAT16
+    return node.attributes.get_string("reduction", "none") == "none"
+
+
+def _squares(node: ir.Node) -> bool:
+    """Whether a node squares numbers for a 16-bit user, and not for a sum, as a variance does."""
+    exponent = node.inputs[1] if node.op_type == "Pow" and not node.domain else None
+    tensor = None if exponent is None else exponent.const_value
+    users = [user for user, _ in node.outputs[0].uses()]
+    squared = tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(())) == 2
+    return squared and bool(users) and all(user.op_type in FP16_OPS for user in users)
+
+
+def _seen_as(value: ir.Value) -> Iterator[str]:
+    """Yields the names under which a value was observed, before other nodes moved it."""
+    node = value.producer()
+    if SEEN_AS in value.meta:
+        yield str(value.meta[SEEN_AS])
+    elif node is not None and not node.domain and node.op_type in UNSEEN:
+        moved = node.inputs if node.op_type == "Concat" else node.inputs[:1]
+        for source in moved:
+            if source is not None:
+                yield from _seen_as(source)
+    elif node is not None:
+        yield str(node.name)
+
+
+def _uncast(value: ir.Value) -> ir.Value:
+    """The source of a cast from a non-float: a single cast rounds once."""
+    node = value.producer()
+    source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
+    if source is None or source.dtype is None or source.dtype.is_floating_point():
+        return value
+    return source
 
 
 def _of_attention(node: ir.Node) -> bool:

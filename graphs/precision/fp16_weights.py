@@ -1,9 +1,9 @@
-"""Lets a 16-bit graph compute in FP32, for CPUs: FP16 is what its weights are stored in.
+"""Makes a 16-bit graph compute in FP32 on CPUs: only its weights are stored in FP16.
 
-ONNX Runtime computes FP16 in FP32 on CPUs without FP16 arithmetic, by casts that it inserts. Where
-a CPU has it, as ARM's of the last years do, it sums products in FP16: ten times the error, and NaN
-beyond 65504. A graph that casts its weights itself is the same on all of them, and gives
-the runtime the graph that it makes of the other one on x86.
+ONNX Runtime inserts casts to compute FP16 in FP32 on CPUs without FP16 arithmetic. On a CPU with
+it, such as recent ARM CPUs, it sums products in FP16: ten times the error, and NaN beyond 65504. A
+graph that casts its weights itself gives the same results on all of them, and is the graph that the
+runtime would create on x86.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ MOVES = frozenset(
         *("Slice", "Split", "Expand", "Flatten", "Identity", "Concat"),
     }
 )
-"""What only moves values: weights are cast after it, since it may take a few of many."""
+"""Ops that only move values: weights are cast after them, since they may select a few of many."""
 
 SMALL = 512
-"""Constants of so few numbers are stored in FP32: a cast of them saves nothing."""
+"""Constants with at most this many numbers are stored in FP32: a cast would save nothing."""
 
 
 def compute_in_fp32(model: ir.Model) -> dict[str, str]:
-    """Lets all ops of a lowered FP16 graph compute in FP32, in place.
+    """Makes all ops of a lowered FP16 graph compute in FP32, in place.
 
-    Its inputs and outputs keep their types. Returns the new names of values that lost theirs, since
-    a cast between two ops is gone.
+    Its inputs and outputs keep their types. Returns the new names of values that lost theirs when a
+    cast between two ops was removed.
     """
     work = _Widening(_types(model))
     work.graph(model.graph, model.graph)
@@ -52,7 +52,7 @@ def _types(model: ir.Model) -> dict[str, ir.DataType]:
 
 
 class _Widening:
-    """One pass; `names` tells of values that were dropped which one is there instead."""
+    """One pass; `names` maps dropped values to their replacements."""
 
     def __init__(self, types: dict[str, ir.DataType]) -> None:
         self.names: dict[str, str] = {}
@@ -104,13 +104,12 @@ class _Widening:
             self._drop(node, graph)
 
     def _moves(self, node: ir.Node) -> bool:
-        """Whether a node only moves FP16 values."""
         if node.domain or node.op_type not in MOVES or node.inputs[0] not in self._half:
             return False
         return node.op_type != "Concat" or all(value in self._half for value in node.inputs)
 
     def _drop(self, cast: ir.Node, graph: ir.Graph) -> None:
-        """Takes away a cast of what is FP32 already."""
+        """Removes a cast of an FP32 value."""
         (value,), (output,) = cast.inputs, cast.outputs
         assert value is not None and value.name is not None and output.name is not None
         if value.dtype != FLOAT and self._types.get(value.name) not in (FLOAT, HALF):
@@ -139,7 +138,7 @@ class _Widening:
 
 
 def _small(value: ir.Value, graph: ir.Graph, name: str) -> ir.Value | None:
-    """A small constant in FP32; None of what is large, lies in a file or is no constant."""
+    """A small constant in FP32; None if it is large, in a file, or not constant."""
     tensor = value.const_value if value.is_initializer() else None
     if tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.size > SMALL:
         return None

@@ -1,11 +1,11 @@
 """One product with a constant matrix, rows·w + b: in floats, in integers, or in Q/DQ form.
 
-In blocks weights alone are integers, those of four bits packed two in a byte: the product is one of
-floats.
+With blocked weights only the weights are integers, 4-bit ones packed two in a byte, and the product
+is one of floats.
 
-In INT8 activations have one scale and weights one per column: x ≈ (q − z)·s and
-w[:, j] ≈ v[:, j]·t[j] with integers q, v, so that x·w ≈ (q − z)·v · s·t[j]. The sum is exact, and
-one multiplication per result brings it back.
+With INT8 activations have one scale and weights one per column: x ≈ (q − z)·s and w[:, j] ≈ v[:,
+j]·t[j] with integers q, v, so that x·w ≈ (q − z)·v · s·t[j]. The sum is exact, and one
+multiplication per result rescales it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..names import MICROSOFT
 from .types import INT8_LEVELS, BlockedWeights, ComputeTypes, QuantizedProducts
 
 Rows = Literal["matrix", "tokens", "token", "stacked"]
-"""What a product is of. `matrix`: [r, in]·[in, out]; `tokens`: the rows have any rank; `token`: one
+"""The operands of a product. `matrix`: [r, in]·[in, out]; `tokens`: rows of any rank; `token`: one
 row per input, [b, 1, in]; `stacked`: [..., r, in]·[..., in, out], several matrices at once."""
 
 
@@ -29,8 +29,8 @@ row per input, [b, 1, in]; `stacked`: [..., r, in]·[..., in, out], several matr
 class Linear:
     """The constants of rows·w + b.
 
-    Of `stacked` ones `bias` and `scale` are [..., 1, out], else [out]. `key` names the weight among
-    the layer's; `scale` belongs to one of integers.
+    For `stacked` ones `bias` and `scale` are [..., 1, out], else [out]. `key` is the weight's name
+    in the layer; `scale` belongs to integer weights.
     """
 
     key: str
@@ -41,10 +41,10 @@ class Linear:
 
 
 def operand(b: Builder, compute: ComputeTypes, key: str, rows: ir.Value, name: str) -> ir.Value:
-    """Adds the rows as the product with weight `key` takes them, in any shape.
+    """Adds the rows in the form that the product with weight `key` takes, in any shape.
 
-    Integers where it multiplies integers; in Q/DQ form they are rounded beside the product, where
-    the runtime looks for it.
+    They are integers if the product is one of integers; in Q/DQ form they are rounded directly
+    before the product, where the runtime expects it.
     """
     quantized = compute.quantized
     if quantized is None or quantized.in_qdq:
@@ -59,9 +59,9 @@ TINY_ROW = 1e-30
 
 
 def scaled_rows(b: Builder, rows: ir.Value, name: str) -> tuple[ir.Value, ir.Value]:
-    """Adds rows [..., w] divided by scales of their own, for `QuantizedProducts.dynamic`.
+    """Adds rows [..., w] divided by their own scales, for `QuantizedProducts.dynamic`.
 
-    The second are those scales [..., 1], which what comes of the rows is to be multiplied by.
+    The second result is the scales [..., 1], by which the rows' results must be multiplied.
     """
     sizes = b.op("Abs", rows, name=f"{name}_sizes")
     peak = b.op("ReduceMax", sizes, b.ints(-1), keepdims=1, name=f"{name}_peak")
@@ -73,9 +73,9 @@ def scaled_rows(b: Builder, rows: ir.Value, name: str) -> tuple[ir.Value, ir.Val
 def product(
     b: Builder, compute: ComputeTypes, rows: ir.Value, linear: Linear, name: str
 ) -> ir.Value:
-    """Adds rows·w + b for rows that `operand` prepared: [..., r, in] to [..., r, out]."""
+    """Adds rows·w + b for rows from `operand`: [..., r, in] to [..., r, out]."""
     quantized, blocked = compute.quantized, compute.blocked
-    # What is stacked comes as floats already.
+    # Stacked operands are floats already.
     if blocked is not None and linear.key in blocked.weights and linear.rows != "stacked":
         return _blocked(b, blocked, rows, linear, name)
     if quantized is None:
@@ -90,10 +90,10 @@ def product(
 
 
 def one_token(b: Builder, rows: ir.Value, weight: ir.Value, bias: ir.Value, name: str) -> ir.Value:
-    """Adds rows·w + b for rows [b, 1, in], as one Gemm between two changes of shape.
+    """Adds rows·w + b for rows [b, 1, in], as one Gemm between two reshapes.
 
-    ONNX Runtime fuses an Add with a MatMul of matrices only; with a row per input the Add is worth
-    3% of a whole layer.
+    ONNX Runtime fuses an Add only with a MatMul of matrices; with a row per input the Add takes 3%
+    of a whole layer.
     """
     assert weight.shape is not None
     width, out = weight.shape.numpy()
@@ -114,8 +114,11 @@ def _floats(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
 
 
 INT8_ROWS = 4
-"""The `accuracy_level` of `MatMulNBits` at which it multiplies integers: rows are rounded to eight
-bits, a scale for each block, which loses far less than the weights did."""
+"""The `accuracy_level` at which `MatMulNBits` multiplies integers: rows are rounded to eight bits
+with a scale per block, which loses far less than rounding the weights."""
+
+AS_THEY_ARE = 0
+"""The `accuracy_level` at which rows stay floats."""
 
 
 def _blocked(
@@ -147,7 +150,7 @@ def _blocked(
         N=out,
         bits=blocked.bits,
         block_size=blocked.block,
-        accuracy_level=INT8_ROWS,
+        accuracy_level=AS_THEY_ARE if blocked.on_gpu else INT8_ROWS,
         name=name,
     )
 
@@ -164,7 +167,7 @@ def _rounded(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
 def _integers(
     b: Builder, quantized: QuantizedProducts, rows: ir.Value, linear: Linear, name: str
 ) -> ir.Value:
-    """Integer products; their `scale` holds both steps, that of the rows and that of the weight."""
+    """Integer products; `scale` is the product of the rows' and the weight's steps."""
     zero = b.constant(np.array(quantized.inputs[linear.key].zero_point, dtype=np.uint8))
     weight_zero = None
     if quantized.weights.zero_point:
@@ -175,7 +178,7 @@ def _integers(
         )
         floats = b.op("Cast", sums, to=ir.DataType.FLOAT.value, name=f"{name}_float")
         return _scaled(b, floats, linear, name)
-    # The kernel adds a bias of one row: that of stacked weights comes after it.
+    # The kernel adds one bias; those of stacked weights are added afterwards.
     apart = linear.bias if linear.rows == "stacked" else None
     products = b.op(
         "MatMulIntegerToFloat",
@@ -203,7 +206,7 @@ def _scaled(b: Builder, products: ir.Value, linear: Linear, name: str) -> ir.Val
 def _scale(
     b: Builder, compute: ComputeTypes, quantized: QuantizedProducts, key: str
 ) -> tuple[ir.Value, ir.Value]:
-    """The step and the zero point of what meets a weight, as constants."""
+    """The step and the zero point of a weight's operand, as constants."""
     scale = quantized.inputs[key]
     kind = quantized.weights.dtype.numpy() if quantized.format == "qdq" else np.dtype(np.uint8)
     return (

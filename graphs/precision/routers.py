@@ -1,8 +1,8 @@
-"""What chooses experts in the network around a MoE layer: it keeps FP32, whatever else does not.
+"""Finds the nodes outside MoE layers that always stay in FP32: routers and angles.
 
-A layer whose choice is made around it takes what was chosen as inputs of its node. The nodes that
-lead to those inputs, and not to the layer's tokens, are its router. Of a Soft MoE layer that
-is given C and its slots it is what the module around the layer computes for them.
+If the choice is made outside a layer, it is an input of the layer's node. The nodes that lead to
+that input, but not to the layer's tokens, are its router. For a Soft MoE layer that is given C and
+its slots, it is the part of the surrounding module that computes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..names import DOMAIN
 
 
 def router_nodes(graph: ir.Graph) -> set[ir.Node]:
-    """Returns the nodes of a traced graph that choose experts for layers they are not part of."""
+    """Returns the nodes of a traced graph that choose experts outside the MoE layers."""
     nodes: set[ir.Node] = set()
     for node in graph:
         if node.domain == DOMAIN and len(node.inputs) > 1:
@@ -28,8 +28,37 @@ def router_nodes(graph: ir.Graph) -> set[ir.Node]:
     return nodes
 
 
+def angle_nodes(graph: ir.Graph) -> set[ir.Node]:
+    """Returns the nodes that compute the angles of rotary embeddings, and their cosines.
+
+    A position times a frequency is an angle of many turns: in 16 bits its fraction of a turn is
+    lost. They are recognised by their inputs, positions and a frequency per column; a cosine of a
+    value that depends on weights is something else.
+    """
+    nodes: set[ir.Node] = set()
+    for node in graph:
+        if node.domain or node.op_type not in ("Cos", "Sin"):
+            continue
+        before = _leading_to(node.inputs)
+        read = {value for one in before for value in one.inputs if value is not None}
+        if not any(_is_matrix(value) or _is_float_input(value) for value in read):
+            nodes |= before | {node}
+    return nodes
+
+
+def _is_matrix(value: ir.Value) -> bool:
+    tensor = value.const_value
+    if tensor is None or not tensor.dtype.is_floating_point():
+        return False
+    return sum(size != 1 for size in tensor.shape.numpy()) > 1
+
+
+def _is_float_input(value: ir.Value) -> bool:
+    return value.is_graph_input() and value.dtype is not None and value.dtype.is_floating_point()
+
+
 def _within(layer: ir.Node, nodes: set[ir.Node]) -> set[ir.Node]:
-    """Those of the nodes that the module around a layer made."""
+    """The nodes that belong to the module around a layer."""
     around, _, _ = layer.attributes.get_string("layer").rpartition(".")
     scopes = (f"{around}/", f"{around}.") if around else ("",)
     return {node for node in nodes if (node.name or "").startswith(scopes)}
@@ -38,7 +67,7 @@ def _within(layer: ir.Node, nodes: set[ir.Node]) -> set[ir.Node]:
 def _leading_to(
     values: Iterable[ir.Value | None], beside: set[ir.Node] | None = None
 ) -> set[ir.Node]:
-    """The nodes that values depend on, but for those `beside` and what these depend on."""
+    """The nodes that values depend on, except for those that `beside` depends on."""
     beside, nodes = beside or set(), set[ir.Node]()
     waiting = [value for value in values if value is not None]
     while waiting:

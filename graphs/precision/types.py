@@ -1,4 +1,4 @@
-"""In what numbers a layer computes: its float types, and the integers of its matrix products."""
+"""The numeric types of a layer: its floats, and the integers of its matrix products."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import onnx_ir as ir
 from ..targets import QDQ, FloatName, Precision, QuantFormat
 
 UINT8_LEVELS = 255
-"""The largest number of an unsigned byte: the steps of an affine scale."""
+"""The largest unsigned byte: the number of steps of an affine scale."""
 
 INT8_LEVELS = 127
-"""The largest number of a signed byte that has an opposite: the steps of a symmetric scale."""
+"""The largest signed byte with a negative: the number of steps of a symmetric scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How a real number x is written as an integer: q = round(x / scale) + zero_point."""
+    """The integer for a real number x: q = round(x / scale) + zero_point."""
 
     scale: float
     zero_point: int
@@ -31,8 +31,8 @@ class Scale:
 class Range:
     """The values of one tensor over a calibration run.
 
-    Values from `low` to `high` are represented, those beyond are clipped: a method's choice.
-    `minimum` and `maximum` are what was observed, `count` how many numbers were.
+    Values from `low` to `high`, which the method chose, are represented; others are clipped.
+    `minimum` and `maximum` are the observed extremes, `count` the number of values.
     """
 
     low: float
@@ -43,13 +43,13 @@ class Range:
 
     @property
     def peak(self) -> float:
-        """The largest absolute value observed: what a 16-bit float must hold."""
+        """The largest observed absolute value, which a 16-bit float must represent."""
         return max(abs(self.minimum), abs(self.maximum))
 
     def affine(self, levels: int = UINT8_LEVELS) -> Scale:
         """Returns the scale to integers 0 … `levels`, for ONNX Runtime's unsigned activations.
 
-        The range is widened to hold zero, which is then represented exactly.
+        The range is widened to include zero, which is then represented exactly.
         """
         low, high = min(self.low, 0.0), max(self.high, 0.0)
         scale = _float32((high - low) / levels)
@@ -61,7 +61,7 @@ class Range:
 
 
 def _float32(value: float) -> float:
-    """The float32 that the graph will hold, never zero."""
+    """The float32 value in the graph, never zero."""
     return float(max(np.float32(value), np.finfo(np.float32).tiny))
 
 
@@ -79,8 +79,8 @@ class WeightQuantization:
     """The integers that weights are rounded to: −`levels` … `levels`, stored plus `zero_point`.
 
     CPUs without VNNI multiply unsigned by signed bytes with `vpmaddubsw`, which adds two products
-    in 16 bits and saturates: 255 · 127 · 2 does not fit, 255 · 64 · 2 does. Weights stored as
-    unsigned bytes take another, slower instruction there, which is exact.
+    in 16 bits and saturates: 255 · 127 · 2 does not fit, 255 · 64 · 2 does. Unsigned weights use
+    another, slower instruction there, which is exact.
     """
 
     levels: int
@@ -89,7 +89,6 @@ class WeightQuantization:
 
     @property
     def dtype(self) -> ir.DataType:
-        """The type that holds them."""
         if self.floats:
             return ir.DataType.FLOAT8E4M3FN
         return ir.DataType.UINT8 if self.zero_point else ir.DataType.INT8
@@ -110,10 +109,10 @@ EIGHT_BIT_FLOATS = WeightQuantization(448, 0, floats=True)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedProducts:
-    """The integer products of a layer: by weight, the scale of what is multiplied with it.
+    """The integer products of a layer: by weight, the scale of its operand.
 
-    With `dynamic` that is one step for a row that was divided by a scale of its own, found while
-    the graph runs: no row depends on the others, and nothing is calibrated.
+    With `dynamic` each row is divided by its own scale at run time, so the scale here is one step
+    of the result: rows do not depend on each other, and nothing is calibrated.
     """
 
     format: QuantFormat
@@ -123,54 +122,63 @@ class QuantizedProducts:
 
     @property
     def in_qdq(self) -> bool:
-        """Whether it is products of floats that were rounded, which the runtime finds."""
+        """Whether they are products of rounded floats, which the runtime recognises."""
         return self.format in QDQ
 
 
 DYNAMIC_ROW = Scale(1.0, 128)
-"""How a row is written whose largest absolute value was brought to `INT8_LEVELS`."""
+"""The encoding of a row whose largest absolute value was scaled to `INT8_LEVELS`."""
 
 
 INT4_BLOCK = 32
-"""How many numbers of a column share a scale."""
+"""The numbers of a column that share a scale."""
 
 Bits = Literal[4, 8]
-"""Those of a weight in blocks."""
+"""The bits of a blocked weight."""
 
 KERNEL_BLOCKS: Mapping[Bits, tuple[int, ...]] = MappingProxyType(
     {4: (128, 64, INT4_BLOCK), 8: (256, 128, 64, 32)}
 )
-"""The same for ONNX Runtime's kernels, the best first that divides a column."""
+"""Block sizes of ONNX Runtime's kernels, in order of preference; one must divide the columns."""
 
 
-def block_of(form: QuantFormat, widths: Iterable[int], bits: Bits = 4) -> int | None:
-    """Returns the size of a block for columns of so many numbers; None where none divides them."""
+MOST_ON_GPU = 128
+"""The largest block size that a GPU's kernels support."""
+
+
+def block_of(
+    form: QuantFormat, widths: Iterable[int], bits: Bits = 4, *, on_gpu: bool = False
+) -> int | None:
+    """Returns the block size for columns of a length; None if none divides it."""
     sizes = KERNEL_BLOCKS[bits] if form == "kernel" else (INT4_BLOCK,)
+    if on_gpu:
+        sizes = tuple(size for size in sizes if size <= MOST_ON_GPU)
     widths = tuple(widths)
     return next((size for size in sizes if not any(width % size for width in widths)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedWeights:
-    """Products with weights of four or eight `bits`; what they multiply stays a float.
+    """Products with weights of four or eight `bits`, whose operands stay floats.
 
-    Of each column of the `weights` named, `block` numbers that follow one another share a scale.
-    `format` is `kernel` for ONNX Runtime's `MatMulNBits`, else DequantizeLinear and MatMul.
+    In each column of the named `weights`, `block` consecutive numbers share a scale. `format` is
+    `kernel` for ONNX Runtime's `MatMulNBits`, else DequantizeLinear and MatMul. `on_gpu`: rows are
+    multiplied unchanged; a CPU's kernels round them to eight bits.
     """
 
     format: QuantFormat
     weights: frozenset[str]
     block: int = INT4_BLOCK
     bits: Bits = 4
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeTypes:
-    """In what numbers one layer computes, whatever type its tokens come in, and the reason.
+    """The types in which one layer computes, whatever type its tokens have, and the reason.
 
-    `inner` is the float type of the experts' (or factors') products; router and gate are FP32
-    always. `quantized` tells which products take integers, `blocked` which take weights in blocks:
-    not both.
+    `inner` is the float type of the experts' (or factors') products; router and gate are always
+    FP32. `quantized` lists the products with integers, or `blocked` those with blocked weights.
     """
 
     inner: ir.DataType = ir.DataType.FLOAT
@@ -180,7 +188,7 @@ class ComputeTypes:
 
     @property
     def precision(self) -> Precision:
-        """The precision of the layer, by the narrowest of its numbers."""
+        """The narrowest type of the layer."""
         if self.blocked is not None:
             return "int4" if self.blocked.bits == 4 else "int8"
         if self.quantized is not None:

@@ -1,7 +1,7 @@
-"""A layer's weights in the numbers that its graph computes in: 16-bit floats, or integers.
+"""Converts a layer's weights to the types of its graph: 16-bit floats, or integers.
 
-Only what multiplies in the experts, or in a muMoE layer's factors, is converted: router and gate
-keep FP32. Everything streams: one expert's matrix is converted while it is written.
+Only the factors of the experts' products, or of a muMoE layer, are converted: router and gate stay
+in FP32. Everything streams: one expert's matrix is converted while it is written.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from .types import (
 )
 
 CONVERTED = ("experts.", "tensor.")
-"""How the names of those weights begin."""
+"""Prefixes of the names of converted weights."""
 
 TINY = float(np.finfo(np.float16).tiny)
-"""The scale of a column of zeros: any positive number that every float type holds."""
+"""The scale of a column of zeros: any positive number that every float type represents."""
 
 
 def converted(parts: Iterable[StoredPart], compute: ComputeTypes) -> Iterator[StoredPart]:
-    """Yields a layer's weights as `compute` wants them.
+    """Yields a layer's weights in the types of `compute`.
 
-    A weight W that multiplies as integers is followed by `W.scale` [..., out]: the real number that
-    one step of it stands for, times one step of what it is multiplied with where the form is not
-    `qdq`. Its parts are known once those of W have been read. So is a weight in blocks, whose
-    layout and that of its scales is as `in_blocks` has them.
+    A weight W with integers is followed by `W.scale` [..., out]: the real value of one step, times
+    one step of the operand unless the form is `qdq`. It is complete once the parts of W have been
+    read. The same holds for blocked weights, whose layout and scales are described in `in_blocks`.
     """
     for part in parts:
         quantized = compute.quantized
@@ -83,9 +82,9 @@ def _integers(
 def quantize(
     matrix: np.ndarray, weights: WeightQuantization, scale_type: ir.DataType = ir.DataType.FLOAT
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a matrix [in, out] as integers, or FP8, with a scale [out] per column, float32.
+    """Returns a matrix [in, out] as integers, or FP8, with a float32 scale [out] per column.
 
-    The scales are numbers that `scale_type` holds, so that a graph that stores them so loses
+    `scale_type` represents the scales exactly, so a graph that stores them in that type loses
     nothing more.
     """
     largest = np.abs(matrix).max(axis=0, initial=0.0)
@@ -102,7 +101,7 @@ def quantize(
 
 
 def not_in_blocks(parts: Iterable[StoredPart], form: QuantFormat) -> str | None:
-    """Returns why weights cannot be written in blocks; None where their rows are whole ones."""
+    """Returns why weights cannot be written in blocks; None if their rows are whole blocks."""
     return next(
         (
             f"{part.name} has {part.shape[-2]} rows, which are no whole blocks of {INT4_BLOCK}"
@@ -139,9 +138,9 @@ def _in_blocks(
 
 
 SHARES: Mapping[Bits, tuple[float, ...]] = MappingProxyType({4: (1.0, 0.88, 0.76), 8: (1.0,)})
-"""How much of a block's largest number its integers reach, of which the best is taken: what lies
-beyond is clipped. With four bits that takes a tenth of the squared error away; more shares hardly
-take more."""
+"""The shares of a block's largest number to try as the largest integer; the best one is used, and
+values beyond it are clipped. With four bits this removes a tenth of the squared error; more shares
+hardly help."""
 
 
 def in_blocks(
@@ -152,15 +151,15 @@ def in_blocks(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a matrix [in, out] as integers with a scale for each block of a column.
 
-    Integers of four bits are −8 … 7. The scales [in / block, out] are signed: −8 stands for numbers
-    of the sign of the largest in absolute value, which uses all sixteen integers. Each is the one
-    of least squares for its integers.
+    Four-bit integers are −8 … 7. The scales [in / block, out] are signed: −8 stands for the number
+    with the largest absolute value, so all sixteen integers are used. Each scale minimises the
+    squared error for its integers.
     """
     width, out = matrix.shape
     split = np.asarray(matrix, np.float32).reshape(width // block, block, out)
     integers = np.empty(split.shape, np.int8)
     scales = np.empty((len(split), out), np.float32)
-    for place, numbers in enumerate(split):  # few enough to stay in a cache
+    for place, numbers in enumerate(split):  # small enough to stay in a cache
         integers[place], scales[place] = _block(numbers, scale_type, bits)
     return integers.reshape(width, out), scales
 
@@ -189,7 +188,7 @@ def _block(
 
 
 def pack(integers: np.ndarray) -> np.ndarray:
-    """Returns integers of four bits two in a byte, the first in the lower half."""
+    """Returns 4-bit integers packed two in a byte, the first in the lower half."""
     flat = np.ascontiguousarray(integers).reshape(-1).view(np.uint8) & 0xF
     return flat[::2] | (flat[1::2] << 4)
 
@@ -199,7 +198,7 @@ def activation_scale(
 ) -> Scale:
     """Returns the scale of an activation: signed and symmetric in Q/DQ form, else unsigned.
 
-    In Q/DQ form it is a number that the float type `dtype` holds.
+    In Q/DQ form the float type `dtype` represents it exactly.
     """
     if not qdq:
         return seen.affine()
@@ -208,7 +207,7 @@ def activation_scale(
 
 
 def rounded_to(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    """Returns float32 numbers that a float type holds: the nearest ones."""
+    """Returns float32 numbers rounded to the nearest ones that a float type represents."""
     kind = {ir.DataType.FLOAT16: np.float16, ir.DataType.BFLOAT16: ml_dtypes.bfloat16}
     exact = np.asarray(array, np.float32)
     return exact if dtype not in kind else exact.astype(kind[dtype]).astype(np.float32)

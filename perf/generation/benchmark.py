@@ -1,4 +1,4 @@
-"""Time to the first token and tokens per second of a bundle in GenAI, beside other engines.
+"""Time to the first token and tokens per second of a bundle in GenAI, compared with other engines.
 
 Speed is that of Qwen3-MoE models with random weights; quality is that of the demo's small Mixtral.
 All engines are open at once and take turns; llama.cpp and OpenVINO GenAI where they are installed.
@@ -25,9 +25,9 @@ import torch
 from moexport.common.console import Progress
 from moexport.common.environment import usable_cores, versions
 from moexport.common.text import markdown
-from moexport.exporter.export import export
+from moexport.exporter.export import write_bundle
 from moexport.exporter.job import export_job
-from moexport.exporter.options import ExportOptions, PrecisionOptions
+from moexport.exporter.options import ExportOptions
 from moexport.exporter.trace import trace
 from moexport.plugins.demo import experts as demo
 from moexport.plugins.token_routed.load import transformers_library
@@ -53,7 +53,7 @@ SHAPE: Mapping[str, Any] = {
 }
 
 GGUF_TYPES: Mapping[str, GGUFType] = {"int8": "Q8_0", "int4": "Q4_0"}
-"""What llama.cpp has beside each precision."""
+"""The type of llama.cpp to compare with each precision."""
 
 PEERS: tuple[EngineName, ...] = ("llama.cpp", "openvino-genai")
 """Engines that are measured where they are."""
@@ -64,7 +64,7 @@ WIDTHS = {"hidden_size": 128, "intermediate_size": 128}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedCase:
-    """A model of so many layers, and with what it is measured.
+    """The number of layers of a model, and its measurements.
 
     `graphs` are precisions and k. Batches are of prompts of the first context.
     """
@@ -77,7 +77,7 @@ class SpeedCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSizes:
-    """What is measured, and how long: a part begins no round after its share of `minutes`."""
+    """The measurements and their time: a part begins no round after its share of `minutes`."""
 
     shape: Mapping[str, Any] = field(default_factory=lambda: SHAPE)
     speed: tuple[SpeedCase, ...] = (
@@ -116,7 +116,7 @@ QUICK = GenerationSizes(
     ks=(4, 1),
     windows=2,
 )
-"""Whether it runs; its figures say nothing."""
+"""A run of the code only; its figures mean nothing."""
 
 
 def measure(progress: Progress, sizes: GenerationSizes = GenerationSizes()) -> dict[str, object]:
@@ -179,7 +179,7 @@ def in_rounds(
 ) -> list[dict[str, object]]:
     """Returns a row per engine and load: the medians over the rounds in which they take turns.
 
-    The longest prompts are computed in the first round alone. No other round begins that would end
+    The longest prompts are computed only in the first round. No other round begins that would end
     after the deadline.
     """
     longest = max(prompts, key=lambda load: load[1])
@@ -218,7 +218,7 @@ def in_rounds(
 def measure_quality(
     folder: Path, progress: Progress, sizes: GenerationSizes, threads: int
 ) -> list[dict[str, object]]:
-    """Returns a row per engine: its perplexity, and how often its likeliest token is PyTorch's."""
+    """Returns a row per engine: its perplexity, and how often its top token is PyTorch's."""
     demo.trained(folder, progress, steps=sizes.steps, config={**demo.CONFIG, **WIDTHS})
     (folder / demo.NAME).rename(folder / "model")
     windows = np.load(folder / "test.npz")["input_ids"][: sizes.windows]
@@ -256,7 +256,7 @@ def text_cases(
     *,
     untouched: bool,
 ) -> list[TextCase]:
-    """Returns the model in `folder/model` for every engine, exported and converted beside it."""
+    """Returns the model in `folder/model` for every engine, exported and converted next to it."""
     model = folder / "model"
     cases = []
     exported = list(exports(model, folder, graphs, progress))
@@ -300,14 +300,18 @@ def exports(
         progress.step(f"exporting {precision} at k = {k}")
         bundle = place / f"{precision}-k{k}"
         integers = precision in GGUF_TYPES
-        numbers = PrecisionOptions(precision, scope="all" if integers else "experts")  # type: ignore[arg-type]
         options = ExportOptions(
-            k=k, target="ort-cpu", precision=numbers, verify=False, destination=bundle
+            k=k,
+            target="ort-cpu",
+            precision=precision,  # type: ignore[arg-type]
+            quantize="all" if integers else "experts",
+            verify=False,
+            destination=bundle,
         )
         job = export_job(model, options)
         if k not in traced:
-            traced[k] = trace(job.model, opset=options.opset, fixed=job.fixed)
-        export(job, progress, traced[k])
+            traced[k] = trace(job.model, opset=options.least_opset, fixed=job.fixed)
+        write_bundle(job, progress, traced[k])
         yield precision, k, bundle
 
 
@@ -350,7 +354,8 @@ def table(body: Any) -> str:
         f"with random weights: width {shape['hidden_size']:,}, {shape['num_experts']} experts of "
         f"{shape['moe_intermediate_size']}, k = {shape['num_experts_per_tok']}, vocabulary "
         f"{shape['vocab_size']:,}. Per context, the milliseconds to the first token and the tokens "
-        "per second after it; medians of rounds in which all take turns, the longest prompts once."
+        "per second after it; medians of rounds in which the programs take turns. The longest "
+        "prompts were measured once."
     ]
     for model in body["speed"]:
         parts.append(f"**{model['layers']} layers, {model['parameters'] / 1e9:.2f} B parameters**")
@@ -360,18 +365,19 @@ def table(body: Any) -> str:
         layers = body["speed"][0]["layers"]
         parts.append(
             f"Batches of prompts of {contexts[0]} tokens ({layers} layers), tokens per second of "
-            "all together:"
+            "the whole batch:"
         )
         parts.append(_speed_table(first, contexts[:1], batches))
     there = [name for name in PEERS if name not in body["absent"]]
     if there:
-        names = " and as ".join(TITLES[name] for name in there)
-        parts.append(f"Times as fast as {names}, INT8 beside Q8_0 and INT4 beside Q4_0, batch 1:")
+        names = " and over ".join(TITLES[name] for name in there)
+        parts.append(f"Speed-up over {names}, INT8 against Q8_0 and INT4 against Q4_0, batch 1:")
         parts.append(_ratio_table(body["speed"], contexts, there))
     tokens = body["quality"][0]["tokens"]
     parts.append(
         f"Quality: the demo's Mixtral, trained longer, on {tokens:,} tokens that it was not "
-        "trained on. `same token` is how often the likeliest next token is that of `transformers`."
+        "trained on. `same token` is how often the most likely next token is the same as in "
+        "`transformers`."
     )
     header = ("program", "precision", "k", "perplexity", "same token")
     rows = [
@@ -420,5 +426,5 @@ def _ratio_table(
             for name, part in (("first token", "first_s"), ("further tokens", "token_s")):
                 cells = [f"{slow[part] / fast[part]:.2f}" for slow, fast in pairs]
                 lines.append((TITLES[peer], str(model["layers"]), precision, name, *cells))
-    header = ("beside", "layers", "precision", "", *(f"{c:,}" for c in contexts))
+    header = ("compared with", "layers", "precision", "", *(f"{c:,}" for c in contexts))
     return markdown(header, lines, words=4)

@@ -1,4 +1,4 @@
-"""One language model in each engine that generates text, in a process of its own.
+"""One language model in each engine that generates text, in its own process.
 
 An engine stays open while the others take their turns; its threads sleep by then.
 """
@@ -30,7 +30,7 @@ PACKAGES: Mapping[EngineName, tuple[str, ...]] = {
     "openvino-genai": ("openvino_genai",),
     "transformers": ("transformers",),
 }
-"""What each engine is imported as; that of llama.cpp with what writes its files."""
+"""The modules of each engine; for llama.cpp also the one that writes its files."""
 
 CONVERTER = "optimum-cli"
 """Converts models for OpenVINO GenAI; a program of another environment, where it needs one."""
@@ -39,7 +39,7 @@ DISTRIBUTIONS = ("onnxruntime-genai", "llama-cpp-python", "openvino-genai", "tra
 
 
 def missing(name: EngineName) -> str | None:
-    """Returns what an engine needs and this environment does not have."""
+    """Returns the modules of an engine that this environment lacks."""
     absent = [each for each in PACKAGES[name] if importlib.util.find_spec(each) is None]
     if name == "openvino-genai" and shutil.which(CONVERTER) is None:
         absent.append(CONVERTER)
@@ -77,7 +77,7 @@ class SteppedEngine(TextEngine):
 
     @abstractmethod
     def steps(self, prompts: Ids, new: int) -> Callable[[], Ids]:
-        """Returns what generates the next token [b] of every prompt [b, m], greedily.
+        """Returns a function that generates the next token [b] of every prompt [b, m], greedily.
 
         Its first call computes the prompts; `new` calls are made.
         """
@@ -109,7 +109,7 @@ class GenAIEngine(SteppedEngine):
     def _generator(self, prompts: Ids, new: int) -> Any:
         b, m = prompts.shape
         params = self._genai.GeneratorParams(self._model)
-        # Random weights may come to an end token: so many tokens are generated whatever they are.
+        # Random weights may yield an end token: it is ignored, and all tokens are generated.
         length = m + new
         params.set_search_options(
             batch_size=b, max_length=length, min_length=length, do_sample=False
@@ -193,7 +193,7 @@ class LlamaCppEngine(SteppedEngine):
         self._contexts: dict[tuple[int, int, int], Any] = {}
 
     def _open(self, sequences: int, length: int, tokens: int) -> None:
-        """An empty context for sequences of a length, which takes so many tokens in one call."""
+        """An empty context for sequences of a length, with at most `tokens` tokens in a call."""
         key = sequences, length, tokens
         if key not in self._contexts:
             self._contexts[key] = self._made(sequences, length, tokens)
@@ -288,7 +288,7 @@ class OpenVinoGenAIEngine(TextEngine):
         return np.array(found.tokens), [first_us / 1e6, *(np.diff(ms) / 1e3).tolist()]
 
     def logits(self, ids: Ids) -> NDArray[np.float32]:
-        """Returns what the same file of a graph computes in OpenVINO without the pipeline."""
+        """Returns the outputs of the same graph file in OpenVINO without the pipeline."""
         if self._graph is None:
             file = self._folder / "openvino_model.xml"
             compiled = self._openvino.Core().compile_model(file, "CPU", self._settings)
@@ -318,7 +318,7 @@ _OPEN: list[TextEngine] = []
 
 
 class EngineProcess:
-    """An engine in a process of its own, which ends with `close` and gives its memory back."""
+    """An engine in its own process, which ends with `close` and gives its memory back."""
 
     def __init__(self, case: TextCase) -> None:
         self.case = case
@@ -326,7 +326,7 @@ class EngineProcess:
         self._pool = ProcessPoolExecutor(1, context, initializer=_open, initargs=(case,))
 
     def seconds(self, prompts: Ids, new: int) -> list[float]:
-        """Returns what each new token took."""
+        """Returns the time of each new token."""
         return self._pool.submit(_seconds, prompts, new).result()
 
     def logits(self, ids: Ids) -> NDArray[np.float32]:

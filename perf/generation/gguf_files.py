@@ -23,7 +23,7 @@ GGUFType = Literal["F32", "Q8_0", "Q4_0"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFForm:
-    """What llama.cpp calls an architecture, and how the checkpoint names the experts of a layer.
+    """The name of an architecture in llama.cpp, and the checkpoint's names of a layer's experts.
 
     `interleaved`: it turns neighbours, where transformers turns halves, so that rows of queries and
     keys change places. `hidden` is the field of an expert's width, `merged` what gguf's own list of

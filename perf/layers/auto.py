@@ -26,8 +26,8 @@ from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
 from moexport.graphs.lowerings import lowerings_of
+from moexport.graphs.lowerings.base import SoftMoEPlan
 from moexport.graphs.lowerings.choice import able, batch_spans, choose
-from moexport.graphs.lowerings.cost import Work
 from moexport.graphs.targets import Precision
 
 from ..measure import keep, kept, measured_on, threads
@@ -40,7 +40,7 @@ BATCHES = (1, 8, 32)
 PROTOCOL = timing.Protocol(warmup=2, round_s=0.01)
 
 COPY_LIMIT_BYTES = 256 << 20
-"""`gather` is left out where one batch would copy more weights than this."""
+"""`gather` is left out if one batch would copy more weights than this."""
 
 CALIBRATION_INPUTS = 8
 
@@ -107,7 +107,7 @@ SAME_GRAPH = ("dense", "gather")
 """With every expert kept nothing is to gather, and these are the same graph."""
 
 DISTURBED = 1.3
-"""A median so many times the least time says that other work took its share."""
+"""If the median is this many times the least time, other work disturbed the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,9 @@ class Cell:
     medians: dict[str, float]
 
     @property
-    def work(self) -> Work:
-        """What is computed."""
-        return self.layer.work(self.k, self.batch, self.precision)
+    def plan(self) -> SoftMoEPlan:
+        """The layer of the cell."""
+        return self.layer.plan(self.k, self.batch, self.precision)
 
     @property
     def best(self) -> float:
@@ -137,13 +137,13 @@ class Cell:
         return min(self.ms.values())
 
     def ratio(self, name: str) -> float:
-        """A lowering's time over the fastest's; infinite where it took too long to be measured."""
+        """A lowering's time over the fastest's; infinite if it took too long to be measured."""
         names = SAME_GRAPH if self.same_graph is not None and name in SAME_GRAPH else (name,)
         return min(self.ms.get(each, float("inf")) for each in names) / self.best
 
     @property
     def same_graph(self) -> float | None:
-        """How far apart two times of the same graph are; None where something is gathered."""
+        """How far apart two times of the same graph are; None if something is gathered."""
         if self.k < self.layer.experts or not all(name in self.ms for name in SAME_GRAPH):
             return None
         times = [self.ms[name] for name in SAME_GRAPH]
@@ -175,17 +175,17 @@ class Cell:
 
 
 def chosen(cell: Cell, batches: tuple[int, ...] = ()) -> str:
-    """Returns what `auto` takes for a cell's batch, or for a range of `batches`."""
-    work = replace(cell.work, batch=batches[0]) if batches else cell.work
-    return choose(work, cell.target, batches).lowering.name
+    """Returns the choice of `auto` for a cell's batch, or for a range of `batches`."""
+    plan = replace(cell.plan, batch=batches[0]) if batches else cell.plan
+    return choose(plan, cell.target, batches).lowering.name
 
 
 SPAN = (BATCHES[0], BATCHES[-1])
 
 
 def chosen_by_batch(cell: Cell) -> str:
-    """Returns what `auto` takes for a cell's batch where it writes graphs for the whole range."""
-    spans = batch_spans([replace(cell.work, batch=SPAN[0])], cell.target, *SPAN)
+    """Returns the choice of `auto` for a cell's batch if it writes graphs for the whole range."""
+    spans = batch_spans([replace(cell.plan, batch=SPAN[0])], cell.target, *SPAN)
     return chosen(cell, next(span for span in spans if span[0] <= cell.batch <= span[1]))
 
 
@@ -202,7 +202,7 @@ def least_ratios(cells: Sequence[Cell]) -> list[float]:
 
 
 def read_cells(file: Path, layers: Sequence[Layer] = (*FITTED, *HELD_OUT)) -> list[Cell]:
-    """Returns what was measured of some layers, batches rising."""
+    """Returns the measurements of some layers, batches rising."""
     if not file.exists():
         return []
     cells = [Cell(**{**each, "layer": Layer(**each["layer"])}) for each in kept(file)["cells"]]
@@ -210,7 +210,7 @@ def read_cells(file: Path, layers: Sequence[Layer] = (*FITTED, *HELD_OUT)) -> li
 
 
 def measure(file: Path, progress: Progress, minutes: float = MINUTES) -> None:
-    """Measures what is not there yet, in random order; then what was disturbed, worst first."""
+    """Measures missing cells, in random order; then disturbed ones, worst first."""
     cells = {cell.place: cell for cell in read_cells(file)}
     forms = [(layer, *form) for layer in (*FITTED, *HELD_OUT) for form in FORMS]
     random.Random(0).shuffle(forms)
@@ -239,9 +239,9 @@ Form = tuple[Layer, CpuTarget, Precision]
 
 
 def _next(forms: Sequence[Form], visits: Mapping[Form, int], cells: Iterable[Cell]) -> Form | None:
-    """Returns what to measure: what is missing, else what was disturbed most among the least seen.
+    """Returns the next cell: a missing one, else the most disturbed of the least measured.
 
-    None where nothing was disturbed.
+    None if nothing was disturbed.
     """
     worst: dict[Form, float] = {}
     for cell in cells:
@@ -257,7 +257,7 @@ def _next(forms: Sequence[Form], visits: Mapping[Form, int], cells: Iterable[Cel
 def measured(layer: Layer, target: CpuTarget, precision: Precision, count: int) -> Iterator[Cell]:
     """Yields a layer's cells in one form, every lowering of a batch interleaved."""
     ks = ks_of(layer)
-    names = [each.name for each in able(layer.work(1, 1, precision), target)]
+    names = [each.name for each in able(layer.plan(1, 1, precision), target)]
     asked = BenchRequest(
         k=ks,
         lowering=names,
@@ -274,7 +274,7 @@ def measured(layer: Layer, target: CpuTarget, precision: Precision, count: int) 
             calls = {
                 f"{name} {k}": partial(_called, infer, x)
                 for (name, k), infer in graphs.items()
-                if LOWERINGS[name].copied_bytes(layer.work(k, batch)) <= COPY_LIMIT_BYTES
+                if LOWERINGS[name].copies(layer.plan(k, batch)) <= COPY_LIMIT_BYTES
             }
             found = timing.measure(calls, PROTOCOL).latencies
             for k in ks:
@@ -298,7 +298,7 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
         "1:1:32, one graph": partial(chosen, batches=SPAN),
     }
 )
-"""What `auto` takes where it is asked for the cell's own batch, or for a range: with the graphs
+"""The choice of `auto` for the cell's own batch, or for a range: with the graphs
 that it writes, and where it is to be one."""
 
 

@@ -1,7 +1,7 @@
 """Fits the cost model of `auto` to measured layers: `python -m perf fit`.
 
 The grid of the speed targets and layers of many sizes (`perf.layers.auto`) give the constants;
-layers that are not among them say how well they choose. A choice counts as slower than the best
+other layers show how well they choose. A choice counts as slower than the best
 only by what the rounds can tell apart.
 """
 
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from moexport.bench.results import Results
 from moexport.graphs.lowerings import lowerings_of
-from moexport.graphs.lowerings.cost import Work, machine_for
+from moexport.graphs.lowerings.base import SoftMoEPlan
+from moexport.graphs.lowerings.cost import machine_for
 from moexport.graphs.targets import Machine, Precision, Target
 from scipy.optimize import least_squares
 
@@ -34,34 +35,34 @@ RATES = tuple(
 """The constants that are fitted."""
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
-"""What is measured on a CPU."""
+"""The shapes measured on a CPU."""
 
 OUTLIER = 0.2
 """Residuals beyond this share are given less weight: single cells are disturbed by other loads."""
 
 DISTURBED = 1.3
-"""From a median so many times the least time on, other work took its share: it counts for less."""
+"""Above this ratio of median to least time, other work disturbed a cell: it counts for less."""
 
 HELD = 0.1
-"""What it takes to move a constant, in residuals per factor e: what is barely measured stays."""
+"""The penalty of moving a constant, in residuals per factor e: those with little data stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a lowering took for a target's work, in microseconds, and how much that counts."""
+    """A lowering's time for a target's work, in microseconds, and its weight."""
 
     lowering: str
-    work: Work
+    plan: SoftMoEPlan
     target: Target
     us: float
     weight: float
 
 
 def of_grid(results: Results, precision: Precision) -> list[Measured]:
-    """Returns what was measured of `SHAPES`."""
+    """Returns the measurements of `SHAPES`."""
     return [
         Measured(
-            *(name, _work(cell), "ort-cpu", 1e3 * median),
+            *(name, _plan(cell), "ort-cpu", 1e3 * median),
             _weight(median, min(cell.lowerings.values())),
         )
         for cell in cells(results, SHAPES, precision)
@@ -70,10 +71,10 @@ def of_grid(results: Results, precision: Precision) -> list[Measured]:
 
 
 def of_layers(measured: Iterable[auto.Cell], precision: Precision) -> list[Measured]:
-    """Returns what was measured of layers of many sizes."""
+    """Returns the measurements of layers of many sizes."""
     return [
         Measured(
-            *(name, cell.work, cell.target, 1e3 * ms),
+            *(name, cell.plan, cell.target, 1e3 * ms),
             _weight(ms, cell.best) * min(1.0, DISTURBED * ms / cell.medians[name]),
         )
         for cell in measured
@@ -83,7 +84,7 @@ def of_layers(measured: Iterable[auto.Cell], precision: Precision) -> list[Measu
 
 
 def _weight(time: float, best: float) -> float:
-    """What is far from the best is never chosen: how far matters less."""
+    """A lowering far from the best is never chosen: the distance matters less."""
     return float((best / time) ** 0.5)
 
 
@@ -100,7 +101,7 @@ def fitted(measured: Sequence[Measured], precision: Precision) -> dict[str, floa
         tried = {each: machine(each, precision, constants(logarithms)) for each in CPU_TARGETS}
         found = []
         for each in measured:
-            predicted = LOWERINGS[each.lowering].predict_us(each.work, tried[each.target])
+            predicted = LOWERINGS[each.lowering].predict_us(each.plan, tried[each.target])
             off = float(np.log(predicted / each.us))
             found.append(each.weight * off)
         return [*found, *(HELD * (logarithms - start)).tolist()]
@@ -120,15 +121,15 @@ def machine(target: Target, precision: Precision, constants: Mapping[str, float]
 def slack(cell: Cell, rates: Machine) -> float:
     """Returns how much slower the predicted best is than the measured best, 0.1 for 10%.
 
-    0 where the two are no further apart than the rounds of either.
+    0 if the two are no further apart than the rounds of either.
     """
-    work = _work(cell)
-    predicted = min(cell.lowerings, key=lambda name: LOWERINGS[name].predict_us(work, rates))
+    plan = _plan(cell)
+    predicted = min(cell.lowerings, key=lambda name: LOWERINGS[name].predict_us(plan, rates))
     return cell.slack_of(predicted)
 
 
-def _work(cell: Cell) -> Work:
-    return cell.layer.work(cell.k, cell.batch, cell.precision)
+def _plan(cell: Cell) -> SoftMoEPlan:
+    return cell.layer.plan(cell.k, cell.batch, cell.precision)
 
 
 def report(machines: Sequence[Results], layers: Sequence[auto.Cell] = ()) -> str:

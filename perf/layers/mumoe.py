@@ -130,7 +130,7 @@ def run(
 ) -> Iterator[Results]:
     """Yields four rows a layer, both in PyTorch and the graphs in FP32 and INT8: b = 1, k = n.
 
-    Raises AssertionError where the two in PyTorch differ.
+    Raises AssertionError if the two in PyTorch differ.
     """
     machine = Microbenchmarks(threads())
     models: list[ModelInfo] = []
@@ -174,7 +174,7 @@ def measure(
 
 
 def table(results: Results) -> str:
-    """Returns the layers as Markdown, beside the least time that the machine needs for each.
+    """Returns the layers as Markdown, with the least time that the machine needs for each.
 
     That is the weights streamed from memory, or the multiply-adds at the rate of a large matmul,
     whichever takes longer; weights that stay in a cache may take less.

@@ -39,8 +39,8 @@ from moexport.exporter.model import Model
 from moexport.graphs.layers.expert import Activation
 from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec
 from moexport.graphs.lowerings import lowerings_of
+from moexport.graphs.lowerings.base import SoftMoEPlan
 from moexport.graphs.lowerings.choice import choose
-from moexport.graphs.lowerings.cost import Work
 from moexport.graphs.targets import Precision
 
 from ..measure import in_own_process, in_pytorch, opened, results, threads, timed
@@ -50,7 +50,7 @@ BATCHES = (1, 4, 16, 100)
 LOWERINGS = ("dense", "gather", "grouped", "conditional")
 
 GATHER_LIMIT_BYTES = 2 << 30
-"""`gather` is left out where one batch would copy more weights than this."""
+"""`gather` is left out if one batch would copy more weights than this."""
 
 CALIBRATION_INPUTS = 16
 """Inputs that give INT8 its ranges."""
@@ -106,13 +106,13 @@ class Layer:
             activation=self.activation,
         )
 
-    def work(self, k: int, batch: int, precision: Precision = "fp32") -> Work:
-        """What is computed."""
-        return Work(self.spec, k, batch, self.tokens, precision)
+    def plan(self, k: int, batch: int, precision: Precision = "fp32") -> SoftMoEPlan:
+        """The layer of the cell."""
+        return SoftMoEPlan(self.spec, k, batch, self.tokens, precision)
 
     def chosen(self, k: int, batch: int, precision: Precision = "fp32") -> str:
-        """What `auto` takes on a CPU."""
-        return choose(self.work(k, batch, precision), "ort-cpu").lowering.name
+        """The choice of `auto` on a CPU."""
+        return choose(self.plan(k, batch, precision), "ort-cpu").lowering.name
 
     def models(self) -> tuple[Model, Model]:
         """The layer alone as a model: experts stacked, and one by one with the same weights."""
@@ -162,7 +162,7 @@ def run(
 def measure(
     layer: Layer, batches: tuple[int, ...], protocol: timing.Protocol
 ) -> tuple[list[Row], list[Rates]]:
-    """Returns the rows of a layer, and the machine's rates beside each batch."""
+    """Returns the rows of a layer, and the machine's rates for each batch."""
     count = threads()
     machine = Microbenchmarks(count)
     stacked, loop = layer.models()
@@ -209,8 +209,8 @@ def _fits(layer: Layer, graph: GraphSource, batch: int) -> bool:
     precision: Precision = "int8" if graph.precision == "int8" else "fp32"
     if layer == LARGE:
         return graph.lowering == layer.chosen(graph.k, batch, precision)
-    work = layer.work(graph.k, batch, precision)
-    return lowerings_of("soft-moe")[graph.lowering].copied_bytes(work) <= GATHER_LIMIT_BYTES
+    plan = layer.plan(graph.k, batch, precision)
+    return lowerings_of("soft-moe")[graph.lowering].copies(plan) <= GATHER_LIMIT_BYTES
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Markdown tables of the measured layers, and the speed targets beside them."""
+"""Markdown tables of the measured layers, with the speed targets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moexport.bench.results import Results
+from moexport.common.latency import Latency
 from moexport.common.text import markdown
-from moexport.common.timing import Latency
 from moexport.graphs.targets import Precision
 
 from ..measure import ms, times
@@ -28,12 +28,12 @@ AUTO_SLACK = 0.15
 """`auto` may be this much slower than the best lowering of a cell."""
 
 DISTURBED = 0.5
-"""Round medians that differ by more than this share say little of a ratio."""
+"""If round medians differ by more than this share, a ratio is unreliable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One layer, batch and k: what was measured, by lowering or form of the untouched layer.
+    """The measurements of one layer, batch and k, by lowering or form of the untouched layer.
 
     All were measured in the same rounds. `limit` is the least time in milliseconds that the machine
     needs for k experts, at the rates that it had in those rounds.
@@ -47,7 +47,7 @@ class Cell:
     precision: Precision = "fp32"
 
     def median(self, name: str) -> float | None:
-        """The milliseconds of what was measured."""
+        """The measured milliseconds."""
         return None if name not in self.latencies else self.latencies[name].median
 
     def speedup(self, baseline: str) -> str:
@@ -96,7 +96,7 @@ def cells(
 ) -> Iterator[Cell]:
     """Yields the grid that was measured in a precision: by layer, by batch, k falling.
 
-    Of what was measured twice, the first measurement counts. The untouched layer is FP32's.
+    If a cell was measured twice, the first measurement counts. The untouched layer is FP32's.
     """
     for layer in layers:
         rows = [
@@ -114,7 +114,7 @@ def cells(
             }
             for k in sorted(limits, reverse=True):
                 found: dict[str, Latency] = {}
-                # The untouched layer as measured beside this k, where it was measured again.
+                # The untouched layer as measured along with this k, if it was measured again.
                 for row in sorted(of_batch, key=lambda row: row.k != k):
                     untouched = row.lowering in BASELINES and row.k == layer.experts
                     if (untouched or row.k == k) and row.latency_ms is not None:
@@ -152,7 +152,7 @@ def layer_table(results: Results) -> str:
 
 
 def integer_table(results: Results) -> str:
-    """Returns INT8 beside FP32 as Markdown: medians in ms, the choice of `auto` in bold."""
+    """Returns INT8 next to FP32 as Markdown: medians in ms, the choice of `auto` in bold."""
     floats = _grid(results, (*SHAPES, LARGE))
     rows = []
     for place, cell in _grid(results, (*SHAPES, LARGE), "int8").items():
@@ -248,7 +248,7 @@ LIMITS = {1: 1.5, 100: 2.0}
 
 
 def _worst(results: Results, grid: Grid, precision: Precision) -> Iterator[tuple[str, str, str]]:
-    """What is asked of all cells, and the worst: over its limit, by batch, and of `auto`."""
+    """The requirements for all cells, and the worst: over its limit, by batch, and of `auto`."""
     for batch, bound in LIMITS.items():
         asked = [
             cell

@@ -1,1 +1,1 @@
-"""Work shared out to the nodes of a Ray cluster."""
+"""Distributes work to the nodes of a Ray cluster."""

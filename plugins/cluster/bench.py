@@ -1,10 +1,10 @@
-"""A benchmark on a Ray cluster: its cells as tasks, each timed alone on a node of its kind.
+"""A benchmark on a Ray cluster: its cells are tasks, each timed alone on a node of its kind.
 
-Accuracy, routing and parity are taken in shards of the data, a task each, whose sums of every batch
-are added in the order of the data: what comes out is what one machine finds, to the last bit. Then
-every batch size of every model is timed on one node, with all its k, precisions and engines in turn
-beside the untouched model, so that a ratio never has times of two machines in it. Ray places the
-tasks, and runs those of a lost node again.
+Accuracy, routing and parity are measured in shards of the data, a task each; the sums of every
+batch are added in the order of the data, so the result is that of one machine, to the last bit.
+Then every batch size of every model is timed on one node, with all its k, precisions and engines in
+turn with the untouched model, so a ratio never mixes times of two machines. Ray places the tasks,
+and runs those of a lost node again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from ...common.console import Silent
 from ...common.environment import PACKAGES, versions
 from ...common.locations import state_of
 from ...common.threads import with_threads
-from ...common.user_code import names_code
 from ...common.writing import held
 from ...data.shards import shards_of
-from ...errors import UsageError, in_one_line
+from ...data.user_code import names_code
+from ...errors import UsageError, one_line
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.bundle.manifest import is_bundle
 from ...exporter.model import Model
@@ -52,7 +52,7 @@ BatchStates = dict[str, dict[int, EvaluationState]]
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """A model and the bundles beside it, with the benchmark that is asked of them."""
+    """A model with its bundles, and the requested benchmark."""
 
     models: tuple[str, ...]
     request: BenchRequest
@@ -66,12 +66,12 @@ def sweep_on_ray(
     on: Sequence[str],
     keep: Callable[[str, Results], None] = lambda kind, results: None,
 ) -> dict[str, Results]:
-    """Returns the results of each kind of node; `keep` gets those of a kind when it is complete.
+    """Returns the results of each kind of node; calls `keep` when a kind is complete.
 
-    With a folder `out` what nodes have found is kept there until all is complete, and not done
-    again by a run of the same. Raises `UsageError` for what other machines cannot do, and
-    `ClusterError` where the cluster cannot be reached, lacks a resource that is asked for, or loses
-    a task's nodes again and again; what was measured by then went to `keep`.
+    With a folder `out` finished pieces are kept there until all is complete, and a repeated run
+    does not do them again. Raises `UsageError` for requests that other machines cannot run, and
+    `ClusterError` if the cluster cannot be reached, lacks a requested resource, or loses a task's
+    nodes repeatedly; `keep` got the complete results.
     """
     watcher = request.progress or Silent()
     out = request.folder
@@ -96,7 +96,7 @@ def sweep_on_ray(
 
 
 def merged(parts: Sequence[tuple[str, Results]], command: str) -> Results:
-    """Returns the results of several nodes as one; rows tell their node, the protocol its machine.
+    """Returns the results of several nodes as one; rows name their node, the protocol its machine.
 
     Rows are in the order of a run on one machine: by model, phase and batch size.
     """
@@ -134,7 +134,7 @@ def _by_model(models: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _what(cells: Sequence[Cells]) -> dict[str, Any]:
-    """What the numbers depend on: pieces of anything else are not used."""
+    """The inputs that the numbers depend on: pieces of other inputs are not used."""
     request = cells[0].request
     data = request.data if isinstance(request.data, str | Path) else None
     files = () if data is None else shards_of(data) or (data,)
@@ -165,7 +165,7 @@ def _check(cells: Sequence[Cells]) -> None:
         if names.count(name) > 1:
             raise UsageError(
                 f"two models have the same name: {name}",
-                hint="rename one of the files or folders: results are told apart by it",
+                hint="rename one of the files or folders: results are identified by it",
             )
 
 
@@ -180,7 +180,7 @@ def _described(kinds: Sequence[NodeKind], cells: Sequence[Cells]) -> str:
 
 @dataclass
 class _Sweep:
-    """The tasks of one kind of node; what an earlier run has left of them is not done again."""
+    """The tasks of one kind of node; tasks that an earlier run finished are not done again."""
 
     cluster: Cluster
     kind: NodeKind
@@ -189,7 +189,7 @@ class _Sweep:
     pieces: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
     def results(self) -> Results | None:
-        """Everything that was found, as one; None where nothing could be timed."""
+        """All results as one; None if nothing could be timed."""
         for name in ("accuracy", "analyses", "timed"):
             for piece in self.journal.pieces(name, on=self.kind.name):
                 self.pieces[name, piece["model"], piece["part"]] = piece
@@ -215,8 +215,8 @@ class _Sweep:
 
     def _known(self) -> dict[tuple[str, ...], dict[str, EvaluationState]]:
         """The qualities of each model's candidates, of those whose shards are complete."""
-        # As many shards as the interrupted run had, whatever nodes there are now; at first as many
-        # as give every node one, since each of them loads and exports its model.
+        # As many shards as the interrupted run had, however many nodes there are now; at first one
+        # for each node, since each node loads and exports its model.
         begun = [str(part) for name, _, part in self.pieces if name == "accuracy"]
         spread = math.ceil(self.kind.nodes / len(self.cells))
         shards = int(begun[0].partition("/")[2]) if begun else spread
@@ -242,7 +242,7 @@ class _Sweep:
         return known
 
     def _analyses(self) -> dict[str, Any]:
-        """What was asked about experts and subgroups: that of each model, in their order."""
+        """The studies of experts and subgroups of each model, in their order."""
         request = self.cells[0].request
         if not asked(request):
             return {}
@@ -261,7 +261,7 @@ class _Sweep:
         name: str,
         tasks: Mapping[tuple[str, Any], Task],
     ) -> dict[tuple[str, Any], Any]:
-        """What tasks found, by model and part, as plain data; lost ones are left out."""
+        """The results of tasks, by model and part, as plain data; lost ones are left out."""
         done = {
             key: self.pieces[name, *key]["found"] for key in tasks if (name, *key) in self.pieces
         }
@@ -299,14 +299,14 @@ def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
             runners: dict[Case, Runner] = {}
             failures: dict[str, str] = {}
             with ExitStack() as stack:
-                # As `bench` has it on one machine.
+                # as `bench` has it on one machine
                 stack.enter_context(with_threads(request.threads))
                 stack.enter_context(without_tf32() if on_gpu else nullcontext())
                 for case, loader in opening.items():
                     try:
                         runners[case] = stack.enter_context(loader())
-                    except Exception as error:  # noqa: BLE001  the row says what failed
-                        failures[case.label] = in_one_line(error)
+                    except Exception as error:  # noqa: BLE001  the row reports it
+                        failures[case.label] = one_line(error)
                 states = evaluate_share(
                     runners,
                     candidate,
@@ -326,7 +326,7 @@ def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
 
 
 def analyse_cells(cells: Cells) -> dict[str, Any]:
-    """Returns what was asked about the experts of a model and its bundles, and about subgroups."""
+    """Returns the studies of the experts of a model and its bundles, and of subgroups."""
     return analysed(_opened(cells), cells.request)
 
 
@@ -341,7 +341,7 @@ def time_cells(
 
 
 def _plain(request: BenchRequest) -> BenchRequest:
-    """The same without options of plugins: studies are tasks of their own."""
+    """The same without options of plugins: studies are separate tasks."""
     return replace(request, further=())
 
 

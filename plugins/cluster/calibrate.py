@@ -1,7 +1,7 @@
 """Calibration on a Ray cluster: every node observes a share of the batches.
 
-What they saw is counts, extremes and peaks, which add up exactly: the table is that of one machine,
-to the last bit, by every method.
+The observations are counts, extremes and peaks, which add up exactly: the table is that of one
+machine, to the last bit, by every method.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from ...calibration.table import CalibrationTable, Origin
 from ...common.console import Progress, Silent
 from ...errors import ClusterError
-from ...exporter.checkpoints.load import load_as
+from ...exporter.checkpoints.load import load
 from ...exporter.job import calibration_job
 from ...exporter.quantization.calibrate import CalibrationJob, Observed, kept_table, observe_share
 from ...exporter.requests import CalibrateRequest, LoadRequest
@@ -25,7 +25,7 @@ from .ray import Cluster, NodeKind, Task, connected, kinds_of
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSource:
-    """A calibration as nodes are told it: what names the model, how it is loaded, and the feed."""
+    """A calibration for a node: the model's name, how to load it, and the feed."""
 
     model: str
     loading: LoadRequest
@@ -34,7 +34,7 @@ class CalibrationSource:
 
     def job(self) -> CalibrationJob:
         """Returns the job, with the model loaded."""
-        model = load_as(self.model, replace(self.loading, example=self.data))
+        model = load(self.model, replace(self.loading, example=self.data))
         return calibration_job(model, self.data, self.options)
 
 
@@ -49,7 +49,7 @@ def calibrate_on_ray(
 ) -> CalibrationTable:
     """Returns the ranges of a model's tensors; `out` and `force` are those of `calibrate_to`.
 
-    Raises what nodes raise, and `ClusterError` where the cluster cannot be reached or used, or its
+    Raises what nodes raise, and `ClusterError` if the cluster cannot be reached or used, or its
     nodes read different inputs.
     """
     with connected(address, progress or Silent()) as cluster:
@@ -71,7 +71,7 @@ def calibrate_on_ray(
 
 
 def merged(parts: list[Observed]) -> Observed:
-    """Returns what all shares saw; raises `CalibrationError` for a tensor that gives no range."""
+    """Returns the sum of all shares; raises `CalibrationError` for a tensor without a range."""
     first, *others = parts
     if any(other.origin != first.origin for other in others):
         raise ClusterError(
@@ -90,7 +90,7 @@ def _all_of(
     function: Callable[..., Any],
     arguments: list[tuple[Any, ...]],
 ) -> list[Any]:
-    """What a function returns for each of some arguments, in their order."""
+    """The results of a function for each of some arguments, in their order."""
     count = len(arguments)
     tasks = [
         Task(name=f"{name} {i + 1}/{count}", function=function, arguments=values)
@@ -105,10 +105,10 @@ def _all_of(
 
 
 def observed_share(source: CalibrationSource, share: tuple[int, int]) -> Observed:
-    """Returns what the model's tensors hold over a share of the batches."""
+    """Returns the observations of the model's tensors over a share of the batches."""
     return observe_share(source.job(), share)
 
 
 def whole_origin(source: CalibrationSource) -> Origin:
-    """Returns what a table would be made from."""
+    """Returns the origin of the whole table."""
     return source.job().whole_origin()

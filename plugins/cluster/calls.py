@@ -1,4 +1,4 @@
-"""Benchmarks on a Ray cluster, as a Python call."""
+"""The Python function for benchmarks on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from ...bench.results import Results
 
 
-def bench_on_ray_as(
-    models: AnyPath | Sequence[AnyPath], request: BenchRequest
-) -> dict[str, Results]:
+@takes(BenchRequest)
+def bench_on_ray(models: AnyPath | Sequence[AnyPath], request: BenchRequest) -> dict[str, Results]:
     """Measures models and bundles on the nodes of a Ray cluster; returns results by kind of node.
 
     Every node must have moexport, and read models and data by the same paths or URLs. With several
@@ -28,6 +27,3 @@ def bench_on_ray_as(
         ClusterError: the cluster cannot be reached, lacks a resource, or loses its nodes.
     """
     return bench_on_nodes(RAY, models, request)
-
-
-bench_on_ray = takes(BenchRequest)(bench_on_ray_as)

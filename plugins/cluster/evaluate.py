@@ -1,7 +1,7 @@
-"""The sums of whole graphs over a half of the data, in shards on a Ray cluster.
+"""Evaluates whole graphs over a half of the data, in shards on a Ray cluster.
 
-Shards are batches apart, which are added in the order of the data: the sums are those of one
-machine, to the last bit where the nodes compute alike. Times are none of a cluster's business.
+Shards are single batches, whose sums are added in the order of the data: the result is that of one
+machine, bit-identical if the nodes compute identically. Times are not measured on the cluster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from ...common.console import Progress
 from ...common.writing import scratch_folder
-from ...data.feeds import Array
+from ...data.batches import Array
 from ...exporter.bundle.manifest import MAIN_GRAPH
 from ...exporter.bundle.runtimes import opened
 from ...exporter.session import Session, SessionOptions
@@ -27,12 +27,12 @@ from ..tune.shards import Batch, Evaluate, Tallies
 from .ray import Task, connected, kinds_of
 
 SHARD_BYTES = 1 << 30
-"""Inputs and outputs that a task is sent, at the most: its node holds them in memory."""
+"""The largest size of a task's inputs and outputs, which its node keeps in memory."""
 
 
 @contextmanager
 def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Evaluate]:
-    """Yields what evaluates graphs on the nodes of a cluster; raises `ClusterError`."""
+    """Yields a function that evaluates graphs on the nodes of a cluster; raises `ClusterError`."""
     with connected(address, progress) as cluster:
         (kind,) = kinds_of(cluster.ray.nodes(), [on])
 
@@ -73,7 +73,7 @@ def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Eva
 def evaluate_shard(
     files: Mapping[str, Array], options: SessionOptions, *batches: Batch
 ) -> list[Tally]:
-    """Returns the sums of each of some batches, of a graph that comes as its files."""
+    """Returns the sums of a graph, given as its files, over each of some batches."""
     with scratch_folder("tune") as folder:
         for name, content in files.items():
             content.tofile(Path(folder) / name)

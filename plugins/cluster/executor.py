@@ -1,4 +1,4 @@
-"""Ray as what shares work out: the record by which the core finds it."""
+"""Ray as an executor, and its registration with the core."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...bench.executors import Executor
 from ...common.console import Silent
 from ...common.option import Request
 from ...errors import UsageError
+from ...exporter.executors import Executor
 from ...exporter.requests import AnyPath, CalibrateRequest, LoadRequest
-from .paths import everywhere, with_paths_everywhere
+from .paths import absolute, with_paths_everywhere
 from .request import ClusterOptions
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ def _calibrate(model: object, data: object, request: CalibrateRequest) -> Calibr
     options = request.asked(ClusterOptions)
     if not isinstance(model, str | Path) or not isinstance(data, str | Path):
         raise UsageError(
-            f"--ray {options.ray}: nodes read model and data themselves, and one of them is "
-            "no path or URL",
+            f"--ray {options.ray}: nodes read model and data themselves, so both must be paths or "
+            "URLs",
             hint="name both",
         )
     source = CalibrationSource(
-        model=str(everywhere(model)),
+        model=str(absolute(model)),
         loading=replace(with_paths_everywhere(request.loading), progress=None),
-        data=str(everywhere(data)),
+        data=str(absolute(data)),
         options=replace(request, progress=None, further=(), loading=LoadRequest()),
     )
     return calibrate_on_ray(
@@ -68,8 +68,8 @@ def _bench(models: Sequence[AnyPath], request: BenchRequest) -> dict[str, Result
             write_all(results, folder, None if old is None else compare(old, results))
 
     results_by_kind = sweep_on_ray(
-        [str(everywhere(name)) for name in models],
-        replace(with_paths_everywhere(request), data=everywhere(request.data)),
+        [str(absolute(name)) for name in models],
+        replace(with_paths_everywhere(request), data=absolute(request.data)),
         address=options.ray or "auto",
         on=kinds,
         keep=keep,

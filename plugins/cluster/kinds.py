@@ -1,4 +1,4 @@
-"""A sweep on several kinds of node: which k on which, and each compared with itself earlier."""
+"""A sweep on several kinds of node: the best k on each, and comparisons with earlier runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ HEADS = ("model", "sizes", "nodes", "k", "engine", "ms", "speed", "kept", "on no
 
 RULE = (
     "The fastest row of each kind of node that is shown to keep 99% of the accuracy, else that "
-    "seems to; without labels, the fastest. Its speed is against the untouched PyTorch model on "
-    "the same node."
+    "measures so; without labels, the fastest. Its speed is against the untouched PyTorch model "
+    "on the same node."
 )
 
 
@@ -29,7 +29,7 @@ def folder_of(kind: str) -> str:
 
 
 def kinds_rows(measured: Mapping[str, Results]) -> list[tuple[str, ...]]:
-    """Returns a row for each model, batch size and kind of node: what to deploy there."""
+    """Returns a row for each model, batch size and kind of node: the one to deploy there."""
     rows = []
     for kind, results in measured.items():
         for section in sections(results):
@@ -57,7 +57,7 @@ def kinds_text(measured: Mapping[str, Results]) -> str:
 
 
 def write_kinds(measured: Mapping[str, Results], folder: Path) -> None:
-    """Writes the table as `kinds.md` and `kinds.html`, beside the kinds' own folders."""
+    """Writes the table as `kinds.md` and `kinds.html`, next to the kinds' own folders."""
     rows = kinds_rows(measured)
     shown = [tuple(map(markdown_text, row)) for row in rows]
     text = f"# Which k on which kind of node\n\n{markdown(HEADS, shown)}\n\n{RULE}\n"
@@ -80,16 +80,16 @@ def write_kinds(measured: Mapping[str, Results], folder: Path) -> None:
 def earlier_kinds(
     out: Path, named: Path | None, kinds: Sequence[str], *, wanted: bool
 ) -> dict[str, Results]:
-    """Returns the results to compare each kind with: of the run that is named, else those in `out`.
+    """Returns the earlier results of each kind: of the named run, else those in `out`.
 
     A kind that the run did not measure is left out. Raises `UsageError` for one file of results and
-    several kinds, and for a folder that has none of them.
+    several kinds, and for a folder without results of these kinds.
     """
     if named is not None and not named.is_dir():
         results = read(named)
         if len(kinds) > 1:
             raise UsageError(
-                f"--compare {named}: one file of results, and {len(kinds)} kinds of node",
+                f"--compare {named}: one file of results, but {len(kinds)} kinds of node",
                 hint="name the folder of an earlier run on these kinds",
             )
         return {kinds[0]: results}
@@ -105,7 +105,7 @@ def earlier_kinds(
             before[kind] = read(files[-1])
     if named is not None and not before:
         raise UsageError(
-            f"--compare {named}: holds no results of {' or '.join(kinds)}",
+            f"--compare {named}: the folder holds no results of {' or '.join(kinds)}",
             hint="name the folder of an earlier run on these kinds",
         )
     return before
@@ -114,10 +114,10 @@ def earlier_kinds(
 def compare_kinds(
     before: Mapping[str, Results], measured: Mapping[str, Results], share: float | None
 ) -> tuple[list[str], MoexportError | None]:
-    """Returns what changed on each kind, in lines, and the error where one is slower than allowed.
+    """Returns the changes on each kind, in lines, and an error if one is too slow.
 
-    Each is compared with itself. The error names every kind that is slower, or that has no row in
-    common with its earlier results.
+    The error names every kind that is slower than allowed, or that has no row in common with its
+    earlier results.
     """
     lines: list[str] = []
     failures: list[MoexportError] = []

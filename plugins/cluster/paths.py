@@ -1,4 +1,4 @@
-"""The files that options name, as nodes with another working directory find them."""
+"""Makes the paths in options absolute, for nodes with another working directory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...common.option import Request, kind_of, shell_options
+from ...common.option import Request, declared
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Request)
 
 
-def everywhere(where: Any) -> Any:
-    """Returns a path that exists here as an absolute one; all else as it is."""
+def absolute(where: Any) -> Any:
+    """Returns an existing path as an absolute one; other values as they are."""
     here = isinstance(where, str | Path) and Path(where).exists()
     return str(Path(where).absolute()) if here else where
 
@@ -25,19 +25,19 @@ def with_paths_everywhere(request: R) -> R:
 
 
 def paths_in(request: Request) -> list[Any]:
-    """Returns what the options of a request, and those of plugins, have for paths."""
+    """Returns the paths in the options of a request, and of plugins."""
     records = (request, *request.further)
     return [getattr(record, name) for record in records for name in _path_names(record)]
 
 
 def _absolute(record: T) -> T:
     made: Any = record
-    changed = {name: everywhere(getattr(record, name)) for name in _path_names(record)}
-    absolute: T = replace(made, **changed)
-    return absolute
+    changed = {name: absolute(getattr(record, name)) for name in _path_names(record)}
+    moved: T = replace(made, **changed)
+    return moved
 
 
 def _path_names(record: Any) -> list[str]:
-    """The options for paths that a shell has: nodes write no results and no tables."""
+    """The options for paths, without those of results and tables, which nodes do not write."""
     kind = type(record)
-    return [name for name in shell_options(kind) if kind_of(kind, name) is Path]
+    return [name for name, (_, said) in declared(kind).items() if said.is_path]

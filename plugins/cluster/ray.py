@@ -1,7 +1,7 @@
-"""Calls on the nodes of a Ray cluster, each alone on a node of its kind.
+"""Calls functions on the nodes of a Ray cluster, each alone on a node of its kind.
 
-Ray places them, and runs those of a lost node again. What is called is a function of a module and
-takes plain data: nodes have the same moexport.
+Ray places them, and runs those of a lost node again. The functions are those of a module and take
+plain data: nodes have the same moexport.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from ...common.console import Progress
-from ...errors import ClusterError, MissingExtraError, MoexportError, in_one_line, install
+from ...errors import ClusterError, MissingExtraError, MoexportError, install, one_line
 
 RETRIES = 2
 """How often the task of a lost node is run again."""
 
 GRACE_S = 60.0
-"""How long a task waits for a node of its kind where there is none left."""
+"""How long a task waits for a node of its kind if there is none left."""
 
 POLL_S = 1.0
 
@@ -34,7 +34,7 @@ ANSWER_S = 10.0
 """How long a cluster's address may take to answer."""
 
 LOCAL = "local"
-"""The address that starts a cluster on this machine, for one run and this user alone."""
+"""The address that starts a cluster on this machine, for one run and only this user."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -43,17 +43,18 @@ LOCAL_SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "",  # a new one for each run
 }
-"""What Ray reads when it is imported, for a cluster that nobody else can reach."""
+"""Ray's settings on import, for a cluster that nobody else can reach."""
 
-SHORT, RANDOM = "/tmp", 8  # what `tempfile` appends to a prefix has so many characters
+SHORT, RANDOM = "/tmp", 8  # the number of characters that `tempfile` appends to a prefix
 
 LONGEST_SOCKET_FOLDER = 44
-"""Characters that Ray's names of sockets leave for their folder; the system takes 107 in all."""
+"""The characters that Ray's socket names leave for their folder; the system's limit is 107 in all.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """Nodes that have a resource; `claim` is what a task takes of a node, so that it is alone."""
+    """Nodes with a resource; a task takes `claim` of a node, so that it is alone."""
 
     name: str
     nodes: int
@@ -62,7 +63,7 @@ class NodeKind:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A call that some node makes; `name` is what progress and errors call it."""
+    """A call for a node; `name` is its name in progress and errors."""
 
     name: str
     function: Callable[..., Any]
@@ -71,19 +72,20 @@ class Task:
 
 @dataclass
 class Cluster:
-    """A connection to a cluster; `lost` tells in words which tasks it could not finish."""
+    """A connection to a cluster; `lost` describes the tasks that it could not finish."""
 
     ray: Any
     watcher: Progress
     lost: list[str] = field(default_factory=list)
 
     def finished(self, kind: NodeKind, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
-        """Yields the number of each task and what it returned, as they end.
+        """Yields the number of each task and its result, as they end.
 
-        What a task raises is raised here. One whose nodes are lost again and again goes to `lost`.
+        What a task raises is raised here. A task whose nodes are lost repeatedly goes to `lost`.
         """
         ray = self.ray
-        # Each is sent to the nodes once: made anew for every task, it would be another one to Ray.
+        # The function is sent to the nodes once: a new copy for every task would be a different
+        # function to Ray.
         functions = {
             function: ray.remote(function).options(**kind.claim, max_retries=RETRIES)
             for function in {task.function for task in tasks}
@@ -95,7 +97,7 @@ class Cluster:
         pending, waiting_since = list(started), None
         try:
             while pending:
-                # All that ended since the last look: ever one of many would take long to find.
+                # All tasks that ended since the last check: one by one would take long with many.
                 ended, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
                 present = ended or any(
                     node["Alive"] and node["Resources"].get(kind.name, 0) > 0
@@ -111,7 +113,7 @@ class Cluster:
                     try:
                         result = self._result(one, tasks[number].name)
                     except ray.exceptions.RayError as error:
-                        self.lost.append(f"{tasks[number].name}: {in_one_line(error)}")
+                        self.lost.append(f"{tasks[number].name}: {one_line(error)}")
                         continue
                     yield number, result
                     left = len(pending) + len(ended) - place - 1
@@ -121,31 +123,28 @@ class Cluster:
                 ray.cancel(one, force=True)
 
     def _result(self, one: Any, name: str) -> Any:
-        """What a task returned; raises what it raised, and Ray's error where its node is lost."""
+        """A task's result; raises its error, or Ray's error if its node is lost."""
         try:
             return self.ray.get(one)
         except self.ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, MoexportError):
                 raise error.cause from error
-            raise ClusterError(
-                f"{name}: failed on its node ({in_one_line(error.cause)})"
-            ) from error
+            raise ClusterError(f"{name}: failed on its node ({one_line(error.cause)})") from error
 
     def check_lost(self, what: str) -> None:
-        """Raises `ClusterError` that names the tasks which were lost."""
+        """Raises `ClusterError` with the lost tasks."""
         if self.lost:
             raise ClusterError(
                 f"not {what}: {'; '.join(self.lost)}",
-                hint="look at the nodes' logs: a node that dies twice lacks memory, or is taken "
-                "away",
+                hint="check the nodes' logs: a node that fails twice lacks memory, or was removed",
             )
 
 
 def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[NodeKind]:
-    """Returns the kinds of node that are asked for, by the resources that `ray.nodes()` tells.
+    """Returns the requested kinds of node, by the resources in `ray.nodes()`.
 
-    Raises `ClusterError` for a resource that no node has, or that would not keep two timed cells
-    apart.
+    Raises `ClusterError` for a resource that no node has, or that would allow two timed cells on
+    one node.
     """
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     kinds = []
@@ -160,9 +159,9 @@ def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[Node
         least, most = (pick(node[name] for node in having) for pick in (min, max))
         if most >= 2 * least:
             raise ClusterError(
-                f"--on {name}: nodes have between {least:g} and {most:g} of it, so that two cells "
-                "would be timed on one node at once",
-                hint="name a resource that tells the nodes apart: --on accelerator_type:L4, or one "
+                f"--on {name}: nodes have between {least:g} and {most:g} of it, so two cells could "
+                "be timed on one node at once",
+                hint="name a resource that differs between nodes: --on accelerator_type:L4, or one "
                 """of your own (ray start --resources='{"big": 1}')""",
             )
         claim: dict[str, Any] = {
@@ -177,7 +176,7 @@ def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[Node
 
 @contextmanager
 def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
-    """Yields a connection to a cluster: the caller's own where Ray has one already."""
+    """Yields a connection to a cluster: the caller's own if Ray has one already."""
     if address == LOCAL:
         for name, value in LOCAL_SETTINGS.items():
             os.environ.setdefault(name, value or secrets.token_hex(32))
@@ -191,7 +190,7 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
     with ExitStack() as until_the_end:
         try:
             if mine:
-                _knock(address)
+                _check_answers(address)
                 own: Any = nullcontext({})
                 if address == LOCAL:
                     own = _own_cluster(until_the_end.enter_context(_own_folder()))
@@ -199,17 +198,16 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
                     ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except ray.exceptions.AuthenticationError as error:
             raise ClusterError(
-                f"--ray {address}: the cluster wants a token, and this is not the one that was "
-                "given",
+                f"--ray {address}: the cluster requires a token, but the given one is wrong",
                 hint="put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token, and set "
                 "RAY_AUTH_MODE=token; `ray get-auth-token` shows it on the head node",
             ) from error
         except Exception as error:  # of several kinds, also of Ray's network library
             raise ClusterError(
-                f"--ray {address}: no cluster that can be used ({in_one_line(error)})",
-                hint="`ray status` tells of the cluster; `ray start --head` starts one here; "
-                "--ray auto takes that of this machine, --ray local starts one for this run; one "
-                "that wants a token is told it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
+                f"--ray {address}: the cluster cannot be used ({one_line(error)})",
+                hint="`ray status` shows the cluster; `ray start --head` starts one here; --ray "
+                "auto takes that of this machine, --ray local starts one for this run; a cluster "
+                "with a token needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
             ) from error
         try:
             if mine and address == LOCAL:
@@ -221,9 +219,9 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
 
 
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """Where a cluster of one run keeps its files: /tmp/ray may be another user's.
+    """The folder for the files of a cluster of one run: /tmp/ray may be another user's.
 
-    In /tmp where the name of the temporary folder is too long for a socket.
+    It is in /tmp if the name of the temporary folder is too long for a socket.
     """
     place, prefix = tempfile.gettempdir(), "moexport-"
     long = len(place) + len(f"/{prefix}") + RANDOM > LONGEST_SOCKET_FOLDER
@@ -234,10 +232,10 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 @contextmanager
 def _own_cluster(folder: str) -> Iterator[dict[str, Any]]:
-    """Yields the options of `ray.init` for a cluster of one run; it is to be started in the block.
+    """Yields the options of `ray.init` for a cluster of one run, which is started in the context.
 
     Ray asks the metadata hosts of three clouds where it runs, unless a file in the home directory
-    describes the cluster: it sees another home, and its workers the user's.
+    describes the cluster: so it sees another home, and its workers the user's.
     """
     (Path(folder) / "ray_bootstrap_config.yaml").touch()
     options: dict[str, Any] = {"include_dashboard": False}
@@ -255,9 +253,9 @@ def _own_cluster(folder: str) -> Iterator[dict[str, Any]]:
 
 
 def _check_loopback(ray: Any) -> None:
-    """Refuses a cluster on this machine that other machines can reach.
+    """Raises if other machines could reach a cluster on this machine.
 
-    Ray reads its settings when it is imported, which the calling program may have done before.
+    Ray reads its settings on import, which the calling program may have done before.
     """
     place = ray.nodes()[0]["NodeManagerAddress"]
     if place != LOOPBACK:
@@ -268,10 +266,10 @@ def _check_loopback(ray: Any) -> None:
         )
 
 
-def _knock(address: str) -> None:
-    """Raises at once where nobody answers, and Ray's `AuthenticationError` where it is denied.
+def _check_answers(address: str) -> None:
+    """Raises at once without an answer, and Ray's `AuthenticationError` if access is denied.
 
-    `ray.init` itself tries for 20 s and longer then, and says that it could not connect.
+    `ray.init` itself tries for 20 s and longer, and then reports that it could not connect.
     """
     named = re.fullmatch(r"([^:/]+):(\d+)", address)
     if named:

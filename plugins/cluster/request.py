@@ -1,4 +1,4 @@
-"""What is asked of a Ray cluster: options of `bench`, `calibrate` and `tune`."""
+"""The options of `bench`, `calibrate` and `tune` for a Ray cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...common.option import Panel, option
-from ...common.text import listed
+from ...common.text import split_list
 from ...errors import UsageError
 
 API = 1
@@ -14,14 +14,13 @@ API = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """A Ray cluster, and which of its nodes."""
+    """The options for a Ray cluster and its nodes."""
 
     ray: str | None = option(
         None,
         "Run on a Ray cluster: its address, auto (this machine's cluster) or local (a new one).",
         unset="no cluster",
         compare=False,
-        metavar="ADDRESS",
     )
     on: str | Sequence[str] | None = option(
         None,
@@ -29,25 +28,30 @@ class ClusterOptions:
         "a report for each.",
         unset="CPU",
         compare=False,
-        metavar="RESOURCE",
     )
 
     @property
     def kinds(self) -> list[str]:
-        """The resources that tell the kinds of node to use; `UsageError` for an empty list."""
+        """The resources of the kinds of node to use; raises `UsageError` for an empty list."""
         named = "CPU" if self.on is None else self.on
-        kinds = list(dict.fromkeys(listed(named) if isinstance(named, str) else named))
+        kinds = list(dict.fromkeys(split_list(named) if isinstance(named, str) else named))
         if not kinds:
             raise UsageError(f"--on {self.on}: names no resource", hint="`ray status` lists them")
         return kinds
 
     @property
     def kind(self) -> str:
-        """The one kind of node to use; `UsageError` for several."""
+        """The one kind of node to use; raises `UsageError` for several."""
         kind, *others = self.kinds
         if others:
             raise UsageError(f"--on {self.on}: one resource is expected", hint=f"--on {kind}")
         return kind
 
 
-PANEL = Panel("cluster", "Cluster", ("bench", "calibrate", "tune"), ClusterOptions)
+PANEL = Panel(
+    "cluster",
+    "Cluster",
+    ("bench", "calibrate", "tune"),
+    ClusterOptions,
+    "moexport.plugins.cluster.cli:cluster_options",
+)

@@ -1,4 +1,4 @@
-"""What `moexport demo` does: real data, networks that it trains, and the whole job on them."""
+"""`moexport demo`: trains networks on real data and does the whole job with them."""
 
 from __future__ import annotations
 

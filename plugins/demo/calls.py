@@ -1,4 +1,4 @@
-"""The demo as a Python call."""
+"""The Python function of the demo."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...common.libraries import check_pytorch
 from ...common.option import takes
+from ...common.writing import check_folder
 from ...exporter.requests import AnyPath
 from .request import DemoRequest
 
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
     from .demo import Outcome
 
 
-def demo_as(out: AnyPath, request: DemoRequest) -> Outcome:
+@takes(DemoRequest)
+def demo(out: AnyPath, request: DemoRequest) -> Outcome:
     """Trains networks on handwritten digits or on text, exports, verifies and measures them.
 
     Everything goes into the folder `out`.
     """
+    check_folder(Path(out))
     check_pytorch("the demo")
     from ...common.console import Silent
 
@@ -33,9 +36,6 @@ def demo_as(out: AnyPath, request: DemoRequest) -> Outcome:
 
         return run_experts_demo(Path(out), watcher, force=force)
     from .demo import run_demo
-    from .tuned import demonstrated
+    from .tuned import tuned_bundle
 
-    return run_demo(Path(out), watcher, force=force, last=partial(demonstrated, watcher))
-
-
-demo = takes(DemoRequest)(demo_as)
+    return run_demo(Path(out), watcher, force=force, search=partial(tuned_bundle, watcher))

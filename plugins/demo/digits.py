@@ -28,26 +28,27 @@ WIDTH = PATCH * PATCH
 CLASSES = 10
 
 MANY = 32
-"""From so many experts on, each is so small that one product for all of them is faster."""
+"""From this number of experts on, each is so small that one product for all of them is faster."""
 
 
 def hidden_width(experts: int) -> int:
-    """Returns h = int(784 / n): the parameter count stays nearly the same for every n."""
+    """Returns h = int(784 / n): the parameter count is nearly the same for every n."""
     return int(TOKENS * WIDTH / experts)
 
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """Images [b, 1, 28, 28] float32 in [0, 1] and labels 0..9, in a fixed stratified split."""
+    """Images [b, 1, 28, 28] float32 and their labels 0..9: to train on, and held out."""
 
     train: LabelledData
     test: LabelledData
 
 
 def load_digits(*, test_share: float = 0.2, seed: int = 0) -> Digits:
-    """Returns the digits at 28×28, split the same way on every machine for one seed.
+    """Returns the digits at 28×28, pixels in [0, 1].
 
-    Raises MissingExtraError when scikit-learn is not installed.
+    They are split with equal shares of each digit, the same way on every machine for one seed.
+    Raises MissingExtraError if scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits as load
@@ -73,10 +74,10 @@ def load_digits(*, test_share: float = 0.2, seed: int = 0) -> Digits:
 class SoftMoEMnist(nn.Module):
     """The paper's MNIST network, experts batched for training: [b, 1, 28, 28] to [b, 10].
 
-    `w1` [n, d, h] and `w2` [n, h, d] stack the experts; `published_state_dict` gives them one by
+    `w1` [n, d, h] and `w2` [n, h, d] stack the experts; `published_state_dict` returns them one by
     one, as the released code saves them. `phi` is [d, n]. With `normalise`, tokens and phi are
-    divided by (norm + 1e-6) and phi is multiplied by a learned scale, which begins at `scale`: a
-    larger one lets few experts weigh much for an input. There is no residual.
+    divided by (norm + 1e-6) and phi is multiplied by a learned scale, which starts at `scale`: with
+    a larger one few experts have most of an input's weight. There is no residual.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class SoftMoEMnist(nn.Module):
         self.phi = nn.Parameter(torch.randn(WIDTH, experts) * WIDTH**-0.5)
         start = torch.full((1,), scale)
         self.normalization_scale_param = nn.Parameter(start) if normalise else None
-        # The bounds of nn.Linear, which the released experts are made of.
+        # The bounds of nn.Linear, of which the released experts are made.
         self.w1 = nn.Parameter(torch.empty(experts, WIDTH, hidden).uniform_(-1, 1) * WIDTH**-0.5)
         self.w2 = nn.Parameter(torch.empty(experts, hidden, WIDTH).uniform_(-1, 1) * hidden**-0.5)
         self.decoder = nn.Linear(TOKENS * WIDTH, CLASSES, bias=False)
@@ -119,8 +120,8 @@ class SoftMoEMnist(nn.Module):
     def _by_tokens(self, x: Tensor, logits: Tensor) -> Tensor:
         """Returns the same, with the sums over tokens and over experts moved past the products.
 
-        (Σ_m D x)·w1 = Σ_m D (x·w1) and Σ_n C (a·w2) = (C a)·w2: two products whatever n is, and
-        nothing of size b·n·d.
+        (Σ_m D x)·w1 = Σ_m D (x·w1) and Σ_n C (a·w2) = (C a)·w2: two products for any n, and no
+        tensor of size b·n·d.
         """
         n, d, h = self.w1.shape
         first = (x @ self.w1.transpose(0, 1).reshape(d, n * h)).view(-1, TOKENS, n, h)
@@ -147,9 +148,9 @@ def patches(images: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A network and how it is trained: the paper's optimiser, more epochs since the data are fewer.
+    """A network and its training: the paper's optimiser, with more epochs since the data are fewer.
 
-    `hidden` is the width of an expert (None: the paper's) and `scale` where phi's begins.
+    `hidden` is the width of an expert (None: the paper's) and `scale` phi's initial one.
     """
 
     experts: int = 16
@@ -163,12 +164,12 @@ class Training:
 
 
 def train(settings: Training, data: LabelledData) -> SoftMoEMnist:
-    """Returns a network trained on labelled images, in eval mode; one seed, one result.
+    """Returns a network trained on labelled images, in eval mode; deterministic for a seed.
 
-    The global random state of PyTorch is left as it was. Raises FeedError for unlabelled data.
+    The global random state of PyTorch is not changed. Raises FeedError for unlabelled data.
     """
     if data.labels is None:
-        raise FeedError("training needs labels, and this data has none")
+        raise FeedError("training needs labels, but this data has none")
     images, labels = torch.from_numpy(data.inputs), torch.from_numpy(data.labels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -196,7 +197,7 @@ def descend(
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Takes a step for each of the losses, which are computed as their turns come."""
+    """Takes a step for each of the losses, which are computed one by one."""
     for loss in losses:
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

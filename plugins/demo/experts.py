@@ -40,13 +40,13 @@ CONFIG: Mapping[str, Any] = {
     "num_experts_per_tok": 4,
     "max_position_embeddings": 2 * LENGTH,
     "tie_word_embeddings": True,
-    "output_router_logits": True,  # for the loss that keeps all experts in use
+    "output_router_logits": True,  # the weight of the load-balancing loss
 }
 
 STEPS, BATCH, RATE = 300, 8, 4e-3
 TEST_WINDOWS = 48
 HELD_OUT = 10
-"""Every tenth topic is for the test."""
+"""One topic in this many is held out for the test."""
 
 BUNDLES = (
     ("k4", "trained", "fp32"),
@@ -54,19 +54,19 @@ BUNDLES = (
     ("k2-int8", "2", "int8"),
     ("k1-int8", "1", "int8"),
 )
-"""What is exported: the folder, k, and the precision."""
+"""The bundles to export: the folder, k, and the precision."""
 
 ENGINES = (ONNXRUNTIME, PYTORCH_GROUPED_MM, PYTORCH_EXPERTS_EAGER, TRANSFORMERS_ONNX)
 
-CAVEAT = """The model is small and its weights stay in a cache: its times are more those of calls
-than of weights, and what INT8 and a smaller k gain grows with a model."""
+CAVEAT = """The model is small and its weights stay in a cache, so calls take more of the time than
+reading weights. INT8 and a smaller k gain more in a larger model."""
 
 
 def run_experts_demo(directory: Path, progress: Progress, *, force: bool = False) -> Outcome:
     """Trains a small Mixtral on Python's help; exports, verifies and measures it for several k.
 
-    Raises `MissingExtraError` without transformers, and `BundleError` when `directory` exists,
-    unless it is an earlier demo and `force` is given.
+    Raises `MissingExtraError` without transformers, and `BundleError` if `directory` exists, unless
+    it is an earlier demo and `force` is given.
     """
     transformers_library()
     return run_job(
@@ -86,7 +86,7 @@ def trained(
     steps: int = STEPS,
     config: Mapping[str, Any] = CONFIG,
 ) -> Sequence[Group]:
-    """Trains the model into a folder, with its data; returns what is measured of it."""
+    """Trains the model into a folder, with its data; returns the group to measure."""
     topics = python_topics()
     test = "\n\n".join(topics[::HELD_OUT])
     train = "\n\n".join(topic for place, topic in enumerate(topics) if place % HELD_OUT)
@@ -115,20 +115,20 @@ def trained(
 
 
 def trained_tokenizer(text: str, size: int) -> Any:
-    """Returns a tokenizer of bytes and their commonest pairs, `size` tokens in all."""
+    """Returns a tokenizer of bytes and their most common pairs, `size` tokens in all."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator([text], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer.train_from_iterator([text], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def new_model(config: Mapping[str, Any]) -> Any:
@@ -144,12 +144,12 @@ def _ids(tokenizer: Any, text: str) -> np.ndarray:
 
 
 def _fit(model: Any, ids: Tensor, steps: int, progress: Progress) -> Any:
-    """Trains a model to foretell the next token; returns it in eval mode."""
+    """Trains a model to predict the next token; returns it in eval mode."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, RATE, total_steps=steps)
     losses = (model(input_ids=batch, labels=batch).loss for batch in _batches(ids, steps))
     digits.descend(optimiser, losses, schedule, progress)
-    model.config.output_router_logits = False  # nothing but training takes them
+    model.config.output_router_logits = False  # only training uses them
     return model.eval()
 
 

@@ -18,7 +18,7 @@ from ...common.console import Progress
 from ...common.text import table
 from ...common.threads import with_threads
 from ...common.writing import whole_file
-from ...data.feeds import Array
+from ...data.batches import Array
 from ...exporter.families.mumoe_gpt2 import GPT2, GPT2Block, GPT2Spec
 from ...exporter.families.mumoe_mixer import MixerSpec, MlpMixer, PreNormResidual
 from ...exporter.inspect import support
@@ -45,7 +45,7 @@ def run_mumoe_demo(directory: Path, progress: Progress, *, force: bool = False) 
     """Trains four muMoE networks on digits and on Python's help; exports, verifies, measures them.
 
     Each is exported once, with k as an input of the graph, and measured at every k of `KEPT`.
-    Raises `BundleError` when `directory` exists, unless it is an earlier demo and `force` is given.
+    Raises `BundleError` if `directory` exists, unless it is an earlier demo and `force` is given.
     """
     return run_job(
         directory,
@@ -66,7 +66,7 @@ def _trained(directory: Path, progress: Progress) -> list[Group]:
 
 
 def _supports(groups: Sequence[Group]) -> Iterator[str]:
-    """How many coefficients of each token are not zero."""
+    """The number of nonzero coefficients of each token."""
     rows = [
         (network.name, row.layer, row.experts, f"{row.mean:.1f}", f"{row.p99:.0f}", row.max)
         for group in groups
@@ -115,7 +115,7 @@ def _on_digits(directory: Path, progress: Progress) -> Iterator[Group]:
 
 
 def _on_text(directory: Path, progress: Progress) -> Group:
-    """A two-layer GPT-2 that foretells the next character."""
+    """A two-layer GPT-2 that predicts the next character."""
     text = load_topics()
     progress.step(f"training a GPT-2 on {len(text.train)} characters of Python's help")
     spec = GPT2Spec(LENGTH, len(text.characters), depth=2, heads=4, dim=64, bias=True)
@@ -127,14 +127,14 @@ def _on_text(directory: Path, progress: Progress) -> Group:
 
 
 def _drawn(inputs: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields random batches of labelled inputs, without end."""
+    """Yields random batches of labelled inputs, endlessly."""
     while True:
         rows = torch.randint(len(inputs), (size,))
         yield inputs[rows], labels[rows]
 
 
 def _windows(ids: np.ndarray, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields random batches of sequences and of the tokens that follow each, without end."""
+    """Yields random batches of sequences and of the tokens that follow each, endlessly."""
     tokens = torch.from_numpy(ids)
     within = torch.arange(LENGTH + 1)
     while True:
@@ -167,17 +167,17 @@ def load_topics() -> Text:
     codes[[ord(c) for c in characters]] = np.arange(len(characters))
     ids = [codes[np.frombuffer(text.encode("ascii"), np.uint8)] for text in texts]
     held_out = max(1, round(len(ids) * TEST_SHARE))
-    # Every tenth topic, so that both parts hold all kinds of them.
+    # Every tenth topic, so that both parts contain all kinds of them.
     test = ids[:: len(ids) // held_out]
     train = [topic for index, topic in enumerate(ids) if index % (len(ids) // held_out)]
     return Text(characters, np.concatenate(train), np.concatenate(test))
 
 
 Batches = Iterable[tuple[Tensor, Tensor]]
-"""Inputs and the classes that belong to them."""
+"""Inputs and their classes."""
 
 TR_RANKS = (4, 4)
-"""The two small ranks of the papers' TR layers; the third is the one that is asked for."""
+"""The two small ranks of the papers' TR layers; the third is the given one."""
 
 
 class TrainableMuMoE(nn.Module):
@@ -213,7 +213,7 @@ class TrainableMuMoE(nn.Module):
 
 
 class _FactorWeights(nn.Module):
-    """The factors or cores of one tensor: every expert begins near the same linear layer."""
+    """The factors or cores of one tensor: every expert starts near the same linear layer."""
 
     def __init__(self, spec: FactorisedSpec) -> None:
         super().__init__()
@@ -236,8 +236,8 @@ class _FactorWeights(nn.Module):
 def entmax15(logits: Tensor) -> Tensor:
     """Returns p = [z/2 − τ]₊² with Σp = 1, with its gradient.
 
-    τ is found by sorting, without a gradient; one Newton step from there leaves it as it is and
-    gives it the gradient of the root, −∂f/∂z / ∂f/∂τ.
+    τ is found by sorting, without a gradient; one Newton step from there does not change its value
+    and adds the gradient of the root, −∂f/∂z / ∂f/∂τ.
     """
     z = logits / 2
     with torch.no_grad():
@@ -294,7 +294,7 @@ def _block(
 
 
 def fit(model: nn.Module, batches: Batches, steps: int, learning_rate: float) -> nn.Module:
-    """Trains a model to tell the classes of its last axis; returns it in eval mode.
+    """Trains a model to predict the classes of its last axis; returns it in eval mode.
 
     AdamW, its rate falling to zero along half a cosine over the steps.
     """

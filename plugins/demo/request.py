@@ -1,4 +1,4 @@
-"""What is asked of the demo. Importing this loads nothing."""
+"""The options of the demo. Importing this loads nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Trained = Literal["soft-moe", "mumoe", "experts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoRequest(Request):
-    """What the demo trains."""
+    """The options of the demo."""
 
     family: Trained = option("soft-moe", "The kind of networks to train.")
     force: bool = option(False, "Replace an earlier demo.")

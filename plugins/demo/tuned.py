@@ -1,33 +1,52 @@
-"""What `tune` finds for a network of the demo."""
+"""Runs `tune` for a network of the demo."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from ...bench.data import LabelledData
+from ...bench.report.summary import KEPT
 from ...common.console import Progress
-from ..tune.findings import text, write_findings
-from ..tune.request import SearchOptions
+from ...exporter.bundle.bundle import Bundle
+from ..tune.accuracy.holdout import searched
+from ..tune.findings import text
+from ..tune.request import TuneRequest
 from ..tune.tune import search_and_export
-from .demo import TrainedNetwork
-
-KEEP = 0.97
-"""Of the demo: what 180 inputs can confirm: half of those that the network was not trained on."""
-
+from . import digits
+from .demo import HELD_OUT, TrainedNetwork
 
 SECONDS = 45.0
-"""Of its search, at the most: a busy machine looks at less."""
+"""The time limit of the search; a busy machine tries less."""
 
 
-def demonstrated(
-    progress: Progress, network: TrainedNetwork, data: LabelledData, directory: Path
-) -> str:
-    """Returns what a search finds for a network; its bundle and report go to a demo's folder."""
-    request = SearchOptions(keep=KEEP, precisions=("fp32", "int8"), seconds=SECONDS)
-    place, report = directory / "tuned", directory / "tuned-report"
-    progress.step(f"tuning {network.name}: {KEEP:.0%} kept")
+def tuned_bundle(
+    progress: Progress, network: TrainedNetwork, directory: Path
+) -> tuple[Bundle, str]:
+    """Returns the bundle that a search finds for a network, in a demo's folder, and its front.
+
+    It must keep what the report requires of every row. The search uses images that the network was
+    trained on; the images that confirm its result are those of the report, which it did not use.
+    """
+    request = TuneRequest(keep=KEPT, precision="fp32,int8", time=SECONDS)
+    progress.step(f"tuning {network.name}: {KEPT:.0%} kept")
+    data = halves(digits.load_digits(test_share=HELD_OUT))
     tuned = search_and_export(
-        network.load(), data, place, request, work=report, force=True, progress=progress
+        network.load(), data, directory / "tuned", request, force=True, progress=progress
     )
-    write_findings(tuned, report, f"moexport demo -o {directory}")
-    return text(tuned, report)
+    return tuned.bundle, text(tuned)
+
+
+def halves(data: digits.Digits) -> LabelledData:
+    """Returns images such that `tune` searches with those of training, and confirms with others."""
+    count = min(len(data.train), len(data.test))
+    mine = searched(0, 2 * count)
+    assert data.train.labels is not None
+    assert data.test.labels is not None
+    inputs = np.empty((2 * count, *data.train.inputs.shape[1:]), data.train.inputs.dtype)
+    labels = np.empty(2 * count, data.train.labels.dtype)
+    for side, of in ((mine, data.train), (~mine, data.test)):
+        assert of.labels is not None
+        inputs[side], labels[side] = of.inputs[:count], of.labels[:count]
+    return LabelledData(inputs, labels, data.test.input_name, data.test.label_name)

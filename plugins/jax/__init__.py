@@ -1,1 +1,1 @@
-"""Reads checkpoints of trainings in JAX: google-research/vmoe's files, and states of Orbax."""
+"""Reads checkpoints of JAX: google-research/vmoe's files, and Orbax states."""

@@ -1,4 +1,4 @@
-"""Reads the folders in which Orbax keeps the arrays of a training in JAX, with `tensorstore` alone.
+"""Reads Orbax folders with the arrays of a JAX model, with `tensorstore` only.
 
 A state is a folder for each array (`params.Encoder.encoder_norm.bias/.zarray`), or the same within
 one database (`manifest.ocdbt`). JAX and Orbax are not needed.
@@ -26,7 +26,7 @@ FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True, slots=True)
 class OrbaxState:
-    """The parameters in one state: opened arrays of `tensorstore` by key, nothing of them read."""
+    """The parameters in one state: opened arrays of `tensorstore` by key, not yet read."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -60,7 +60,7 @@ class OrbaxState:
 def state_in(folder: Path) -> Path | None:
     """Returns the state in a folder: itself, the `state` of a step, or that of its only step.
 
-    Raises CheckpointError where there are several steps.
+    Raises CheckpointError if there are several steps.
     """
     for place in (folder, folder / "state"):
         if (place / MANIFEST).is_file() or next(place.glob(f"*/{ZARRAY}"), None) is not None:
@@ -77,7 +77,7 @@ def state_in(folder: Path) -> Path | None:
 
 
 def read_state(folder: Path) -> OrbaxState:
-    """Returns what is in a state; raises CheckpointError for one that is no network's parameters.
+    """Returns the contents of a state; raises CheckpointError if they are not parameters.
 
     Raises MissingExtraError without `tensorstore`.
     """
@@ -111,7 +111,7 @@ def read_state(folder: Path) -> OrbaxState:
         )
         try:
             array = tensorstore.open(
-                # A chunk that is not there is all zeros, unless zeros are written, too.
+                # A missing chunk is all zeros, unless the writer also stores zeros.
                 {"driver": "zarr", "kvstore": inside, "fill_missing_data_reads": not whole},
                 open=True,
                 read=True,
@@ -142,7 +142,7 @@ def read_state(folder: Path) -> OrbaxState:
 
 
 def _writes_zeros(folder: Path) -> bool:
-    """Whether what wrote a state wrote chunks of zeros, as its metadata say."""
+    """Whether the writer of a state also stored chunks of zeros, by its metadata."""
     try:
         with (folder / METADATA).open("rb") as file:
             content = json.loads(file.read(64 << 20))

@@ -1,4 +1,4 @@
-"""The readers of checkpoints that trainings in JAX leave."""
+"""The readers of JAX checkpoints."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ API = 1
 
 
 def _index_at(source: Path) -> Path | None:
-    """The index of google-research/vmoe that a path means: itself, its prefix or its folder."""
+    """The google-research/vmoe index at a path: the file itself, its prefix or its folder."""
     if source.is_dir():
         found = sorted(source.glob(f"*{INDEX}"))
         if len(found) > 1:
             names = ", ".join(path.name for path in found[:6])
             raise CheckpointError(
                 f"{source}: {len(found)} files could be the weights ({names})",
-                hint="give the path of the one that is meant",
+                hint="give the path of one of them",
             )
         return found[0] if found else None
     if source.name.endswith(INDEX):

@@ -1,12 +1,13 @@
-"""Reads checkpoints as google-research/vmoe writes them, without JAX: an index and its shards.
+"""Reads google-research/vmoe checkpoints without JAX: an index and its shards.
 
 `PREFIX.index` is a tree of arrays, each with its shape, its type and the chunks it is cut into;
-`PREFIX.data-00000-of-00002` holds chunks. Both are MessagePack with extension types, within which
-is MessagePack again. Shards name arrays by number: the place in the tree, its keys sorted as
-strings, so that `encoderblock_10` comes before `encoderblock_2`.
+`PREFIX.data-00000-of-00002` holds chunks. Both are MessagePack with extension types, which contain
+MessagePack again. Shards name arrays by number: the place in the tree, its keys sorted as strings,
+so that `encoderblock_10` comes before `encoderblock_2`.
 
-What a file declares is held against the index, and the index against the sizes of the files, before
-anything is allocated. Shards are mapped one after the other, and chunks copied to their places.
+The sizes that a file declares are compared with the index, and the index's with the sizes of the
+files, before anything is allocated. Shards are mapped one after the other, and chunks copied to
+their places.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ T = TypeVar("T")
 
 INDEX = ".index"
 INDEX_BYTES = 32 << 20
-"""Of an index at most: an array takes some hundred bytes, a chunk some forty."""
+"""The largest size of an index: an array takes some hundred bytes, a chunk some forty."""
 
 VERSION = "20220622"
-"""What an index says; those written before 24 June 2022 say nothing."""
+"""The version in an index; those written before 24 June 2022 have none."""
 
 CHUNKED = "__msgpack_array_chunk_a87ca2__"
-"""Key by which a shard says what it is."""
+"""The key of a shard that marks its type."""
 
 ARRAY, SLICE_ND, INDEX_INFO = 1, 6, 8
 """Codes of extension types."""
@@ -49,7 +50,7 @@ ARRAY, SLICE_ND, INDEX_INFO = 1, 6, 8
 MOST_AXES, MOST_CHUNKS, MOST_SHARDS, MOST_PARTS = 8, 1 << 14, 99_999, 1 << 10
 
 WITHOUT_SHARDS = 1 << 26
-"""Numbers at most of an array that is no expert's where no shard is there to vouch for its size."""
+"""The largest size of an array other than an expert's if there is no shard to confirm it."""
 
 DTYPES = {
     "float32": np.dtype("<f4"),
@@ -61,10 +62,10 @@ DTYPES = {
 TRAIN_STATE = ("step", "params", "opt_state", "rngs")
 """Fields of a train state, in the order in which files without a version count their arrays."""
 
-AGAIN = "copy or download the file again; it was probably cut short"
+AGAIN = "copy or download the file again; it was probably truncated"
 
 Slices = tuple[tuple[int, int], ...]
-"""Where a chunk lies in its array: start and stop on each axis."""
+"""The place of a chunk in its array: start and stop on each axis."""
 
 _Size = Annotated[int, Meta(ge=0, le=2**40)]
 _Shape = Annotated[list[_Size], Meta(max_length=MOST_AXES)]
@@ -84,7 +85,7 @@ _NDARRAY = msgspec.msgpack.Decoder(tuple[_Shape, str, memoryview])
 
 @dataclass(frozen=True, slots=True)
 class IndexedArray:
-    """One array of an index: its place among all of them, and the shard of each of its chunks."""
+    """One array of an index: its number, and the shard of each of its chunks."""
 
     key: str
     number: int
@@ -95,9 +96,9 @@ class IndexedArray:
 
 @dataclass(frozen=True, slots=True)
 class VmoeIndex:
-    """What an index says: the network's arrays, its shards, and a sentence on both.
+    """The contents of an index: the network's arrays, its shards, and a sentence on both.
 
-    `held` counts the arrays of each shard, of whatever they are.
+    `held` counts the arrays of each shard, of any kind.
     """
 
     file: Path
@@ -108,13 +109,13 @@ class VmoeIndex:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The index, and those of its shards that are there."""
+        """The index, and its existing shards."""
         return (self.file, *(shard for shard in self.shards if shard.is_file()))
 
     def zeros(self) -> dict[str, Tensor]:
         """Returns a tensor of the right shape for each array, which takes no memory and no shard.
 
-        Raises CheckpointError where no shards can vouch for a size that would cost something.
+        Raises CheckpointError for a large size that no shards confirm.
         """
         if len(self.files) > len(self.shards):
             _check_sizes(self)
@@ -123,16 +124,15 @@ class VmoeIndex:
                 numbers = math.prod(array.shape)
                 if numbers > WITHOUT_SHARDS and "/Moe/Mlp/" not in array.key:
                     raise CheckpointError(
-                        f"{self.file}: {array.key} of shape {list(array.shape)} is too large to be "
-                        "believed without its shards"
+                        f"{self.file}: {array.key} of shape {list(array.shape)} is too large to "
+                        "accept without its shards"
                     )
         return {array.key: torch.zeros(()).expand(array.shape) for array in self.arrays}
 
     def read(self, watched: Watched | None) -> tuple[dict[str, Tensor], Path | None]:
         """Returns the arrays as float32, and the temporary file they are mapped from, if any.
 
-        Raises CheckpointError where a shard is missing, cut short, or holds something else than the
-        index says.
+        Raises CheckpointError if a shard is missing, cut short, or does not match the index.
         """
         missing = [shard.name for shard in self.shards if shard not in self.files]
         if missing:
@@ -154,7 +154,7 @@ class VmoeIndex:
 
 
 def read_index(file: Path) -> VmoeIndex:
-    """Returns what an index says; raises CheckpointError for one that cannot be right."""
+    """Reads an index; raises CheckpointError for an invalid one."""
     with file.open("rb") as opened:
         data = opened.read(INDEX_BYTES + 1)
     if len(data) > INDEX_BYTES:
@@ -163,12 +163,12 @@ def read_index(file: Path) -> VmoeIndex:
     if not {"shard_count", "index"} <= top.keys():
         raise CheckpointError(
             f"{file}: not an index of google-research/vmoe: it holds {', '.join(top)[:200]}",
-            hint="it is to hold shard_count, index and version",
+            hint="it must hold shard_count, index and version",
         )
     version = _decoded(file, top["version"], _TEXT) if "version" in top else None
     if version not in (None, VERSION):
         raise CheckpointError(
-            f"{file}: of version {str(version)[:40]!r}, and {VERSION} is known",
+            f"{file}: its version is {str(version)[:40]!r}, but only {VERSION} is supported",
             hint="the layout may have changed: export it with a newer moexport",
         )
     count = _decoded(file, top["shard_count"], _COUNT)
@@ -237,9 +237,9 @@ def _in_order_of_fields(
     """The arrays of a train state as files without a version count them."""
     if not roots <= set(TRAIN_STATE):
         raise CheckpointError(
-            f"{file}: without a version, and with {', '.join(sorted(roots))[:200]}: in which order "
-            "its shards count arrays is not known",
-            hint="save the parameters alone, or restore and save it with the code of after June "
+            f"{file}: it has no version but {', '.join(sorted(roots))[:200]}, so the order of the "
+            "arrays in its shards is unknown",
+            hint="save only the parameters, or restore and save it with the code of after June "
             "2022",
         )
     return sorted(leaves, key=lambda leaf: TRAIN_STATE.index(leaf[0][0]))
@@ -270,7 +270,7 @@ def _array(file: Path, path: tuple[str, ...], number: int, leaf: Raw, count: int
 
 
 def _slices(file: Path, data: bytes | memoryview) -> Slices:
-    """Where a chunk lies."""
+    """The place of a chunk."""
     ranges = (_decoded(file, axis, _AXIS) for axis in _decoded(file, data, _AXES))
     return tuple((start, stop) for start, stop, _ in ranges)
 
@@ -286,7 +286,7 @@ def _check_covered(file: Path, array: IndexedArray) -> None:
         inside = all(0 <= a < b <= size for (a, b), size in zip(slices, shape, strict=False))
         if len(slices) != len(shape) or not inside:
             raise CheckpointError(f"{what} lie outside of it: {_shown(slices)}")
-    # Between the places where any chunk begins or ends nothing changes: a cell for each interval.
+    # Nothing changes between the places where any chunk begins or ends: a cell for each interval.
     edges = [
         sorted({0, size, *(edge for slices, _ in array.chunks for edge in slices[axis])})
         for axis, size in enumerate(shape)
@@ -317,7 +317,7 @@ def _volume(slices: Slices) -> int:
 
 
 def _check_sizes(index: VmoeIndex) -> None:
-    """Raises CheckpointError for a shard that is shorter than the arrays that lie in it."""
+    """Raises CheckpointError for a shard that is shorter than its arrays."""
     bytes_of = Counter[int]()
     for array in index.arrays:
         for slices, shard in array.chunks:
@@ -326,7 +326,7 @@ def _check_sizes(index: VmoeIndex) -> None:
         size = file.stat().st_size
         if size < bytes_of[number]:
             raise CheckpointError(
-                f"{file}: has {size} bytes, and its index places {bytes_of[number]} in it",
+                f"{file}: has {size} bytes, but its index places {bytes_of[number]} in it",
                 hint=AGAIN,
             )
 
@@ -334,7 +334,7 @@ def _check_sizes(index: VmoeIndex) -> None:
 def _read_shard(
     index: VmoeIndex, number: int, shard: Path, tensors: Mapping[str, Tensor], reading: Reading
 ) -> None:
-    """Copies what one shard holds of the network to its places."""
+    """Copies a shard's part of the network to its places."""
     if shard.stat().st_size == 0:
         raise CheckpointError(f"{shard}: the file is empty", hint=AGAIN)
     # Mapped as long as anything refers to it.
@@ -351,9 +351,9 @@ def _read_shard(
 
 
 def _check_count(shard: Path, view: memoryview, arrays: int) -> None:
-    """Raises CheckpointError for a shard with another number of arrays than its index places in it.
+    """Raises CheckpointError for a shard whose number of arrays differs from the index.
 
-    So that a file of a million of them is told by its first bytes.
+    A file of a million of them is thus refused by its first bytes.
     """
     first = view[0]
     if 0x80 <= first <= 0x8F:
@@ -364,7 +364,7 @@ def _check_count(shard: Path, view: memoryview, arrays: int) -> None:
         raise CheckpointError(f"{shard}: not a shard of google-research/vmoe")
     if count != arrays + 1:
         raise CheckpointError(
-            f"{shard}: holds {count - 1} arrays, and its index places {arrays} in it",
+            f"{shard}: holds {count - 1} arrays, but its index places {arrays} in it",
             hint="take index and shards of one checkpoint",
         )
 
@@ -376,15 +376,15 @@ class _Piece:
         self.values = values
 
 
-class _Where:
-    """Where a chunk lies in its array."""
+class _ChunkPlace:
+    """The place of a chunk in its array."""
 
     def __init__(self, slices: Slices) -> None:
         self.slices = slices
 
 
 _Parts = Annotated[list[_Piece], Meta(max_length=MOST_PARTS)]
-_Chunks = Annotated[list[tuple[_Parts, _Where]], Meta(max_length=MOST_CHUNKS)]
+_Chunks = Annotated[list[tuple[_Parts, _ChunkPlace]], Meta(max_length=MOST_CHUNKS)]
 
 
 def _place(
@@ -399,7 +399,7 @@ def _place(
 
     def hook(code: int, data: memoryview) -> Any:
         if code == SLICE_ND:
-            return _Where(_slices(shard, data))
+            return _ChunkPlace(_slices(shard, data))
         if code != ARRAY:
             raise CheckpointError(f"{shard}: {array.key} holds a value of type {code}")
         shape, dtype, raw = _decoded(shard, data, _NDARRAY)
@@ -446,7 +446,7 @@ def _fill(
 
 
 def _decoded(file: Path, data: Any, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """What bytes of MessagePack hold, as the decoder's type; CheckpointError for anything else."""
+    """The contents of MessagePack bytes as the decoder's type; else CheckpointError."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -1,1 +1,1 @@
-"""Graphs in OpenVINO: sessions, rows of `bench`, and what its devices compute."""
+"""Graphs in OpenVINO: sessions, rows of `bench`, and the capabilities of its devices."""

@@ -1,31 +1,50 @@
-"""What `run` asks of OpenVINO. Importing this loads nothing."""
+"""The options of `run` for OpenVINO. Importing this loads nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ...common.option import Panel, option
+from ...errors import UsageError
 
 API = 1
 
 OpenVinoDevice = Literal["cpu", "gpu", "npu"]
-"""Where OpenVINO runs a graph."""
+"""The devices of OpenVINO."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenVinoOptions:
-    """Options of a session (`Bundle.session`) in OpenVINO."""
+    """The options of a session in OpenVINO: `run --device gpu`, `Bundle.session(device="gpu")`."""
 
     device: OpenVinoDevice = option("cpu", "OpenVINO's device.")
     cache: str | Path | None = option(
         None,
         "A folder in which OpenVINO keeps what it compiled, for the next start.",
         unset="none",
-        kind=Path,
-        metavar="FOLDER",
+        is_path=True,
+    )
+    streams: int | None = option(
+        None,
+        "The number of calls that run in parallel, each from its own thread.",
+        unset="1",
+        in_shell=False,
     )
 
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for an invalid number of calls."""
+        streams: Any = self.streams
+        if streams is not None and (not isinstance(streams, Integral) or streams < 1):
+            raise UsageError(f"streams={streams!r}: not a number of calls", hint="streams=2")
 
-PANEL = Panel("openvino", "OpenVINO", ("run",), OpenVinoOptions)
+
+PANEL = Panel(
+    "openvino",
+    "OpenVINO",
+    ("run",),
+    OpenVinoOptions,
+    "moexport.plugins.openvino.cli:openvino_options",
+)

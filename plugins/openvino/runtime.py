@@ -1,10 +1,12 @@
-"""OpenVINO as a runtime: the record by which the core finds it."""
+"""OpenVINO as a runtime, and its registration with the core."""
 
 from __future__ import annotations
 
 from ...common.environment import versions
+from ...common.option import declared
 from ...exporter.bundle.runtimes import RuntimeRecord
 from ...graphs.targets import TargetRecord
+from .request import OpenVinoOptions
 from .session import (
     DEVICES,
     OPENVINO,
@@ -31,7 +33,10 @@ def _state() -> str:
 
 
 def _program(file: str, feed: str, output: str) -> str:
-    """By itself it computes FP32 in BF16 where a CPU has instructions for that."""
+    """A program that runs a graph.
+
+    By default OpenVINO computes FP32 in BF16 on CPUs that support it.
+    """
     return (
         "import numpy as np, openvino\n"
         'settings = {"INFERENCE_PRECISION_HINT": "f32"}  # as the graph is typed\n'
@@ -44,7 +49,7 @@ RUNTIME = RuntimeRecord(
     name=OPENVINO,
     title="OpenVINO",
     open=OpenVinoSession,
-    takes=("device", "streams", "cache"),
+    takes=tuple(declared(OpenVinoOptions)),
     extra="openvino",
     check_runs=_check_runs,
     state=_state,

@@ -1,4 +1,4 @@
-"""Runs an exported graph in OpenVINO: numpy in, numpy out, and says what its devices do."""
+"""Runs an exported graph in OpenVINO: numpy in, numpy out; and lists its devices' capabilities."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ...exporter.bundle.manifest import GraphFacts, Manifest
 from ...exporter.inputs import Inputs
 from ...exporter.session import Session, SessionOptions, described
 from ...graphs.targets import Precision, Target, runtime_of
+from .request import OpenVinoOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,24 +30,24 @@ if TYPE_CHECKING:
 OPENVINO = "openvino"
 
 OLDEST = (2026, 0)
-"""The first version that was run."""
+"""The first version that was tested."""
 
 DEVICES = {"cpu": "CPU", "gpu": "GPU", "npu": "NPU"}
 """OpenVINO's devices by the names that the command line uses."""
 
 CAPABILITIES: Mapping[str, str] = {"bf16": "BF16", "fp16": "FP16"}
-"""What a device says that it can do, where graphs of a precision are to compute in that."""
+"""The capability of a device that computes a precision."""
 
 PRODUCTS = ("FullyConnected", "MatMul", "Convolution", "GatherMatmul")
-"""The layers of a compiled graph, as OpenVINO calls them, in which a network's time goes."""
+"""OpenVINO's names of the layers of a compiled graph that take most of a network's time."""
 
 
 class OpenVinoSession(Session):
     """An exported graph, compiled by OpenVINO for a device.
 
-    It computes in the types of the graph: by itself the runtime takes FP32 for BF16 where a CPU has
-    instructions for that, the choice of experts too. Calls from several threads run side by side
-    where it was opened with `SessionOptions.streams`.
+    It computes in the types of the graph: by default the runtime computes FP32 in BF16 if a CPU has
+    instructions for that, even the choice of experts. Calls from several threads run in parallel if
+    it was opened with `streams`.
     """
 
     def __init__(self, path: Path | str, options: SessionOptions | None = None) -> None:
@@ -59,13 +60,13 @@ class OpenVinoSession(Session):
             graph = onnx.load(path, load_external_data=False)
         except (DecodeError, OSError) as error:
             raise EngineError(
-                f"OpenVINO cannot load {path.name}: it is no graph of ONNX ({error})",
-                hint="`moexport verify` tells whether the bundle is damaged",
+                f"OpenVINO cannot load {path.name}: it is not an ONNX graph ({error})",
+                hint="`moexport verify` checks whether the bundle is damaged",
             ) from error
         self._compiled = _compiled(path, self.options)
         outputs = dict.fromkeys(value.name for value in graph.graph.output)
         outputs |= dict.fromkeys(self.options.observe or ())
-        self._describe(described(graph), [*outputs], GraphFacts.of(graph, path.name))
+        self.describe(described(graph), [*outputs], GraphFacts.of(graph, path.name))
         self._idle: SimpleQueue[openvino.InferRequest] = SimpleQueue()
 
     @property
@@ -83,7 +84,7 @@ class OpenVinoSession(Session):
         return ", ".join(sorted(types)) or "f32"
 
     def products(self) -> list[tuple[str, str]]:
-        """Returns each matrix product of the compiled graph: its nodes, and what it computes in."""
+        """Returns each matrix product of the compiled graph: its nodes, and its type."""
         facts = (op.get_rt_info() for op in self._compiled.get_runtime_model().get_ordered_ops())
         return [
             (str(fact["originalLayersNames"].value), str(fact["runtimePrecision"].value).lower())
@@ -92,7 +93,8 @@ class OpenVinoSession(Session):
         ]
 
     @property
-    def _call(self) -> Callable[..., list[np.ndarray]]:
+    def call(self) -> Callable[..., list[np.ndarray]]:
+        """The runtime's own call, as `Session.call` is."""
         return self._infer_alone
 
     def _infer_alone(
@@ -101,23 +103,25 @@ class OpenVinoSession(Session):
         with self._request() as request:
             return _infer(request, feeds, wanted)
 
-    def _errors(self) -> tuple[type[Exception], ...]:
+    def errors(self) -> tuple[type[Exception], ...]:
+        """Returns the exceptions that the runtime raises if a run fails."""
         return (RuntimeError,)
 
-    def _told(self, error: Exception) -> tuple[str, str]:
-        return "OpenVINO", _words(error)
+    def failure(self, error: Exception) -> tuple[str, str]:
+        """Returns the name of the runtime, and its message for an error."""
+        return "OpenVINO", _message(error)
 
     def bound(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> Callable[[], list[np.ndarray]]:
         """Returns the runtime's own call for a batch x, as `Session.bound` does."""
-        return partial(_infer, self._compiled.create_infer_request(), self._feeds(x, k), outputs)
+        return partial(_infer, self._compiled.create_infer_request(), self.feeds(x, k), outputs)
 
     def bound_values(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> Callable[[], list[Any]]:
         """Returns the runtime's own call, whose results stay where it wrote them."""
-        request, feeds = self._compiled.create_infer_request(), self._feeds(x, k)
+        request, feeds = self._compiled.create_infer_request(), self.feeds(x, k)
         return partial(_infer, request, feeds, outputs or self.output_names, shared=True)
 
     @contextmanager
@@ -145,13 +149,13 @@ def _infer(
 
 
 WORTH_BYTES = 20_000_000
-"""Weights of a graph from which on BF16 in OpenVINO is predicted to be faster than FP32 in ONNX
-Runtime: its calls take about 0.07 ms longer, and products of that size gain more
-(docs/performance.md). In one precision neither runtime is predicted to be faster."""
+"""From this size of a graph's weights on, BF16 in OpenVINO is predicted to be faster than FP32 in
+ONNX Runtime: its calls take about 0.07 ms longer, and products of that size gain more
+(docs/performance.md). In the same precision neither runtime is predicted to be faster."""
 
 
 def advice(target: str, precision: str, weights_bytes: int) -> str | None:
-    """Returns a line where OpenVINO is installed and predicted to be faster than a target."""
+    """Returns a line if OpenVINO is installed and predicted to be faster than a target."""
     bf16 = next((title for flag, title in _FOR_BF16.items() if flag in cpu_instructions()), None)
     beside = target in ("onnx", "ort-cpu") and precision == "fp32" and bf16 is not None
     if not beside or weights_bytes < WORTH_BYTES or importlib.util.find_spec("openvino") is None:
@@ -164,16 +168,16 @@ def advice(target: str, precision: str, weights_bytes: int) -> str | None:
 
 
 def check_graphs(manifest: Manifest, where: Path) -> None:
-    """Raises `UsageError` for a bundle whose graphs OpenVINO does not compute right."""
+    """Raises `UsageError` for a bundle whose graphs OpenVINO computes wrongly."""
     if runtime_of(manifest.target) != OPENVINO and manifest.target != "onnx":
         raise UsageError(
-            f"{where}: was exported for {manifest.target}, whose graphs are not OpenVINO's",
+            f"{where}: was exported for {manifest.target}, not for OpenVINO",
             hint="export with --target openvino",
         )
 
 
 def check_device(device: str) -> None:
-    """Raises `MissingExtraError` or `UsageError` where OpenVINO or a device of it is not here."""
+    """Raises `MissingExtraError` or `UsageError` if OpenVINO or its device is missing."""
     runtime = openvino_package()
     there = runtime.Core().available_devices
     if not any(name.partition(".")[0] == DEVICES.get(device, device) for name in there):
@@ -185,7 +189,7 @@ def check_device(device: str) -> None:
 
 
 def check_computes(precision: Precision, target: Target) -> None:
-    """Raises `MissingExtraError` or `UsageError` where no device here computes in a precision."""
+    """Raises `MissingExtraError` or `UsageError` if no device here computes in a precision."""
     check_device("cpu")
     wanted = CAPABILITIES.get(precision)
     if wanted is None:
@@ -199,7 +203,7 @@ def check_computes(precision: Precision, target: Target) -> None:
 
 
 def openvino_package() -> Any:
-    """Returns the package; `MissingExtraError` where it is missing or too old."""
+    """Returns the package; raises `MissingExtraError` if it is missing or too old."""
     check_package()
     with without_telemetry("openvino_telemetry"):
         import openvino
@@ -208,7 +212,7 @@ def openvino_package() -> Any:
 
 
 def check_package() -> None:
-    """Raises `MissingExtraError` where OpenVINO is missing or too old; loads nothing."""
+    """Raises `MissingExtraError` if OpenVINO is missing or too old; loads nothing."""
     if importlib.util.find_spec("openvino") is None:
         raise MissingExtraError("OpenVINO is not installed", hint=install("openvino"))
     version = versions(("openvino",)).get("openvino", "")
@@ -222,7 +226,7 @@ def check_package() -> None:
 
 
 def instructions() -> str:
-    """Returns what this CPU's instructions mean for the choice of a precision, in words."""
+    """Describes what this CPU's instructions mean for the choice of a precision."""
     flags = cpu_instructions()
     bf16 = next((title for flag, title in _FOR_BF16.items() if flag in flags), None)
     int8 = next((title for flag, title in _FOR_INT8.items() if flag in flags), None)
@@ -244,29 +248,30 @@ _FOR_INT8 = {
 
 def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
     runtime = openvino_package()
-    check_device(options.device)
-    device = DEVICES[options.device]
+    own = OpenVinoOptions(**options.of_plugins)
+    check_device(own.device)
+    device = DEVICES[own.device]
     settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "EXECUTION_MODE_HINT": "ACCURACY"}
     if device == "CPU":
         settings["INFERENCE_PRECISION_HINT"] = "f32"  # what is typed BF16 or INT8 is computed so
         if options.threads is not None:
             settings["INFERENCE_NUM_THREADS"] = int(options.threads)
-    if options.streams is not None:
-        settings["NUM_STREAMS"] = options.streams
-    if options.cache is not None:
-        settings["CACHE_DIR"] = str(options.cache)
+    if own.streams is not None:
+        settings["NUM_STREAMS"] = int(own.streams)
+    if own.cache is not None:
+        settings["CACHE_DIR"] = str(own.cache)
     core = runtime.Core()
     try:
         graph = core.read_model(path)
         if graph.is_dynamic():
             if any(op.get_type_name() == "If" for op in graph.get_ops()):
                 raise EngineError(
-                    f"{path.name}: OpenVINO computes `If` wrongly where the batch is dynamic",
+                    f"{path.name}: OpenVINO computes `If` wrongly if the batch is dynamic",
                     hint="use another lowering than conditional, or export with a fixed --batch",
                 )
             if device == "NPU":
                 raise EngineError(
-                    f"{path.name}: OpenVINO's NPU takes graphs of fixed sizes alone",
+                    f"{path.name}: OpenVINO's NPU only takes graphs of fixed sizes",
                     hint="export with a fixed --batch (and --tokens), and --lowering dense",
                 )
         graph = _with_float_ports(graph)
@@ -275,13 +280,13 @@ def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
         return core.compile_model(graph, device, settings)
     except RuntimeError as error:
         raise EngineError(
-            f"OpenVINO cannot load {path.name}: {_words(error)}",
+            f"OpenVINO cannot load {path.name}: {_message(error)}",
             hint="another --lowering may run; `dense` needs the fewest ops",
         ) from error
 
 
 def _with_float_ports(graph: openvino.Model) -> openvino.Model:
-    """The graph with FP32 where it takes and gives BF16, which numpy has not."""
+    """The graph with FP32 inputs and outputs in place of BF16, which numpy does not have."""
     ports = {"input": graph.inputs, "output": graph.outputs}
     short = [
         (kind, place)
@@ -297,8 +302,8 @@ def _with_float_ports(graph: openvino.Model) -> openvino.Model:
     return changed.build()
 
 
-def _words(error: Exception) -> str:
-    """What OpenVINO says of an error, without the places in its sources."""
+def _message(error: Exception) -> str:
+    """The message of OpenVINO's error, without the places in its sources."""
     said = [line.strip() for line in str(error).splitlines() if line.strip()]
     messages = [s for s in said if not re.match(r"(Exception from|Check .* failed at) ", s)]
     return " ".join(messages) or (said or [type(error).__name__])[-1]  # the place is the last

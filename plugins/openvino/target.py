@@ -1,10 +1,10 @@
-"""`--target openvino`: what its graphs may hold, and the rates of CPUs with it."""
+"""`--target openvino`: the limits of its graphs, and the rates of CPUs with it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ...graphs.targets import CPU, NO_FP8, ON_CPU, MachineKind, TargetRecord
+from ...graphs.targets import CPU, CPU_RATES, NO_FP8, MachineKind, TargetRecord
 
 API = 1
 
@@ -18,14 +18,14 @@ CPU_BF16 = replace(
     batched_macs_per_us=2 * CPU.batched_macs_per_us,
 )
 """On CPUs with instructions for BF16: weights of half the bytes, and twice the products in a cycle.
-That is arithmetic, not a measurement; nor was another constant of OpenVINO fitted."""
+This is arithmetic, not a measurement; no other constant was fitted to OpenVINO either."""
 
 TARGET = TargetRecord(
     "openvino",
-    MachineKind("openvino-cpu", {**ON_CPU.rates, "bf16": CPU_BF16}),
+    MachineKind("openvino-cpu", {**CPU_RATES, "bf16": CPU_BF16}),
     "qdq-unsigned",
     runtime="openvino",
-    branches=False,  # where the batch is dynamic it overwrites what an `If` gave before
+    branches=False,  # with a dynamic batch it overwrites an earlier output of an `If`
     broadcasts=False,
     constant_integers=True,
     bf16_attention=True,

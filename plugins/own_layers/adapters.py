@@ -1,7 +1,7 @@
-"""Adapters: a user's functions that say what the user's own layers are.
+"""Adapters: user functions that describe the user's own layers.
 
-`@adapts(MySoftMoE)` or `--adapter package.module:adapt` names one. What it returns (`descriptions`)
-is compared with what the layer computes (`comparison`).
+`@adapts(MySoftMoE)` or `--adapter package.module:adapt` names one. The description it returns
+(`descriptions`) is compared with what the layer computes (`comparison`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import nn
 
-from ...common.user_code import callable_named
+from ...data.user_code import callable_named
 from ...errors import MoexportError, UsageError
 from .descriptions import Description
 from .request import Adapter
@@ -21,7 +21,7 @@ from .request import Adapter
 PAGE = "docs/own-layer.md"
 
 EXAMPLE = (
-    "say what it is with an adapter: @moexport.adapts({name}) above def adapt(layer): return "
+    "describe it with an adapter: @moexport.adapts({name}) above def adapt(layer): return "
     "moexport.SoftMoE(phi=layer.phi, experts=[(e.fc1, e.fc2) for e in layer.experts], norm='l2'), "
     f"or --adapter package.module:adapt ({PAGE})"
 )
@@ -32,11 +32,11 @@ _registered: dict[type, Adapter] = {}
 
 
 def adapts(*classes: type[nn.Module]) -> Callable[[A], A]:
-    """Decorates a function that takes a layer of these classes and says what it computes.
+    """Decorates a function that describes layers of these classes.
 
-    It returns a `moexport.SoftMoE`, a `moexport.MuMoE` or `moexport.Experts` and serves for
-    subclasses, too, that have no adapter of their own. Raises UsageError for a class that has
-    another adapter already.
+    It returns a `moexport.SoftMoE`, a `moexport.MuMoE` or `moexport.Experts` and also applies to
+    subclasses without an adapter of their own. Raises UsageError for a class that has another
+    adapter already.
     """
     for class_ in classes:
         if not _is_layer_class(class_):
@@ -60,11 +60,10 @@ def adapter_name(adapter: Adapter) -> str:
 
 
 def adapters_for(adapters: Sequence[Adapter | str]) -> dict[type, Adapter]:
-    """Returns the classes of the adapters that a call gives, by name or as they are.
+    """Returns the adapters of a call by class; they are given by name or as functions.
 
     The class is that of `adapts`, or else that of the first parameter's annotation. Raises
-    UsageError where there is none, where two are for one class, and for a name that cannot be
-    imported.
+    UsageError if there is none, if two are for one class, and for a name that cannot be imported.
     """
     classes: dict[type, Adapter] = {}
     for entry in adapters:
@@ -76,7 +75,7 @@ def adapters_for(adapters: Sequence[Adapter | str]) -> dict[type, Adapter]:
 
 
 def adapter_of(layer: nn.Module, adapters: Mapping[type, Adapter]) -> Adapter | None:
-    """Returns the adapter of the nearest of a layer's classes; the call's own before decorated."""
+    """Returns the adapter of the nearest class of a layer; the call's adapters come first."""
     for cls in type(layer).__mro__:
         adapter = adapters.get(cls) or _registered.get(cls)
         if adapter is not None:
@@ -85,9 +84,9 @@ def adapter_of(layer: nn.Module, adapters: Mapping[type, Adapter]) -> Adapter | 
 
 
 def describe(adapter: Adapter, layer: nn.Module, where: str) -> Description:
-    """Returns what an adapter says of a layer, with its shapes checked; UsageError that names both.
+    """Returns an adapter's description of a layer, with its shapes checked.
 
-    `where` is the layer's place in messages.
+    `where` is the layer's place in messages. Raises UsageError that names both.
     """
     what = f"the adapter {adapter_name(adapter)}, {where}"
     try:
@@ -97,7 +96,7 @@ def describe(adapter: Adapter, layer: nn.Module, where: str) -> Description:
                 description.build("")
     except MoexportError as error:
         raise UsageError(f"{what}: {error.message}", hint=error.hint) from error
-    except Exception as error:  # the user's code may fail in any way
+    except Exception as error:  # user code may raise anything
         raise UsageError(
             f"{what}: {type(error).__name__}: {error}", hint="--verbose shows where it was raised"
         ) from error
@@ -111,12 +110,12 @@ def describe(adapter: Adapter, layer: nn.Module, where: str) -> Description:
 
 
 def _enter(table: dict[type, Adapter], cls: type, adapter: Adapter) -> None:
-    """Enters an adapter for a class; a function defined again replaces itself."""
+    """Enters an adapter for a class; a function that is defined again replaces itself."""
     known = table.get(cls, adapter)
     if known is not adapter and adapter_name(known) != adapter_name(adapter):
         raise UsageError(
             f"{cls.__name__} has two adapters: {adapter_name(known)} and {adapter_name(adapter)}",
-            hint="leave one of them out; a subclass may have one of its own",
+            hint="leave one of them out; a subclass may have its own",
         )
     table[cls] = adapter
 
@@ -132,7 +131,7 @@ def _annotated(adapter: Adapter) -> tuple[type, ...]:
     classes = get_args(annotation) or (annotation,)
     if not all(_is_layer_class(class_) for class_ in classes):
         raise UsageError(
-            f"the adapter {what} does not say which class of layers it is for",
+            f"the adapter {what} does not name the class of layers that it is for",
             hint="@moexport.adapts(MyLayer) above it, or def adapt(layer: MyLayer)",
         )
     return classes

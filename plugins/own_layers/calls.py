@@ -1,4 +1,4 @@
-"""What the layers of a user's own network are called with, and what they and the network return."""
+"""Calls of the layers in a user's network, and the outputs of layers and network."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...common.user_code import user_code
+from ...data.user_code import user_code
 from ...errors import FamilyError
 from ..token_routed.own_forward import result_of
 from .layers import LayerPlace
 from .ports import check_outputs, outputs_of
 
-FITS = "does the example, or --set input_shape=…, fit the network?"
+FITS = "check that the example, or --set input_shape=…, fits the network"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """One call of a layer: what it was given, x first, and what it returned, with its result y.
+    """One call of a layer: its arguments, x first, and its return value, with its result y.
 
-    All are as they were at the call. `structure` is what was returned where that is more than a
-    tensor. `in_place` says whether the layer changed x, and `direct`
-    whether it was its `forward` that was called, and not the module.
+    All are copies from the time of the call. `structure` is what was returned if that is more than
+    a tensor. `in_place`: the layer changed x. `direct`: the network called its `forward`, not the
+    module.
     """
 
     args: tuple[Any, ...]
@@ -38,21 +38,20 @@ class LayerCall:
 
     @property
     def x(self) -> Tensor:
-        """The tokens."""
         x: Tensor = self.args[0]
         return x
 
     @property
     def further(self) -> tuple[Any, ...]:
-        """What stood after the tokens."""
+        """The arguments after the tokens."""
         return self.args[1:]
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """What one forward pass showed: inputs and outputs by name, and the layers' last calls.
+    """One forward pass: inputs and outputs by name, and each layer's last call.
 
-    `single`: what the network returned is one tensor, and no tuple or dictionary with it.
+    `single`: the network returned one tensor, not a tuple or dictionary.
     """
 
     inputs: Mapping[str, Tensor]
@@ -62,7 +61,7 @@ class ForwardPass:
 
     @property
     def finite(self) -> bool:
-        """Whether the network and all its layers returned numbers."""
+        """Whether all outputs of the network and its layers are finite."""
         results = (*self.outputs.values(), *(call.y for call in self.layers.values()))
         return all(bool(result.isfinite().all()) for result in results)
 
@@ -74,12 +73,12 @@ def forward_pass(
     what: str,
     hint: str = FITS,
 ) -> ForwardPass:
-    """Runs the network once on `inputs` and returns what those of its MoE layers did that it calls.
+    """Runs the network once on `inputs`; returns its outputs and the calls of its MoE layers.
 
-    It takes a tensor for each, in their order. Raises UsageError when its forward fails, with
-    `hint`, and FamilyError when a layer is called with more than its tokens, when something is not
-    computed in float32, or for an output that is not served. A layer with the user's own code
-    around it may be called with more.
+    It takes a tensor for each input, in their order. Raises UsageError, with `hint`, if its forward
+    fails, and FamilyError if a layer is called with more than its tokens, if something is not
+    computed in float32, or for an output of an unsupported type. A layer with user code around it
+    may be called with more.
     """
     calls: dict[str, LayerCall] = {}
     with ExitStack() as watching, torch.no_grad():
@@ -93,8 +92,8 @@ def forward_pass(
         raise FamilyError(
             f"{what}: its forward computes in {_dtype(autocast.dtype)} under torch.autocast, and "
             "moexport takes a network that computes in float32",
-            hint="give a factory whose network leaves autocast out, by an argument, say (--set "
-            "amp=false); --precision says in what the exported graph computes",
+            hint="give a factory that can leave autocast out, for example by --set amp=false; "
+            "--precision sets what the exported graph computes in",
         )
     by_path = {place.path: place for place in places}
     for path, call in calls.items():
@@ -106,14 +105,13 @@ def forward_pass(
 
 
 def shapes_of(inputs: Mapping[str, Tensor]) -> str:
-    """The inputs of a network in a message."""
     if len(inputs) == 1:
         return f"an input of shape {[*next(iter(inputs.values())).shape]}"
     return "inputs " + ", ".join(f"{name} {[*x.shape]}" for name, x in inputs.items())
 
 
 class _Watch:
-    """Enters each call of a layer under its path: of the module, or of its `forward` alone."""
+    """Records each call of a layer, of the module or of its `forward` alone."""
 
     def __init__(self, layer: nn.Module, path: str, calls: dict[str, LayerCall]) -> None:
         self.layer, self.path, self.calls = layer, path, calls
@@ -122,10 +120,11 @@ class _Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within the context the layer is watched."""
+        """Records calls of the layer within the context."""
         replaced = "forward" in vars(self.layer)
         hooks = (
-            # Before hooks of the user's own, which what replaces the layer does not have.
+            # This hook comes before the user's, because the layer's replacement does not have
+            # those.
             self.layer.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             self.layer.register_forward_hook(self._after, with_kwargs=True),
         )
@@ -145,7 +144,7 @@ class _Watch:
         self.under_way.append((copies, {key: _copied(value) for key, value in named.items()}, args))
 
     def _after(self, _: nn.Module, args: object, named: object, returned: object) -> None:
-        del args, named  # as hooks of the user's own changed them
+        del args, named  # as the user's hooks changed them
         self._enter(returned, direct=False)
 
     def _forward(self, *args: Any, **named: Any) -> Any:
@@ -172,7 +171,7 @@ class _Watch:
 
 
 def changed_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
-    """Returns the buffers of a module that are not what they were."""
+    """Returns the names of the buffers of a module that changed."""
     return [
         name
         for name, buffer in module.named_buffers()
@@ -185,7 +184,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """A tensor as it is now: what comes after may change it in place."""
+    """A copy of a tensor, since later code may change it in place."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -199,7 +198,7 @@ def copied_in_depth(value: Any) -> Any:
 
 
 class _Autocast(TorchFunctionMode):
-    """Notes in which type `torch.autocast` makes the calls compute that are made within."""
+    """Records the type in which `torch.autocast` computes within the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +221,7 @@ def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
     if not isinstance(call.y, Tensor):
         raise FamilyError(
             f"{what}: {place.at} returns a {type(call.structure).__name__} without a tensor",
-            hint="a layer returns y, or y among others: (y, loss), or {'y': y, …}",
+            hint="a layer returns y, alone or with others: (y, loss), or {'y': y, …}",
         )
     if not call.args or not isinstance(call.x, Tensor):
         raise FamilyError(
@@ -231,8 +230,8 @@ def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
             hint="the network calls it as layer(x, …), the tokens first",
         )
     if (len(call.args) > 1 or call.named) and not place.own_code:
-        more = [*map(_described, call.args[1:])]
-        more += [f"{key}={_described(value)}" for key, value in call.named.items()]
+        more = [*map(_describe_argument, call.args[1:])]
+        more += [f"{key}={_describe_argument(value)}" for key, value in call.named.items()]
         names = ", ".join([*(f"a{i}" for i in range(1, len(call.args))), *call.named])
         raise FamilyError(
             f"{what}: {place.at} is called with more than its tokens: {', '.join(more)}",
@@ -244,12 +243,12 @@ def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
             raise FamilyError(
                 f"{what}: {place.at} {verb} {_dtype(tensor.dtype)}, and moexport takes layers that "
                 "compute in float32",
-                hint="leave the cast out; --precision says in what the exported graph computes",
+                hint="remove the cast; --precision sets what the exported graph computes in",
             )
 
 
-def _described(value: object) -> str:
-    """A further argument in a message."""
+def _describe_argument(value: object) -> str:
+    """A further argument, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor {_dtype(value.dtype)} {list(value.shape)}"
     return f"{type(value).__name__} {value!r}"[:60]

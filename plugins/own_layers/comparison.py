@@ -1,4 +1,4 @@
-"""Whether our layers compute what a user's own do: alone, as described, and in the network."""
+"""Compares the exported layers with the user's: alone, as described, and in the network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.threads import fastest_threads, with_threads
-from ...common.user_code import user_code
+from ...data.user_code import user_code
 from ...errors import FamilyError, MoexportError, ParityError, UsageError
 from ...graphs.layers.base import MoELayer
 from ..token_routed.own_forward import InPlace, Tried, result_of
@@ -23,9 +23,9 @@ from .descriptions import (
     ExpertsDescription,
     MuMoEDescription,
     SoftMoEDescription,
-    held_by,
+    contents_of,
 )
-from .examples import differ, made_up
+from .examples import differ, random_like
 from .layers import LayerPlace
 from .mismatch import CLOSE, TOLERANCE, DescribedRun, difference, mismatch
 
@@ -33,25 +33,25 @@ from .mismatch import CLOSE, TOLERANCE, DescribedRun, difference, mismatch
 def _check_described(
     description: Description, call: LayerCall, layer: nn.Module, run: DescribedRun, at: str
 ) -> None:
-    """Raises ParityError unless what was described gives y, where the user's layer gave it, for x.
+    """Raises ParityError unless the description returns y for x, as the user's layer did.
 
-    `run` says what a description gives for a call. `layer` is the user's, and `at` begins the
-    message.
+    `run` runs a description on a call. `layer` is the user's; messages begin with `at`.
     """
     x, y = call.x, call.y
     with torch.no_grad():
         ours = run(description, call)
         if ours.shape != y.shape:
             raise ParityError(
-                f"{at} gives {list(y.shape)} for {list(x.shape)}, and what its adapter says gives "
-                f"{list(ours.shape)}",
-                hint="are the experts' last weights those of another layer, or transposed?",
+                f"{at} gives {list(y.shape)} for {list(x.shape)}, but its adapter's description "
+                f"gives {list(ours.shape)}",
+                hint="check whether the experts' last weights belong to another layer or are "
+                "transposed",
             )
         if difference(y, ours) <= CLOSE:
             return
         made = _made_within(layer, call, description, at)
         with with_threads(fastest_threads(lambda: run(description, call)).count):
-            problem = mismatch(description, call, run, held_by(layer), made, at)
+            problem = mismatch(description, call, run, contents_of(layer), made, at)
     if problem is not None:
         raise problem
 
@@ -59,9 +59,9 @@ def _check_described(
 def _made_within(
     layer: nn.Module, call: LayerCall, description: Description, at: str
 ) -> dict[str, Tensor]:
-    """What the parts of a layer make that has the shape of y, by their names; not its experts.
+    """The outputs of the layer's parts that have the shape of y, by name, without the experts.
 
-    Raises ParityError where the layer gives something else for the same call.
+    Raises ParityError if the layer returns something else for the same call.
     """
     experts = set() if isinstance(description, MuMoEDescription) else description.pointers()
     made: dict[str, Tensor] = {}
@@ -86,30 +86,30 @@ def _made_within(
             return {}
     if again is not None and again.shape == call.y.shape and difference(call.y, again) > TOLERANCE:
         raise ParityError(
-            f"{at} gives another result each time that it is called, in eval mode, too",
-            hint="noise belongs into training alone: if self.training",
+            f"{at} gives a different result each time it is called, even in eval mode",
+            hint="add noise in training only: if self.training",
         )
-    return {name: made[name] for name, _ in parts if name in made}  # what holds others before them
+    return {name: made[name] for name, _ in parts if name in made}  # a container of other modules
 
 
 TRIED_ALONE = 4
 
 
 def check_alone(place: LayerPlace, layer: nn.Module, call: LayerCall, source: str) -> None:
-    """Raises ParityError where what a layer gives for an input depends on the others of its batch.
+    """Raises ParityError if a layer's result for an input depends on the others of its batch.
 
-    Ours never does. What a user's router does is part of the graph, and compared with that.
+    The exported layers' results never do. A user's router is part of the graph and compared there.
     """
     if place.own_code is not None:
         return
-    x = call.x if differ(call.x) else torch.cat([call.x, *islice(made_up(call.x), 1)])
+    x = call.x if differ(call.x) else torch.cat([call.x, *islice(random_like(call.x), 1)])
     together = _numbers(layer, x)
     if together is None or together.shape[:1] != x.shape[:1]:
         return
     rows = sorted({*torch.linspace(0, len(x) - 1, TRIED_ALONE).long().tolist()})
     alone = []
     for row in rows:
-        # Twice, where the layer takes no batch of one.
+        # Two inputs, for a layer that does not accept a batch of one.
         batches = (x[[row]], x[[row, row]])
         y = next((y for batch in batches if (y := _numbers(layer, batch)) is not None), None)
         if y is None or y[:1].numel() != together[:1].numel():
@@ -121,19 +121,18 @@ def check_alone(place: LayerPlace, layer: nn.Module, call: LayerCall, source: st
     again = _numbers(layer, x)
     if again is None or difference(together, again) > TOLERANCE:
         raise ParityError(
-            f"{source}: {place.at} gives another result each time that it is called",
-            hint="noise belongs into training alone: if self.training",
+            f"{source}: {place.at} gives a different result each time it is called",
+            hint="add noise in training only: if self.training",
         )
     raise ParityError(
-        f"{source}: {place.at} gives for one input what depends on the others of its batch: off by "
-        f"{off:.2g} of max|y| from what it gives for the input alone",
-        hint="no softmax, sum, statistics or reshape of the layer may reach over its first axis: a "
-        "batch would change every result",
+        f"{source}: {place.at} mixes the inputs of its batch: the result of one is off by "
+        f"{off:.2g} of max|y| from its result alone",
+        hint="softmax, sums, statistics and reshapes of the layer must not include its first axis",
     )
 
 
 def _numbers(layer: nn.Module, x: Tensor) -> Tensor | None:
-    """What a layer gives for x outside of its network; None where it gives no numbers there."""
+    """The layer's result for x outside of its network; None if it has no finite result there."""
     with torch.no_grad():
         try:
             y = result_of(layer(x.clone()))
@@ -143,7 +142,7 @@ def _numbers(layer: nn.Module, x: Tensor) -> Tensor | None:
 
 
 def check_adapter(place: LayerPlace, layer: nn.Module, one_pass: ForwardPass, source: str) -> None:
-    """Raises ParityError unless what an adapter says gives y for x, as the user's `layer` did."""
+    """Raises ParityError unless an adapter's description returns what the user's `layer` did."""
     call = one_pass.layers.get(place.path)
     description = place.description
     if description is None or call is None:
@@ -158,8 +157,8 @@ def check_adapter(place: LayerPlace, layer: nn.Module, one_pass: ForwardPass, so
     ranks = (2, 3, 4, 5) if spec.routes_tokens else (3, 4, 5)
     if call.x.ndim not in ranks or call.x.shape[1 if pixels else -1] != spec.dim:
         raise UsageError(
-            f"{at} is called on {list(call.x.shape)}, and what its adapter says takes "
-            f"tokens (b, m, {spec.dim}) or pixels (b, {spec.dim}, height, width)",
+            f"{at} is called on {list(call.x.shape)}, but its adapter's description takes tokens "
+            f"(b, m, {spec.dim}) or pixels (b, {spec.dim}, height, width)",
             hint="phi is [d, n, p], a gate [d, n]: d is the width of a token",
         )
 
@@ -174,7 +173,7 @@ def check_adapter(place: LayerPlace, layer: nn.Module, one_pass: ForwardPass, so
 
 
 def _check_own_code(description: Description, call: LayerCall, layer: nn.Module, at: str) -> None:
-    """Raises ParityError unless the user's code around our layer gives what the user's did."""
+    """Raises ParityError unless our layer within the user's code returns what the user's did."""
 
     def run(described: Description, call: LayerCall) -> Tensor:
         return result_of_code(described, call, at)[1]
@@ -185,9 +184,9 @@ def _check_own_code(description: Description, call: LayerCall, layer: nn.Module,
 def result_of_code(
     description: Description, call: LayerCall, at: str
 ) -> tuple[MoELayer | None, Tensor, Tried | None]:
-    """Returns our layer as the user's code calls for it, and what that returns for a call.
+    """Returns our layer as the user's code calls it, and the code's result for a call.
 
-    UsageErrors name the layer. `Tried` is what a bank of experts was called with.
+    UsageErrors name the layer. `Tried` records the arguments of a bank of experts.
     """
     code = description.code
     assert code is not None
@@ -205,7 +204,7 @@ def result_of_code(
     )
     try:
         with torch.no_grad(), user_code(f"its {what} failed", hint):
-            # Code may change in place what it is given.
+            # Code may change its arguments in place.
             args, named = copied_in_depth((call.args, dict(call.named)))
             returned = code.run(counted, args, named)
     except MoexportError as error:
@@ -213,7 +212,7 @@ def result_of_code(
     y = result_of(returned)
     if y is None:
         raise UsageError(
-            f"{at}: its forward returned a {type(returned).__name__}, and no tensor in it",
+            f"{at}: its forward returned a {type(returned).__name__} without a tensor in it",
             hint="it returns what the layer does, or the layer's first tensor alone",
         )
     if counted.calls != 1:
@@ -221,8 +220,8 @@ def result_of_code(
             f"{at}: its forward calls our layer {counted.calls or 'not'} times".replace(
                 "not times", "not at all"
             ),
-            hint="forward(experts, x) calls experts(…) once: what would be several calls is one, "
-            "with further tokens or further experts",
+            hint="forward(experts, x) calls experts(…) once: join several calls into one with "
+            "more tokens or more experts",
         )
     return (tried.layer if tried is not None else layer), y, tried
 
@@ -240,20 +239,20 @@ class _Counted:
 
 
 def _words(call: LayerCall) -> list[str]:
-    """What a layer was called with, in a message."""
-    listed = [*((None, value) for value in call.args), *call.named.items()]
+    """The arguments of a layer, for messages."""
+    arguments = [*((None, value) for value in call.args), *call.named.items()]
     return [
         f"{f'{key}=' if key else ''}{list(x.shape) if isinstance(x, Tensor) else repr(x)}"
-        for key, x in listed
+        for key, x in arguments
     ]
 
 
 def check_same(
     own: ForwardPass, twin: nn.Module, places: Sequence[LayerPlace], source: str
 ) -> None:
-    """Raises ParityError unless the twin gives what the user's network gave in a pass.
+    """Raises ParityError unless the twin returns what the user's network returned in a pass.
 
-    It names the first layer that differs. `places` are those of the layers that were replaced.
+    It names the first layer that differs. `places` are the replaced layers.
     """
     try:
         ours = forward_pass(
@@ -261,14 +260,14 @@ def check_same(
             places,
             own.inputs,
             f"{source}, its MoE layers replaced",
-            hint="the network may take nothing of such a layer but what it returns: y = layer(x)",
+            hint="the network may only use the layer's output: y = layer(x)",
         )
     except UsageError as error:
         read = _read_of_a_layer(error.__cause__)
         if read is None:
             raise
         raise FamilyError(
-            f"{source}: the network around reads .{read} of a layer, and what takes its place has "
+            f"{source}: the network around reads .{read} of a layer, and the exported layer has "
             "none",
             hint="an adapter with a forward keeps the layer's attributes: "
             "moexport.SoftMoE(…, forward=lambda moe, x: moe(x))",
@@ -277,9 +276,9 @@ def check_same(
     for place in called:
         if place.path not in ours.layers:
             raise FamilyError(
-                f"{source}: the network does not call what takes the place of {place.at}",
-                hint="its forward may look for layers of that class, or be a function that holds "
-                "the network itself: make it a method that calls the layer by its name",
+                f"{source}: the network does not call the replacement of {place.at}",
+                hint="its forward may look for layers of that class, or be a closure over the "
+                "network: make it a method that calls the layer by its name",
             )
     wrong = [
         (place, miss)
@@ -294,22 +293,22 @@ def check_same(
     if changing:
         raise ParityError(
             f"{source}: {changing[0]} changes its input in place, and the network then uses that",
-            hint="x = x + … where the layer has x += … or x.add_(…)",
+            hint="in the layer write x = x + … in place of x += … or x.add_(…)",
         )
     if not wrong:
         raise ParityError(
             f"{source}: every MoE layer agrees, but the result does not: {result}",
-            hint="is the network in eval mode deterministic?",
+            hint="check that the network is deterministic in eval mode",
         )
     place, miss = wrong[0]
     if place.adapter is not None:
         raise ParityError(
-            f"{source}: {place.at} computes something else in the network than {place.title}: "
+            f"{source}: {place.at} computes something different in the network than {place.title}: "
             f"{miss}",
-            hint="does the network add hooks to it, or call it several times in different ways?",
+            hint="check whether the network adds hooks to it or calls it in different ways",
         )
     raise ParityError(
-        f"{source}: {place.at} computes something else than the published layer that its "
+        f"{source}: {place.at} computes something different from the published layer that its "
         f"parameters resemble: {miss}",
         hint="its forward differs (dispatch and combine swapped, another normalisation or "
         f"activation, …): {EXAMPLE.format(name=place.class_name)}",
@@ -317,17 +316,17 @@ def check_same(
 
 
 def _read_of_a_layer(error: BaseException | None) -> str | None:
-    """The attribute that a network missed of one of ours; None for any other error."""
+    """The attribute of a replaced layer that the network did not find; None for any other error."""
     if not isinstance(error, AttributeError) or not isinstance(error.obj, MoELayer | InPlace):
         return None
     return str(error.name)
 
 
 def _miss(expected: Tensor, actual: Tensor) -> str | None:
-    """How two tensors differ; None where they agree within TOLERANCE of the larger's maximum."""
+    """How two tensors differ; None if they agree within TOLERANCE of the larger's maximum."""
     if expected.shape != actual.shape:
         return f"shape {list(actual.shape)} instead of {list(expected.shape)}"
-    expected, actual = expected.double(), actual.double()  # what is whole may wrap around
+    expected, actual = expected.double(), actual.double()  # integers may overflow
     if difference(expected, actual) <= TOLERANCE:
         return None
     error, largest = float((expected - actual).abs().max()), float(expected.abs().max())
@@ -335,23 +334,23 @@ def _miss(expected: Tensor, actual: Tensor) -> str | None:
 
 
 def layout_of(call: LayerCall) -> Literal["tokens", "pixels", "vectors"]:
-    """How the tokens of a layer lie in what it is called with."""
+    """Returns the layout of the tokens in a layer's call."""
     if call.x.ndim > 3:
         return "pixels"
     return "vectors" if call.x.ndim == call.y.ndim == 2 else "tokens"
 
 
 def surroundings(description: Description | None, call: LayerCall) -> partial[InPlace]:
-    """Returns what stands around our layer in place of the user's."""
+    """Returns the wrapper around our layer that replaces the user's."""
     residual = isinstance(description, SoftMoEDescription) and description.residual
     return partial(InPlace, layout=layout_of(call), residual=residual, returned=call.structure)
 
 
 def needs_surroundings(place: LayerPlace, call: LayerCall) -> bool:
-    """Whether anything stands around our layer.
+    """Whether anything is wrapped around our layer.
 
-    A change of layout, of what is returned; a name; or a module whose `forward` calls our layer as
-    one, where it is that which the network calls.
+    That is a change of layout or of the returned structure, a name, or a module whose `forward`
+    calls our layer, if the network calls that module.
     """
     around = surroundings(place.description, call).keywords
     plain = around == {"layout": "tokens", "residual": False, "returned": None}

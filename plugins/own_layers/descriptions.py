@@ -1,7 +1,7 @@
-"""What a user's own layer is, in the user's words: the user's tensors, as they are, and options.
+"""Descriptions of a user's layer: the user's tensors, as they are, and options.
 
-An adapter (`adapters`) returns one of the three descriptions, which `moexport` gives under the
-names `SoftMoE`, `MuMoE` and `Experts`. Each checks shapes, builds the layer of `graphs.layers` that
+An adapter (`adapters`) returns one of the three descriptions, which `moexport` exports as
+`SoftMoE`, `MuMoE` and `Experts`. Each checks shapes, builds the layer of `graphs.layers` that
 computes with the tensors, and yields the few options that could be meant otherwise (`variants`).
 """
 
@@ -42,7 +42,8 @@ from .expert_forms import (
 )
 
 DEFAULT_EPS: Mapping[NormKind, float] = {"none": 0.0, "l2": 1e-12, "layernorm": 1e-5}
-"""Those of `F.normalize` and `nn.LayerNorm`; the others have no usual one, and it must be said."""
+"""The defaults of `F.normalize` and `nn.LayerNorm`; other normalisations have no usual eps, so it
+must be given."""
 
 TRIED: Mapping[NormKind, tuple[float, ...]] = {
     "none": (0.0,),
@@ -51,7 +52,7 @@ TRIED: Mapping[NormKind, tuple[float, ...]] = {
     "l2-rsqrt": (1e-6,),
     "layernorm": (1e-5, 1e-6, 1e-12),
 }
-"""Each normalisation with the eps that are usual: real tokens are too long to tell others apart."""
+"""Each normalisation with its usual eps: real tokens are too long to distinguish others."""
 
 
 def _soft_moe(
@@ -61,7 +62,7 @@ def _soft_moe(
     activation: Activation,
     **weights: Tensor | None,
 ) -> SoftMoE:
-    """A Soft MoE layer with these experts; `spec` holds what they do not say."""
+    """A Soft MoE layer with these experts; `spec` holds the other properties."""
     form = form.in_halves()
     kind: ExpertKind = "mlp" if form.gate == "none" else "gated"
     whole = SoftMoESpec(
@@ -95,10 +96,10 @@ D = TypeVar("D", bound=ExpertArguments)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContents:
-    """What a user's layer holds.
+    """The contents of a user's layer.
 
-    Its numbers (attributes, and parameters and buffers of one number), its parameters, each by its
-    name, and the biases of its maps by where their weights begin in memory.
+    `numbers` are attributes, and parameters and buffers of one element; parameters are by name, the
+    biases of maps by the memory address of their weights.
     """
 
     numbers: Mapping[str, float]
@@ -106,8 +107,7 @@ class LayerContents:
     biases: Mapping[int, Tensor]
 
 
-def held_by(layer: nn.Module) -> LayerContents:
-    """Returns what a user's layer holds."""
+def contents_of(layer: nn.Module) -> LayerContents:
     numbers: dict[str, float] = {}
     for name, value in vars(layer).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -127,21 +127,21 @@ def held_by(layer: nn.Module) -> LayerContents:
 def _forms(
     description: D, default: Activation, held: LayerContents
 ) -> Iterator[tuple[dict[str, str], D]]:
-    """Yields a description with other activations, and with its weights read otherwise."""
+    """Yields a description with other activations, and with its weights read in other ways."""
     experts = description.with_biases(held.biases)
     if experts is not None:
         yield {"experts": "with their biases"}, replace(description, experts=experts)
     form = description.form()
-    said = form.activation or default
-    between = [said, *(name for name in get_args(Activation) if name != said)]
+    given = form.activation or default
+    between = [given, *(name for name in get_args(Activation) if name != given)]
     if form.w2 is None:
-        between = [said]
+        between = [given]
     after = [form.out_activation]
-    after += [name for name in ("relu", "gelu", "silu", "identity") if name not in after]
+    after += [name for name in ("relu", "gelu", "silu", "softmax", "identity") if name not in after]
     for activation, out, alpha, (turned, weights) in product(
         between, after, dict.fromkeys([description.alpha, 1.0]), _weights_read_otherwise(form)
     ):
-        changed = {} if activation == said else {"activation": repr(activation)}
+        changed = {} if activation == given else {"activation": repr(activation)}
         if alpha != description.alpha:
             changed["alpha"] = f"{alpha:g}"
         changed |= turned
@@ -182,27 +182,27 @@ class SoftMoEDescription(ExpertArguments):
     """A Soft MoE layer: tokens (b, m, d) to (b, m, o), through n experts with p slots each.
 
     L = (x̂·phi + bias) / temperature; the slots are averages of tokens by the softmax of L over the
-    tokens; y adds up the experts' outputs by each token's softmax of L over all slots of all
-    experts, and the layer's input where the layer is `residual`.
+    tokens; y is the sum of the experts' outputs weighted by each token's softmax of L over all
+    slots of all experts, plus the layer's input if the layer is `residual`.
 
     `phi` is [d, n, p], or [d, n] for one slot each: as the router multiplies with it, normalised
-    and scaled; `bias` is [n, p] or [n]. See `ExpertArguments` for the experts, whose `activation`
-    is `gelu` unless it is said.
+    and scaled; `bias` is [n, p] or [n]. See `ExpertArguments` for the experts; their default
+    `activation` is `gelu`.
 
-    `norm` says what x̂ is: `none`; `l2` x / max(‖x‖, eps); `l2-plus` x / (‖x‖ + eps); `l2-rsqrt`
-    x / √(‖x‖² + eps); `layernorm`; or the `nn.LayerNorm` or `nn.RMSNorm` itself. `gain` and, for
-    `layernorm`, `shift` [d] follow it. `slots_from` says which tokens the slots average: x̂
+    `norm` is how x becomes x̂: `none`; `l2` x / max(‖x‖, eps); `l2-plus` x / (‖x‖ + eps);
+    `l2-rsqrt` x / √(‖x‖² + eps); `layernorm`; or the `nn.LayerNorm` or `nn.RMSNorm` itself. `gain`
+    and, for `layernorm`, `shift` [d] follow it. `slots_from` is which tokens the slots average: x̂
     (`normalised`) or x (`raw`).
 
-    `forward` is any code of the user's own around the layer: `forward(moe, …)` takes it, then what
-    the user's layer is called with, calls `moe(x)` once and returns what the user's layer does.
+    `forward` is user code around the layer: `forward(moe, …)` takes our layer, then the arguments
+    of the user's layer, calls `moe(x)` once and returns what the user's layer does.
 
     Raises UsageError, naming the argument and what was expected.
     """
 
     advice: ClassVar[str] = (
-        "phi is what the router multiplies with, normalised and scaled; slots average by a softmax "
-        "over the tokens, the output adds the experts' by one over all slots; any other way takes "
+        "phi is the matrix that the router multiplies with, normalised and scaled; dispatch is a "
+        "softmax over the tokens, combine one over all slots; for anything else use "
         "moexport.Experts with a forward"
     )
 
@@ -219,7 +219,7 @@ class SoftMoEDescription(ExpertArguments):
 
     @property
     def code(self) -> Code | None:
-        """The user's own code around the layer."""
+        """The user's code around the layer."""
         return None if self.forward is None else Code(self.forward)
 
     def build(self, name: str) -> SoftMoE:
@@ -246,21 +246,21 @@ class SoftMoEDescription(ExpertArguments):
         return _soft_moe(form, spec, scaled, "gelu", **weights)
 
     def _check_experts(self, form: ExpertForm, d: int, n: int) -> None:
-        """Raises UsageError where the experts are not those that phi is for."""
+        """Raises UsageError if the experts do not fit phi."""
         if form.dim != d:
             what = "experts[0]: its first weight" if self.experts is not None else "w1"
             shape = list(form.w1[0].T.shape if self.experts is not None else form.w1[0].shape)
             raise UsageError(
                 f"{what} has the shape {shape}, and phi {list(self.phi.shape)} is for d = {d}",
-                hint="is phi transposed ([d, n, p]), or a weight (nn.Linear and lists have [out, "
-                "in], w1 and w2 [n, in, out])?",
+                hint="check whether phi ([d, n, p]) or a weight is transposed (nn.Linear and "
+                "lists have [out, in], w1 and w2 [n, in, out])",
             )
         if form.count != n:
             slots = n // form.count if n % form.count == 0 else 0
             raise UsageError(
                 f"experts has {form.count} entries, and phi {list(self.phi.shape)} is for n = {n}",
-                hint=f"{slots} slots per expert: phi.unflatten(1, ({form.count}, {slots})) where "
-                "an expert's slots stand together"
+                hint=f"{slots} slots per expert: phi.unflatten(1, ({form.count}, {slots})) if an "
+                "expert's slots are consecutive"
                 if slots and self.phi.ndim == 2
                 else "experts=[(e.up, e.down) for e in layer.experts]; phi is [d, n, p]",
             )
@@ -270,32 +270,32 @@ class SoftMoEDescription(ExpertArguments):
     ) -> Iterator[tuple[dict[str, str], SoftMoEDescription | ExpertsDescription]]:
         """Yields the same weights with other options, and what changed.
 
-        Every combination of activation, normalisation and source of slots; and each other option
-        by itself. `held` is what the user's layer holds: a number may be a temperature.
+        These are all combinations of activation, normalisation and source of slots, and each other
+        option by itself. `held` is the contents of the user's layer: a number may be a temperature.
         """
         d = self.phi.shape[0]
-        said = self._normalisation(d)
-        norms = dict.fromkeys([said[:2], *((kind, eps) for kind in TRIED for eps in TRIED[kind])])
+        given = self._normalisation(d)
+        norms = dict.fromkeys([given[:2], *((kind, eps) for kind in TRIED for eps in TRIED[kind])])
         forms = list(_forms(self, "gelu", held))
         for (norm, eps), source, (experts, other), root in product(
             norms, get_args(SlotSource), forms, (False, True)
         ):
             if norm == "none" and source != self.slots_from:
-                continue  # the same tokens
+                continue  # no normalisation, so the same tokens
             if root and not norm.startswith("l2"):
                 continue
-            changed = {} if norm == said[0] else {"norm": repr(norm)}
+            changed = {} if norm == given[0] else {"norm": repr(norm)}
             if source != self.slots_from:
                 changed["slots_from"] = repr(source)
             changed |= experts
-            if eps != (said[1] if norm == said[0] else DEFAULT_EPS.get(norm)):
-                changed["eps"] = f"{eps:g}"  # the usual one need not be said
+            if eps != (given[1] if norm == given[0] else DEFAULT_EPS.get(norm)):
+                changed["eps"] = f"{eps:g}"  # the default is not shown
             if "out_activation" in changed and len(changed) > 1:
                 continue
-            gain, shift = said[2], said[3] if norm == "layernorm" else None
+            gain, shift = given[2], given[3] if norm == "layernorm" else None
             if root:  # an RMSNorm is x̂·√d·γ
                 gain = torch.full((d,), d**0.5) * (1 if gain is None else gain)
-                changed["gain"] = "d**0.5" if said[2] is None else "d**0.5 * gain"
+                changed["gain"] = "d**0.5" if given[2] is None else "d**0.5 * gain"
             options = {"norm": norm, "eps": eps, "gain": gain, "shift": shift}
             yield changed, replace(other, **options, slots_from=source)
         yield from self._rescaled(held)
@@ -328,7 +328,7 @@ class SoftMoEDescription(ExpertArguments):
             yield {"phi": f"phi.mT.flatten(1).unflatten(1, ({n}, {p}))"}, replace(self, phi=turned)
 
     def _other_axes(self) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
-        """Yields the layer with its softmaxes over other axes, which a forward would compute."""
+        """Yields the layer with its softmaxes over other axes, which a forward could compute."""
         form = self.form()
         read = replace(form, activation=form.activation or "gelu")
         layer = self.build("")
@@ -336,7 +336,7 @@ class SoftMoEDescription(ExpertArguments):
         axes |= {"the tokens": (1,)}
         for (one, dispatch), (other, combine) in product(axes.items(), axes.items()):
             if (one, other) == ("the tokens", "all slots"):
-                continue  # what a Soft MoE does
+                continue  # the Soft MoE itself
 
             def forward(
                 experts: Any,
@@ -358,7 +358,7 @@ class SoftMoEDescription(ExpertArguments):
         if isinstance(norm, nn.Module):
             if eps is not None or gain is not None or shift is not None:
                 raise UsageError(
-                    f"eps, gain and shift are those of the {type(norm).__name__} given as norm",
+                    f"eps, gain and shift belong to the {type(norm).__name__} given as norm",
                     hint="leave them out",
                 )
             norm, eps, gain, shift = _from_module(norm, d)
@@ -368,7 +368,7 @@ class SoftMoEDescription(ExpertArguments):
                 raise UsageError(f"norm={norm!r} needs its eps", hint="for example eps=1e-6")
             eps = DEFAULT_EPS[norm]
         if shift is not None and norm != "layernorm":
-            raise UsageError(f"shift goes with norm='layernorm', and norm is {norm!r}")
+            raise UsageError(f"shift goes with norm='layernorm', but norm is {norm!r}")
         return norm, eps, vector("gain", gain, (d,)), vector("shift", shift, (d,))
 
 
@@ -387,17 +387,17 @@ class MuMoEDescription:
 
     `gates` holds a matrix [d, n_e] or an `nn.Linear` per level of experts. `weights` is the whole
     tensor [n_1, …, d, o]; its CP factors [n_1, R], …, [d, R], [o, R] or TR cores [r1, n_1, r2], …,
-    [r, d, r'], [r', o, r1] as a list; or for Tucker (core, factors). One row more of the input
+    [r, d, r'], [r', o, r1] as a list; or for Tucker (core, factors). One more row of the input
     mode, d + 1, is the bias. `second` is a second tensor in the same form, after a GELU.
 
-    `norm` stands before the `activation` (`entmax15`, `sparsemax` or `softmax`): `none`; `ln`, a
+    `norm` comes before the `activation` (`entmax15`, `sparsemax` or `softmax`): `none`; `ln`, a
     layer normalisation over the experts without gain and shift, eps 1e-5; or a list with each
     level's `nn.BatchNorm1d`, or its recorded (mean, variance) for eps 1e-5. `input_norm` is an
-    `nn.LayerNorm` of what the tensors see; the gate sees x itself.
+    `nn.LayerNorm` of the tensors' input; the gate's input is x itself.
 
-    `forward` is any code of the user's own around the layer: `forward(mumoe, …)` takes it, then
-    what the user's layer is called with, calls `mumoe(x)` once and returns what the user's layer
-    does. Without `gates` it calls `mumoe(x, a_1, …)` with each level's coefficients [b, m, n].
+    `forward` is user code around the layer: `forward(mumoe, …)` takes our layer, then the arguments
+    of the user's layer, calls `mumoe(x)` once and returns what the user's layer does. Without
+    `gates` it calls `mumoe(x, a_1, …)` with each level's coefficients [b, m, n].
 
     Raises UsageError, naming the argument and what was expected.
     """
@@ -417,7 +417,7 @@ class MuMoEDescription:
 
     @property
     def code(self) -> Code | None:
-        """The user's own code around the layer."""
+        """The user's code around the layer."""
         return None if self.forward is None else Code(self.forward)
 
     def build(self, name: str) -> MuMoE:
@@ -438,7 +438,7 @@ class MuMoEDescription:
         elif self.norm == "ln":
             if any(bias.any() for bias in biases):
                 raise UsageError(
-                    "norm='ln' normalises x·gate, and the gate has a bias besides",
+                    "norm='ln' normalises x·gate, and the gate also has a bias",
                     hint="such a layer cannot be exported",
                 )
         else:
@@ -501,7 +501,7 @@ class MuMoEDescription:
             yield changed, replace(self, norm=norm, activation=activation)
 
     def _sizes(self) -> tuple[int, tuple[int, ...]]:
-        """The width of a token and the number of experts by level, as the weights have them."""
+        """The width of a token and the number of experts by level, taken from the weights."""
         if self.forward is None:
             raise UsageError(
                 "gates is not given, and no forward that gives the coefficients",
@@ -540,7 +540,7 @@ class MuMoEDescription:
     def _folded(
         self, projections: list[Tensor], biases: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The projections with the batch normalisation in them, and what is then subtracted."""
+        """The projections with the batch normalisation in them, and the remaining subtrahend."""
         if self.norm == "none":
             return projections, [-bias for bias in biases]
         norms = several(self.norm)
@@ -560,10 +560,10 @@ class MuMoEDescription:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertsDescription(ExpertArguments):
-    """A bank of experts, and the user's own code around it, which is traced as it is.
+    """A bank of experts, and user code around it, which is traced as it is.
 
-    `forward(experts, …)` takes the bank, then what the user's layer is called with, and returns
-    what that does. It calls the bank once:
+    `forward(experts, …)` takes the bank, then the arguments of the user's layer, and returns what
+    that does. It calls the bank once:
 
     - `experts(x, index, weights)`: each token of x [..., d] through the experts index [..., k],
       whole numbers from 0 to n - 1; returns Σ_k weights[..., k] · expert(x), [..., o]
@@ -572,22 +572,22 @@ class ExpertsDescription(ExpertArguments):
       [b, m, o], for combine weights C [b, m, n, p]; k by Algorithm 1: the experts with the largest
       sums over the tokens and slots of C
 
-    A parameter `k` of the function says that it can be asked for another number of experts.
+    A parameter `k` of the function allows another number of experts.
 
     `router` is short for a forward that returns `experts(x, index, weights)`: a function that takes
-    what the layer is called with and returns index and weights. With neither, the layer described
-    is one that is called with them.
+    the arguments of the user's layer and returns index and weights. With neither, the layer itself
+    is called with them.
 
-    See `ExpertArguments` for the experts, whose `activation` is `silu` unless it is said. With a
-    gate, `limit` bounds the gate from above and up to -limit … limit before it, and `up_offset` is
-    added to up. `weights_on` says what the weights multiply: an expert's `output` or its `input`.
+    See `ExpertArguments` for the experts; their default `activation` is `silu`. With a gate,
+    `limit` bounds the gate from above and up to -limit … limit before it, and `up_offset` is added
+    to up. `weights_on` is what the weights multiply: an expert's `output` or its `input`.
 
     Raises UsageError, naming the argument and what was expected.
     """
 
     advice: ClassVar[str] = (
-        "forward is what the layer computes, with experts(…) at the place of its experts; index "
-        "has the number of each token's experts and weights what each is multiplied with"
+        "forward is what the layer computes, with experts(…) in place of its experts; index has "
+        "the numbers of each token's experts, weights the factor of each"
     )
 
     forward: Forward | None = None
@@ -598,7 +598,7 @@ class ExpertsDescription(ExpertArguments):
 
     @property
     def code(self) -> Code:
-        """The user's own code around the experts."""
+        """The user's code around the experts."""
         return Code(self.forward, self.router)
 
     def build(self, name: str, k: int = 1) -> Experts:
@@ -629,7 +629,7 @@ class ExpertsDescription(ExpertArguments):
         return Experts(spec, weights).eval()
 
     def build_for_slots(self, name: str, slots: int) -> SoftMoE:
-        """Returns the experts alone, each on so many slots of its own."""
+        """Returns the experts alone, each with `slots` slots."""
         self._check_code()
         if self.limit is not None or self.up_offset or self.weights_on != "output":
             raise UsageError(
@@ -662,7 +662,7 @@ class ExpertsDescription(ExpertArguments):
 
 
 def _from_module(norm: nn.Module, d: int) -> tuple[NormKind, float, Tensor | None, Tensor | None]:
-    """A normalisation layer as `SoftMoESpec` has it."""
+    """A normalisation layer in the terms of `SoftMoESpec`."""
     gain, shape = getattr(norm, "weight", None), getattr(norm, "normalized_shape", None)
     if isinstance(norm, nn.LayerNorm | nn.RMSNorm) and tuple(shape or ()) != (d,):
         raise UsageError(f"norm is over {list(shape or ())}, and phi is for tokens of width {d}")
@@ -679,10 +679,11 @@ def _from_module(norm: nn.Module, d: int) -> tuple[NormKind, float, Tensor | Non
 
 
 def _input_norm(norm: nn.LayerNorm, d: int) -> tuple[Tensor, Tensor]:
-    """Gain and shift [d] of an input normalisation, whose eps the lowerings fix."""
+    """Gain and shift [d] of an input normalisation; the lowerings fix its eps."""
     if not isinstance(norm, nn.LayerNorm) or norm.normalized_shape != (d,) or norm.eps != NORM_EPS:
         raise UsageError(
-            f"input_norm is {norm}", hint=f"nn.LayerNorm({d}, eps={NORM_EPS:g}) is what can be"
+            f"input_norm is {norm}",
+            hint=f"nn.LayerNorm({d}, eps={NORM_EPS:g}) is the supported form",
         )
     gain, shift = (
         vector("input_norm", norm.weight, (d,)),
@@ -692,7 +693,7 @@ def _input_norm(norm: nn.LayerNorm, d: int) -> tuple[Tensor, Tensor]:
 
 
 def _batch_norm(what: str, norm: object, n: int) -> tuple[Tensor, Tensor]:
-    """Scale and shift [n] in float64: what a batch normalisation does in eval mode."""
+    """Scale and shift [n] in float64 of a batch normalisation in eval mode."""
     moments: tuple[object, object] = (None, None)
     gain, bias, eps = torch.ones(n), torch.zeros(n), NORM_EPS
     if isinstance(norm, nn.BatchNorm1d):
@@ -714,7 +715,7 @@ def _batch_norm(what: str, norm: object, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _named(what: str, form: TensorForm) -> dict[str, Tensor]:
-    """A weight tensor's parts under the published names."""
+    """A weight tensor's parts by their published names."""
     if isinstance(form, Tensor):
         return {WHOLE: tensor(what, form, None, "[n, …, d, o]")}
     parts = several(form)

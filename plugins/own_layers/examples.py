@@ -1,19 +1,20 @@
-"""The inputs on which a user's own network is compared with ours: its example, and made-up ones.
+"""The inputs on which a user's network is compared with the export: its example, and random ones.
 
-One input proves little: zeros hide every factor, and one input alone is never mixed with others.
+One input proves little: zeros hide every factor, and a single input cannot reveal mixing in the
+batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...common.user_code import user_code
 from ...data.feeds import named_samples
+from ...data.user_code import user_code
 from ...errors import FeedError, UsageError
 from ...exporter.inputs import WHOLE, Example, by_name, fitted
 from ...exporter.model import TensorSpec
@@ -28,16 +29,16 @@ RANDOM_INPUTS = 2
 FEED_INPUTS = 8
 
 DRAWS = 8
-"""How often values are drawn again where they are those of the example itself."""
+"""How often values are drawn again if they equal the example's."""
 
 
 def example_of(
     source: str, module: nn.Module, shape: object, example: Example | None
 ) -> tuple[Arguments, dict[str, Tensor], tuple[str, ...]]:
-    """Returns how the network is called, with which inputs, and a note where they are random.
+    """Returns the network's arguments, the inputs in them, and a note if they are random.
 
-    What the network itself has as its example says what its inputs are called and their types; the
-    numbers are those of `example` where that is given. Raises UsageError for inputs that are none.
+    The network's own example decides the names and types of the inputs; the values are those of
+    `example` if it is given. Raises UsageError for invalid inputs.
     """
     own = _own_example(source, module, needed=example is None)
     if example is not None:
@@ -53,8 +54,8 @@ def example_of(
             raise UsageError(
                 f"{source}: the input '{name}' is of shape {list(tensor.shape)}, and "
                 f"'{next(iter(inputs))}' holds {count} inputs: the first axis of each is the batch",
-                hint="give a value for each input, x.expand(b), or keep what all share in the "
-                "network itself",
+                hint="give a value for each input, x.expand(b), or keep shared values as buffers "
+                "of the network",
             )
     if example is not None or own is not None:
         return form, inputs, ()
@@ -63,11 +64,11 @@ def example_of(
 
 
 def _own_example(source: str, module: nn.Module, *, needed: bool) -> object:
-    """What the network has as its example; None without, and where it fails and is not needed."""
+    """The network's own example; None if there is none, or if it fails and is not needed."""
     own = getattr(module, EXAMPLE_INPUT, None)
     if not callable(own):
         return own
-    hint = "it takes nothing and returns inputs [b, …]; --data gives others"
+    hint = "it takes no arguments and returns inputs [b, …]; or give inputs by --data"
     try:
         with user_code(f"{source}: {EXAMPLE_INPUT}() failed", hint):
             return own()
@@ -80,9 +81,9 @@ def _own_example(source: str, module: nn.Module, *, needed: bool) -> object:
 def _given(
     source: str, module: nn.Module, own: object, example: Example
 ) -> tuple[Arguments, dict[str, Tensor]]:
-    """The arguments, and the inputs that a user gives: of the network's own types, if it has any.
+    """The arguments, and the inputs that a user gives, in the types of the network's own example.
 
-    Without an example of its own a network of several inputs has one for each of its parameters.
+    Without an example a network of several inputs needs one for each of its parameters.
     """
     types: dict[str, Tensor | None]
     if own is not None:
@@ -93,7 +94,8 @@ def _given(
         several = len(needed) > 1
         form = Arguments(tuple(needed)) if several else Arguments()
         types = dict.fromkeys(needed if several else [INPUT])
-    if isinstance(example, str | Path):
+    table = isinstance(example, Mapping) and not example.keys() <= types.keys()
+    if isinstance(example, str | Path) or table:  # data with labels
         arrays = named_samples(example, [*types], FEED_INPUTS)
     else:
         arrays = by_name(example, [TensorSpec(next(iter(types)), "float32", ("batch",))])
@@ -120,9 +122,9 @@ def _called(name: str, form: Arguments) -> str:
 def _random(source: str, module: nn.Module, shape: object) -> Tensor:
     sizes = [shape] if isinstance(shape, int) else shape
     if not isinstance(sizes, list | tuple) or not all(isinstance(s, int) and s > 0 for s in sizes):
-        said = "" if shape is None else f" ({INPUT_SHAPE}={shape!r} is no list of sizes)"
+        why = "" if shape is None else f" ({INPUT_SHAPE}={shape!r} is not a list of sizes)"
         raise UsageError(
-            f"{source}: no input to check the replaced layers with{said}",
+            f"{source}: no input to check the replaced layers with{why}",
             hint=f"--set {INPUT_SHAPE}=3,224,224 (without the batch), --data with real inputs, or "
             f"an attribute {EXAMPLE_INPUT} on the network",
         )
@@ -138,7 +140,7 @@ def _random(source: str, module: nn.Module, shape: object) -> Tensor:
 
 
 def _input(source: str, what: str, value: object) -> Tensor:
-    """Inputs [b, …] of a user's as a tensor; floats in float32, as the network is converted."""
+    """A user's inputs [b, …] as a tensor; floats become float32, as the network does."""
     if isinstance(value, np.ndarray):
         try:
             value = torch.from_numpy(np.ascontiguousarray(value))
@@ -149,37 +151,37 @@ def _input(source: str, what: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise UsageError(
             f"{source}: {what} is a {type(value).__name__}, not a tensor or an array",
-            hint="give a tensor (b, …); what is no tensor belongs to the factory's arguments",
+            hint="give a tensor (b, …); other values belong to the factory's arguments",
         )
     if value.ndim == 0 or value.numel() == 0:
         raise UsageError(
-            f"{source}: {what} has the shape {list(value.shape)}, which holds no input",
-            hint="give inputs [b, …], one at least",
+            f"{source}: {what} has the shape {list(value.shape)}, which has no batch",
+            hint="give at least one input [b, …]",
         )
     dtype = str(value.dtype).removeprefix("torch.")
     if not value.is_floating_point() and dtype not in (*WHOLE, "bool"):
-        raise UsageError(f"{source}: {what} is {dtype}", hint=f"what is served: {SERVED}")
+        raise UsageError(f"{source}: {what} is {dtype}", hint=f"supported types: {SERVED}")
     return value.detach().float() if value.is_floating_point() else value.detach()
 
 
 def differ(*inputs: Tensor) -> bool:
-    """Whether there are two different inputs among these [b, …], of all that the network takes."""
+    """Whether any two of the inputs [b, …] differ."""
     return any(bool((each != each[:1]).any()) for each in inputs)
 
 
-def all_made_up(inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Yields `made_up` of each input at once; one that has no other stays as it is."""
-    choices = [[*made_up(each)] or [each] for each in inputs]
+def all_random_like(inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Yields `random_like` of all inputs at once; one that has no alternative stays as it is."""
+    choices = [[*random_like(each)] or [each] for each in inputs]
     for place in range(max(map(len, choices))):
         yield tuple(choice[min(place, len(choice) - 1)] for choice in choices)
 
 
-def made_up(inputs: Tensor) -> Iterator[Tensor]:
-    """Yields further inputs of the kind of these, which are all equal: the likeliest ones first.
+def random_like(inputs: Tensor) -> Iterator[Tensor]:
+    """Yields further random inputs of the same kind, the most plausible first.
 
-    Floats are random at their mean and scale, 1 where they are constant; then, as other kinds are,
-    drawn from their values. A constant integer is drawn from it and one more, or one less. Each is
-    of their shape, and differs from them.
+    Floats are normal with the example's mean and scale (1 if constant); then, as other types are,
+    drawn from the example's values. A constant integer is drawn from itself and one more or less.
+    All have the example's shape and differ from it.
     """
     values = inputs[inputs.isfinite()]
     if not len(values) or inputs.is_complex():
@@ -198,7 +200,7 @@ def made_up(inputs: Tensor) -> Iterator[Tensor]:
 
 
 def _choices(values: Tensor) -> list[Tensor]:
-    """What may be drawn from, by the values of an example: two different ones in each."""
+    """The values to draw from, by the values of an example: at least two different ones."""
     if differ(values):
         return [values]
     if values.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""A layer's experts in the user's words, read: lists of maps, stacked tensors, or whole modules."""
+"""Reads the experts that a user gives: lists of maps, stacked tensors, or whole modules."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LinearMap = nn.Module | Tensor | tuple[Tensor, Tensor | None]
 """A linear map: an `nn.Linear` (or a 1×1 convolution), a weight [out, in], or weight and bias."""
 
 Expert = LinearMap | Sequence[LinearMap]
-"""`(first, second)`; `(gate, up, second)`; one map alone; or a module that computes the expert. An
-`nn.LayerNorm` or `nn.RMSNorm` in such a list follows the map that it stands behind."""
+"""`(first, second)`; `(gate, up, second)`; one map; or a module that computes the expert. An
+`nn.LayerNorm` or `nn.RMSNorm` in such a list is applied to the output of the map before it."""
 
 PAIRS = "experts=[(e.up, e.down) for e in layer.experts], or (gate, up, down)"
 
@@ -31,10 +31,11 @@ TRANSPOSED = "nn.Linear and lists have [out, in], w1 and w2 [n, in, out]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertForm:
-    """Experts as they were given: what `AroundMaps` says of them, and their weights.
+    """Experts as they were given: the properties of `AroundMaps`, and their weights.
 
-    `w1` and `w2` hold a matrix [in, out] for each expert; with a gate the columns of `w1` and `b1`
-    are as it says. `w2` is None for experts of one map. An `activation` of None is for who asks.
+    `w1` and `w2` hold a matrix [in, out] for each expert; with a gate, `gate` is the order of the
+    columns of `w1` and `b1`. `w2` is None for experts of one map. If `activation` is None, the
+    caller chooses it.
     """
 
     w1: Matrices
@@ -50,22 +51,22 @@ class ExpertForm:
 
     @property
     def count(self) -> int:
-        """How many experts there are."""
+        """The number of experts."""
         return len(self.w1)
 
     @property
     def dim(self) -> int:
-        """The width of what an expert is given."""
+        """The width of an expert's input."""
         return int(self.w1[0].shape[0])
 
     @property
     def hidden(self) -> int:
-        """The width between two maps, 0 where there is one."""
+        """The width between two maps, 0 if there is one map."""
         return 0 if self.w2 is None else int(self.w2[0].shape[0])
 
     @property
     def out(self) -> int:
-        """The width of what an expert returns."""
+        """The width of an expert's output."""
         return int((self.w1 if self.w2 is None else self.w2)[0].shape[1])
 
     def exchanged(self) -> ExpertForm:
@@ -82,7 +83,7 @@ class ExpertForm:
         return torch.stack([columns[..., 1::2], columns[..., ::2]], dim=-1).flatten(-2)
 
     def in_halves(self) -> ExpertForm:
-        """Returns the experts with gate before up in the columns of `w1`, copied if need be."""
+        """Returns the experts with gate before up in the columns of `w1`; copies if needed."""
         if self.gate != "interleaved":
             return self
 
@@ -96,18 +97,19 @@ class ExpertForm:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertArguments:
-    """What descriptions take for experts: `experts`, or the stacked `w1`, `b1`, `w2` and `b2`.
+    """The arguments for experts: `experts`, or the stacked `w1`, `b1`, `w2` and `b2`.
 
     `experts` are n `(first, second)` pairs of `nn.Linear` or weights [out, in], which compute
-    second(act(first(x))); `(gate, up, second)`: second(act(gate(x)) · up(x)); one map alone, which
-    only an `out_activation` may follow; or modules, whose forward is read and tells the rest. An
-    `nn.LayerNorm` or `nn.RMSNorm` behind a map in such a list follows it. Instead of `experts` the
-    stacked `w1` [n, d, h], `b1` [n, h], `w2` [n, h, o] and `b2` [n, o], inputs first, of which `w1`
-    and `w2` may be lists of n matrices, and `w2` may be left out; with a `gate`, `w1` is
-    [n, d, 2h], and its columns `concatenated`, gate before up, or `interleaved`: gate, up, gate, …
+    second(act(first(x))); `(gate, up, second)`: second(act(gate(x)) · up(x)); one map, which only
+    an `out_activation` may follow; or modules, whose forward is read. An `nn.LayerNorm` or
+    `nn.RMSNorm` in such a list is applied to the output of the map before it. Instead of `experts`
+    the stacked `w1` [n, d, h], `b1` [n, h], `w2` [n, h, o] and `b2` [n, o], inputs first, of which
+    `w1` and `w2` may be lists of n matrices, and `w2` may be left out; with a `gate`, `w1` is [n,
+    d, 2h], and its columns `concatenated`, gate before up, or `interleaved`: gate, up, gate, …
 
     `activation` is `gelu` (exact), `gelu-tanh`, `relu`, `silu`, which is z·sigmoid(alpha·z),
-    `relu2`, max(z, 0)², or `identity`. `out_activation` follows an expert's last map.
+    `relu2`, max(z, 0)², `softmax` over the channels, or `identity`. `out_activation` follows an
+    expert's last map.
     """
 
     experts: Sequence[Expert] | nn.ModuleList | None = None
@@ -120,10 +122,10 @@ class ExpertArguments:
     alpha: float = 1.0
     out_activation: Activation | None = None
     read: ExpertForm | None = field(default=None, repr=False)
-    """The experts, where they were read before: nothing else says what they are then."""
+    """The experts, if they were read before; all other arguments are then ignored."""
 
     def form(self) -> ExpertForm:
-        """Returns the experts, read; UsageError names the argument and what was expected."""
+        """Returns the experts, read; a UsageError names the argument and what was expected."""
         if self.read is not None:
             return self.read
         for what, value, choices in (
@@ -141,12 +143,12 @@ class ExpertArguments:
                 "the experts are given twice: experts and w1, b1, w2 or b2", hint="give one of them"
             )
         else:
-            form = self._listed()
+            form = self._from_list()
         activation = form.activation if self.activation is None else self.activation
         if form.w2 is None and self.activation is not None:
             raise UsageError(
-                f"activation={self.activation!r} stands between two maps, and an expert has one",
-                hint="out_activation is what follows an expert's last map",
+                f"activation={self.activation!r} applies between two maps, but an expert has one",
+                hint="out_activation follows an expert's last map",
             )
         if self.alpha != 1.0 and activation not in (None, "silu"):
             raise UsageError(
@@ -158,13 +160,14 @@ class ExpertArguments:
         return replace(form, activation=activation, out_activation=after)
 
     def pointers(self) -> set[int]:
-        """Returns where the experts' weights begin in memory."""
+        """Returns the memory addresses of the experts' weights."""
         return {tensor.data_ptr() for tensor in self.tensors()}
 
     def with_biases(self, biases: Mapping[int, Tensor]) -> Sequence[Expert] | None:
-        """Returns the experts with the biases of maps that were given as weights alone.
+        """Returns the experts with the biases of maps that were given as weights only.
 
-        `biases` are those of a layer by where their weights begin in memory. None without any.
+        `biases` are those of a layer by the memory address of their weights. None if there are
+        none.
         """
         if self.experts is None or not all(isinstance(e, list | tuple) for e in self.experts):
             return None
@@ -174,7 +177,6 @@ class ExpertArguments:
         return [tuple(_with_bias(part, biases) for part in several(e)) for e in self.experts]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the experts' weights as they were given."""
         if self.experts is None:
             for value in (self.w1, self.b1, self.w2, self.b2):
                 if value is not None:
@@ -193,7 +195,6 @@ class ExpertArguments:
                     yield from (value for value in part if value is not None)
 
     def _stacked(self) -> ExpertForm:
-        """The experts from w1, b1, w2 and b2."""
         if self.w1 is None:
             raise UsageError("the experts are not given", hint=f"{PAIRS}; or w1 and w2, stacked")
         gate: Gate = self.gate or "none"
@@ -203,7 +204,7 @@ class ExpertArguments:
         if self.w2 is None:
             if gate != "none" or self.b2 is not None:
                 extra = f"gate={gate!r}" if gate != "none" else "b2"
-                raise UsageError(f"{extra} goes with two maps, and w2 is not given")
+                raise UsageError(f"{extra} goes with two maps, but w2 is not given")
             return ExpertForm(w1=w1, b1=b1)
         w2 = _matrices("w2", self.w2, "[n, h, o]")
         rows, out = w2[0].shape
@@ -214,8 +215,8 @@ class ExpertArguments:
         b2 = vector("b2", self.b2, (n, out), "as many columns as w2")
         return ExpertForm(w1=w1, b1=b1, w2=w2, b2=b2, gate=gate)
 
-    def _listed(self) -> ExpertForm:
-        """The experts from a list of them; their matrices are views, one per expert."""
+    def _from_list(self) -> ExpertForm:
+        """The experts from a list; their matrices are views, one per expert."""
         experts = [_parts(f"experts[{e}]", part) for e, part in enumerate(several(self.experts))]
         if not experts:
             raise UsageError(
@@ -228,12 +229,14 @@ class ExpertArguments:
                 raise UsageError(f"some experts have {counts[0]} maps and others {counts[1]}")
             if part.around != first.around:
                 raise UsageError(
-                    f"experts[{e}] computes something else around its maps than experts[0]",
-                    hint="experts differ in their weights alone: the others belong into forward",
+                    f"experts[{e}] differs from experts[0] in something else than weights",
+                    hint="experts may differ only in their weights: move the others to forward",
                 )
         three = len(first.maps) == 3
         if three and self.gate not in (None, "concatenated"):
-            raise UsageError(f"gate={self.gate!r} and experts of three maps", hint="leave gate out")
+            raise UsageError(
+                f"gate={self.gate!r} does not go with experts of three maps", hint="leave gate out"
+            )
         gate: Gate = "concatenated" if three or first.halves else self.gate or "none"
         swapped = [_swapped(_joined(part)) if part.up_first else _joined(part) for part in experts]
         d = swapped[0][0][0].shape[1]
@@ -255,7 +258,7 @@ class ExpertArguments:
         )
         if len(swapped[0]) == 1:
             if gate != "none":
-                raise UsageError(f"gate={gate!r} goes with two maps, and the experts have one")
+                raise UsageError(f"gate={gate!r} goes with two maps, but the experts have one")
             return form
         out, columns = swapped[0][1][0].shape
         names = f"experts[0]: its first weight {[inner, d]}", f"its second {[out, columns]}"
@@ -268,9 +271,9 @@ class ExpertArguments:
 
 
 def _check_hidden(maps: tuple[str, str], gate: Gate, inner: int, second: tuple[int, int]) -> None:
-    """Raises UsageError where a second map [in, out] does not take what the first one gives.
+    """Raises UsageError if a second map [in, out] does not fit the output of the first.
 
-    `maps` are the two in words.
+    `maps` describes the two.
     """
     hidden, (rows, out) = inner if gate == "none" else inner // 2, second
     if rows == hidden and not (gate != "none" and inner % 2):
@@ -278,9 +281,9 @@ def _check_hidden(maps: tuple[str, str], gate: Gate, inner: int, second: tuple[i
     if gate == "none" and inner == 2 * rows:
         hint = "gate='concatenated', or 'interleaved', if one half of them gates the other"
     elif out == hidden:
-        hint = f"the second is transposed (.mT): {TRANSPOSED}"
+        hint = f"check whether the second is transposed (.mT): {TRANSPOSED}"
     else:
-        hint = f"both are of one expert; {TRANSPOSED}"
+        hint = f"both must belong to one expert; {TRANSPOSED}"
     raise UsageError(
         f"{maps[0]} gives {hidden} numbers after its activation, and {maps[1]} takes {rows}",
         hint=hint,
@@ -291,13 +294,13 @@ def _matrices(what: str, value: Tensor | Sequence[Tensor], expected: str) -> Mat
     """Stacked matrices, or n of one shape."""
     if isinstance(value, Tensor):
         return tensor(what, value, (3,), expected)
-    listed = [
+    matrices = [
         tensor(f"{what}[{e}]", matrix, (2,), f"a matrix of {expected}")
         for e, matrix in enumerate(several(value))
     ]
-    if not listed or len({matrix.shape for matrix in listed}) > 1:
-        raise UsageError(f"{what} holds {len(listed)} matrices that are not of one shape")
-    return tuple(listed)
+    if not matrices or len({matrix.shape for matrix in matrices}) > 1:
+        raise UsageError(f"{what} holds {len(matrices)} matrices of different shapes")
+    return tuple(matrices)
 
 
 Map = tuple[Tensor, Tensor | None]
@@ -305,40 +308,40 @@ Map = tuple[Tensor, Tensor | None]
 
 
 def _parts(what: str, expert: object) -> ExpertParts:
-    """An expert's maps, and what is around them as far as it says."""
+    """An expert's maps, and the other parts that are given with it."""
     if is_weight_and_bias(expert) or isinstance(expert, Tensor) or is_map(expert):
         return ExpertParts(maps=(linear(what, expert),))
     if isinstance(expert, nn.Module) and not isinstance(expert, nn.ModuleList):
         return parts_of(what, expert)
     maps: list[Map] = []
     norms: dict[int, nn.Module] = {}
-    listed = several(expert)
-    for i, part in enumerate(listed):
+    entries = several(expert)
+    for i, part in enumerate(entries):
         if is_norm(part) and maps:
             norms[len(maps)] = part
         else:
-            maps.append(linear(f"{what}[{i}]" if len(listed) > 1 else what, part))
+            maps.append(linear(f"{what}[{i}]" if len(entries) > 1 else what, part))
     if not 1 <= len(maps) <= 3:
         raise UsageError(f"{what} is a {type(expert).__name__}, not (first, second)", hint=PAIRS)
     last = norms.pop(len(maps), None)
     inner = norms.pop(1, None) if len(maps) == 2 else None
     if norms:
         raise UsageError(
-            f"{what}: a normalisation stands behind one map of a gated pair",
+            f"{what}: a normalisation follows one map of a gated pair",
             hint="a norm follows the first map of two, or the last one",
         )
     return ExpertParts(maps=tuple(maps), inner=inner, outer=last)
 
 
 def _joined(parts: ExpertParts) -> tuple[Map, ...]:
-    """The maps of an expert, of three the first two as one, the gate's outputs first."""
+    """The maps of an expert; of three the first two are joined, the gate's outputs first."""
     if len(parts.maps) < 3:
         return parts.maps
     gate, up, last = parts.maps
     if gate[0].shape != up[0].shape:
         raise UsageError(
             f"a gated expert's first two weights are {list(gate[0].shape)} and {list(up[0].shape)}",
-            hint="of three maps the first two have one shape, [h, d]",
+            hint="of three maps the first two have the same shape, [h, d]",
         )
     biases = _biases([gate, up])
     both = torch.cat([gate[0], up[0]]), None if biases is None else biases.flatten()
@@ -346,7 +349,7 @@ def _joined(parts: ExpertParts) -> tuple[Map, ...]:
 
 
 def _swapped(maps: tuple[Map, ...]) -> tuple[Map, ...]:
-    """The maps of an expert whose first gives up before the gate, in the order of all others."""
+    """The maps of an expert whose first map returns up before gate, in the usual order."""
 
     def other(rows: Tensor) -> Tensor:
         return torch.cat(rows.chunk(2)[::-1])
@@ -372,7 +375,7 @@ def _norm_weights(experts: Sequence[ExpertParts]) -> NormWeights:
 
 
 def is_weight_and_bias(value: object) -> bool:
-    """Whether this is one map: a matrix with a vector, where two matrices are two maps."""
+    """Whether this is one map: a matrix with a vector; two matrices are two maps."""
     return (
         isinstance(value, tuple)
         and len(value) == 2
@@ -400,7 +403,7 @@ def linear(what: str, value: object) -> Map:
 
 
 def _biases(maps: list[Map]) -> Tensor | None:
-    """The biases stacked, [n, out]; None where no map has one."""
+    """The biases stacked, [n, out]; None if no map has one."""
     if all(bias is None for _, bias in maps):
         return None
     return torch.stack([w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in maps])
@@ -412,7 +415,7 @@ def _with_bias(part: LinearMap, biases: Mapping[int, Tensor]) -> LinearMap:
 
 
 def several(value: object) -> list[Any]:
-    """The entries of a list, of PyTorch's own kinds too; empty for what is none."""
+    """The entries of a list, also of PyTorch's list modules; empty for other values."""
     is_list = isinstance(value, list | tuple | nn.ModuleList | nn.ParameterList)
     return list(value) if is_list else []  # type: ignore[call-overload]
 
@@ -448,11 +451,11 @@ def check_shape(what: str, value: Tensor, expected: tuple[int, ...], why: str) -
 
 def choice(what: str, value: object, choices: Any) -> None:
     if value not in get_args(choices):
-        listed = ", ".join(map(repr, get_args(choices)))
-        raise UsageError(f"{what}={value!r} is not one of {listed}")
+        names = ", ".join(map(repr, get_args(choices)))
+        raise UsageError(f"{what}={value!r} is not one of {names}")
 
 
-# --- an expert that is a module: its forward, traced, and read as maps ---
+# --- an expert that is a module: its forward is traced and read as maps ---
 
 READ = (
     "an expert is one linear map, two, or (gate, up, down), with activations, nn.LayerNorm or "
@@ -464,11 +467,11 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParts:
-    """What one expert is made of: weights [out, in] with biases, norms, and activations.
+    """The parts of one expert: weights [out, in] with biases, norms, and activations.
 
-    Of three maps the first is the gate's. `halves`: the first of two maps gives gate and up, or
-    with `up_first` up and gate. `inner` follows the first map of two, `outer` the last one.
-    An `activation` of None was not said.
+    Of three maps the first is the gate's. `halves`: the first of two maps returns gate and up, or
+    with `up_first` up and gate. `inner` follows the first map of two, `outer` the last one. If
+    `activation` is None, it was not given.
     """
 
     maps: tuple[tuple[Tensor, Tensor | None], ...]
@@ -481,17 +484,17 @@ class ExpertParts:
 
     @property
     def hidden_norm(self) -> ExpertNorm | None:
-        """What follows the first map of two."""
+        """The normalisation after the first map of two."""
         return None if self.inner is None else _norm(self.inner)
 
     @property
     def out_norm(self) -> ExpertNorm | None:
-        """What follows the last map."""
+        """The normalisation after the last map."""
         return None if self.outer is None else _norm(self.outer)
 
     @property
     def around(self) -> tuple[object, ...]:
-        """All but the weights: the same for experts of one layer."""
+        """All parts except the weights: equal for experts of one layer."""
         norms = [
             (_norm(norm), norm.weight is None, getattr(norm, "bias", None) is None)
             for norm in (self.inner, self.outer)
@@ -513,7 +516,7 @@ def is_map(module: object) -> bool:
 
 
 def is_norm(module: object) -> bool:
-    """Whether a module is a normalisation over channels that an expert may hold."""
+    """Whether a module is a normalisation over channels that an expert may contain."""
     return isinstance(module, nn.LayerNorm | nn.RMSNorm)
 
 
@@ -526,11 +529,11 @@ def _norm(module: nn.Module) -> ExpertNorm:
 
 
 def parts_of(what: str, module: nn.Module) -> ExpertParts:
-    """Returns what the forward of a module computes; UsageError names what was not recognised."""
+    """Reads the forward of a module; a UsageError names the part that was not recognised."""
     name = f"{what} ({type(module).__name__})"
     try:
         graph = fx.symbolic_trace(module.eval())
-    except Exception as error:  # the user's code may do anything
+    except Exception as error:  # user code may raise anything
         raise UsageError(
             f"{name}: its forward cannot be read: {type(error).__name__}: {error}",
             hint=f"give its maps: [(e.up, e.down) for e in layer.experts]; {READ}",
@@ -546,22 +549,22 @@ def parts_of(what: str, module: nn.Module) -> ExpertParts:
             known[node] = _value(graph, node, known)
         except _UnknownStepError as error:
             raise UsageError(
-                f"{name}: its forward has a step that is none of an expert's: {error}",
-                hint=f"{READ}; what an expert does besides belongs into forward",
+                f"{name}: its forward has a step that is not supported in an expert: {error}",
+                hint=f"{READ}; move other steps of an expert to forward",
             ) from error
     raise AssertionError("a graph has an output")
 
 
 class _UnknownStepError(Exception):
-    """A step of a forward that no expert here has, in words."""
+    """A step of a forward that an expert may not have, described."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Value:
-    """A value of an expert's forward: the maps before it, and where it is among them.
+    """A value in an expert's forward: the maps before it, and its position among them.
 
-    `half` is which part of the first map's output it is. A `sigmoid` is a SiLU's, if it meets what
-    it is of.
+    `half` is the part of the first map's output that it is. A `sigmoid` becomes a SiLU if it is
+    multiplied with its input.
     """
 
     at: Literal["input", "first", "hidden", "last", "after"] = "input"
@@ -576,7 +579,7 @@ class _Value:
     sigmoid: bool = False
 
     def parts(self) -> ExpertParts:
-        """Returns this as the output of an expert."""
+        """Returns the parts, if this is the output of an expert."""
         one = len(self.maps) == 1
         if self.half is not None or self.sigmoid or (not one and self.at not in ("last", "after")):
             raise UsageError("an expert's forward ends before its last map", hint=READ)
@@ -591,7 +594,7 @@ class _Value:
         )
 
     def mapped(self, weight: Tensor, bias: Tensor | None) -> _Value:
-        """Returns what a linear map makes of this."""
+        """Returns the output of a linear map of this value."""
         if self.at == "input":
             return replace(self, at="first", maps=((weight, bias),))
         if self.at in ("first", "hidden") and self.half is None and not self.sigmoid:
@@ -601,20 +604,20 @@ class _Value:
         raise _UnknownStepError("a further linear map")
 
     def activated(self, activation: Activation) -> _Value:
-        """Returns what an activation makes of this."""
+        """Returns the output of an activation of this value."""
         if self.at == "first":
             return replace(self, at="hidden", activation=activation)
         if self.at == "last":
             return replace(self, at="after", out_activation=activation)
-        raise _UnknownStepError(f"{activation} of what is no map's output")
+        raise _UnknownStepError(f"{activation} of something other than a map's output")
 
     def normalised(self, norm: nn.Module) -> _Value:
-        """Returns what a normalisation makes of this."""
+        """Returns the output of a normalisation of this value."""
         if self.at == "first" and self.inner is None and self.half is None:
             return replace(self, inner=norm)
         if self.at == "last" and self.outer is None:
             return replace(self, outer=norm)
-        raise _UnknownStepError(f"a {type(norm).__name__} of what is no map's output")
+        raise _UnknownStepError(f"a {type(norm).__name__} of something other than a map's output")
 
     def squared(self) -> _Value:
         """Returns the square of a ReLU."""
@@ -622,7 +625,7 @@ class _Value:
             return replace(self, activation="relu2")
         if self.at == "after" and self.out_activation == "relu":
             return replace(self, out_activation="relu2")
-        raise _UnknownStepError("a square of what is no ReLU")
+        raise _UnknownStepError("a square of something other than a ReLU")
 
     def times(self, other: _Value) -> _Value:
         """Returns the product of two values: a gate's, or a SiLU's."""
@@ -635,7 +638,7 @@ class _Value:
                 return replace(gate, half=None, halves=True, up_first=gate.half == 1)
             if gate.half is None and up.half is None and len(gate.maps) == len(up.maps) == 1:
                 return replace(gate, maps=(*gate.maps, *up.maps))
-        raise _UnknownStepError("a product that is no gate's")
+        raise _UnknownStepError("a product that is not a gate")
 
 
 _ACTIVATIONS: Mapping[object, Activation] = MappingProxyType(
@@ -650,12 +653,16 @@ _ACTIVATIONS: Mapping[object, Activation] = MappingProxyType(
     }
 )
 
+LAST_AXES = (-1, 1, 2)
+"""Axes of a softmax that may be the channels of an expert's rows, [t, d] or [b, m, d]. The
+comparison with the user's layer finds the cases in which they are not."""
+
 _NOTHING = ("contiguous", "float", "clone")
 _DROPOUTS = (nn.Dropout, nn.Identity)
 
 
 def _value(graph: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
-    """What a node computes, as far as an expert may."""
+    """The value of a node, if an expert may compute it."""
     args = [known.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
     first = args[0] if args else None
     if node.op == "placeholder":
@@ -673,7 +680,7 @@ def _value(graph: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -
 
 
 def _of_weights(graph: fx.GraphModule, node: fx.Node, args: list[Any]) -> Any:
-    """What a node makes of parameters, or of a pair of halves; None for what is nothing known."""
+    """The value of an operation on parameters or on a pair of halves, else None."""
     if node.op == "get_attr":
         owner: Any = graph
         for part in str(node.target).split("."):
@@ -701,6 +708,8 @@ def _of_module(module: nn.Module, x: _Value) -> _Value:
         return x.normalised(module)
     if isinstance(module, _DROPOUTS):
         return x
+    if isinstance(module, nn.Softmax) and module.dim in LAST_AXES:
+        return x.activated("softmax")
     if isinstance(module, nn.GELU):
         return x.activated("gelu" if module.approximate == "none" else "gelu-tanh")
     if type(module) in _ACTIVATIONS:
@@ -715,10 +724,9 @@ def _of_function(node: fx.Node, x: _Value, args: list[Any]) -> Any:
         value = _of_parameters(node, x, args)
         if value is not None:
             return value
-    if target in _ACTIVATIONS or target is F.gelu:
-        tanh = node.kwargs.get("approximate", second) == "tanh"
-        gelu: Activation = "gelu-tanh" if tanh else "gelu"
-        return x.activated(_ACTIVATIONS.get(target, gelu))
+    activation = _activation_of(node, second)
+    if activation is not None:
+        return x.activated(activation)
     if target in (operator.mul, torch.mul, "mul", "mul_") and isinstance(second, _Value):
         return x.times(second)
     if target in (torch.sigmoid, F.sigmoid, "sigmoid") and x.at in ("first", "last"):
@@ -730,8 +738,18 @@ def _of_function(node: fx.Node, x: _Value, args: list[Any]) -> Any:
     return _halves(x, target, args)
 
 
+def _activation_of(node: fx.Node, second: object) -> Activation | None:
+    """The activation of a function, given its second argument; None for another function."""
+    target: Any = node.target
+    if target in (torch.softmax, F.softmax, "softmax"):
+        return "softmax" if node.kwargs.get("dim", second) in LAST_AXES else None
+    if target is F.gelu:
+        return "gelu-tanh" if node.kwargs.get("approximate", second) == "tanh" else "gelu"
+    return _ACTIVATIONS.get(target)
+
+
 def _halves(x: _Value, target: Any, args: list[Any]) -> tuple[_Value, _Value]:
-    """The two halves of a first map's output: the last that a function may do to a value."""
+    """The two halves of a first map's output, if a function is applied to a whole value."""
     if target in (torch.chunk, "chunk") and args[1] == 2 and x.at == "first":
         return replace(x, half=0), replace(x, half=1)
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
@@ -739,7 +757,7 @@ def _halves(x: _Value, target: Any, args: list[Any]) -> tuple[_Value, _Value]:
 
 
 def _of_parameters(node: fx.Node, x: _Value, args: list[Any]) -> _Value | None:
-    """What a function makes of a value and a parameter, where that is a map or a bias."""
+    """The value of a function of a value and a parameter, if that is a map or a bias."""
     target: Any = node.target
     parameter: Tensor = args[1]
     if target is F.linear:
@@ -755,16 +773,16 @@ def _of_parameters(node: fx.Node, x: _Value, args: list[Any]) -> _Value | None:
 def _biased(x: _Value, bias: Tensor) -> _Value:
     if x.at in ("first", "last") and bias.ndim == 1 and x.maps[-1][1] is None:
         return replace(x, maps=(*x.maps[:-1], (x.maps[-1][0], bias)))
-    raise _UnknownStepError("a sum that is no bias")
+    raise _UnknownStepError("a sum that is not a bias")
 
 
 _WORDS: Mapping[str, str] = MappingProxyType(
     {
         "input": "the expert's input",
         "first": "the first map's output",
-        "hidden": "what is between the maps",
+        "hidden": "a value between the maps",
         "last": "the last map's output",
-        "after": "what follows the last map",
+        "after": "a value after the last map",
     }
 )
 

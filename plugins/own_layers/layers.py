@@ -1,4 +1,4 @@
-"""The MoE layers of a user's own network, found one of three ways.
+"""Finds the MoE layers of a user's network in one of three ways.
 
 By an adapter for their class (`adapters`), as moexport's own classes, or by the names and shapes of
 their parameters, which are then those of a published layer.
@@ -24,11 +24,11 @@ from .request import Adapter
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """A MoE layer in a user's network: where it is, what it is called, and what takes its place.
+    """A MoE layer in a user's network: its place, its names, and what replaces it.
 
-    `class_name` is that of the user's class, and `make` returns our layer under a name. `adapter`
-    said what it is and is to be believed only where its `description` computes what the layer does.
-    `aliases` are further names under which the network holds the same module.
+    `class_name` is that of the user's class, and `make` returns our layer with a name. `adapter`
+    made the `description`, which counts only if it computes what the layer does. `aliases` are
+    further names under which the network holds the same module.
     """
 
     path: str
@@ -46,22 +46,22 @@ class LayerPlace:
 
     @property
     def own_code(self) -> Code | None:
-        """The user's own code around our layer."""
+        """The user's code around our layer."""
         return None if self.description is None else self.description.code
 
     @property
     def bank(self) -> ExpertsDescription | None:
-        """What the adapter says of experts that the user's code chooses, or gives their slots."""
+        """The adapter's description of a bank of experts, if it is one."""
         return self.description if isinstance(self.description, ExpertsDescription) else None
 
 
 def find_in_module(
     module: nn.Module, adapters: Mapping[type, Adapter] | None = None
 ) -> tuple[LayerPlace, ...]:
-    """Returns the MoE layers that a network holds.
+    """Returns the MoE layers of a network.
 
-    Raises FamilyError when it holds none, and UsageError for an adapter of `adapters` whose class
-    does not occur, or that does not say what a layer is.
+    Raises FamilyError if there is none, and UsageError for an adapter of `adapters` whose class
+    does not occur, or whose description is invalid.
     """
     tensors = module.state_dict()
     paths: dict[int, list[str]] = {}
@@ -105,7 +105,7 @@ def find_in_module(
 
 
 def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, LayerPlace]:
-    """The layers that an adapter describes, the outermost where they lie in each other."""
+    """The layers that an adapter describes, the outermost if they are nested."""
     places: dict[str, LayerPlace] = {}
     unused = dict(adapters)
     for path, sub in module.named_modules():
@@ -118,7 +118,7 @@ def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, L
         description = describe(adapter, sub, f"the layer {path or '(the network itself)'}")
         places[path] = LayerPlace(
             path=path,
-            title=f"what the adapter {adapter_name(adapter)} says",
+            title=f"described by the adapter {adapter_name(adapter)}",
             class_name=type(sub).__name__,
             make=description.build,
             adapter=adapter,
@@ -130,7 +130,7 @@ def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, L
         raise UsageError(
             f"the adapter {adapter_name(adapter)} is for {cls.__name__}, and "
             f"{type(module).__name__} holds no such layer",
-            hint=f"classes in it: {own or 'those of torch.nn alone'}",
+            hint=f"classes in it: {own or 'only those of torch.nn'}",
         )
     return places
 
@@ -142,7 +142,7 @@ def _own_classes(module: nn.Module) -> list[type[nn.Module]]:
 
 
 def _adapt(module: nn.Module) -> str:
-    """How to say what the user's layer is: one of a class that is called a MoE, or any."""
+    """A hint to describe the user's layer: the first whose class name contains MoE, or any."""
     inner = list(dict.fromkeys(c for child in module.children() for c in _own_classes(child)))
     likely = next((c for c in inner if "moe" in c.__name__.lower()), (*inner, None)[0])
     if likely is None:
@@ -154,9 +154,9 @@ def _adapt(module: nn.Module) -> str:
 
 
 def _renamed(layer: MoELayer, name: str) -> MoELayer:
-    """A layer of moexport's own classes with the weights it has, under the name of its place."""
+    """A layer of moexport's own classes with its weights, under the name of its place."""
     twin = sharing_weights(layer)
     assert isinstance(twin, MoELayer)
-    # Specs are dataclasses, which their protocol does not say.
+    # Specs are dataclasses, but their protocol does not include that.
     twin.spec = replace(layer.spec, name=name)  # type: ignore[type-var]
     return twin

@@ -1,4 +1,4 @@
-"""Inputs of another length, where a user's own network takes them: frames, or tokens."""
+"""Inputs of other lengths, if a user's network accepts them: frames, or tokens."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ...exporter.model import Model
 TOKENS = "tokens"
 
 SEQUENCES = (2, 3)
-"""Axes of an input that may have a length: ids (b, m), tokens (b, m, d), frames (b, c, m)."""
+"""Axes of an input that may be a length: ids (b, m), tokens (b, m, d), frames (b, c, m)."""
 
 
 def with_token_axis(model: Model, option: str) -> Model:
-    """Returns a network with the axis `tokens` in its inputs and outputs, for lengths that vary.
+    """Returns a network whose inputs and outputs have the dynamic axis `tokens`.
 
-    It is the first axis of which the network takes another size, in further inputs the axis of that
-    size. A network that takes only less than its example has, as with an embedding for each
-    position, has that as its limit. Raises UsageError where there is no such axis; `option` asked
-    for it.
+    It is the first axis for which the network accepts another size; in further inputs it is the
+    axis of the same size. If the network accepts only shorter inputs than its example, as with an
+    embedding for each position, the example's length is the limit. Raises UsageError, which names
+    `option`, if there is no such axis.
     """
     assert model.example is not None, "a factory's network has an example"
     arrays = by_name(model.example, model.inputs)
     inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
     first = inputs[model.input.name]
-    problem = "no input has an axis for them"
+    problem = "no input has such an axis"
     for axis in range(1, first.ndim) if first.ndim in SEQUENCES else ():
         length = first.shape[axis]
         axes = {name: _axis_of(x, length) for name, x in inputs.items()} | {model.input.name: axis}
@@ -57,7 +57,7 @@ def with_token_axis(model: Model, option: str) -> Model:
     raise UsageError(
         f"{option}: the network takes no other length of its input '{model.input.name}' "
         f"({', '.join(map(str, model.input.shape))}): {problem}",
-        hint="leave --tokens out: the graph takes the sizes of the example",
+        hint="leave --tokens out: the graph then has the sizes of the example",
     )
 
 
@@ -66,7 +66,7 @@ def _axis_of(x: Tensor, length: int) -> int | None:
 
 
 def _of_length(x: Tensor, axis: int | None, length: int) -> Tensor:
-    """Inputs of another length: cut, or with their beginning behind their end."""
+    """Inputs of another length: cut, or repeated from the start."""
     if axis is None:
         return x
     places = torch.arange(length) % x.shape[axis]
@@ -74,7 +74,7 @@ def _of_length(x: Tensor, axis: int | None, length: int) -> Tensor:
 
 
 def _outputs(model: Model, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...] | str:
-    """What the network gives, or why it gives nothing."""
+    """The network's outputs, or why it fails."""
     with torch.no_grad():
         try:
             returned = model.untouched(*(x.clone() for x in inputs.values()))
@@ -83,7 +83,7 @@ def _outputs(model: Model, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...] |
     outputs = returned if isinstance(returned, tuple) else (returned,)
     for y in outputs:
         if len(y) != len(next(iter(inputs.values()))):
-            return "its outputs have no batch then"
+            return "its outputs then have no batch axis"
     return outputs
 
 
@@ -92,7 +92,10 @@ def _named(shape: tuple[int | str, ...], names: Mapping[int | None, str]) -> tup
 
 
 def _changed(before: Tensor, after: Tensor, length: int, name: str) -> dict[int | None, str]:
-    """The axes of an output that vary with the length: as long as the input, or with own names."""
+    """The axes of an output that vary with the length, by name.
+
+    The name is `tokens` if the axis is as long as the input.
+    """
     sizes = enumerate(zip(before.shape, after.shape, strict=True))
     return {
         axis: TOKENS if size == length else f"{name}_{axis}"

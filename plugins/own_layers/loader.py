@@ -1,19 +1,22 @@
-"""Networks of a user's own as models: the record by which the core finds them."""
+"""Networks of user code as models, and their registration with the core."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...common.user_code import names_code
+from ...data.user_code import names_code
 from ...errors import UsageError
 from ...exporter.checkpoints.files import local_checkpoint
 from ...exporter.checkpoints.loaders import ModelLoader
 from ...exporter.model import Model
 from ...exporter.requests import LoadRequest
-from .network import FAMILY, load_factory
+from .network import FAMILY, load_factory, load_module
 from .request import NetworkOptions
+
+if TYPE_CHECKING:
+    from torch import nn
 
 API = 1
 
@@ -22,7 +25,14 @@ def _finds(source: str | Path) -> str | None:
     return FAMILY if isinstance(source, str) else None
 
 
-def _loads(source: str | Path, config: Mapping[str, Any], request: LoadRequest) -> Model:
+def _finds_module(module: nn.Module) -> str | None:
+    del module  # its layers are found when it is loaded
+    return FAMILY
+
+
+def _loads(
+    source: str | Path | nn.Module, config: Mapping[str, Any], request: LoadRequest
+) -> Model:
     if request.family is not None:
         raise UsageError(
             f"--family {request.family}: a factory's layers are found by their structure",
@@ -32,6 +42,8 @@ def _loads(source: str | Path, config: Mapping[str, Any], request: LoadRequest) 
     adapter = options.adapter
     adapters = [adapter] if isinstance(adapter, str) or callable(adapter) else adapter
     weights = None if options.weights is None else local_checkpoint(options.weights)
+    if not isinstance(source, str | Path):
+        return load_module(source, config, weights, request.example, adapters)
     return load_factory(str(source), config, weights, request.example, adapters)
 
 
@@ -46,9 +58,9 @@ def _refuses(source: str, request: LoadRequest) -> None:
         )
     if options.adapter:
         raise UsageError(
-            f"--adapter says what the layers of a network are, and {source} holds weights alone",
+            f"--adapter describes the layers of a network, and {source} holds only weights",
             hint=f"give the network: package.module:factory --weights {source}",
         )
 
 
-FACTORY = ModelLoader("factory", _finds, _loads, refuses=_refuses)
+FACTORY = ModelLoader("factory", _finds, _loads, refuses=_refuses, finds_module=_finds_module)

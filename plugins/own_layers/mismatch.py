@@ -1,4 +1,7 @@
-"""In which way a layer is not what its adapter says: options, parts and weights are tried."""
+"""Explains how a layer differs from its adapter's description.
+
+Options, parts and weights are tried.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,26 @@ from .calls import LayerCall, copied_in_depth
 from .descriptions import Description, ExpertsDescription, LayerContents, SoftMoEDescription
 
 TOLERANCE = 1e-4
-"""Largest difference from the user's own forward, as a fraction of max|y|, in float32."""
+"""The largest accepted difference from the user's forward, as a fraction of max|y|, in float32."""
 
 CLOSE = 1e-5
-"""A layer that is further off than this may be another one: the other options are tried, too."""
+"""A layer that differs by more may be another one, so all options are tried."""
 
 TRIED_INPUTS = 8
 
 ROWS, MOST_WEIGHTS, NONE = 64, 4, 1e-3
-"""Tokens whose weights are looked at, those that are shown of one, and what counts as none."""
+"""Tokens whose weights are examined, weights shown of one token, and the largest weight that counts
+as none."""
 
 MOST_SHOWN = 6
-"""Options of which it is said how far off each is."""
+"""The largest number of options whose error is listed."""
 
 DescribedRun = Callable[[Description, LayerCall], Tensor]
-"""What a description gives for a call."""
+"""Runs a description on a call."""
 
 
 def difference(expected: Tensor, actual: Tensor) -> float:
-    """Returns the largest difference as a fraction of max|expected|; NaN is infinite."""
+    """Returns the largest difference as a fraction of max|expected|; NaN counts as infinite."""
     largest = float(expected.abs().max())
     error = float((expected - actual).abs().max())
     if error == 0:
@@ -46,9 +50,9 @@ def difference(expected: Tensor, actual: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Options that were changed, and how far off y then is: as it is, and with more taken from it.
+    """Changed options, and the error of y: unchanged, and with an addend subtracted from it.
 
-    `added` says what that is: of what the layer may add, the nearest.
+    `added` describes the best of the possible addends.
     """
 
     changed: dict[str, str]
@@ -65,10 +69,10 @@ def mismatch(
     made: Mapping[str, Tensor],
     at: str,
 ) -> ParityError | None:
-    """Returns what to say of a layer that is not what its adapter says; None where it is after all.
+    """Explains why a layer is not what its adapter describes; None if they agree.
 
-    `held` is what the user's layer holds, and `made` what its parts made in the call, in the shape
-    of y. `at` begins the message.
+    `held` is the contents of the user's layer, and `made` the outputs of its parts in the call that
+    have the shape of y. The text begins with `at`.
     """
     off = difference(call.y, run(description, call))
     if description.code is None:
@@ -96,7 +100,7 @@ def _tried(
     held: LayerContents,
     made: Mapping[str, Tensor],
 ) -> list[_Trial]:
-    """Trials of changed options, the fewest changes first, up to as many as one that matches."""
+    """Trials of changed options, the fewest changes first, up to the first that matches."""
     trials: list[_Trial] = []
     addends = dict(_addends(call, made))
     variants = sorted(description.variants(held), key=lambda variant: len(variant[0]))
@@ -107,7 +111,7 @@ def _tried(
             except (MoexportError, RuntimeError):
                 if not changed:
                     raise
-                continue  # no reading of these weights
+                continue  # these weights cannot be read so
             trials.append(_trial(changed, ours, call.y, addends))
         if any(min(trial.off, trial.off_without) <= CLOSE for trial in trials):
             break
@@ -128,7 +132,7 @@ X = "x"
 
 
 def _addends(call: LayerCall, made: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yields what a layer may add to its experts' sum, in words."""
+    """Yields what a layer may add to its experts' sum, with a description."""
     own = [call.x] if call.x.shape == call.y.shape else []
     yield from ((X, x) for x in own)
     for name, part in made.items():
@@ -137,7 +141,7 @@ def _addends(call: LayerCall, made: Mapping[str, Tensor]) -> Iterator[tuple[str,
 
 
 def _closer(trials: Sequence[_Trial]) -> list[_Trial]:
-    """Those that match, and far better than the description as it is."""
+    """The trials that match and are far better than the description as it is."""
     as_it_is = next(trial.off for trial in trials if not trial.changed)
     return [trial for trial in trials if trial.off <= min(TOLERANCE, as_it_is / 10)]
 
@@ -145,7 +149,7 @@ def _closer(trials: Sequence[_Trial]) -> list[_Trial]:
 def _other_options(begins: str, closer: Sequence[_Trial]) -> ParityError:
     limit = max(10 * min(trial.off for trial in closer), CLOSE)
     fitting = [trial.changed for trial in closer if trial.off <= limit]
-    fewest = [_said(changes) for changes in fitting if len(changes) == len(fitting[0])]
+    fewest = [_list_options(changes) for changes in fitting if len(changes) == len(fitting[0])]
     return ParityError(
         f"{begins}; it matches with {' or with '.join(fewest[:3])}",
         hint="moexport.SoftMoE has no such option: moexport.Experts with a forward computes it "
@@ -158,7 +162,7 @@ def _other_options(begins: str, closer: Sequence[_Trial]) -> ParityError:
 def _something_added(
     begins: str, trials: Sequence[_Trial], description: Description
 ) -> ParityError | None:
-    """What to say where the layer adds its input, or what a part of it makes."""
+    """The explanation if the layer adds its input, or an output of its parts."""
     trial = next((candidate for candidate in trials if candidate.off_without <= TOLERANCE), None)
     if trial is None:
         return None
@@ -177,7 +181,7 @@ def _something_added(
     else:
         hint = f"add it in the adapter's forward: return {summed} + experts(…)"
     return ParityError(
-        f"{begins}; it matches with {_said(trial.changed)} once {trial.added} "
+        f"{begins}; it matches with {_list_options(trial.changed)} once {trial.added} "
         f"{'are' if both else 'is'} taken from y: the layer adds {adds}",
         hint=hint,
     )
@@ -190,7 +194,7 @@ def _another_input(
     run: DescribedRun,
     made: Mapping[str, Tensor],
 ) -> ParityError | None:
-    """What to say where the layer works on what a part of it makes of its input."""
+    """The explanation if the layer's input is an output of its parts."""
     own = isinstance(description, SoftMoEDescription) and description.code is None
     plain = description
     if isinstance(description, SoftMoEDescription):
@@ -201,7 +205,7 @@ def _another_input(
         ours = run(plain, replace(call, args=(h, *call.further)))
         if ours.shape != call.y.shape:
             continue
-        # The input that is added may be the one or the other.
+        # The added input may be either.
         added = (0 * h, call.x, call.x - h)
         if min(difference(call.y - x, ours) for x in added) > TOLERANCE:
             continue
@@ -215,7 +219,7 @@ def _another_input(
 
 
 def _other_weights(begins: str, description: Description, call: LayerCall) -> ParityError | None:
-    """What to say where the experts are right, and other weights of them give y."""
+    """The explanation if the experts are right, and other weights of them produce y."""
     if not isinstance(description, ExpertsDescription) or description.weights_on != "output":
         return None
     bank = Tried(description)
@@ -226,28 +230,28 @@ def _other_weights(begins: str, description: Description, call: LayerCall) -> Pa
     outputs, weights = (term.double() for term in terms)  # [t, c, o] and [t, c]
     width = outputs.shape[-1]
     if outputs.shape[1] >= width:
-        return None  # some weights would always do
+        return None  # any output would be a weighted sum
     missing = (call.y - ours).reshape(-1, width)[: len(outputs)].double()
     target = torch.einsum("tc,tco->to", weights, outputs) + missing
-    # As few as can be, where some of the experts' outputs are the same.
+    # The fewest weights, in case some experts' outputs are equal.
     fitting = (torch.linalg.pinv(outputs.mT) @ target.unsqueeze(-1)).squeeze(-1)
     if difference(target, torch.einsum("tc,tco->to", fitting, outputs)) > TOLERANCE:
         return None
     token = int((fitting - weights).abs().amax(1).argmax())
     has, takes = (_weighted(values[token]) for values in (weights, fitting))
     return ParityError(
-        f"{begins}; its experts are right and what they are weighted with is not: token {token} "
+        f"{begins}; its experts are right but their weights are not: token {token} "
         f"has {has}, and y takes {takes}",
-        hint="look at what makes the weights in the adapter: the axis of a softmax, a temperature, "
-        "a bias or a norm before the router, weights that are divided by their sum",
+        hint="check how the adapter computes the weights: the axis of a softmax, a temperature, a "
+        "bias or a norm before the router, weights divided by their sum",
     )
 
 
 def _weighted(weights: Tensor) -> str:
     """The largest weights of a token, with the experts' numbers."""
     largest = weights.abs().topk(min(MOST_WEIGHTS, len(weights))).indices.tolist()
-    listed = [f"{float(weights[i]):.3g} of {i}" for i in largest if abs(weights[i]) > NONE]
-    return ", ".join(listed).replace("of ", "of expert ", 1) or "none"
+    terms = [f"{float(weights[i]):.3g} of {i}" for i in largest if abs(weights[i]) > NONE]
+    return ", ".join(terms).replace("of ", "of expert ", 1) or "none"
 
 
 def _nothing_that_fits(
@@ -256,22 +260,22 @@ def _nothing_that_fits(
     single: dict[str, _Trial] = {}
     for trial in sorted(trials, key=lambda trial: trial.off):
         keys = trial.changed.keys() - {"eps"} or trial.changed.keys()
-        if len(keys) == 1:  # with the eps that goes with it best
+        if len(keys) == 1:  # with the best eps
             single.setdefault(next(iter(keys)), trial)
     shown = [*single.values()][:MOST_SHOWN]
-    listed = ", ".join(f"{_said(trial.changed)}: {_share(trial.off)}" for trial in shown)
+    errors = ", ".join(f"{_list_options(trial.changed)}: {_share(trial.off)}" for trial in shown)
     code = description.code
     parts = ", ".join(f"layer.{name}" for name in made if "." not in name)
-    around = code is None or code.router is not None  # what a forward would run besides
+    around = code is None or code.router is not None  # parts that a forward would run, too
     around &= not isinstance(getattr(description, "norm", None), nn.Module)
-    besides = f"the layer also runs {parts}, which takes a forward; " if parts and around else ""
+    besides = f"the layer also runs {parts}, which needs a forward; " if parts and around else ""
     return ParityError(
-        f"{begins}; none of {len(trials)} combinations of options matches ({listed})",
+        f"{begins}; none of {len(trials)} combinations of options matches ({errors})",
         hint=f"{besides}{description.advice} ({PAGE})",
     )
 
 
-def _said(changed: Mapping[str, str]) -> str:
+def _list_options(changed: Mapping[str, str]) -> str:
     if not changed:
         return "the options as they are"
     return ", ".join(f"{key}={value}" for key, value in changed.items())

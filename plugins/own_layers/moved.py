@@ -1,4 +1,4 @@
-"""What a user's layer holds in place of weights that became ours: their shapes may be read."""
+"""The placeholder in a user's layer for weights that moved to ours: only shapes may be read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...errors import UsageError
 
 _SIZES = ("shape", "ndim", "size", "dim", "numel", "nelement", "stride")
 _READ = frozenset((*_SIZES, "dtype", "layout", "requires_grad", "is_cuda", "is_floating_point"))
-"""What of a weight tells no value of it."""
+"""Attributes and methods that do not depend on a weight's values."""
 
 _MADE = frozenset(("new_zeros", "new_ones", "new_empty", "new_full"))
-"""What makes another tensor of the same type and device."""
+"""Methods that make another tensor of the same type and device."""
 
 _TURNED = frozenset(("T", "mT", "data", "detach"))
 
 
 class MovedWeight:
-    """Has the shape and the type of a weight, and says what is wrong where its values are used."""
+    """Has the shape and the type of a weight, and raises an error if its values are used."""
 
     def __init__(self, name: str, weight: Tensor) -> None:
         self._name = name
@@ -28,7 +28,7 @@ class MovedWeight:
         self._device = weight.device
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copies and inspects objects asks for
+        if name.startswith("__"):  # code that copies and inspects objects asks for these
             raise AttributeError(name)
         if name == "device":
             return self._device
@@ -63,9 +63,9 @@ class MovedWeight:
 
     def _refuse(self, *_: object) -> NoReturn:
         raise UsageError(
-            f"the adapter's code computes with {self._name}, which is a weight of the experts",
-            hint="experts(…) is all that computes with the experts' weights; the code around them "
-            "may read their shapes and types alone",
+            f"the adapter's code computes with {self._name}, which is an expert weight",
+            hint="only experts(…) may compute with the experts' weights; other code may read only "
+            "their shapes and types",
         )
 
     __getitem__ = __iter__ = __bool__ = __float__ = __neg__ = __abs__ = __pow__ = _refuse
@@ -74,7 +74,7 @@ class MovedWeight:
 
 
 def move_out(module: nn.Module, name: str, whole: str) -> None:
-    """Puts what has its shape alone in place of a parameter of a module; `whole` is its path."""
+    """Replaces a parameter of a module by a placeholder of its shape; `whole` is its path."""
     weight = getattr(module, name)
     delattr(module, name)
     setattr(module, name, MovedWeight(whole, weight))

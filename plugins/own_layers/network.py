@@ -1,4 +1,4 @@
-"""A user's own network: built by a factory, its MoE layers found, replaced by ours and compared.
+"""Loads a user's network: a factory builds it, its MoE layers are found, replaced and compared.
 
 A layer is found by an adapter for its class (`adapters`), as one of moexport's own classes, or by
 the names and shapes of its parameters, which are then those of a published layer.
@@ -6,7 +6,10 @@ the names and shapes of its parameters, which are then those of a published laye
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...common.files import Reading
-from ...common.user_code import module_made, names_code
-from ...errors import CheckpointError, FamilyError, MoexportError
+from ...data.user_code import module_made, names_code
+from ...errors import CheckpointError, FamilyError, MoexportError, UsageError
 from ...exporter.checkpoints.state_dict import Checkpoint, check_finite, read_checkpoint
 from ...exporter.inputs import Example
-from ...exporter.model import Model, Source, TensorSpec
+from ...exporter.model import IN_MEMORY, Model, Source, TensorSpec
 from ...graphs.layers.base import MoELayer, sharing_weights
 from ..token_routed.own_forward import OwnForward, RouterHost
 from .adapters import EXAMPLE, adapter_name, adapters_for, describe
@@ -33,7 +36,7 @@ from .comparison import (
     surroundings,
 )
 from .descriptions import ExpertsDescription
-from .examples import INPUT_SHAPE, all_made_up, differ, example_of
+from .examples import INPUT_SHAPE, all_random_like, differ, example_of
 from .layers import LayerPlace, find_in_module
 from .lengths import with_token_axis
 from .mismatch import CLOSE, difference
@@ -46,14 +49,14 @@ ARGUMENTS = "--config and --set are passed to the factory as its arguments"
 FAMILY = "factory"
 
 CALLS_TRIED = 2
-"""How many calls follow the first one, of a network that changes what it holds."""
+"""The number of further calls of a network that changes its buffers."""
 
 COMPILED = "_orig_mod"
-"""What a module that `torch.compile` made calls the module that it is of."""
+"""The attribute with the original module in a module made by `torch.compile`."""
 
 
 class FactoryHost(RouterHost):
-    """The answers for the networks of factories."""
+    """The host of factories' networks."""
 
     own_code = True
 
@@ -71,13 +74,69 @@ def load_factory(
 ) -> Model:
     """Returns the network that a factory builds, its MoE layers replaced by ours.
 
-    `config` are the factory's arguments, and `input_shape` without the batch where the network has
-    no `example_input` and no `example` [b, …] is given. Both networks run on that input, and on a
-    made-up one where it holds no two different inputs; a difference is a ParityError. The user's
-    own module is kept as `Model.original`.
+    `config` are the factory's arguments, and `input_shape` without the batch if the network has no
+    `example_input` and no `example` [b, …] is given. Both networks run on that input, and on a
+    random one if it holds no two different inputs; a difference is a ParityError. The user's own
+    module is kept as `Model.original`.
     """
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
-    module, notes = _uncompiled(module_made(source, "a factory", arguments, ARGUMENTS))
+    module = module_made(source, "a factory", arguments, ARGUMENTS)
+    return _model_of(module, _Origin(source), config, weights, example, adapters)
+
+
+def load_module(
+    module: nn.Module,
+    config: Mapping[str, Any],
+    weights: Path | None,
+    example: object,
+    adapters: Sequence[Adapter | str] = (),
+) -> Model:
+    """Returns a network in memory as `load_factory` does for a factory's; it is not changed.
+
+    The model shares its weights if they are in float32 on the CPU. `example` are the network's
+    arguments, as an `example_input` is; or a file of inputs.
+    """
+    source = f"{type(getattr(module, COMPILED, module)).__name__}{IN_MEMORY}"
+    wrong = sorted(config.keys() - {INPUT_SHAPE})
+    if wrong:
+        raise UsageError(
+            f"--set {wrong[0]}: {source} exists already, so it takes no arguments",
+            hint=f"leave it out; only {INPUT_SHAPE} can be set, the shape of the input to check it "
+            "with",
+        )
+    copied = own_copy(module, source)
+    called = example is not None and not isinstance(example, str | Path)
+    if called and _is_call(copied, example):
+        copied.example_input, example = example, None  # type: ignore[assignment]
+    try:
+        given: Any = example
+        return _model_of(copied, _Origin(source, copied), config, weights, given, adapters)
+    except FamilyError as error:
+        if not any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
+            raise
+        hint = 'model.save_pretrained("folder"), and give the folder; or an adapter for its layers'
+        raise FamilyError(error.message, hint=hint) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The source of a network: its name in messages, and the module if it is in memory."""
+
+    source: str
+    held: nn.Module | None = None
+
+
+def _model_of(
+    module: nn.Module,
+    origin: _Origin,
+    config: Mapping[str, Any],
+    weights: Path | None,
+    example: Example | None,
+    adapters: Sequence[Adapter | str],
+) -> Model:
+    """The network as a model, its MoE layers replaced by ours."""
+    source = origin.source
+    module, notes = _uncompiled(module)
     known = adapters_for(adapters)
     files: tuple[Path, ...] = ()
     mapped: tuple[Path, ...] = ()
@@ -87,7 +146,8 @@ def load_factory(
         _fill(module, checkpoint, source)
         files, mapped = checkpoint.files, checkpoint.mapped
     else:
-        notes += (f"no --weights: the weights are those that {source} gave the network",)
+        if origin.held is None:
+            notes += (f"no --weights: the network has the weights that {source} gave it",)
         own = {key: p for key, p in module.named_parameters() if not is_lazy(p)}
         check_finite(source, own, Reading())
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters()):
@@ -119,8 +179,9 @@ def load_factory(
             files=files,
             mapped=mapped,
             further=_asked_again(weights, tuple(used)),
-            importable=all(map(_importable, used)),
+            importable=origin.held is None and all(map(_importable, used)),
             host=FactoryHost(),
+            held=origin.held,
         ),
         inputs=_ports(passes[0].inputs),
         outputs=_ports(passes[0].outputs),
@@ -131,8 +192,50 @@ def load_factory(
     )
 
 
+def own_copy(module: nn.Module, source: str) -> nn.Module:
+    """Returns a copy of a network on the CPU, so that the user's is not changed.
+
+    Weights in float32 on the CPU are shared. Raises UsageError for a network without values, or
+    that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for name, p in module.named_parameters():
+        if is_lazy(p) or p.is_meta:
+            raise UsageError(
+                f"{source}: its parameter {name} has no values yet",
+                hint="call the network once, or load its weights, before it is given",
+            )
+        memo[id(p)] = nn.Parameter(_on_cpu(p), requires_grad=False)
+    for _, buffer in module.named_buffers():
+        memo[id(buffer)] = _on_cpu(buffer).clone()  # a forward may change it
+    try:
+        return copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise UsageError(
+            f"{source}: the network cannot be copied: {error}",
+            hint="keep what cannot be copied (locks, files, results) out of its attributes, or "
+            "name its factory: package.module:factory",
+        ) from error
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    given = tensor.detach().cpu()
+    return given.float() if given.is_floating_point() else given
+
+
+def _is_call(module: nn.Module, example: object) -> bool:
+    """Whether an example is a network's arguments; a table of data has other names."""
+    if not isinstance(example, Mapping):
+        return True
+    try:
+        signature(module.forward).bind(**example)
+    except TypeError:
+        return False
+    return True
+
+
 def _asked_again(weights: Path | None, adapters: tuple[str, ...]) -> tuple[NetworkOptions, ...]:
-    """The options with which another process loads the network again; none where it needs none."""
+    """The options with which another process loads the network again, if any."""
     if weights is None and not adapters:
         return ()
     named = None if weights is None else str(weights)
@@ -140,7 +243,7 @@ def _asked_again(weights: Path | None, adapters: tuple[str, ...]) -> tuple[Netwo
 
 
 def _importable(adapter: str) -> bool:
-    """Whether another process finds an adapter: not that of a notebook, or of this script."""
+    """Whether another process can import an adapter: not from a notebook, or from this script."""
     return names_code(adapter) and not adapter.startswith("__main__:")
 
 
@@ -152,7 +255,7 @@ def _ports(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 
 
 def _uncompiled(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """The network without `torch.compile`, and a note: what is compiled keeps its own layers."""
+    """The network without `torch.compile`, and a note: compiled code holds its own layers."""
     paths = []
     while (first := next(_compiled(module), None)) is not None:
         path, inner = first
@@ -165,11 +268,11 @@ def _uncompiled(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
         if sub._compiled_call_impl is not None:  # by `sub.compile()`
             sub._compiled_call_impl = None
             paths.append(path or "the network")
-    return module, (f"torch.compile was taken off {', '.join(paths)}",) if paths else ()
+    return module, (f"torch.compile was removed from {', '.join(paths)}",) if paths else ()
 
 
 def _compiled(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The places of modules that `torch.compile` made, the outermost first, and what is in them."""
+    """The modules made by `torch.compile`, by path, the outermost first."""
     for path, sub in module.named_modules(remove_duplicate=False):
         if type(sub).__name__ == "OptimizedModule":
             yield path, sub.get_submodule(COMPILED)
@@ -192,7 +295,7 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> None:
     if problems:
         raise CheckpointError(
             f"{checkpoint.files[0]}: not the weights of {source}: {'; '.join(problems)}",
-            hint="do the factory's arguments (--set) match the checkpoint?",
+            hint="check that the factory's arguments (--set) match the checkpoint",
         )
     for key, tensor in tensors.items():
         if expected[key].is_floating_point() and not tensor.is_floating_point():
@@ -205,9 +308,9 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> None:
 
 
 def _named_as(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The tensors with as many of the removed prefixes put back as the network's own keys have.
+    """The tensors with prefixes put back as the network's own keys have them.
 
-    Those of a layer that was compiled in training are those of the layer.
+    The keys of a layer that was compiled in training are those of the layer.
     """
     tensors = {key.replace(f".{COMPILED}.", "."): t for key, t in checkpoint.tensors.items()}
     for start in range(len(checkpoint.prefixes) + 1):
@@ -220,61 +323,60 @@ def _named_as(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[st
 def _passes(
     module: nn.Module, places: Sequence[LayerPlace], inputs: Mapping[str, Tensor], source: str
 ) -> tuple[list[ForwardPass], tuple[str, ...]]:
-    """The passes that are compared, over two different inputs at least, and a note if made up.
+    """The passes to compare, over at least two different inputs, and a note if some are random.
 
-    A network that cannot run on what is made up, or gives no numbers for it, is compared on its
-    example alone.
+    A network that fails on random inputs, or returns NaN for them, is compared on its example only.
     """
     alone, notes = _with_kept_buffers(module, places, inputs, source)
     if differ(*inputs.values()):
         return [alone], notes
     begins = "the example holds no two different inputs: the replaced layers were checked on"
-    for made in all_made_up([*inputs.values()]):
+    for made in all_random_like([*inputs.values()]):
         further = dict(zip(inputs, made, strict=True))
         both = {name: torch.cat([x, further[name]]) for name, x in inputs.items()}
-        # A network may run on batches of the example's size alone.
+        # A network may accept only batches of the example's size.
         for batch, before in ((both, ()), (further, (alone,))):
             try:
                 more = forward_pass(module, places, batch, source)
             except MoexportError:
                 continue
             if more.finite:
-                return [*before, more], (*notes, f"{begins} made-up ones, too")
-    why = "as the network cannot run on made-up ones; --data with real inputs checks more"
+                return [*before, more], (*notes, f"{begins} random ones, too")
+    why = "as the network cannot run on random ones; --data with real inputs checks more"
     return [alone], (*notes, f"{begins} it alone, {why}")
 
 
 def _with_kept_buffers(
     module: nn.Module, places: Sequence[LayerPlace], inputs: Mapping[str, Tensor], source: str
 ) -> tuple[ForwardPass, tuple[str, ...]]:
-    """Returns the first pass, and a note on buffers that it changes, which are set back.
+    """Returns the first pass, and a note on buffers that it changes, which are reset.
 
-    A graph keeps nothing between calls. Raises FamilyError where what a call changes is in the
-    result of the next one, and where results are random.
+    A graph keeps nothing between calls. Raises FamilyError if a changed buffer affects the next
+    result, and if results are random.
     """
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     first = forward_pass(module, places, inputs, source)
     changed = changed_buffers(module, before)
-    listed = ", ".join(changed)
-    for _ in range(CALLS_TRIED if changed else int(first.finite)):  # NaN is told elsewhere
+    buffers = ", ".join(changed)
+    for _ in range(CALLS_TRIED if changed else int(first.finite)):  # NaN is reported elsewhere
         again = forward_pass(module, places, inputs, source)
         pairs = [(y, again.outputs[name]) for name, y in first.outputs.items()]
         layers = [(call.y, again.layers[path].y) for path, call in first.layers.items()]
         if all(_same(a, b) for a, b in (*pairs, *layers)):
             continue
         if not changed and not all(_same(a, b) for a, b in layers):
-            break  # the comparison of the layers names the one that is random
+            break  # the comparison of the layers names the random one
         if not changed:
             raise FamilyError(
-                f"{source}: the network gives another result each time that it is called, in eval "
-                "mode, too",
-                hint="noise belongs into training alone: if self.training",
+                f"{source}: the network gives a different result each time it is called, even in "
+                "eval mode",
+                hint="add noise in training only: if self.training",
             )
         raise FamilyError(
-            f"{source}: the network changes {listed} when it is called, in eval mode, too, and "
+            f"{source}: the network changes {buffers} when it is called, even in eval mode, and "
             "its next result depends on that",
-            hint="a graph keeps nothing between calls: change buffers in training alone (if "
-            "self.training), or keep them as they are",
+            hint="a graph keeps nothing between calls: change buffers in training only (if "
+            "self.training)",
         )
     if not changed:
         return first, ()
@@ -282,7 +384,7 @@ def _with_kept_buffers(
         for name, buffer in module.named_buffers():
             if name in before and before[name].shape == buffer.shape:
                 buffer.copy_(before[name])
-    return first, (f"the network changes {listed} when it is called; the graph does not",)
+    return first, (f"the network changes {buffers} when it is called; the graph does not",)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -292,7 +394,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _called(
     places: Sequence[LayerPlace], passes: Sequence[ForwardPass], source: str
 ) -> tuple[tuple[LayerPlace, ...], tuple[str, ...]]:
-    """The layers that the network calls, in the order in which it does, and notes on the others."""
+    """The layers that the network calls, in their order, and notes on the others."""
     by_path = {place.path: place for place in places}
     called = dict.fromkeys(path for pass_ in passes for path in pass_.layers)
     left = [place.at for path, place in by_path.items() if path not in called]
@@ -300,17 +402,17 @@ def _called(
         raise FamilyError(
             f"{source}: the network calls none of the layers that moexport found in it on "
             f"{shapes_of(passes[0].inputs)}: {', '.join(left)}",
-            hint="a layer is called as y = layer(x); is another branch taken with real inputs "
-            "(--data), or by another argument (--set)?",
+            hint="a layer is called as y = layer(x); if another branch calls it, take that by "
+            "real inputs (--data) or by another argument (--set)",
         )
     notes = tuple(f"{path} is not called: left as it is" for path in left)
     return tuple(by_path[path] for path in called), notes
 
 
 def _with_code(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) -> OwnForward:
-    """Our layer with the user's own code around it, which reads a copy of the user's layer.
+    """Our layer with the user's code around it, which reads a copy of the user's layer.
 
-    The copy shares the parameters, and holds none of the experts' own: those are ours already.
+    The copy shares the parameters, without the experts' own, which ours holds.
     """
     assert place.adapter is not None
     host, returned = sharing_weights(layer), call.structure
@@ -341,7 +443,7 @@ def _with_code(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) 
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor's values begin and end in memory."""
+    """The memory addresses where a tensor's values begin and end."""
     first = tensor.data_ptr()
     return first, first + tensor.numel() * tensor.element_size()
 
@@ -391,7 +493,7 @@ def _ours(place: LayerPlace, name: str) -> nn.Module:
 
 
 def _placed(network: nn.Module, place: LayerPlace, ours: nn.Module) -> nn.Module:
-    """The network with ours at a layer's place, under each of its names."""
+    """The network with our layer at another's place, under each of its names."""
     for path in (place.path, *place.aliases):
         if path:
             network.set_submodule(path, ours.eval())

@@ -1,7 +1,8 @@
-"""A network's own arguments and results as named tensors: its ports.
+"""Named tensors for a network's arguments and results: its ports.
 
-A network may take several tensors, or dictionaries of them, and return as many. What traces, runs
-and compares it knows a tensor for each input and each output: `ported` makes such a network of it.
+A network may take several tensors, or dictionaries of them, and return as many. The code that
+traces, runs and compares it uses one tensor for each input and output; `ported` makes such a
+network of it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from ...graphs.layers.base import sharing_weights
 from ...graphs.names import K_INPUT, STEER_INPUT
 
 INPUT = "input"
-"""What the only input of a network is called, whatever its parameter is."""
+"""The name of a network's only input, whatever its parameter is called."""
 
 OUTPUT = "output"
 
-SERVED = "float32 (other floats become that), bool, " + ", ".join(WHOLE)
+SERVED = "float32 (other floats are converted), bool, " + ", ".join(WHOLE)
 
 GIVE = (
     "example_input is a tensor (b, …), a tuple of them as forward takes them, or a dictionary by "
@@ -34,18 +35,18 @@ GIVE = (
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A network's arguments, in which a name stands in the place of each tensor."""
+    """A network's arguments, in which a name stands for each tensor."""
 
     args: tuple[Any, ...] = (INPUT,)
     named: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
-        """Whether it is one tensor alone."""
+        """Whether there is one tensor only."""
         return self.args == (INPUT,) and not self.named
 
     def of(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments with tensors in the places of their names."""
+        """Returns the arguments with tensors in place of their names."""
         args, named = _replaced((self.args, dict(self.named)), tensors)
         return args, named
 
@@ -63,7 +64,7 @@ def _replaced(place: Any, tensors: Mapping[str, Tensor]) -> Any:
 def arguments_of(
     source: str, module: nn.Module, example: object
 ) -> tuple[Arguments, dict[str, object]]:
-    """Returns how a network is called with its example, and what stands in it, by name.
+    """Returns how a network is called with its example, and the example's tensors by name.
 
     Raises UsageError for a name that a port cannot have.
     """
@@ -81,8 +82,8 @@ def arguments_of(
     for name in (K_INPUT, STEER_INPUT):
         if name in found:
             raise UsageError(
-                f"{source}: the network has an input '{name}', which graphs of moexport call an "
-                "input of their own",
+                f"{source}: the network has an input '{name}', a name that graphs of moexport use "
+                "for their own input",
                 hint="give that parameter of its forward another name",
             )
     if not found:
@@ -101,7 +102,7 @@ def required(module: nn.Module) -> list[str]:
 
 
 def _takes(module: nn.Module, named: Mapping[Any, Any]) -> bool:
-    """Whether a network's forward has a parameter for each key, and for no key is one missing."""
+    """Whether a network's forward accepts exactly these keywords."""
     try:
         signature(module.forward).bind(**named)
     except TypeError:
@@ -117,7 +118,7 @@ def _parameters(module: nn.Module, count: int) -> list[str]:
             names += [f"{name}_{i}" for i in range(count - len(names))]
         elif parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD):
             names.append(name)
-    # Of more than it takes its own error tells, when it is run.
+    # Too many arguments raise PyTorch's own error when the network runs.
     return [*names, *(f"{INPUT}_{i}" for i in range(len(names), count))][:count]
 
 
@@ -126,7 +127,7 @@ def _joined(name: str, key: object) -> str:
 
 
 def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """What stands in an argument, by name: all but None, in whatever holds it."""
+    """The tensors in an argument, by name, whatever holds them; None is skipped."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _leaves(_joined(name, key), part)
@@ -138,7 +139,7 @@ def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _names(name: str, value: object) -> Any:
-    """An argument with a name in the place of each tensor."""
+    """An argument with a name in place of each tensor."""
     if isinstance(value, Mapping):
         return {key: _names(_joined(name, key), part) for key, part in value.items()}
     if isinstance(value, tuple | list):
@@ -150,8 +151,8 @@ def _names(name: str, value: object) -> Any:
 def outputs_of(result: object, taken: Sequence[str], what: str) -> dict[str, Tensor]:
     """Returns the tensors that a network's forward returned, by name; None is left out.
 
-    Those of a dictionary are called as there, others by number. `taken` are the names of the
-    inputs, which no output can have. Raises FamilyError for what is no tensor.
+    The names are the keys of a dictionary, else numbers. `taken` are the names of the inputs, which
+    no output can have. Raises FamilyError for anything but tensors.
     """
     found: dict[str, Tensor] = {}
     for path, value in _results("", result):
@@ -160,13 +161,13 @@ def outputs_of(result: object, taken: Sequence[str], what: str) -> dict[str, Ten
         if not isinstance(value, Tensor):
             raise FamilyError(
                 f"{what}: its output '{name}' is a {type(value).__name__}, not a tensor",
-                hint="return tensors alone: one, a tuple, or a dictionary of them",
+                hint="return only tensors: one, a tuple, or a dictionary of them",
             )
         twin = next((other for other, tensor in found.items() if tensor is value), None)
         if twin is not None:
             raise FamilyError(
                 f"{what}: its outputs '{twin}' and '{name}' are one tensor",
-                hint="return it once: each output of a graph is a value of its own",
+                hint="return it once: the outputs of a graph are different values",
             )
         found[name] = value
     if not found:
@@ -191,7 +192,7 @@ def _results(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def check_outputs(outputs: Mapping[str, Tensor], inputs: int, what: str) -> None:
-    """Raises FamilyError for an output that is not served: the batch is the first axis of each."""
+    """Raises FamilyError for an unsupported output: the batch is the first axis of each."""
     for name, tensor in outputs.items():
         port, shape = f"{what}: its output '{name}'", tuple(tensor.shape)
         if tensor.dtype == torch.bfloat16:
@@ -200,24 +201,24 @@ def check_outputs(outputs: Mapping[str, Tensor], inputs: int, what: str) -> None
             raise FamilyError(f"{port} is complex", hint="return torch.view_as_real(y)")
         if not shape:
             raise FamilyError(
-                f"{port} is one number, and the first axis of every output is the batch",
-                hint="return what each input gives, without a mean or a loss over the batch",
+                f"{port} is one number, but the first axis of every output must be the batch",
+                hint="return one result for each input, without a mean or a loss over the batch",
             )
         if shape[0] != inputs:
             raise FamilyError(
-                f"{port} is of shape {shape} for {inputs} inputs, and the first axis of every "
-                "output is the batch",
-                hint="of the batch times the tokens, return y.unflatten(0, (x.shape[0], -1))"
+                f"{port} has shape {shape} for {inputs} inputs, but the first axis of every "
+                "output must be the batch",
+                hint="if it is the batch times the tokens, return y.unflatten(0, (x.shape[0], -1))"
                 if shape[0] % inputs == 0
                 else "return the batch first: y.movedim(1, 0)",
             )
 
 
 class Ported(nn.Module):
-    """What a network becomes that takes a tensor for each of its ports, in their order.
+    """A network that takes a tensor for each of its ports, in their order.
 
-    It stays what it is, with the paths of all its modules: this class is put before its own.
-    `flat`: it returns a tensor for each output; else what its own forward returns.
+    The module stays the same, with the paths of all its submodules: this class is put before its
+    own. `flat`: it returns a tensor for each output; otherwise the result of its own forward.
     """
 
     arguments: Arguments
@@ -226,7 +227,6 @@ class Ported(nn.Module):
     own_forward: Callable[..., Any] | None
 
     def forward(self, *tensors: Tensor) -> Any:
-        """Returns the outputs for a tensor of each input."""
         args, named = self.arguments.of(dict(zip(self.takes, tensors, strict=True)))
         forward = super().forward if self.own_forward is None else self.own_forward
         result = forward(*args, **named)
@@ -234,7 +234,7 @@ class Ported(nn.Module):
 
 
 def ported(network: nn.Module, arguments: Arguments, takes: Sequence[str]) -> nn.Module:
-    """Returns a network that takes a tensor for each of `takes`; itself where that is so already.
+    """Returns a network that takes a tensor for each of `takes`; itself if it does so already.
 
     Its tensors are shared.
     """

@@ -1,4 +1,4 @@
-"""What is asked of networks that code names: options of every call that loads a model."""
+"""The options for networks of user code, in every call that loads a model."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from ...exporter.requests import AnyPath
 API = 1
 
 Adapter = Callable[[Any], Any]
-"""A user's function that says what a layer of the user's own is."""
+"""A user's function that describes one of the user's layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions:
-    """What a factory's network is filled with, and what its layers are."""
+    """The weights for a factory's network, and the adapters for its layers."""
 
     weights: AnyPath | None = option(
-        None, "Weights for a package.module:factory.", unset="those of the factory"
+        None, "Weights for a package.module:factory.", unset="those of the factory", is_path=True
     )
     adapter: Adapter | str | Sequence[Adapter | str] = option(
         (),
         "Adapter for the factory's own MoE layers.",
         unset="none",
-        kind=list[str],
-        metavar="MODULE:FUNCTION",
     )
 
 
-PANEL = Panel("own-layers", "Your own network", ("load",), NetworkOptions)
+PANEL = Panel(
+    "own-layers",
+    "Your own network",
+    ("load",),
+    NetworkOptions,
+    "moexport.plugins.own_layers.cli:network_options",
+)

@@ -1,1 +1,4 @@
-"""Requests a second at a bound of latency: batching, MLPerf's LoadGen, and what it finds."""
+"""Request rates under a latency bound: batching, MLPerf's LoadGen, and the results.
+
+`moexport serve` is not here, but in `plugins/text/`.
+"""

@@ -1,4 +1,4 @@
-"""What a service reached in each scenario, as frozen data that goes into `results.json`."""
+"""The results of services in each scenario, as frozen data for `results.json`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from ...common.documents import from_data
 
 SERVICE = "service"
-"""Where services stand among the analyses of `results.json`."""
+"""The name of services among the analyses of `results.json`."""
 
 MILLION = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedRun:
-    """A run of server at a rate that was offered: how long requests took, how many were refused."""
+    """A run of server at an offered rate: latencies, and the number of refused requests."""
 
     offered: float
     rate: float
@@ -28,7 +28,7 @@ class OfferedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Instances of a model, threads of each, and what they answer a second from a full queue."""
+    """Instances of a model, threads of each, and their requests a second from a full queue."""
 
     instances: int
     threads: int
@@ -37,14 +37,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What one engine with one k reached in a scenario, by MLPerf's LoadGen.
+    """The result of one engine with one k in a scenario, by MLPerf's LoadGen.
 
-    `rate` is in requests a second: of server the highest that keeps the bound, or the one that was
-    `fixed_rate`. The percentiles are those of that run; LoadGen found it `valid`, or `reason` says
-    why not. A service without a rate kept no bound, and `reason` has the nearest, `nearest_ms`; one
-    that failed says so there. `layouts` are those that were tried, of which it has the fastest.
-    `logs` is the folder of LoadGen's own, beside `results.json`. Of a language model a request is a
-    prompt of `tokens`.
+    `rate` is in requests a second: for server the highest within the bound, or the given
+    `fixed_rate`. The percentiles are those of that run; LoadGen found it `valid`, or `reason` has
+    why not. A service without a rate missed the bound, and `reason` has the nearest, `nearest_ms`;
+    for a failed one it has the error. `layouts` are those that were tried; the fastest was used.
+    `logs` is the folder of LoadGen's logs, next to `results.json`. For a language model a request
+    is a prompt of `tokens`. `bundle` and `apart` are those of its row.
     """
 
     model: str
@@ -71,6 +71,8 @@ class Service:
     offered: tuple[OfferedRun, ...] = ()
     logs: str = ""
     tokens: int | None = None
+    bundle: str | None = None
+    apart: bool = False
 
     @property
     def exported(self) -> bool:
@@ -79,7 +81,7 @@ class Service:
 
     @property
     def reached(self) -> str:
-        """The scenario and its result in words: `server: 310 requests/s at p99 ≤ 20 ms`."""
+        """Describes the scenario and its result: `server: 310 requests/s at p99 ≤ 20 ms`."""
         if self.rate is None:
             return f"{self.scenario}: {self.reason}"
         bound = "" if self.bound_ms is None else f" at p99 ≤ {self.bound_ms:g} ms"
@@ -93,7 +95,7 @@ class Service:
         return "; ".join(words)
 
     def cost_of_a_million(self, price_per_hour: float | None) -> float | None:
-        """What a million requests cost on a machine of this price; None where it is not known."""
+        """The cost of a million requests on a machine of this price; None if it is unknown."""
         if price_per_hour is None or not self.rate:
             return None
         return price_per_hour / 3600 / self.rate * MILLION
@@ -110,17 +112,17 @@ class ServiceFindings:
     price_per_hour: float | None = None
 
     def of(self, scenario: str) -> tuple[Service, ...]:
-        """The services of a scenario."""
+        """Returns the services of a scenario."""
         return tuple(service for service in self.services if service.scenario == scenario)
 
 
 def requests(rate: float) -> str:
-    """Returns a rate as a reader wants it: `310 requests/s`, `2.5 requests/s`."""
+    """Formats a rate: `310 requests/s`, `2.5 requests/s`."""
     return f"{rate:,.0f} requests/s" if rate >= 10 else f"{rate:.2g} requests/s"
 
 
 def as_analyses(findings: ServiceFindings) -> dict[str, Any]:
-    """Returns findings as an analysis of a results file: plain data, as they are read again."""
+    """Returns findings as plain data for the analyses of a results file."""
     import msgspec
 
     return {SERVICE: msgspec.to_builtins(findings)}
@@ -129,9 +131,9 @@ def as_analyses(findings: ServiceFindings) -> dict[str, Any]:
 def services_in(
     analyses: Mapping[str, Any], *, name: str = "results.json"
 ) -> ServiceFindings | None:
-    """Returns what a results file says of services, None where nothing was served.
+    """Returns the services in a results file, None if nothing was served.
 
-    Raises ResultsError that names the file and the field that cannot be read.
+    Raises ResultsError with the file and the field that cannot be read.
     """
     if SERVICE not in analyses:
         return None
@@ -139,6 +141,6 @@ def services_in(
 
 
 def best(services: Sequence[Service]) -> Service | None:
-    """Returns the service of the highest rate, None where none has one."""
+    """Returns the service of the highest rate, None if none has one."""
     served = [service for service in services if service.rate]
     return max(served, key=lambda service: service.rate or 0.0, default=None)

@@ -32,7 +32,7 @@ NAMES: dict[Scenario, str] = {
     "server": "Server",
     "offline": "Offline",
 }
-"""What LoadGen calls the scenarios."""
+"""LoadGen's names of the scenarios."""
 
 MIN_QUERIES: dict[Scenario, int] = {
     "single-stream": 100,
@@ -40,11 +40,12 @@ MIN_QUERIES: dict[Scenario, int] = {
     "server": 662,
     "offline": 1,
 }
-"""So many LoadGen asks for before it trusts a percentile, the 99th but in `single-stream`."""
+"""The number of queries that LoadGen needs for a percentile: the 99th, except in `single-stream`.
+"""
 
 SEARCH_QUERIES = 100  # of each run of a search, whose result is offered again
 PER_QUERY = 8  # samples of a query of multi-stream
-LONGEST = 3  # times the least duration, at which a run ends whatever it still lacks
+LONGEST = 3  # times the least duration, after which a run ends in any case
 WAIT_S = 0.001
 
 DETAIL = "mlperf_log_detail.txt"
@@ -54,10 +55,10 @@ _PEAK = re.compile(r"Found peak performance field: ([\d.]+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What LoadGen is to do: a scenario, at least for how long.
+    """The load of a run: a scenario, and its least duration.
 
-    `rate` is what server offers and offline expects, in samples a second; of the two streams it is
-    what one query after the other would reach. Of server 99% must take `bound_s` at most.
+    `rate` is the rate that server offers and offline expects, in samples a second; for the two
+    streams it is that of one query after the other. For server 99% must take at most `bound_s`.
     """
 
     scenario: Scenario
@@ -68,10 +69,10 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What LoadGen says of a run.
+    """LoadGen's judgement of a run.
 
-    It is `valid`, or for a `reason` it is not; `kept` is whether the bound of latency was, and
-    `long_enough` whether the run lasted as it must. `rate` is in samples a second, and the
+    It is `valid`, or invalid for a `reason`; `kept` is whether the latency bound was met, and
+    `long_enough` whether the run lasted as required. `rate` is in samples a second, and the
     percentiles are of the latency of a query. `refused` samples found the queue full: they count as
     later than the bound. `peak` is the rate that a search found.
     """
@@ -90,7 +91,7 @@ class Judgement:
 
 
 def loadgen() -> Any:
-    """Returns LoadGen's module; raises `MissingExtraError` where it is not installed."""
+    """Returns LoadGen's module; raises `MissingExtraError` if it is not installed."""
     try:
         import mlperf_loadgen
     except ImportError as error:
@@ -106,9 +107,9 @@ def judged(
 ) -> Judgement:
     """Returns LoadGen's judgement of a queue that maps the numbers of samples to outputs.
 
-    It draws from a `library` of so many samples. Its own logs are left in the folder `logs`. A
-    `search` looks for the highest rate of server that keeps the bound, from that of the load on.
-    Raises what an instance raised, once the run is over.
+    It draws from a `library` of that many samples. It writes its own logs to the folder `logs`. A
+    `search` looks for the highest rate of server within the bound, starting at the load's. Raises
+    what an instance raised, after the run.
     """
     lg = loadgen()
     make_folder(logs)
@@ -125,7 +126,7 @@ def judged(
         lg.StartTestWithLogSettings(sut, qsl, settings, log, "")
 
     # An exception that leaves a callback ends the process, and that of Ctrl-C is raised wherever
-    # the main thread is: LoadGen has a thread of its own, which an interrupt ends early.
+    # the main thread is: LoadGen has its own thread, which an interrupt ends early.
     thread = threading.Thread(target=start, name="LoadGen")
     try:
         thread.start()
@@ -160,17 +161,16 @@ def _settings(lg: Any, load: Traffic, *, search: bool) -> Any:
     settings.server_target_qps = load.rate
     if load.bound_s < math.inf:
         settings.server_target_latency_ns = round(1e9 * load.bound_s)
-    # A search ends between two rates that differ by some percent of the one that it began at.
+    # A search ends between two rates that differ by some percent of the first rate.
     decimals = max(0, 1 - math.floor(math.log10(load.rate)))
     settings.server_find_peak_qps_decimals_of_precision = decimals
     return settings
 
 
 class _System:
-    """The system under test: every query is answered, none before its time.
+    """The system under test: every query is answered, none too early.
 
-    What the queue refuses, and what fails, is answered later than the bound, so that it counts as a
-    query that did not keep it.
+    A refused or failed query is answered later than the bound, so that it counts as a miss.
     """
 
     def __init__(self, lg: Any, queue: Submits[int], load: Traffic) -> None:
@@ -183,11 +183,11 @@ class _System:
         self.error: BaseException | None = None
 
     def issue(self, queries: Sequence[Any]) -> None:
-        """Hands the samples of queries to the queue."""
+        """Passes the samples of queries to the queue."""
         for sample in queries:
             number = sample.id
             if self.error is not None:
-                time.sleep(WAIT_S)  # one after the other, or there would be millions
+                time.sleep(WAIT_S)  # one after the other; otherwise there would be millions
                 self._not_answered(number)
                 continue
             try:
@@ -204,7 +204,7 @@ class _System:
                 answer.add_done_callback(partial(self._done, number))
 
     def flush(self) -> None:
-        """Answers what was not, after all others and later than the bound."""
+        """Answers the remaining queries, after all others and later than the bound."""
         with self._changed:
             while self._open:
                 self._changed.wait()
@@ -237,7 +237,7 @@ class _System:
 
 
 def read_log(detail: Path, load: Traffic, *, refused: int = 0) -> Judgement:
-    """Returns the judgement in the last run of LoadGen's detailed log."""
+    """Returns the judgement of the last run in LoadGen's detailed log."""
     entries: dict[str, Any] = {}
     peak = None
     for line in detail.read_text(encoding="utf-8", errors="replace").splitlines():

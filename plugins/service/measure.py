@@ -1,4 +1,4 @@
-"""Serves each case of a benchmark in MLPerf's scenarios: a queue, and the fastest instances."""
+"""Runs each case of a benchmark in MLPerf's scenarios, with a queue and the fastest instances."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ...common.console import Progress, Silent
 from ...common.environment import memory_bytes, usable_cores
 from ...common.threads import with_threads
 from ...common.writing import scratch_folder
-from ...data.feeds import Array
-from ...errors import UsageError, in_one_line
+from ...data.batches import Array
+from ...errors import UsageError, one_line
 from ...exporter.inputs import Inputs
 from .findings import SERVICE, Layout, OfferedRun, Service, ServiceFindings
 from .loadgen import Judgement, Scenario, Traffic, judged
@@ -36,22 +36,25 @@ from .settings import ServiceSettings, settings_of
 from .triton import TritonService
 
 MOST_IN_LIBRARY = 1024
-SHORT = 5  # times shorter than the last run are those of a search, and those at other rates
-STARTS = (1 / 4, 1 / 16, 1 / 64, 1 / 256)  # of what a full queue gives: where a search may begin
-FURTHER, BEYOND = 4, 1.25  # searches that follow the first, each so far beyond its end
-AGAIN = (1.0, 0.95, 0.9, 0.8, 0.6, 0.3)  # of what a search found: offered until one is kept
-OFFERED = (0.25, 0.5, 0.75, 1.1)  # of the rate that was found, beside it
-FASTER = 1.2  # than expected may be what was measured, or LoadGen has too few queries ready
-RUNS = 4  # of the whole duration, that server takes: a search of ten runs or more, and the others
-ALL_SIZES = 32  # every size of a batch up to this one is run once before the first query
+# the runs of a search, and those at other rates, are this many times shorter than the last run
+SHORT = 5
+# a search starts at this share of the rate from a full queue
+STARTS = (1 / 4, 1 / 16, 1 / 64, 1 / 256)
+FURTHER, BEYOND = 4, 1.25  # searches that follow the first, each this far beyond its end
+# shares of the found rate, offered until one keeps the bound
+AGAIN = (1.0, 0.95, 0.9, 0.8, 0.6, 0.3)
+OFFERED = (0.25, 0.5, 0.75, 1.1)  # shares of the found rate that are also measured
+FASTER = 1.2  # above the expected rate the measurement, or LoadGen's queries, were too few
+RUNS = 4  # of the whole duration, for server: a search of ten runs or more, and the others
+ALL_SIZES = 32  # every batch size up to this one is run once before the first query
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One instance of what is served: maps the numbers of samples to outputs.
+    """One instance of a model: maps the numbers of samples to outputs.
 
-    `runners` has what runs batches up to a size, the smallest first; those of `only` one size are
-    filled up to it.
+    `runners` holds the runners of batches up to a size, the smallest first; batches are filled up
+    to `only`, if there is only one size.
     """
 
     runners: Mapping[int, Runner]
@@ -71,10 +74,10 @@ class Instance:
         return self.runners[min(sizes) if sizes else max(self.runners)].infer(x)[:count]
 
 
-class Served:
-    """What opens the instances of a case: `by_size` has the loader of batches up to a size.
+class Instances:
+    """Opens the instances of a case: `by_size` has the loader of batches up to a size.
 
-    PyTorch's modules, compiled ones too, hold nothing of a call: one is shared by all instances.
+    PyTorch's modules, compiled ones too, keep no state of a call: all instances share one.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Served:
 
     @contextmanager
     def instances(self, layout: Layout) -> Iterator[list[Instance]]:
-        """Yields instances that have run every size of a batch once; closes them."""
+        """Yields instances that have run every batch size once; closes them."""
         with ExitStack() as stack, with_threads(layout.threads):
             instances = [
                 Instance(
@@ -116,7 +119,7 @@ class Served:
         return self._shared[size]
 
     def tried(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
-        """Returns layouts with how many requests a second they answer from a queue that is full."""
+        """Returns layouts with their requests a second from a full queue."""
         layouts_tried = []
         for count, threads in layouts:
             layout = Layout(instances=count, threads=threads, per_s=0.0)
@@ -127,7 +130,7 @@ class Served:
 
     @contextmanager
     def queue(self, layout: Layout, capacity: int, max_delay_s: float) -> Iterator[Submits[int]]:
-        """Yields a queue of so many requests before the instances of a layout."""
+        """Yields a queue of that capacity before the instances of a layout."""
         with (
             self.instances(layout) as opened,
             Queue[int, Any](
@@ -137,22 +140,22 @@ class Served:
             yield queue
 
     def close(self) -> None:
-        """Closes what is shared."""
+        """Closes what the instances share."""
         for runner in self._shared.values():
             runner.close()
 
 
 def layouts_of(cores: int, most: int) -> list[tuple[int, int]]:
-    """Returns how cores may be filled: 1 × all, 2 × half … up to `most` instances."""
+    """Returns layouts that use all cores: 1 × all, 2 × half … up to `most` instances."""
     counts = {1, *(n for n in range(2, cores + 1) if cores % n == 0 and n & (n - 1) == 0), cores}
     return [(n, cores // n) for n in sorted(counts) if n <= max(1, most)]
 
 
 @dataclass
 class ServiceMeasurement:
-    """Serves the cases of candidates; each scenario is taken from the journal where it is done.
+    """Runs the cases of candidates as services; finished scenarios are taken from the journal.
 
-    LoadGen draws from `samples`, and leaves its logs beside the results.
+    LoadGen draws from `samples`, and writes its logs next to the results.
     """
 
     request: BenchRequest
@@ -162,7 +165,6 @@ class ServiceMeasurement:
 
     @property
     def findings(self) -> ServiceFindings:
-        """What was found."""
         return ServiceFindings(
             services=tuple(self.services),
             duration_s=self.settings.duration_s,
@@ -172,7 +174,7 @@ class ServiceMeasurement:
         )
 
     def serve(self, candidate: Candidate, failures: Mapping[Case, str], journal: Journal) -> None:
-        """Adds what each case reaches in each scenario, but of those that failed before."""
+        """Measures each case in each scenario, except those that failed before."""
         progress = self.request.progress or Silent()
         one = _OfCandidate(
             candidate=candidate,
@@ -183,17 +185,21 @@ class ServiceMeasurement:
             journal=journal,
             progress=progress,
         )
-        # A single request must not be filled up to a batch by what is compiled for its sizes.
+        # A single request must not be filled up to a batch by code that is compiled for fixed
+        # sizes.
         sizes = {*self.request.batches} | ({1} if candidate.only_batch is None else set())
         self.services += one.services(loaders(candidate, sorted(sizes)), failures)
 
 
 def server_case(candidate: Candidate) -> Case:
-    """Returns what a server runs: the one bundle that is measured beside it, else `UsageError`."""
+    """Returns the case that a server runs.
+
+    It is the one bundle that is also measured here. Raises `UsageError` if there are several.
+    """
     graphs = [case for case, graph in candidate.cases.items() if graph is not None]
     if len({(case.k, case.precision) for case in graphs}) != 1:
         raise UsageError(
-            "--triton: the server's model is told by one bundle with one k beside it",
+            "--triton needs exactly one bundle, with one k: the one that the server runs",
             hint="moexport bench BUNDLE --data DATA --scenario server --triton ADDRESS/MODEL",
         )
     return replace(graphs[0], engine=TRITON, provider="cpu")
@@ -202,10 +208,10 @@ def server_case(candidate: Candidate) -> Case:
 def service_of(
     request: BenchRequest, data: Labelled, candidates: Sequence[Candidate]
 ) -> ServiceMeasurement | None:
-    """Returns what will measure services, None where no scenario is asked for.
+    """Returns the measurement of services, None if no scenario is requested.
 
     Raises what `settings_of` raises, `UsageError` for a library larger than the data, and
-    `UsageError` or `EngineError` for a server that cannot be served beside a candidate.
+    `UsageError` or `EngineError` for a server that does not fit a candidate.
     """
     settings = settings_of(request)
     if settings is None:
@@ -214,7 +220,7 @@ def service_of(
     if settings.library is not None and len(head) < settings.library:
         raise UsageError(
             f"--library {settings.library}: the data have {len(head)} inputs",
-            hint=f"--library {len(head)}, or more data",
+            hint=f"use --library {len(head)}, or give more data",
         )
     samples = head.batch(0, len(head))
     if settings.triton is not None:
@@ -239,7 +245,7 @@ class _OfCandidate:
     def services(
         self, opening: Mapping[Case, Loader], failures: Mapping[Case, str]
     ) -> Iterator[Service]:
-        """Yields what each case reached in each scenario."""
+        """Yields the result of each case in each scenario."""
         together = self._together(failures)
         runs = sum(RUNS if scenario == "server" else 1 for scenario in self.settings.scenarios)
         seconds = len(together) * runs * self.settings.duration_s
@@ -258,9 +264,9 @@ class _OfCandidate:
             with closing(self._system(case, loaders)) as served:
                 try:
                     layouts = served.tried(self._layouts(case))
-                except Exception as error:  # noqa: BLE001  the service says what failed
+                except Exception as error:  # noqa: BLE001  the service reports it
                     for scenario in self.settings.scenarios:
-                        yield self._service(case, scenario, reason=in_one_line(error))
+                        yield self._service(case, scenario, reason=one_line(error))
                     continue
                 for scenario in self.settings.scenarios:
                     service = done.get(scenario) or self._scenario(case, scenario, served, layouts)
@@ -270,11 +276,11 @@ class _OfCandidate:
                         )
                     yield service
 
-    def _system(self, case: Case, by_size: Mapping[int, Loader]) -> Served | TritonService:
-        """What serves a case: instances in this process, or a server."""
+    def _system(self, case: Case, by_size: Mapping[int, Loader]) -> Instances | TritonService:
+        """The system of a case: instances in this process, or a server."""
         if case.engine != TRITON:
-            return Served(by_size, self.samples, self._max_batch, self.candidate.only_batch)
-        assert self.settings.triton is not None, "there is no such case without it"
+            return Instances(by_size, self.samples, self._max_batch, self.candidate.only_batch)
+        assert self.settings.triton is not None, "such a case has a server"
         return TritonService(self.settings.triton, self.samples, 4 * self._max_batch)
 
     @property
@@ -282,7 +288,7 @@ class _OfCandidate:
         return self.candidate.only_batch or max(self.request.batches)
 
     def _together(self, failures: Mapping[Case, str]) -> dict[Case, dict[int, Case]]:
-        """What is served, by the batches that each case is for: `auto` has one for each size."""
+        """The cases by batch size: `auto` has one for each size."""
         sizes = {*self.request.batches}
         together: dict[Case, dict[int, Case]] = {}
         split: dict[tuple[Any, ...], dict[int, Case]] = {}
@@ -292,7 +298,7 @@ class _OfCandidate:
             if graph is None or graph.batches is None or sizes <= graph.batches:
                 together[case] = {self._max_batch: case}
             else:
-                key = (case.engine, case.provider, case.precision, case.k, case.scope)
+                key = (case.engine, case.provider, case.precision, case.k, case.scope, case.bundle)
                 split.setdefault(key, {}).update(dict.fromkeys(graph.batches, case))
         for by_size in split.values():
             names = dict.fromkeys(by_size[size].lowering or "" for size in sorted(by_size))
@@ -302,7 +308,10 @@ class _OfCandidate:
         return together
 
     def _layouts(self, case: Case) -> list[tuple[int, int]]:
-        """What may fill the machine: of a GPU one instance, and no more than half of the memory."""
+        """The possible layouts of a case.
+
+        For a GPU it is one instance; instances may take at most half of the memory.
+        """
         if case.provider != "cpu":
             return [(1, self.threads)]
         copies = memory_bytes() / 2 / max(1, 2 * self.candidate.weights_bytes)
@@ -312,12 +321,12 @@ class _OfCandidate:
         self,
         case: Case,
         scenario: Scenario,
-        served: Served | TritonService,
+        served: Instances | TritonService,
         layouts: tuple[Layout, ...],
     ) -> Service:
-        """What a case reached in a scenario."""
+        """The result of a case in a scenario."""
         fastest = max(layouts, key=lambda layout: layout.per_s)
-        # One query after the other runs on one instance, with the threads of the latencies.
+        # Single queries run on one instance, with the threads of the latencies.
         used = (
             Layout(instances=1, threads=self.threads, per_s=fastest.per_s)
             if scenario == "single-stream"
@@ -325,7 +334,7 @@ class _OfCandidate:
         )
         bound_s = self.settings.bound_s or 0.0 if scenario == "server" else math.inf
         capacity = 2 * self._max_batch * used.instances
-        if scenario == "server":  # what waits for longer than twice the bound is of no use
+        if scenario == "server":  # a request that waits longer than twice the bound is useless
             capacity = max(capacity, math.ceil(2 * bound_s * used.per_s))
         out = self.request.folder
         name = f"{case.runs_in} k{case.k} {scenario}".replace(" ", "-")
@@ -336,8 +345,8 @@ class _OfCandidate:
                 with served.queue(used, capacity, self.settings.max_delay_s) as queue:
                     run = _Runs(queue, len(first_of(self.samples)), self.settings, folder / logs)
                     reached = run.of(scenario, used.per_s, bound_s)
-            except Exception as error:  # noqa: BLE001  the service says what failed
-                reached = {"reason": in_one_line(error)}
+            except Exception as error:  # noqa: BLE001  the service reports it
+                reached = {"reason": one_line(error)}
         service = self._service(
             case,
             scenario,
@@ -353,7 +362,10 @@ class _OfCandidate:
         bound = self.settings.bound_s
         identity = {
             name: getattr(case, name)
-            for name in ("model", "engine", "provider", "precision", "lowering", "k", "experts")
+            for name in (
+                *("model", "engine", "provider", "precision", "lowering", "k", "experts"),
+                *("bundle", "apart"),
+            )
         }
         facts = {
             "scenario": scenario,
@@ -368,7 +380,7 @@ class _OfCandidate:
 
 
 class _Runs:
-    """The runs of LoadGen that make up a scenario."""
+    """The LoadGen runs of a scenario."""
 
     def __init__(
         self, queue: Submits[int], library: int, settings: ServiceSettings, logs: Path
@@ -376,7 +388,7 @@ class _Runs:
         self._queue, self._library, self._settings, self._logs = queue, library, settings, logs
 
     def of(self, scenario: Scenario, per_s: float, bound_s: float) -> dict[str, Any]:
-        """Returns what a service says of a scenario, of instances that compute `per_s` at most."""
+        """Measures a scenario, for instances that compute at most `per_s`."""
         load = Traffic(
             scenario=scenario, duration_s=self._settings.duration_s, rate=per_s, bound_s=bound_s
         )
@@ -396,7 +408,7 @@ class _Runs:
         return self._searched(load)
 
     def _searched(self, load: Traffic) -> dict[str, Any]:
-        """The highest rate that keeps the bound: LoadGen searches it, and it is offered again."""
+        """The highest rate within the bound: LoadGen searches it, and it is offered again."""
         short = replace(load, duration_s=load.duration_s / SHORT)
         tried: list[Judgement] = []
         for share in STARTS:
@@ -407,7 +419,8 @@ class _Runs:
         else:
             return _not_kept(min(run.p99_ms for run in tried), load)
         peak = tried[-1].peak or tried[-1].rate
-        # One disturbed run ends a search: it goes on from beyond its end, as long as that is kept.
+        # One disturbed run ends a search: the next one starts beyond its end, as long as the bound
+        # is kept.
         for _ in range(FURTHER):
             beyond = replace(short, rate=BEYOND * peak)
             more = self._run(beyond, self._logs / "search-further", search=True)

@@ -19,19 +19,22 @@ Asked_contra = TypeVar("Asked_contra", contravariant=True)
 
 
 class Submits(Protocol[Asked_contra]):
-    """What takes requests: a queue in this process, or a server."""
+    """Anything that takes requests: a queue in this process, or a server."""
 
     def submit(self, request: Asked_contra, *, wait: bool = False) -> Future[Any]:
-        """Returns what will hold the answer; `QueueFullError` where it is full, but to `wait`."""
+        """Returns the future of the answer.
+
+        Raises `QueueFullError` if it is full, unless it may `wait`.
+        """
         ...
 
 
 PROBE_S = 0.5
-"""For which a queue is kept full, to say what it answers a second."""
+"""The time for which a queue is kept full to measure its rate."""
 
 
 def requests_per_second(queue: Submits[int]) -> float:
-    """Returns how many requests a second are answered from a queue that is full."""
+    """Returns how many requests a second are answered from a full queue."""
     answers, began = [], time.perf_counter()
     while time.perf_counter() - began < PROBE_S:
         answers.append(queue.submit(0, wait=True))
@@ -41,7 +44,7 @@ def requests_per_second(queue: Submits[int]) -> float:
 
 
 class _Waiting(NamedTuple, Generic[X, Y]):
-    """A request, when it came, and what gets its answer."""
+    """A request, its time of arrival, and the future of its answer."""
 
     since: float
     request: X
@@ -49,12 +52,12 @@ class _Waiting(NamedTuple, Generic[X, Y]):
 
 
 class Queue(Generic[X, Y]):
-    """Batches requests for instances of a model, each of which has a thread of its own.
+    """Batches requests for instances of a model, each of which has its own thread.
 
-    An instance maps the requests of a batch to their answers. One that is free takes up to
-    `max_batch` requests, the oldest first; fewer once the oldest has waited for `max_delay_s`: with
-    0, which never waits, batches grow with the load. More than `capacity` that wait are refused.
-    Closed by leaving its context: what was accepted is answered, what comes later is refused.
+    An instance maps the requests of a batch to their answers. A free one takes up to `max_batch`
+    requests, the oldest first; fewer if the oldest has waited for `max_delay_s`: with 0 it never
+    waits, and batches grow with the load. More than `capacity` waiting requests are refused. When
+    its context ends, accepted requests are answered and later ones refused.
     """
 
     def __init__(
@@ -78,9 +81,9 @@ class Queue(Generic[X, Y]):
             thread.start()
 
     def submit(self, request: X, *, wait: bool = False) -> Future[Y]:
-        """Returns what will hold the answer, or the error of the batch that the request was in.
+        """Returns the future of the answer, or of the error of the request's batch.
 
-        Raises `QueueFullError` at once where the queue is full, unless it is to `wait` for room.
+        Raises `QueueFullError` at once if the queue is full, unless it may `wait` for room.
         """
         answer: Future[Y] = Future()
         with self._arrived:
@@ -95,7 +98,7 @@ class Queue(Generic[X, Y]):
         return answer
 
     def close(self) -> None:
-        """Answers what was accepted, and ends the threads."""
+        """Answers accepted requests, and ends the threads."""
         with self._arrived:
             self._closed = True
             self._arrived.notify_all()
@@ -126,7 +129,7 @@ class Queue(Generic[X, Y]):
                     waiting.answer.set_result(y)
 
     def _batch(self) -> list[_Waiting[X, Y]]:
-        """Waits for the next batch; empty when there will be no more."""
+        """Waits for the next batch; returns an empty one when the queue ends."""
         with self._arrived:
             while True:
                 full = len(self._waiting) >= self.max_batch

@@ -1,14 +1,12 @@
-"""What k buys in service, in a report: the sentence, tables, and a chart of the rate for each k."""
+"""The gain of a smaller k in service, in a report: the sentence and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from ...bench.engines import PYTORCH_EAGER
-from ...bench.report.figures import COLOURS, MARKERS, REFERENCE, by_factors, drawn, log2_axis
-from ...bench.report.summary import KEPT, UNTOUCHED, line_name, milliseconds, percent
+from ...bench.report.summary import KEPT, kept_text, line_name, milliseconds, shown
 from ...bench.results import Results, Row
 from ...common.text import table
 from .findings import Service, ServiceFindings, best, requests, services_in
@@ -24,7 +22,7 @@ SCENARIOS = {
 
 
 def service_name(service: Service) -> str:
-    """Returns what a reader calls the engine of a service: `ONNX Runtime, grouped, INT8`."""
+    """Returns the title of a service's engine: `ONNX Runtime, grouped, INT8`."""
     return line_name(
         Row(
             engine=service.engine,
@@ -35,14 +33,18 @@ def service_name(service: Service) -> str:
             provider=service.provider,
             precision=service.precision,
             lowering=service.lowering,
+            bundle=service.bundle,
+            apart=service.apart,
         )
     )
 
 
 def answers(results: Results) -> Iterator[str]:
-    """Yields for each model what serves most requests within the bound, and what that is against.
+    """Yields a sentence for each model: the highest rate within the bound, compared with others.
 
-    Of what is exported, it is what keeps 99% of the accuracy, if that is known and anything does.
+    Among exported models only those that are shown to keep 99% of the accuracy count, if there are
+    any. A run that LoadGen calls invalid is named if there is no other, without a ratio; there is
+    none at all if other work disturbed the benchmark.
     """
     findings = services_in(results.analyses)
     searched = (
@@ -53,8 +55,10 @@ def answers(results: Results) -> Iterator[str]:
         bound = f"p99 ≤ {here[0].bound_ms:g} ms"
         kept = {id(row): _kept(results, row) for row in here}
         exported = [row for row in here if row.exported]
-        keeping = [row for row in exported if (kept[id(row)] or 0.0) >= KEPT]
-        most = best(keeping) or best(exported) or best(here)
+        keeping = [row for row in exported if (kept[id(row)][1] or 0.0) >= KEPT]
+        choices = (keeping, exported, here)
+        valid = ([row for row in rows if row.valid] for rows in choices)
+        most = next(filter(None, map(best, (*valid, *choices))), None)
         if most is None:
             near = min(
                 (row for row in here if row.nearest_ms is not None),
@@ -69,11 +73,11 @@ def answers(results: Results) -> Iterator[str]:
             else:
                 yield f"{model}: nothing could be served: {here[0].reason}."
             continue
-        share = kept[id(most)]
-        accuracy = "" if share is None else f" (keeps {percent(share)} of the accuracy)"
+        share, low = kept[id(most)]
+        accuracy = "" if share is None else f" {kept_text(share, low, 'accuracy')} and"
         others = {"all experts": _all_experts(most, here), "PyTorch": _pytorch(here)}
         against = [
-            _against(most, other, what)
+            _against(most, other, what, results)
             for what, other in others.items()
             if other is not None and other is not most
         ]
@@ -85,11 +89,23 @@ def answers(results: Results) -> Iterator[str]:
         )
 
 
-def _against(most: Service, other: Service, what: str) -> str:
+def _against(most: Service, other: Service, what: str, results: Results) -> str:
     if other.rate is None:
         return f"kept at no rate by {what}"
-    ratio = (most.rate or 0.0) / other.rate
+    if results.disturbance:
+        return f"not compared with {what}, because other work disturbed the machine"
+    ratio = _ratio(most, other)
+    if ratio is None:
+        own = "this run" if other.valid else f"the run of {what}"
+        return f"not compared with {what}, because LoadGen does not call {own} valid"
     return f"{ratio:.0f} times {what}" if ratio >= 20 else f"{ratio:.1f} times {what}"
+
+
+def _ratio(service: Service, other: Service | None) -> float | None:
+    """The ratio of two rates, if both runs are valid and their rates were searched."""
+    if other is None or not (service.rate and other.rate and service.valid and other.valid):
+        return None
+    return None if service.fixed_rate is not None else service.rate / other.rate
 
 
 def _all_experts(service: Service, others: Sequence[Service]) -> Service | None:
@@ -105,15 +121,19 @@ def _pytorch(others: Sequence[Service]) -> Service | None:
     return next((s for s in others if s.engine == PYTORCH_EAGER and s.provider == "cpu"), None)
 
 
-def _kept(results: Results, service: Service) -> float | None:
-    """What the row of a service keeps of the accuracy."""
-    key = (service.engine, service.provider, service.precision, service.k)
+def _kept(results: Results, service: Service) -> tuple[float | None, float | None]:
+    """The accuracy that the row of a service keeps, and the lower end of its interval."""
+    key = (service.engine, service.provider, service.precision, service.k, service.bundle)
     rows = (
         row
         for row in results.of_model(service.model)
-        if (row.engine, row.provider or "cpu", row.precision, row.k) == key
+        if (row.engine, row.provider or "cpu", row.precision, row.k, row.bundle) == key
     )
-    return next((row.kept for row in rows if row.kept is not None), None)
+    judged = next((row for row in rows if row.kept is not None), None)
+    if judged is None:
+        return None, None
+    full = (row.k for row in results.of_model(service.model) if row.is_reference)
+    return judged.kept, shown(judged, next(full, judged.experts))
 
 
 def service_tables(results: Results) -> list[tuple[str, Sequence[str], dict[str, list[Any]]]]:
@@ -128,7 +148,7 @@ def service_tables(results: Results) -> list[tuple[str, Sequence[str], dict[str,
             price = ("A million requests",) if findings.price_per_hour is not None else ()
             groups: dict[str, list[Any]] = {}
             for row in of:
-                groups.setdefault(row.model, []).append(_cells(row, of, findings))
+                groups.setdefault(row.model, []).append(_cells(row, of, results, findings))
             tables.append((title, (*HEADS, *price), groups))
     groups = {
         f"{row.model}: {service_name(row)}, k = {row.k}": [
@@ -149,17 +169,17 @@ def service_tables(results: Results) -> list[tuple[str, Sequence[str], dict[str,
 
 
 def _cells(
-    service: Service, others: Sequence[Service], findings: ServiceFindings
+    service: Service, others: Sequence[Service], results: Results, findings: ServiceFindings
 ) -> tuple[Any, ...]:
     own = [other for other in others if other.model == service.model]
     percentiles = (service.p50_ms, service.p99_ms)
     if service.scenario == "offline":
         percentiles = (None, None)  # every sample waits for those before it
     ratios = [
-        f"{service.rate / other.rate:.2f}×"
-        if service.rate and other and other.rate and service.fixed_rate is None
-        else "–"
-        for other in (_all_experts(service, own), _pytorch(own))
+        "–" if ratio is None or results.disturbance else f"{ratio:.2f}×"
+        for ratio in (
+            _ratio(service, other) for other in (_all_experts(service, own), _pytorch(own))
+        )
     ]
     cost = service.cost_of_a_million(findings.price_per_hour)
     threads = f" × {service.threads} threads" if service.threads else ""
@@ -186,7 +206,7 @@ def service_notes(findings: ServiceFindings) -> tuple[str, ...]:
         found = "The server's rate was given. "
     return (
         "MLPerf's LoadGen issued the queries and judged the runs; its own logs lie in the folder "
-        f"service beside the results. A run took {findings.duration_s:g} s at least, and drew from "
+        f"service beside the results. A run took at least {findings.duration_s:g} s, and drew from "
         f"{findings.library:,} inputs. {found}The queue {delay} to fill a batch; instances and "
         "threads are those that "
         "answered most from a full queue. LoadGen, queue and engine shared the machine: "
@@ -195,7 +215,7 @@ def service_notes(findings: ServiceFindings) -> tuple[str, ...]:
 
 
 def service_text(results: Results) -> str:
-    """Returns the sentences and the table of the server for the terminal; empty without any."""
+    """Returns the sentences and the table of the server for the terminal, if there are any."""
     lines = list(answers(results))
     for title, heads, groups in service_tables(results):
         if title in SCENARIOS.values():
@@ -206,92 +226,3 @@ def service_text(results: Results) -> str:
             ]
             lines += [title, table(heads, rows)]
     return "\n".join(lines)
-
-
-def _lines(results: Results) -> Iterator[tuple[str, str, list[Service]]]:
-    """Yields each line of the chart: its model, its name, and what it serves, by k."""
-    findings = services_in(results.analyses)
-    lines: dict[tuple[str, str], list[Service]] = {}
-    for row in () if findings is None else findings.of("server"):
-        if row.exported and row.rate and row.fixed_rate is None:
-            precision = "" if row.precision == "fp32" else f", {row.precision.upper()}"
-            engine = service_name(row).partition(",")[0]
-            lines.setdefault((row.model, f"{engine}{precision}"), []).append(row)
-    for (model, name), services in lines.items():
-        # Of several lowerings with the same k the fastest.
-        by_k: dict[int, Service] = {}
-        for row in sorted(services, key=lambda row: row.rate or 0.0):
-            by_k[row.k] = row
-        yield model, name, [by_k[k] for k in sorted(by_k)]
-
-
-def service_points(results: Results) -> dict[str, Any] | None:
-    """Returns what the page draws: the rate of each line over k, and percentiles over the rate."""
-    findings = services_in(results.analyses)
-    server = (
-        [] if findings is None else [row for row in findings.of("server") if row.fixed_rate is None]
-    )
-    if not any(row.rate for row in server):
-        return None
-    return {
-        "bound": server[0].bound_ms,
-        "lines": [
-            {"name": name, "model": model, "k": [s.k for s in of], "rate": [s.rate for s in of]}
-            for model, name, of in _lines(results)
-        ],
-        "pytorch": [
-            {"model": row.model, "rate": row.rate}
-            for row in server
-            if row.rate and row.engine == PYTORCH_EAGER and row.provider == "cpu"
-        ],
-        "offered": [
-            {
-                "name": f"{service_name(row)}, k = {row.k}",
-                "rate": [run.offered for run in row.offered],
-                "p50": [run.p50_ms for run in row.offered],
-                "p99": [run.p99_ms for run in row.offered],
-            }
-            for row in server
-            if row.offered
-        ],
-    }
-
-
-def service_figure(results: Results, directory: Path) -> tuple[Path, ...]:
-    """Writes the rate over k and the p99 over the offered rate, PNG and SVG; a row per model."""
-    lines = list(_lines(results))
-    models = list(dict.fromkeys(model for model, _, _ in lines))
-    if not models:
-        return ()
-    findings = services_in(results.analyses)
-    assert findings is not None
-    names = list(dict.fromkeys(name for _, name, _ in lines))
-    paths = tuple(directory / f"service_rate{kind}" for kind in (".png", ".svg"))
-    with drawn(paths, (8, 0.75 + 3.1 * len(models)), rows=len(models)) as grid:
-        for (left, right), model in zip(grid, models, strict=True):
-            own = [(name, services) for of, name, services in lines if of == model]
-            bound = own[0][1][0].bound_ms
-            left.set_title(f"{model}: p99 ≤ {bound:g} ms")
-            left.set_ylabel("requests per second")
-            right.set_title(f"{model}: latency under load")
-            right.set_ylabel("p99, ms")
-            right.set_xlabel("offered requests per second")
-            right.axhline(bound, color=REFERENCE, linestyle=":", linewidth=1.2)
-            pytorch = _pytorch([row for row in findings.of("server") if row.model == model])
-            if pytorch is not None and pytorch.rate:
-                left.axhline(pytorch.rate, color=REFERENCE, linestyle="--", label=UNTOUCHED)
-            for name, services in own:
-                index = names.index(name)
-                look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "linewidth": 1.8}
-                look |= {"marker": MARKERS[index % len(MARKERS)], "markersize": 5}
-                left.plot([s.k for s in services], [s.rate for s in services], label=name, **look)
-                for row in services:
-                    offered = [run.offered for run in row.offered]
-                    right.plot(offered, [run.p99_ms for run in row.offered], **look)
-                    if offered:
-                        right.annotate(f"k = {row.k}", (offered[-1], row.offered[-1].p99_ms))
-            left.set_ylim(bottom=0)
-            by_factors(right)
-            ks = sorted({row.k for _, services in own for row in services})
-            log2_axis(left, ks, f"experts computed, k of {own[0][1][0].experts}")
-    return paths

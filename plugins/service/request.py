@@ -1,4 +1,4 @@
-"""What is asked of services: options of `bench`. Importing this loads nothing."""
+"""The options of `bench` for services. Importing this loads nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ API = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """Which load is offered to the rows of a benchmark, and how."""
+    """The load for the rows of a benchmark."""
 
     scenario: str | Sequence[str] = option(
         "",
@@ -23,38 +23,36 @@ class ServiceOptions:
         None,
         "The longest that 99% of the requests of server may take: 50ms.",
         unset="none; server needs one",
-        metavar="TIME",
     )
     offered_rate: float | None = option(
         None,
-        "Offer server so many requests a second.",
-        unset="the most that keeps the bound is searched for",
-        metavar="RATE",
+        "The rate that server offers, in requests a second.",
+        unset="the highest rate within the bound, by a search",
     )
     max_delay: str | float | None = option(
         None,
         "The longest that the queue waits to fill a batch: 2ms.",
-        unset="it does not wait",
-        metavar="TIME",
+        unset="no waiting",
     )
-    duration: str | float = option("10s", "The least time of each run of LoadGen.", metavar="TIME")
-    library: int | None = option(
-        None, "Inputs that LoadGen draws from.", unset="all, 1024 at most", min=1
-    )
+    duration: str | float = option("10s", "The least time of each run of LoadGen.")
+    library: int | None = option(None, "Inputs that LoadGen draws from.", unset="all, 1024 at most")
     triton: str | None = option(
         None,
-        "The same bundle on a running Triton server, served beside: 127.0.0.1:8001/vit.",
+        "The same bundle on a running Triton server, to compare with: 127.0.0.1:8001/vit.",
         unset="no server",
-        kind=str,
-        metavar="ADDRESS/MODEL",
     )
     price_per_hour: float | None = option(
         None,
         "What an hour of this machine costs, for the cost of a million requests.",
         unset="not known",
         compare=False,
-        metavar="PRICE",
     )
 
 
-PANEL = Panel("service", "In service", ("bench",), ServiceOptions)
+PANEL = Panel(
+    "service",
+    "In service",
+    ("bench",),
+    ServiceOptions,
+    "moexport.plugins.service.cli:service_options",
+)

@@ -1,4 +1,4 @@
-"""Services in a report: the record by which the core finds them."""
+"""Services in a report, and their registration with the core."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from pathlib import Path
 
 from ...bench.report.content import PageChart, ReportSection, SectionContent, TableContent
 from ...bench.results import Results
+from .charts import service_figure, service_points
 from .findings import SERVICE, services_in
 from .report import (
     answers,
-    service_figure,
     service_notes,
-    service_points,
     service_tables,
     service_text,
 )
@@ -20,7 +19,6 @@ API = 1
 
 
 def _service(results: Results) -> SectionContent | None:
-    """What each case serves in MLPerf's scenarios."""
     findings = services_in(results.analyses)
     if findings is None:
         return None

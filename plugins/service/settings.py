@@ -1,4 +1,4 @@
-"""What is asked of services, parsed from the options of `bench`."""
+"""The settings of services, parsed from the options of `bench`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import get_args
 
 from ...bench.request import BenchRequest
-from ...common.option import changed, parse_seconds, refuse_changed
-from ...common.text import listed, near_miss
+from ...common.option import changed, refuse_changed
+from ...common.text import near_miss, parse_seconds, split_list
 from ...errors import UsageError
 from .loadgen import Scenario, loadgen
 from .request import ServiceOptions
 from .triton import TritonModel, triton_client
 
-BOUNDS = 10  # of latency, that a run lasts at least
+BOUNDS = 10  # of latency, the least duration of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
-    """What is asked of services, parsed."""
+    """The settings of services, parsed."""
 
     scenarios: tuple[Scenario, ...]
     duration_s: float
@@ -32,13 +32,23 @@ class ServiceSettings:
 
 
 def settings_of(request: BenchRequest) -> ServiceSettings | None:
-    """Returns what is asked of services, None where nothing is.
+    """Returns the settings of services, None if no scenario is requested.
 
-    Raises `UsageError` for what cannot be meant, and `MissingExtraError` without LoadGen.
+    Raises `UsageError` for invalid options, and `MissingExtraError` without LoadGen.
     """
-    options = request.asked(ServiceOptions)
+    settings = parse(request.asked(ServiceOptions))
+    if settings is None:
+        return None
+    loadgen()
+    if settings.triton is not None:
+        triton_client()
+    return settings
+
+
+def parse(options: ServiceOptions) -> ServiceSettings | None:
+    """Parses the options; raises `UsageError` for invalid ones."""
     scenarios = options.scenario
-    names = list(dict.fromkeys(listed(scenarios) if isinstance(scenarios, str) else scenarios))
+    names = list(dict.fromkeys(split_list(scenarios) if isinstance(scenarios, str) else scenarios))
     bounds = ("latency_bound", "offered_rate")
     if not names:
         refuse_changed(options, changed(options), ": no scenario is run (--scenario)")
@@ -51,10 +61,10 @@ def settings_of(request: BenchRequest) -> ServiceSettings | None:
             f"--scenario {name}: there is no such scenario", hint=near_miss(name, known)
         )
     if "server" not in names:
-        refuse_changed(options, bounds, ": is for --scenario server alone")
+        refuse_changed(options, bounds, ": is only for --scenario server")
     elif options.latency_bound is None:
         raise UsageError(
-            "--scenario server: there is no bound of latency",
+            "--scenario server: the latency bound is missing",
             hint="for example --latency-bound 50ms",
         )
     for option, value in (
@@ -69,13 +79,10 @@ def settings_of(request: BenchRequest) -> ServiceSettings | None:
     if bound_s is not None and duration_s < BOUNDS * bound_s:
         # Requests that come too fast for the system have to pile up before the run ends.
         raise UsageError(
-            f"--duration {options.duration}: too short to tell what keeps {bound}",
+            f"--duration {options.duration}: too short to measure the rate within {bound}",
             hint=f"--duration {BOUNDS * bound_s:g}s at least",
         )
-    loadgen()
     triton = None if options.triton is None else TritonModel.parse(options.triton)
-    if triton is not None:
-        triton_client()
     return ServiceSettings(
         scenarios=tuple(name for name in known if name in names),
         duration_s=duration_s,

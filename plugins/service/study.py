@@ -1,4 +1,4 @@
-"""What `--scenario` asks of a benchmark: the record by which the core finds it."""
+"""The study of `--scenario`, and its registration with the core."""
 
 from __future__ import annotations
 

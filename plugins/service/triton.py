@@ -1,4 +1,4 @@
-"""A model on a running Triton server as the system under test, asked by NVIDIA's own client."""
+"""A model on a running Triton server as the system under test, called by NVIDIA's own client."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .findings import Layout
 from .queue import requests_per_second
 
 READY_S = 10.0
-"""How long a server may take to say what its model is."""
+"""How long a server may take to describe its model."""
 
 
 def triton_client() -> Any:
-    """Returns the module of NVIDIA's client; `MissingExtraError` where it is not installed."""
+    """Returns the module of NVIDIA's client; raises `MissingExtraError` if it is not installed."""
     try:
         import tritonclient.grpc as client
     except ImportError as error:
@@ -40,27 +40,27 @@ def triton_client() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TritonModel:
-    """A model of a server that is running: `127.0.0.1:8001/vit`, its port for gRPC."""
+    """The address of a model on a running server: `127.0.0.1:8001/vit`, with its port for gRPC."""
 
     address: str
     name: str
 
     @staticmethod
     def parse(text: str) -> TritonModel:
-        """Returns an address with a model's name; raises `UsageError` for what is none."""
+        """Parses an address with a model's name; raises `UsageError` for an invalid one."""
         address, _, name = text.partition("/")
         if not name or not address.rpartition(":")[2].isdecimal():
             raise UsageError(
-                f"--triton {text}: no address with the name of a model",
+                f"--triton {text}: not an address with the name of a model",
                 hint="the server's port for gRPC and the model: --triton 127.0.0.1:8001/vit",
             )
         return TritonModel(address, name)
 
 
 class TritonService:
-    """What a model of a server answers for the numbers of samples; the server makes its batches.
+    """A server's model as the service under test; the server forms the batches.
 
-    Raises `EngineError` where the server does not answer, or has no such model.
+    Raises `EngineError` if the server does not answer, or has no such model.
     """
 
     def __init__(self, model: TritonModel, samples: Inputs, most_open: int) -> None:
@@ -69,7 +69,7 @@ class TritonService:
         self._inputs: list[str] = []
 
     def contact(self) -> int:
-        """Returns how many instances the server has of the model."""
+        """Returns the number of the server's instances of the model."""
         model = self._model
         try:
             with self._client() as client:
@@ -78,13 +78,14 @@ class TritonService:
         except Exception as error:
             raise EngineError(
                 f"--triton {model.address}/{model.name}: {error}",
-                hint="docs/deploy.md says how to start the server; this is its port for gRPC",
+                hint="docs/deploy.md shows how to start the server; the address has its port for "
+                "gRPC",
             ) from error
         self._inputs = [port.name for port in facts.inputs if port.name != K_INPUT]
         return sum(group.count for group in config.instance_group) or 1
 
     def tried(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
-        """Returns the layout of the server, which is its own affair, with what it answers."""
+        """Returns the server's layout, which it decides itself, with its rate."""
         del layouts
         layout = Layout(instances=self.contact(), threads=0, per_s=0.0)
         with self.queue(layout, self._most_open, 0.0) as queue:
@@ -92,19 +93,19 @@ class TritonService:
 
     @contextmanager
     def queue(self, layout: Layout, capacity: int, max_delay_s: float) -> Iterator[TritonQueue]:
-        """Yields what takes requests, of which as many as `capacity` are in the server."""
+        """Yields a queue that has at most `capacity` unanswered requests at the server."""
         del layout, max_delay_s
         with self._client() as client:
             yield TritonQueue(self._module, client, self._model.name, self._requests(), capacity)
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing."""
 
     def _client(self) -> Any:
         return self._module.InferenceServerClient(self._model.address)
 
     def _requests(self) -> list[list[Any]]:
-        """Each sample as the client sends it: made once, before anything is timed."""
+        """The requests of all samples, created once, before anything is timed."""
         from tritonclient.utils import np_to_triton_dtype
 
         samples = self._samples if isinstance(self._samples, dict) else None
@@ -124,9 +125,9 @@ class TritonService:
 
 
 class TritonQueue:
-    """Sends requests to a server, and holds as many that are not answered as its capacity.
+    """Sends requests to a server, with at most `capacity` of them unanswered.
 
-    More are refused at once, as `Queue` does.
+    Further requests are refused at once, as in `Queue`.
     """
 
     def __init__(
@@ -137,9 +138,9 @@ class TritonQueue:
         self._open, self._answered = 0, threading.Condition()
 
     def submit(self, request: int, *, wait: bool = False) -> Future[Any]:
-        """Returns what will hold the answer, or the server's error.
+        """Returns the future of the answer, or of the server's error.
 
-        Raises `QueueFullError` where too many are open, unless it is to `wait` for room.
+        Raises `QueueFullError` if too many are open, unless it may `wait` for room.
         """
         with self._answered:
             while wait and self._open >= self._capacity:

@@ -1,52 +1,69 @@
-"""What each expert serves, as a Python call."""
+"""The Python function of `specialise`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ...common.libraries import check_pytorch
 from ...common.option import takes
-from ...exporter.requests import AnyPath
+from ...exporter.requests import AnyPath, LoadRequest
 from .request import SpecialiseRequest
 
 if TYPE_CHECKING:
     from ...bench.data import LabelledData
-    from ...exporter.model import Model
+    from ...exporter.checkpoints.load import AnyModel
     from .specialise import Specialisation
 
 
-def specialise_as(
-    model: Model, data: AnyPath | LabelledData, request: SpecialiseRequest
+@takes(SpecialiseRequest)
+def specialise(
+    model: AnyModel, data: AnyPath | LabelledData | Mapping[str, Any], request: SpecialiseRequest
 ) -> Specialisation:
     """Removes each expert of a layer in turn; returns how the accuracy of every class changes.
 
-    `data` are labelled inputs, or an .npz that holds `input` and `label`. With subgroups, also how
-    fairly each class is told in them, and the rewriting that is wanted.
+    Also counts how often every layer chooses each expert, by class; for a model of texts, or of
+    several inputs, only that.
+
+    `data` are labelled inputs: an .npz, or a dict, with `input` and `label`. With subgroups, also
+    measures how fair each class is to them, and finds a rewriting if one is requested. With
+    `examples`, also returns the inputs of the largest weights of each expert; without labels, only
+    those.
 
     Raises:
         UsageError: there is no such layer, class or subgroup, or no wrong answer to rewrite.
         FeedError: the data have no labels, or name one subgroup.
     """
     check_pytorch("specialise")
-    from .specialise import Favour
+    from ...bench.data import LabelledData
+    from ...exporter.checkpoints.load import model_of
+    from ...exporter.checks.answers import check_own_outputs
+    from .specialise import Specialisation
     from .specialise import specialise as run_it
+    from .usage.texts import only_counts, usage_only
 
-    favour = None
-    if request.rewrite_class is not None and request.rewrite_group is not None:
-        favour = Favour(
-            request.rewrite_class,
-            request.rewrite_group,
-            request.strength,
-            0.01 if request.budget is None else request.budget,
+    feed = None if isinstance(data, LabelledData) else data
+    loaded = model_of(model, LoadRequest(progress=request.progress), feed)
+    if feed is not None and not only_counts(loaded, data):
+        check_own_outputs(loaded, feed)
+    examples = None
+    if request.examples is not None:
+        from .examples.search import examples_of
+
+        examples = examples_of(
+            loaded,
+            data,
+            layer=request.layer,
+            count=request.examples,
+            progress=request.progress,
         )
-    return run_it(
-        model,
-        data,
-        layer=request.layer,
-        group_by=request.group_by,
-        favour=favour,
-        progress=request.progress,
-    )
-
-
-specialise = takes(SpecialiseRequest)(specialise_as)
+    if only_counts(loaded, data):
+        if examples is not None:  # the class that owns the layer
+            request = replace(request, layer=None)
+        return replace(usage_only(loaded, data, request), examples=examples)
+    needs_labels = request.group_by is not None or request.rewrite_class is not None
+    if examples is not None and not examples.labelled and not needs_labels:
+        return Specialisation.of(examples, loaded.family)
+    found = run_it(loaded, data, request)
+    return found if examples is None else replace(found, examples=examples)

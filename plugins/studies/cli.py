@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ...commands.options import AsJson, Verbosity, loader, output_option, typed_source
-from ...common.console import show
+from ...commands.options import (
+    AsJson,
+    Quiet,
+    Verbose,
+    option_for,
+    output_option,
+    typed_data,
+    typed_path,
+    typed_source,
+)
+from ...commands.panels import further
+from ...commands.reading import ConfigOption, FamilyOption, SetOption, loader
+from ...common.console import Console, show
 from ...common.libraries import check_pytorch
+from ...common.writing import check_folder
 from ...exporter.requests import LoadRequest
-from .calls import specialise_as
-from .request import SpecialiseRequest
+from .calls import specialise as find
+from .request import EditOptions, SpecialiseRequest, StudyOptions
+
+
+def _typed_inputs(text: str | Path) -> Path:
+    return Path(typed_data(str(text)))
 
 
 def specialise(
+    context: typer.Context,
     *,
     models: Annotated[
         list[str],
@@ -25,21 +41,63 @@ def specialise(
         ),
     ],
     data: Annotated[
-        Path, typer.Option(metavar="X.NPZ", help="An .npz with the arrays input and label.")
+        Path,
+        typer.Option(
+            metavar="X.NPZ",
+            parser=_typed_inputs,
+            help="An .npz with the arrays input and label, for --examples also image or text; a "
+            "file of text for a language model.",
+        ),
     ],
     output: Annotated[Path | None, output_option("DIR", "The folder for JSON and figure.")] = None,
-    reading: LoadRequest,
-    request: SpecialiseRequest,
+    family: FamilyOption = None,
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    layer: Annotated[str | None, option_for(SpecialiseRequest, "layer", metavar="NAME")] = None,
+    k: Annotated[str | None, option_for(SpecialiseRequest, "k", metavar="K")] = None,
+    group_by: Annotated[
+        str | None, option_for(SpecialiseRequest, "group_by", "Subgroups", metavar="ARRAY")
+    ] = None,
+    examples: Annotated[int | None, option_for(SpecialiseRequest, "examples", metavar="N")] = None,
+    rewrite_class: Annotated[
+        int | None, option_for(SpecialiseRequest, "rewrite_class", "Subgroups", metavar="CLASS")
+    ] = None,
+    rewrite_group: Annotated[
+        str | None, option_for(SpecialiseRequest, "rewrite_group", "Subgroups", metavar="GROUP")
+    ] = None,
+    strength: Annotated[
+        float | None, option_for(SpecialiseRequest, "strength", "Subgroups", metavar="λ")
+    ] = None,
+    budget: Annotated[
+        float | None, option_for(SpecialiseRequest, "budget", "Subgroups", metavar="SHARE")
+    ] = None,
     as_json: AsJson = False,
-    verbosity: Verbosity,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Show which classes each expert serves.
+    """Show which classes each expert serves, and how often it is chosen.
 
     Removes each expert in turn and measures the accuracy of every class. Compares subgroups, and
-    several models.
+    several models. For models of texts it only counts the choices.
     """
+    if output is not None:
+        check_folder(output)
+    console = Console(verbose=verbose, quiet=quiet)
+    request = SpecialiseRequest(
+        layer=layer,
+        k=k,
+        group_by=group_by,
+        examples=examples,
+        rewrite_class=rewrite_class,
+        rewrite_group=rewrite_group,
+        strength=strength,
+        budget=budget,
+        progress=console,
+    )
+    reading = LoadRequest(
+        family=family, config=config, sets=sets or (), further=further(context, LoadRequest)
+    )
     check_pytorch("specialise")
-    from ...common.writing import check_folder
     from .specialisation_report import (
         several_json,
         several_text,
@@ -49,13 +107,11 @@ def specialise(
         write_several,
     )
 
-    if output is not None:
-        check_folder(output)
     findings = []
-    with verbosity.console() as console:
+    with console:
         for model in models:
             loaded = loader(reading, model, console, data)()
-            findings.append(specialise_as(loaded, data, replace(request, progress=console)))
+            findings.append(find(loaded, data, request))
     (first, *others) = findings
     if output is not None:
         written = write_several(findings, output) if others else write(first, output)
@@ -65,3 +121,29 @@ def specialise(
     show(several_text(findings) if others else text(first))
     if output is not None:
         show(f"\nwritten: {', '.join(map(str, written))}")
+
+
+def study_options(
+    *,
+    analysis: Annotated[str, option_for(StudyOptions, "analysis")] = "",
+    max_subsets: Annotated[int | None, option_for(StudyOptions, "max_subsets", min=1)] = None,
+    group_by: Annotated[str | None, option_for(StudyOptions, "group_by", metavar="ARRAY")] = None,
+) -> StudyOptions:
+    """Returns the options of `bench` for studies."""
+    return StudyOptions(analysis=analysis, max_subsets=max_subsets, group_by=group_by)
+
+
+def edit_options(
+    *,
+    ablate: Annotated[
+        list[str] | None, option_for(EditOptions, "ablate", metavar="LAYER:EXPERT")
+    ] = None,
+    rewrite: Annotated[
+        Path | None, option_for(EditOptions, "rewrite", metavar="FILE", parser=typed_path)
+    ] = None,
+    steer: Annotated[
+        list[str] | None, option_for(EditOptions, "steer", metavar="LAYER:EXPERT[:STRENGTH]")
+    ] = None,
+) -> EditOptions:
+    """Returns the options of `export` for edits."""
+    return EditOptions(ablate=ablate or (), rewrite=rewrite, steer=steer or ())

@@ -1,6 +1,6 @@
-"""The edits of an export as people write them: `--ablate`, `--steer`, and a `--rewrite` file.
+"""The edits of an export in the user's notation: `--ablate`, `--steer`, and a `--rewrite` file.
 
-Experts and outputs are counted from 0, as in every array; levels from 1, as `inspect` does.
+Experts and outputs are counted from 0, as in every array; levels from 1, as in `inspect`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from ...common.documents import read_document
 from ...common.option import Mistake, changed
 from ...errors import UsageError
 from ...exporter.bundle.steps import Step
-from ...exporter.edits import (
+from ...graphs.edits import (
     AT_RUN_TIME,
     LARGEST,
     REWRITTEN,
+    AblatedCombination,
     Ablation,
     Edits,
     Steer,
@@ -30,17 +31,20 @@ from .request import EditOptions
 if TYPE_CHECKING:
     from ...exporter.model import Model
     from ...exporter.options import ExportOptions
-    from ...exporter.requests import ExportRequest
 
 API = 1
 
 _STEERED = re.compile(r"(.+?):(?:(\d+)\.)?(\d+)(?::([^:]+))?")
 _STEER_WRITTEN = (
     "--steer LAYER:EXPERT or LAYER:EXPERT:STRENGTH, LAYER:LEVEL.EXPERT of a hierarchy; more after "
-    "commas; --steer input beside them for strengths that are an input of the graph"
+    "commas; --steer input as well makes the strengths an input of the graph"
 )
 _EXPERT = re.compile(r"(?:(\d+)\.)?(\d+)")
-_WRITTEN = "--ablate LAYER:EXPERT, or LAYER:LEVEL.EXPERT of a hierarchy; more after commas"
+_TOGETHER = re.compile(r"\d+(?:\+\d+)+")
+_WRITTEN = (
+    "--ablate LAYER:EXPERT; of a hierarchy LAYER:LEVEL.EXPERT, or LAYER:EXPERT+EXPERT for one of "
+    "each level together; more after commas"
+)
 
 
 def read_edits(
@@ -50,26 +54,26 @@ def read_edits(
 ) -> Edits:
     """Returns the edits of `--ablate` and `--steer` texts and of a `--rewrite` file or its entries.
 
-    Raises UsageError for what cannot be meant, whatever the model.
+    Raises UsageError for edits that are invalid for every model.
     """
     texts = [ablate] if isinstance(ablate, str) else ablate
-    ablations = [ablation for text in texts for ablation in _parse_ablate(text)]
+    removed = dict.fromkeys(ablation for text in texts for ablation in _parse_ablate(text))
     steers = _parse_steers([steer] if isinstance(steer, str) else steer)
     if rewrite is None:
-        return Edits(tuple(dict.fromkeys(ablations)), steers=steers)
+        return Edits((*removed, *steers))
     where = str(rewrite) if isinstance(rewrite, str | Path) else "rewrite"
     entries = _read_json(Path(rewrite)) if isinstance(rewrite, str | Path) else rewrite
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
         raise UsageError(f"{where}: holds no re-written outputs", hint=REWRITTEN)
-    return Edits(
-        tuple(dict.fromkeys(ablations)),
-        tuple(rewrite_of(entry, f"{where}: entry {i}") for i, entry in enumerate(entries)),
-        steers=steers,
-    )
+    rewrites = (rewrite_of(entry, f"{where}: entry {i}") for i, entry in enumerate(entries))
+    return Edits((*removed, *rewrites, *steers))
 
 
 def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
-    """`layer:3`, `layer:3:2.5`, `blocks.1.mlp:2.0:-1`, and `input` for strengths at run time."""
+    """Parses strengths: `layer:3`, `layer:3:2.5`, `blocks.1.mlp:2.0:-1`, or `input`.
+
+    `input` leaves the strengths to run time.
+    """
     parts = [part.strip() for text in texts for part in text.split(",")]
     at_run_time = AT_RUN_TIME in parts
     steers: list[Steer] = []
@@ -90,9 +94,7 @@ def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
                 f"--steer {part}: this expert is named twice", hint="give the sum of its strengths"
             )
     if at_run_time and not steers:
-        raise UsageError(
-            "--steer input: no expert is named that could be steered by", hint=_STEER_WRITTEN
-        )
+        raise UsageError("--steer input: no expert to steer by is named", hint=_STEER_WRITTEN)
     return tuple(steers)
 
 
@@ -104,23 +106,30 @@ def _strength(part: str, text: str) -> float:
     if not abs(value) <= LARGEST:  # false for NaN, too
         raise UsageError(
             f"--steer {part}: a strength of {value} is not finite",
-            hint="about 1 moves tokens by as much as the expert's cluster centre is long",
+            hint="a strength of 1 moves tokens by the length of the expert's cluster centre",
         )
     return value
 
 
-def _parse_ablate(text: str) -> list[Ablation]:
-    """`blocks.6.mlp:3,5,blocks.7.mlp:2.4`: an expert without a layer is of the one before it."""
-    ablations: list[Ablation] = []
+def _parse_ablate(text: str) -> list[Ablation | AblatedCombination]:
+    """Parses `blocks.6.mlp:3,5,blocks.7.mlp:2.4`.
+
+    An expert without a layer belongs to the layer before it.
+    """
+    ablations: list[Ablation | AblatedCombination] = []
     for part in text.split(","):
         layer, colon, number = part.strip().rpartition(":")
-        expert = _EXPERT.fullmatch(number)
-        if expert is None or (not layer and (colon or not ablations)):
+        expert, together = _EXPERT.fullmatch(number), _TOGETHER.fullmatch(number)
+        if (expert is None and together is None) or (not layer and (colon or not ablations)):
             raise UsageError(
                 f"--ablate {text}: '{part.strip()}' names no expert of a layer", hint=_WRITTEN
             )
+        name = layer or ablations[-1].layer
+        if expert is None:
+            ablations.append(AblatedCombination(name, tuple(map(int, number.split("+")))))
+            continue
         level = None if expert[1] is None else int(expert[1])
-        ablations.append(Ablation(layer or ablations[-1].layer, int(expert[2]), level))
+        ablations.append(Ablation(name, int(expert[2]), level))
     return ablations
 
 
@@ -135,28 +144,22 @@ def _read_json(path: Path) -> Any:
 
 def _asked(options: ExportOptions) -> bool:
     asked = options.asked(EditOptions)
-    # A list without entries is no default: it is refused.
+    # A list without entries is not a default: it is refused.
     return asked.rewrite is not None or bool(changed(asked))
 
 
-def _change(options: ExportOptions, request: ExportRequest) -> ExportOptions:
-    del request
+def _change(options: ExportOptions) -> ExportOptions:
     asked = options.asked(EditOptions)
     given = read_edits(asked.ablate, asked.rewrite, asked.steer)
-    edits = replace(
-        options.edits,
-        ablations=given.ablations,
-        rewrites=given.rewrites,
-        steers=given.steers,
-    )
-    return replace(options, edits=edits)
+    before = options.edits
+    return replace(options, edits=Edits((*before.kept, *before.merged, *given.listed)))
 
 
 def _check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
     del model
     engines = TARGETS[options.target].compiled
-    if options.edits.at_run_time and (engines or options.precision.integers):
-        option = f"target {options.target}" if engines else f"precision {options.precision.name}"
+    if options.edits.at_run_time and (engines or options.integers):
+        option = f"target {options.target}" if engines else f"precision {options.precision}"
         yield (
             f"--steer input with --{option}: it supports only graphs with one input",
             "give the strengths in the export: --steer LAYER:EXPERT:STRENGTH",

@@ -1,7 +1,7 @@
 """Class scores of a Soft MoE classifier for any choice of experts.
 
-Two ways give the same scores. `Passes` runs the model for every choice. Where the model has one
-MoE layer and all that follows is affine, the scores are a sum of what each expert contributes:
+There are two ways with equal scores. `Passes` runs the model for every choice. If the model has one
+MoE layer and the rest after it is affine, the scores are a sum of the experts' contributions:
 `ContributionSums` takes them from n + 1 passes, and any number of choices is then a matter of
 additions.
 """
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from ...bench.data import Labelled, LabelledData
+from ...bench.measure.answers import check_attributes, per_output
 from ...bench.plan import Candidate
 from ...bench.runners.pytorch import untouched
 from ...common.console import Progress, Silent
-from ...common.text import listed, near_miss
+from ...data.batches import Array
 from ...errors import FeedError, UsageError
 from ...exporter.model import Model
 from ...graphs.layers.base import recorded_choices, sharing_weights
@@ -33,25 +34,26 @@ from .findings import (
     SUMS,
     BestSubsets,
     ExpertStudy,
-    Kept,
+    KeptAccuracy,
     RandomChoice,
     Shares,
     plain,
 )
+from .request import SUBSETS_BY_PASSES, SUBSETS_BY_SUMS, Analyses
 
 ChosenExperts = Mapping[str, Tensor]
 """The experts of every input in each layer, ascending: int64 [samples, k] by layer name."""
 
 SUMS_BYTES = 1 << 30
-"""The contributions of all experts to all scores may take this much."""
+"""The largest size of the contributions of all experts to all scores."""
 
 PROBED, TRIALS = 32, 4
 
 TOLERANCE = 1e-4
-"""Relative to the largest score: sums in another order differ by rounding, 1e-6 or so."""
+"""Relative to the largest score: sums in another order differ by rounding, about 1e-6."""
 
 BLOCK = 1 << 23
-"""Class scores that are held at once while subsets are tried."""
+"""The number of class scores in memory at once while subsets are tried."""
 
 
 class Passes:
@@ -85,7 +87,7 @@ class Passes:
         self._rows = slice(0)
         for name, layer in self.layers.items():
             layer.keep = choice[name].shape[1]
-            # The layer is asked once a batch, and each batch has its own rows of the choice.
+            # The layer is called once a batch, and each batch has its own rows of the choice.
             layer.chooser = lambda scores, k, of=choice[name]: of[self._rows]
         return self._scores()
 
@@ -171,11 +173,11 @@ def classifier(
     renormalize: bool = False,
     progress: Progress | None = None,
 ) -> Classifier:
-    """Returns a classifier over the data: by sums where the model's scores are sums.
+    """Returns a classifier over the data, by sums if the model's scores are sums.
 
-    That is tried, not read off the model: on a few inputs, sums over random sets must equal what
-    the model says. Raises UsageError for a model without Soft MoE layers, FeedError for data
-    without labels or a model that gives no class scores.
+    That is measured: on a few inputs, sums over random sets must equal the model's scores. Raises
+    UsageError for a model without Soft MoE layers, FeedError for data without labels or a model
+    without class scores.
     """
     check(name, model, data)
     passes = Passes(model, data, batch, renormalize=renormalize)
@@ -191,15 +193,15 @@ def classifier(
 
 
 def check(name: str, model: Model, data: LabelledData) -> None:
-    """Raises UsageError and FeedError for what cannot be analysed."""
+    """Raises UsageError and FeedError for models and data that cannot be analysed."""
     if not soft_moe_layers(model.module):
         raise UsageError(
             f"{name} has no Soft MoE layer: there are no k experts to choose per input",
-            hint="leave --analysis out; it asks how Soft MoE layers choose",
+            hint="leave --analysis out; it is about the choices of Soft MoE layers",
         )
     if data.labels is None:
         raise FeedError(
-            f"the analyses of {name} need labels, and the data have none",
+            f"the analyses of {name} need labels, but the data have none",
             hint="give --data an .npz with the arrays input and label",
         )
     output = untouched(model).infer(data.inputs[:1])
@@ -209,11 +211,23 @@ def check(name: str, model: Model, data: LabelledData) -> None:
             f"{output.ndim} axes: {output.shape}",
             hint="leave --analysis out for models that do not classify",
         )
-    data.check_classes(output.shape[1])
+    label_tensor(data, output)
+
+
+def label_tensor(data: LabelledData, output: Array) -> Tensor:
+    """Returns classes [b], or attributes [b, c], for outputs [b, c]; FeedError for others."""
+    assert data.labels is not None  # `check` has checked them
+    first = np.zeros((len(data.labels), output.shape[1]), output.dtype)
+    pair = per_output(first, data.labels)
+    if pair is None:
+        data.check_classes(output.shape[1])
+        return torch.from_numpy(data.labels)
+    check_attributes(pair[1], "--analysis: the data")
+    return torch.from_numpy(pair[1].astype(np.int64))
 
 
 def contributions(passes: Passes) -> ContributionSums:
-    """Returns what each expert alone adds to the scores with none: n + 1 passes."""
+    """Returns the score without experts and each expert's contribution: n + 1 passes."""
     ((layer, n),) = passes.experts.items()
     samples = len(passes.data)
     base = passes.chosen({layer: torch.zeros(samples, 0, dtype=torch.int64)})
@@ -224,7 +238,7 @@ def contributions(passes: Passes) -> ContributionSums:
 
 
 def adds_up(sums: ContributionSums, passes: Passes) -> bool:
-    """Whether sums over random halves of the experts equal what the model computes with them."""
+    """Whether sums over random halves of the experts equal the model's scores with them."""
     n = sums.experts[sums.layer]
     for seed in range(TRIALS):
         choice = {sums.layer: drawn(len(sums.base), n, max(1, n // 2), seed)}
@@ -236,48 +250,9 @@ def adds_up(sums: ContributionSums, passes: Passes) -> bool:
 
 
 def drawn(samples: int, n: int, k: int, seed: int) -> Tensor:
-    """Returns k of n experts for each sample, each set as likely as any: int64 [samples, k]."""
+    """Returns k of n experts for each sample, all sets equally likely: int64 [samples, k]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(samples, n, generator=generator).topk(k, dim=1).indices.sort(dim=1).values
-
-
-NAMES = ("retention", "random", "subsets", "shares")
-
-SUBSETS_BY_SUMS, SUBSETS_BY_PASSES = 50_000, 200
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which analyses, and how far they go.
-
-    `max_subsets` bounds C(n, k) for `subsets`; None stands for 50,000 where the scores are sums
-    over experts and for 200 where every subset is a pass over the data.
-    """
-
-    names: tuple[str, ...] = NAMES
-    seeds: int = 10
-    max_subsets: int | None = None
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.names if name not in NAMES]
-        if unknown:
-            raise UsageError(
-                f"--analysis {unknown[0]}: no such analysis",
-                hint=near_miss(unknown[0], (*NAMES, "all")),
-            )
-        if self.seeds < 2:
-            raise UsageError(
-                f"{self.seeds} seeds: a standard deviation takes two or more",
-                hint="the paper takes 10",
-            )
-
-
-def parse_analyses(text: str) -> tuple[str, ...]:
-    """Returns the analyses that `--analysis` names: a list, or `all`. Raises UsageError."""
-    names = tuple(dict.fromkeys(listed(text)))
-    if not names:
-        raise UsageError("--analysis: no analysis named", hint=f"known are {', '.join(NAMES)}")
-    return NAMES if names == ("all",) else Wanted(names).names
 
 
 def study(
@@ -285,20 +260,19 @@ def study(
     of: Model,
     data: LabelledData,
     ks: Sequence[int],
-    wanted: Wanted,
+    wanted: Analyses,
     *,
     batch: int = 64,
     renormalize: bool = False,
     progress: Progress | None = None,
 ) -> ExpertStudy:
-    """Returns what the wanted analyses find about a model on labelled data, for the ks below n.
+    """Returns the analyses of a model on labelled data, for the ks below n.
 
     Raises what `classifier` raises for a model or data that cannot be analysed.
     """
     watcher = progress or Silent()
     model = classifier(name, of, data, batch, renormalize=renormalize, progress=watcher)
-    assert data.labels is not None  # which `classifier` has checked
-    labels = torch.from_numpy(data.labels)
+    labels = label_tensor(data, untouched(of).infer(data.inputs[:1]))
     top1 = _untouched_accuracy(of, data, labels, batch)
     n = max(model.experts.values())
     fewer = sorted({k for k in ks if k < n}, reverse=True)
@@ -306,13 +280,13 @@ def study(
     def say(what: str) -> None:
         watcher.step(f"{name}: {what}")
 
-    def retention() -> Iterator[Kept]:
-        # Sums give every k for next to nothing.
+    def retention() -> Iterator[KeptAccuracy]:
+        # With sums every k costs next to nothing.
         every = range(1, n + 1) if by_sums else sorted({*fewer, n})
         say(f"Algorithm 1 for {len(every)} values of k")
         for k in every:
             kept = accuracy(model.algorithm_1(k), labels)
-            yield Kept(k, kept, kept / top1 if top1 > 0 else None)
+            yield KeptAccuracy(k, kept, kept / top1 if top1 > 0 else None)
 
     def chosen() -> Iterator[RandomChoice]:
         for k in fewer:
@@ -326,7 +300,7 @@ def study(
             yield best_subsets(model, labels, k, limit)
 
     def shares() -> Iterator[Shares]:
-        say("what the top experts hold")
+        say("the top experts' share of ΣC")
         for layer, sums in model.column_sums().items():
             yield shares_of(layer, sums)
 
@@ -349,14 +323,14 @@ def study(
 def studied(
     candidates: Sequence[Candidate],
     data: Labelled,
-    wanted: Wanted,
+    wanted: Analyses,
     samples: int | None,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Returns the studies of several models as `results.json` has them.
+    """Returns the studies of several models for `results.json`.
 
-    They are for each one's ks below n. The first `samples` inputs are held in memory, all of
-    them for None.
+    They cover each one's ks below n. The first `samples` inputs are held in memory, all of them for
+    None.
     """
     held = data.head(sys.maxsize if samples is None else samples)
     for candidate in candidates:
@@ -377,16 +351,29 @@ def studied(
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:
-    """Returns the share of inputs whose largest score [b, c] is that of their label [b]."""
-    return float((scores.argmax(dim=-1) == labels).double().mean())
+    """Returns the share of inputs whose largest score [b, c] is that of their label [b].
+
+    For attributes [b, c] the mean over attributes of the share that the sign decides right.
+    """
+    return float(_right(scores, labels).mean())
+
+
+def _right(scores: Tensor, labels: Tensor) -> Tensor:
+    """Whether inputs' classes [b] are right, for scores [..., b, c].
+
+    For attributes it is the share of right ones.
+    """
+    if labels.ndim == 2:
+        return ((scores > 0) == (labels == 1)).double().mean(dim=-1)
+    return (scores.argmax(dim=-1) == labels).double()
 
 
 def random_choice(model: Classifier, labels: Tensor, k: int, seeds: int) -> RandomChoice:
-    """Returns Algorithm 1 beside k experts drawn per input and layer, seeds 0, 1, … (Table 2)."""
+    """Compares Algorithm 1 with k experts drawn per input and layer, seeds 0, 1, … (Table 10a)."""
     accuracies = []
     for seed in range(seeds):
         choice = {
-            # Layers draw apart: each has its own stretch of seeds.
+            # Layers draw independently: each has its own range of seeds.
             name: drawn(len(labels), n, min(k, n), seed + seeds * index)
             for index, (name, n) in enumerate(model.experts.items())
         }
@@ -404,9 +391,9 @@ def random_choice(model: Classifier, labels: Tensor, k: int, seeds: int) -> Rand
 
 
 def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestSubsets:
-    """Returns what all subsets of k experts do on every input (Table 1, Figure 5).
+    """Returns the results of all subsets of k experts on every input (Table 1).
 
-    Only counts them where they are more than `limit`, or where layers differ in n.
+    Only counts them if they are more than `limit`, or if layers differ in n.
     """
     sizes = set(model.experts.values())
     n = max(sizes)
@@ -415,25 +402,25 @@ def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestS
     if count > limit or len(sizes) > 1:
         return BestSubsets(k, count, chosen)
     sets = torch.tensor(list(combinations(range(n), k)))
-    least = torch.full(labels.shape, torch.inf)
-    best = torch.zeros_like(labels)
-    ever_right = torch.zeros_like(labels, dtype=torch.bool)
-    rights = []  # per subset, the inputs it classifies right
+    least = torch.full(labels.shape[:1], torch.inf)
+    best = torch.zeros(len(labels), dtype=torch.int64)
+    most_right = torch.zeros(len(labels), dtype=torch.float64)
+    rights = []  # per subset, the number of inputs that it classifies right
     done = 0
     for scores in model.subsets(sets):  # [s, b, c]
         loss, index = _losses(scores, labels).min(dim=0)
         better = loss < least
         least, best = torch.where(better, loss, least), torch.where(better, index + done, best)
-        right = scores.argmax(dim=2) == labels
-        ever_right |= right.any(dim=0)
+        right = _right(scores, labels)
+        most_right = torch.maximum(most_right, right.max(dim=0).values)
         rights.append(right.sum(dim=1))
         done += len(scores)
-    shares = torch.cat(rights).double() / len(labels)
+    shares = torch.cat(rights) / len(labels)
     return BestSubsets(
         k=k,
         subsets=count,
         algorithm_1=chosen,
-        best=float(ever_right.double().mean()),
+        best=float(most_right.mean()),
         fixed=float(shares.max()),
         average=float(shares.mean()),
         distinct=len(set(best.tolist())),
@@ -441,18 +428,22 @@ def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestS
 
 
 def _losses(scores: Tensor, labels: Tensor) -> Tensor:
-    """Returns for scores [s, b, c] and labels [b] what orders as the cross-entropy does, [s, b].
+    """Returns values [s, b] in the order of the cross-entropy, for scores [s, b, c] and labels [b].
 
-    log((1 - p) / p) of a label's probability p: the cross-entropy -log p itself rounds to 0 where
-    the label leads by far, and many sets of experts would seem equally good.
+    These are log((1 - p) / p) of a label's probability p: the cross-entropy -log p itself rounds to
+    0 if the label leads by far, and many sets of experts would seem equally good. For attributes
+    [b, c] it is the mean of their cross-entropies.
     """
+    if labels.ndim == 2:
+        towards = torch.where(labels == 1, scores, -scores)
+        return -torch.nn.functional.logsigmoid(towards).mean(dim=2)
     of_label = labels.view(1, -1, 1).expand(len(scores), -1, 1)
     others = scores.scatter(2, of_label, -torch.inf).logsumexp(dim=2)
     return others - scores.gather(2, of_label).squeeze(2)
 
 
 def shares_of(layer: str, column_sums: Tensor) -> Shares:
-    """Returns how much of ΣC the largest column sums s [b, n] hold (Figure 6)."""
+    """Returns the share of ΣC that the largest column sums s [b, n] have."""
     ranked = column_sums.double().sort(dim=1, descending=True).values.cumsum(dim=1)
     held = (ranked / ranked[:, -1:]).numpy()
     low, high = np.percentile(held, [10, 90], axis=0)

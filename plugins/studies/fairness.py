@@ -1,8 +1,9 @@
-"""How fairly a classifier treats subgroups of its inputs, and the rewriting that helps one.
+"""How fair a classifier is to subgroups of its inputs, and the rewriting that helps one.
 
-Each class is a question of its own, as an attribute is in the muMoE paper (§4.2, Appendix J): is
-this input of the class? A subgroup's accuracy is the share of its inputs for which the answer is
-right, its true-positive rate the same over those that are of the class.
+Each class is a separate question, as an attribute is in the muMoE paper (§4.2): is this input of
+the class? A subgroup's accuracy is the share of its inputs for which the answer is right, its
+true-positive rate the same over those that are of the class. A model that decides attributes has
+one such question for each: labels [s, o] of 0 and 1, and the sign of each logit.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ from typing import Any
 
 import numpy as np
 
+from ...bench.measure.answers import decided, mean_interval
 from ...bench.metrics import wilson
 from ...common.documents import from_data
-from ...data.feeds import Array, Labels
+from ...data.batches import Array, Labels
 from ...errors import FeedError, UsageError
 
 Subgroup = int | bool | str
-"""What a subgroup is called: a value of the array that names each input's."""
+"""The name of a subgroup: a value of the array with each input's subgroup."""
 
 DRAWS = 4000
-"""Of each subgroup's shares, from which the intervals of what follows from several come."""
+"""The number of draws of each subgroup's shares, for intervals of figures that depend on several.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and where it lies with 95% confidence, given the inputs that were seen."""
+    """A figure and its 95% interval, given these inputs."""
 
     value: float
     low: float
@@ -39,9 +42,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class SubgroupRates:
-    """How often a class is decided right in one subgroup: over all inputs, and over its own.
+    """How often a class is decided right in one subgroup.
 
-    `true_positive_rate` is None for a subgroup without `positives`, inputs of the class.
+    It is measured over all inputs, and over those of the class. `true_positive_rate` is None for a
+    subgroup without `positives`, inputs of the class.
     """
 
     group: Subgroup
@@ -55,11 +59,11 @@ class SubgroupRates:
 class ClassFairness:
     """How often a class is decided right in two subgroups or more.
 
-    `target` is the subgroup that is looked at, `target_accuracy` its accuracy.
-    `equality_of_opportunity` is |difference| of the true-positive rates of the target and of all
-    other inputs; None where one of them holds no input of the class, which `undefined` says.
-    `std_bias` is the standard deviation of the subgroups' accuracies and `max_min` the smallest of
-    them; `accuracy` is that over all inputs.
+    `target` is the examined subgroup, `target_accuracy` its accuracy. `equality_of_opportunity` is
+    |difference| of the true-positive rates of the target and of all other inputs; None if one of
+    them has no input of the class; `undefined` then has the reason. `std_bias` is the standard
+    deviation of the subgroups' accuracies and `max_min` the smallest of them; `accuracy` is that
+    over all inputs.
     """
 
     output: int
@@ -75,19 +79,37 @@ class ClassFairness:
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """The accuracy of a classifier (the share of inputs whose class is right), and each class."""
+    """The accuracy of a classifier (the share of inputs whose class is right), and each class.
+
+    With `attributes` these replace the classes, and the accuracy is the mean of theirs.
+    """
 
     accuracy: Estimate
     classes: tuple[ClassFairness, ...]
+    attributes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlindThreshold:
+    """The constant `value` added to an output of every input, whatever its subgroup.
+
+    It is the best by the rule that finds a rewriting, for the same cost; `tried` counts the values.
+    """
+
+    value: float
+    tried: int
+    accuracy_after: Estimate
+    after: ClassFairness
 
 
 @dataclass(frozen=True, slots=True)
 class Rewriting:
-    """The rewriting of a class's output for a subgroup (Eq. 5), and what it does.
+    """The rewriting of a class's output for a subgroup (Eq. 5), and its effect.
 
     `strength` is λ and `coefficients` the subgroup's mean coefficients ā, by level. `tried` counts
-    the λ that were compared, 1 for one that was given; `budget` is the accuracy that they might
-    cost. `before` and `after` are of that class, `accuracy_before` and `accuracy_after` of all.
+    the λ that were compared, 1 for a given one; `budget` is the accuracy that they might cost.
+    `before` and `after` are of that class, `accuracy_before` and `accuracy_after` of all.
+    `threshold` is None if no constant improves the lowest accuracy of a subgroup.
     """
 
     layer: str
@@ -101,9 +123,11 @@ class Rewriting:
     accuracy_after: Estimate
     before: ClassFairness
     after: ClassFairness
+    threshold: BlindThreshold | None = None
+    attributes: bool = False
 
     def entry(self) -> dict[str, object]:
-        """The rewriting as the file of `export --rewrite` has it."""
+        """The rewriting as an entry of the file for `export --rewrite`."""
         return {
             "layer": self.layer,
             "output": self.output,
@@ -114,9 +138,10 @@ class Rewriting:
 
 @dataclass(frozen=True, slots=True)
 class ModelFairness:
-    """A model of a benchmark, as trained and, if it is, `edited`: there each class has one target.
+    """A model of a benchmark, as trained and, if it is, `edited`.
 
-    `rewritten` are the classes whose outputs are rewritten, `k` is what the edited model keeps.
+    Each class has the same target in both. `rewritten` are the classes whose outputs are rewritten,
+    `k` is that of the edited model.
     """
 
     model: str
@@ -128,13 +153,13 @@ class ModelFairness:
 
 
 SUBGROUPS = "subgroups"
-"""Where these stand among the analyses of `results.json`."""
+"""The name of subgroups among the analyses of `results.json`."""
 
 
 def compared_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> list[ModelFairness]:
-    """Returns what a results file says of subgroups.
+    """Returns the subgroups in a results file.
 
-    Raises ResultsError that names the file and the field that cannot be read.
+    Raises ResultsError with the file and the field that cannot be read.
     """
     compared = analyses.get(SUBGROUPS, ())
     return from_data(list[ModelFairness], compared, name, at=f"analyses.{SUBGROUPS}")
@@ -159,10 +184,10 @@ def fairness(
     *,
     targets: Sequence[Subgroup] | None = None,
 ) -> Fairness:
-    """Returns how fairly each class is decided, for the classes [s] that were predicted.
+    """Returns how fairly each class is decided, for the predicted classes [s].
 
-    `targets` names the subgroup that is looked at for each class; by default that of the lowest
-    accuracy, the smaller one of two.
+    Attributes are predicted as bool [s, o], and have labels of that shape. `targets` names the
+    examined subgroup of each class; by default that of the lowest accuracy, the smaller one of two.
     """
     names = np.unique(groups)
     known = [name.item() for name in names]
@@ -171,8 +196,8 @@ def fairness(
     random = np.random.default_rng(0)
     decided = []
     for output in range(classes):
-        of_class = labels == output
-        right = (predicted == output) == of_class
+        said, of_class = answers_of(predicted, output), answers_of(labels, output)
+        right = said == of_class
         rights = (inside & right).sum(axis=1)
         positives = (inside & of_class).sum(axis=1)
         found_positives = (inside & of_class & right).sum(axis=1)
@@ -193,7 +218,8 @@ def fairness(
         if targets is not None:
             at = known.index(targets[output])
         draws = _drawn(random, rights, samples)
-        opportunity, undefined = _opportunity(random, rates, at, output, found_positives, positives)
+        what = f"with attribute {output}" if predicted.ndim == 2 else f"of class {output}"
+        opportunity, undefined = _opportunity(random, rates, at, what, found_positives, positives)
         decided.append(
             ClassFairness(
                 output=output,
@@ -207,19 +233,43 @@ def fairness(
                 accuracy=share(int(right.sum()), len(labels)),
             )
         )
-    return Fairness(share(int((predicted == labels).sum()), len(labels)), tuple(decided))
+    return Fairness(overall(predicted, labels), tuple(decided), attributes=predicted.ndim == 2)
+
+
+def predicted_by(scores: Array, labels: Labels) -> Array:
+    """Returns the class [s] of each input, or for labels [s, o] its attributes, bool [s, o]."""
+    said: Array = decided(scores) if labels.ndim == 2 else scores.argmax(axis=1)
+    return said
+
+
+def answers_of(classes: Array, output: int) -> Array:
+    """Returns which inputs are of a class, for classes [s], or have an attribute, for [s, o]."""
+    answers: Array = classes[:, output] == 1 if classes.ndim == 2 else classes == output
+    return answers
+
+
+def overall(predicted: Array, labels: Labels) -> Estimate:
+    """Returns the share of inputs whose class is right, or the mean accuracy of attributes."""
+    right = predicted == labels
+    if right.ndim == 1:
+        return share(int(right.sum()), len(labels))
+    shares = right.mean(axis=1)
+    interval = mean_interval(
+        len(right), right.shape[1], float(shares.sum()), float(shares @ shares)
+    )
+    return Estimate(float(right.mean()), interval.low, interval.high)
 
 
 def share(right: int, seen: int) -> Estimate:
-    """Returns `right` of `seen`, with Wilson's interval."""
+    """Returns the share `right` / `seen`, with Wilson's interval."""
     interval = wilson(right, seen)
     return Estimate(right / seen, interval.low, interval.high)
 
 
 def _drawn(random: np.random.Generator, right: Array, seen: Array) -> Array:
-    """Draws shares [g, draws] as the counts [g] leave them open: Jeffreys' posterior.
+    """Draws shares [g, draws] from Jeffreys' posterior for the counts [g].
 
-    Unlike resampled inputs they have a width where all or none were right.
+    Unlike resampled inputs they vary even if all or none were right.
     """
     drawn: Array = random.beta(
         (right + 0.5)[:, None], (seen - right + 0.5)[:, None], (len(seen), DRAWS)
@@ -228,7 +278,7 @@ def _drawn(random: np.random.Generator, right: Array, seen: Array) -> Array:
 
 
 def _within(value: float, draws: Array) -> Estimate:
-    """A figure with the middle 95% of its draws, which it lies in."""
+    """A figure with the middle 95% of its draws, extended to include it."""
     low, high = np.percentile(draws, [2.5, 97.5])
     return Estimate(value, min(value, float(low)), max(value, float(high)))
 
@@ -237,7 +287,7 @@ def _opportunity(
     random: np.random.Generator,
     rates: Sequence[SubgroupRates],
     at: int,
-    output: int,
+    what: str,
     hits: Array,
     positives: Array,
 ) -> tuple[Estimate | None, str | None]:
@@ -248,14 +298,14 @@ def _opportunity(
         seen, (f"subgroup {rates[at].group!s}", f"all but {rates[at].group!s}"), strict=True
     ):
         if not count:
-            return None, f"{who} holds no input of class {output}"
+            return None, f"{who} holds no input {what}"
     first, second = own / seen
     draws = _drawn(random, own, seen)
     return _within(float(abs(first - second)), np.abs(draws[0] - draws[1])), None
 
 
 def find_group(text: Subgroup, groups: Array) -> Subgroup:
-    """Returns the subgroup that was meant, by its value or as text, else UsageError."""
+    """Returns the subgroup of this value or text; raises UsageError if there is none."""
     names = [name.item() for name in np.unique(groups)]
     for name in names:
         if name == text or str(name).lower() == str(text).lower():
@@ -278,15 +328,16 @@ class Strength:
 def sign_of(predicted: Labels, labels: Labels, inside: Array, output: int) -> int:
     """Returns the sign of λ that moves a subgroup's wrong answers towards the right ones.
 
-    1 where more of its inputs of the class are missed than others are taken for it, else −1.
-    Raises UsageError where none is wrong.
+    It is 1 if more of its inputs of the class are missed than others are taken for it, else −1.
+    Raises UsageError if no answer is wrong.
     """
-    missed = int((inside & (labels == output) & (predicted != output)).sum())
-    false = int((inside & (labels != output) & (predicted == output)).sum())
+    wanted, said = answers_of(labels, output), answers_of(predicted, output)
+    missed = int((inside & wanted & ~said).sum())
+    false = int((inside & ~wanted & said).sum())
     if not missed and not false:
         raise UsageError(
             f"--rewrite-class {output}: the subgroup has no wrong answer there",
-            hint="`specialise --group-by` without it says where it has",
+            hint="`specialise --group-by` without it shows the classes with wrong answers",
         )
     return 1 if missed >= false else -1
 
@@ -299,30 +350,39 @@ def best_strength(
     output: int,
     sign: int,
     budget: float,
-) -> Strength:
+) -> Strength | None:
     """Returns the λ of the best max-min that costs no more than `budget` of the accuracy.
 
-    Scores [s, classes] of a class change by λ·`alike` [s], so that each input changes its answer
-    at one λ of its own: between two of these nothing changes, and one λ from each stretch is all
-    that there is to try. Of equals the smallest is taken; 0 where none is better than none.
+    Scores [s, classes] of a class change by λ·`alike` [s], so each input changes its answer at one
+    λ of its own; between two of these nothing changes, so one λ from each interval is tried. The
+    smallest of equals is taken; None if none improves it. An `alike` of 1 everywhere finds a blind
+    threshold.
     """
-    others = np.delete(scores.astype(np.float64), output, axis=1)
-    names = np.delete(np.arange(scores.shape[1]), output)
-    rival = names[others.argmax(axis=1)]
-    predicted = scores.argmax(axis=1)
+    predicted = predicted_by(scores, labels)
+    said, wanted = answers_of(predicted, output), answers_of(labels, output)
+    own = scores[:, output].astype(np.float64)
+    if labels.ndim == 2:
+        limit = np.zeros(len(own))
+    else:
+        others = np.delete(scores.astype(np.float64), output, axis=1)
+        rival = np.delete(np.arange(scores.shape[1]), output)[others.argmax(axis=1)]
+        limit = others.max(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        turn = sign * (others.max(axis=1) - scores[:, output]) / alike
-    moved = np.flatnonzero(np.isfinite(turn) & (turn > 0) & ((predicted == output) == (sign < 0)))
+        turn = sign * (limit - own) / alike
+    moved = np.flatnonzero(np.isfinite(turn) & (turn > 0) & (said == (sign < 0)))
     moved = moved[np.argsort(turn[moved], kind="stable")]
     turns = turn[moved]
-    of_class = labels[moved] == output
+    of_class = wanted[moved]
     gain = np.where(of_class, sign, -sign)  # of one answer: is it of the class?
-    before = (predicted == labels)[moved].astype(int)
-    after = of_class if sign > 0 else rival[moved] == labels[moved]
-    change = after.astype(int) - before
-    right = (predicted == output) == (labels == output)
+    if labels.ndim == 2:
+        change = gain / labels.shape[1]
+    else:
+        before = (predicted == labels)[moved].astype(int)
+        after = of_class if sign > 0 else rival[moved] == labels[moved]
+        change = after.astype(int) - before
+    right = said == wanted
     subgroups = np.unique(groups)
-    # Accuracy of each subgroup, [g, λ], after so many inputs have changed their answer.
+    # Accuracy of each subgroup, [g, λ], after a number of inputs have changed their answer.
     shares = np.stack(
         [
             (right[groups == g].sum() + np.r_[0, np.cumsum(np.where(groups[moved] == g, gain, 0))])
@@ -330,8 +390,8 @@ def best_strength(
             for g in subgroups
         ]
     )
-    whole = ((predicted == labels).sum() + np.r_[0, np.cumsum(change)]) / len(labels)
-    # A λ between two turns; those that come together turn together.
+    whole = (predicted == labels).mean() + np.r_[0, np.cumsum(change)] / len(labels)
+    # A λ between two changes; equal ones happen together.
     ends = np.flatnonzero(np.r_[turns[1:] > turns[:-1], True]) if len(turns) else np.array([], int)
     stops = np.r_[0, ends + 1].astype(int)
     following = np.r_[turns[ends[:-1] + 1], turns[-1] * 1.1] if len(turns) else np.array([])
@@ -340,9 +400,5 @@ def best_strength(
     lowest = np.where(allowed, shares.min(axis=0)[stops], -1.0)
     best = int(lowest.argmax())  # the first of equals
     if not best:
-        raise UsageError(
-            f"--rewrite-class {output}: no strength makes the lowest accuracy of a subgroup better "
-            f"for at most {budget:.1%} of the accuracy",
-            hint="allow more with --budget, or give a strength with --strength",
-        )
+        return None
     return Strength(sign * float(values[best]), len(stops) - 1)

@@ -1,4 +1,4 @@
-"""How fairly subgroups are treated, as tables: in what `specialise` prints, and in a report."""
+"""Tables of fairness, for `specialise` and for a report."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ FAIR_HEADS = (
 
 def fairness_text(result: Fairness) -> str:
     """Returns a row per class, of the subgroup with its lowest accuracy; with 95% intervals."""
+    what = "attribute" if result.attributes else "class"
     rows = [fair_row(str(decided.output), decided) for decided in result.classes]
     undefined = [str(decided.output) for decided in result.classes if decided.undefined]
     lines = [
-        "Each class against all others, in the subgroup with the lowest accuracy (95% intervals):",
-        table(FAIR_HEADS, rows),
+        f"{'Each attribute' if result.attributes else 'Each class against all others'}, in the "
+        "subgroup with the lowest accuracy (95% intervals):",
+        table((what, *FAIR_HEADS[1:]), rows),
     ]
     if undefined:
         lines.append(
-            "equality of opportunity is not defined where the subgroup, or all others, hold no "
-            f"input of the class: {', '.join(undefined)}"
+            "equality of opportunity is not defined if the subgroup, or all others, have no input "
+            f"{'with the attribute' if result.attributes else 'of the class'}: "
+            f"{', '.join(undefined)}"
         )
     return "\n".join(lines)
 
@@ -43,19 +46,33 @@ def fair_row(first: str, decided: ClassFairness) -> tuple[str, ...]:
 
 
 def rewriting_text(rewriting: Rewriting) -> str:
-    """Returns what a rewriting does, beside the model without it."""
+    """Returns the effect of a rewriting, compared with the model without it."""
     output, budget = rewriting.output, rewriting.budget
     how = ""
     if budget is not None:
         how = f" (the best of {rewriting.tried} for {budget:.1%} of the accuracy at most)"
     rows = [fair_row("as trained", rewriting.before), fair_row("rewritten", rewriting.after)]
     before, after = rewriting.accuracy_before, rewriting.accuracy_after
+    what = "attribute" if rewriting.attributes else "class"
+    threshold, blind = rewriting.threshold, ""
+    if threshold is None:
+        blind = "blind threshold: no constant improves the lowest accuracy of a subgroup"
+    else:
+        rows.append(fair_row("blind threshold", threshold.after))
+        blind = (
+            f"blind threshold: output {output} += {threshold.value:g} for every input (the best of "
+            f"{threshold.tried})"
+        )
+    whole = f"{before} as trained, {after} rewritten"
+    if threshold is not None:
+        whole += f", {threshold.accuracy_after} with the blind threshold"
     return "\n".join(
         (
             f"Output {output} of {rewriting.layer} += {rewriting.strength:g}·āᵀa for subgroup "
             f"{rewriting.group}{how}:",
-            table((f"class {output}", *FAIR_HEADS[1:]), rows),
-            f"all classes: {before} as trained, {after} rewritten",
+            table((f"{what} {output}", *FAIR_HEADS[1:]), rows),
+            blind,
+            f"{'mean of all attributes' if rewriting.attributes else 'all classes'}: {whole}",
         )
     )
 
@@ -63,7 +80,7 @@ def rewriting_text(rewriting: Rewriting) -> str:
 def compared_rows(model: ModelFairness) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yields rows under `FAIR_HEADS`, each with its class: as trained, and edited if it is.
 
-    Of an edited model the classes whose outputs are rewritten, else every class.
+    For an edited model these are the classes whose outputs are rewritten, else all.
     """
     for output in model.rewritten or range(len(model.untouched.classes)):
         yield str(output), fair_row("as trained", model.untouched.classes[output])
@@ -76,11 +93,13 @@ def subgroups_text(models: Sequence[ModelFairness]) -> str:
     blocks = []
     for model in models:
         rows = [(output, *row) for output, row in compared_rows(model)]
-        whole = f"all classes: {model.untouched.accuracy} as trained"
+        attributes = model.untouched.attributes
+        named = "mean of all attributes" if attributes else "all classes"
+        whole = f"{named}: {model.untouched.accuracy} as trained"
         if model.edited is not None:
             whole += f", {model.edited.accuracy} edited"
         blocks.append(
             f"{model.model}, subgroups by {model.group_by}, k = {model.k}\n"
-            f"{table(('class', '', *FAIR_HEADS[1:]), rows)}\n{whole}"
+            f"{table(('attribute' if attributes else 'class', '', *FAIR_HEADS[1:]), rows)}\n{whole}"
         )
     return "\n\n".join(blocks)

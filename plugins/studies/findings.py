@@ -1,4 +1,4 @@
-"""What the analyses find, as frozen data that goes into `results.json`."""
+"""The results of the analyses, as frozen data for `results.json`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from ...common.documents import from_data
 
 EXPERTS = "experts"
-"""Where studies stand among the analyses of `results.json`."""
+"""The name of studies among the analyses of `results.json`."""
 
 SUMS, PASSES = "sums", "passes"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Algorithm 1 with k experts: its accuracy, 0..1, and what that is of all experts'.
+class KeptAccuracy:
+    """Algorithm 1 with k experts: its accuracy, 0..1, and its share of all experts' accuracy.
 
-    `retention` is None where the untouched model gets nothing right.
+    `retention` is None if the untouched model gets nothing right.
     """
 
     k: int
@@ -28,10 +28,10 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class RandomChoice:
-    """Algorithm 1 beside k experts drawn at random for each input and layer.
+    """Algorithm 1 compared with k experts drawn at random for each input and layer.
 
     `accuracies` has one value per seed; `std` is their sample standard deviation. `sigmas` is how
-    many of them Algorithm 1 lies above `mean`; None where all seeds agree.
+    many of them Algorithm 1 is above `mean`; None if all seeds agree.
     """
 
     k: int
@@ -48,8 +48,8 @@ class BestSubsets:
 
     `best` is the share of inputs that some set classifies right: what an oracle could reach.
     `distinct` counts the sets that have the least loss for at least one input. `average` is the
-    accuracy of a set drawn at random, exactly; `fixed` that of the best single set for all inputs.
-    Where C(n, k) is beyond the limit, nothing was tried and all are None.
+    exact mean accuracy over all sets; `fixed` that of the best single set for all inputs. If C(n,
+    k) is beyond the limit, nothing was tried and all are None.
     """
 
     k: int
@@ -63,9 +63,9 @@ class BestSubsets:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The share of ΣC, the sum of the scores s, that the j largest hold, for j = 1 … n.
+    """The share of ΣC, the sum of the scores s, that the j largest have, for j = 1 … n.
 
-    Over inputs: the mean and the 10th and 90th percentile. A router that does not care has j/n.
+    Over inputs: the mean and the 10th and 90th percentile. A uniform router has j/n.
     """
 
     layer: str
@@ -76,11 +76,11 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStudy:
-    """What was found about the experts of one model, on `samples` labelled inputs.
+    """The analyses of the experts of one model, on `samples` labelled inputs.
 
     `experts` is n of the largest layer, `top1` the accuracy of the untouched PyTorch model.
-    `method` says how choices were evaluated: `sums` of what each expert contributes, where the
-    class scores are such a sum, or `passes` through the whole model.
+    `method` is how choices were evaluated: by `sums` of the experts' contributions, if the class
+    scores are such a sum, or by `passes` through the whole model.
     """
 
     model: str
@@ -89,18 +89,18 @@ class ExpertStudy:
     samples: int
     top1: float | None
     method: str
-    retention: tuple[Kept, ...] = ()
+    retention: tuple[KeptAccuracy, ...] = ()
     random: tuple[RandomChoice, ...] = ()
     subsets: tuple[BestSubsets, ...] = ()
     shares: tuple[Shares, ...] = ()
 
     def kept(self, k: int) -> float | None:
-        """What Algorithm 1 with k experts keeps of the accuracy with all; None if not measured."""
+        """Returns the share of the accuracy kept with k experts; None if not measured."""
         return next((kept.retention for kept in self.retention if kept.k == k), None)
 
 
 def plain(studies: Sequence[ExpertStudy]) -> list[dict[str, Any]]:
-    """Returns studies as plain data, as they are read again."""
+    """Returns studies as plain data, in the form in which they are read again."""
     import msgspec
 
     return [msgspec.to_builtins(one) for one in studies]
@@ -114,7 +114,7 @@ def analyses_of(studies: Sequence[ExpertStudy]) -> dict[str, Any]:
 def studies_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> list[ExpertStudy]:
     """Returns the studies among the analyses of a results file.
 
-    Raises ResultsError that names the file and the field that cannot be read.
+    Raises ResultsError with the file and the field that cannot be read.
     """
     studies = analyses.get(EXPERTS, ())
     return from_data(list[ExpertStudy], studies, name, at=f"analyses.{EXPERTS}")

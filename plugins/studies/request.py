@@ -1,22 +1,24 @@
-"""What is asked of experts: options of `bench`, `export` and `specialise`. Loads nothing."""
+"""The options of `bench`, `export` and `specialise` for experts. Loads nothing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ...common.option import Panel, Request, option
+from ...common.option import Panel, Request, at_least, option
+from ...common.text import near_miss, split_list
 from ...errors import UsageError
 from ...exporter.requests import AnyPath
+from ...graphs.k import K, parse_k
 
 API = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """What a benchmark finds out about experts and subgroups."""
+    """The options of a benchmark for studies of experts and subgroups."""
 
     analysis: str = option(
         "",
@@ -24,85 +26,147 @@ class StudyOptions:
         unset="none",
     )
     max_subsets: int | None = option(
-        None, "Try at most this many sets of experts in an analysis.", unset="all", min=1
+        None, "Try at most this many sets of experts in an analysis.", unset="all"
     )
     group_by: str | None = option(
         None,
         "Compare subgroups: an array of the .npz with the labels.",
         unset="none",
-        metavar="ARRAY",
     )
 
 
-PANEL = Panel("studies", "Experts", ("bench",), StudyOptions)
+PANEL = Panel(
+    "studies", "Experts", ("bench",), StudyOptions, "moexport.plugins.studies.cli:study_options"
+)
+
+
+NAMES = ("retention", "random", "subsets", "shares")
+
+SUBSETS_BY_SUMS, SUBSETS_BY_PASSES = 50_000, 200
+
+
+@dataclass(frozen=True, slots=True)
+class Analyses:
+    """The analyses to make, and their limits.
+
+    `max_subsets` bounds C(n, k) for `subsets`; None stands for 50,000 if the scores are sums over
+    experts and for 200 if every subset is a pass over the data.
+    """
+
+    names: tuple[str, ...] = NAMES
+    seeds: int = 10
+    max_subsets: int | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.names if name not in NAMES]
+        if unknown:
+            raise UsageError(
+                f"--analysis {unknown[0]}: no such analysis",
+                hint=near_miss(unknown[0], (*NAMES, "all")),
+            )
+        if self.seeds < 2:
+            raise UsageError(
+                f"{self.seeds} seeds: a standard deviation takes two or more",
+                hint="the paper takes 10",
+            )
+
+
+def parse_analyses(text: str) -> tuple[str, ...]:
+    """Returns the analyses in `--analysis`: a list, or `all`. Raises UsageError."""
+    names = tuple(dict.fromkeys(split_list(text)))
+    if not names:
+        raise UsageError("--analysis: no analysis named", hint=f"known are {', '.join(NAMES)}")
+    return NAMES if names == ("all",) else Analyses(names).names
+
+
+def requested(options: StudyOptions) -> Analyses:
+    """Returns the requested analyses; raises `UsageError` for unknown ones."""
+    most = options.max_subsets
+    names = parse_analyses(options.analysis) if options.analysis else ()
+    if most is not None and "subsets" not in names:
+        raise UsageError(
+            f"--max-subsets {most}: no subsets are tried", hint="add --analysis subsets"
+        )
+    return Analyses(names, max_subsets=most)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EditOptions:
-    """Which experts an export removes, re-writes or steers by (`edits.py`)."""
+    """The experts that an export removes, rewrites or steers by (`edits.py`)."""
 
     ablate: str | Sequence[str] = option(
         (),
         "Experts to remove, counted from 0: LAYER:EXPERT or LAYER:3,5.",
         unset="none",
-        kind=list[str],
-        metavar="LAYER:EXPERT",
     )
     rewrite: AnyPath | Sequence[Mapping[str, Any]] | None = option(
         None,
         "Outputs of muMoE layers to rewrite: a JSON file, or its entries.",
         unset="none",
-        kind=Path,
-        metavar="FILE",
+        is_path=True,
     )
     steer: str | Sequence[str] = option(
         (),
         "Move every token of a muMoE layer towards an expert; --steer input makes the strengths an "
         "input of the graph.",
         unset="none",
-        kind=list[str],
-        metavar="LAYER:EXPERT[:STRENGTH]",
     )
 
 
-EDITS = Panel("edits", "Edits", ("export",), EditOptions, rare=True)
+EDITS = Panel(
+    "edits",
+    "Edits",
+    ("export",),
+    EditOptions,
+    "moexport.plugins.studies.cli:edit_options",
+    rare=True,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialiseRequest(Request):
-    """Whose experts are removed, which subgroups are compared, and a rewriting for one of them."""
+    """The options of `specialise`."""
 
-    layer: str | None = option(
-        None, "The layer whose experts to remove.", unset="the last", metavar="NAME"
+    layer: str | None = option(None, "The layer whose experts to remove.", unset="the last")
+    k: K | None = option(
+        None,
+        "Count which experts are chosen at this k: 4, 0.25, n/4, or one for each layer.",
+        unset="as the model was trained",
     )
     group_by: str | Sequence[int | bool | str] | None = option(
         None,
         "Compare subgroups: an array of the data, or the subgroup of each input.",
         unset="none; mean coefficients by class",
-        heading="Subgroups",
-        metavar="ARRAY",
+    )
+    examples: int | None = option(
+        None,
+        "The number of examples of each expert to show, in examples.html; needs no labels.",
+        unset="none",
     )
     rewrite_class: int | None = option(
-        None, "Write a rewrite.json for this class's output.", unset="none", metavar="CLASS"
+        None, "Write a rewrite.json for this class's output.", unset="none"
     )
     rewrite_group: int | bool | str | None = option(
-        None, "The subgroup that the rewrite helps.", unset="none", metavar="GROUP"
+        None, "The subgroup that the rewrite helps.", unset="none"
     )
     strength: float | None = option(
         None,
         "The size of the rewrite; its sign follows from the wrong answers.",
         unset="the best max-min",
-        metavar="λ",
     )
     budget: float | None = option(
         None,
         "The share of the accuracy that the search for it may cost.",
         unset="0.01",
-        metavar="SHARE",
     )
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for parts of a rewriting without the whole."""
+        """Raises `UsageError` for incomplete options of a rewriting, and for no examples."""
+        at_least(self, "examples", 1)
+        if self.k is not None and parse_k(self.k) == "input":
+            raise UsageError(
+                "--k input: experts are counted at one k", hint="give a number or a share: --k 4"
+            )
         if self.rewrite_class is None or self.rewrite_group is None:
             parts = {
                 "--rewrite-class": self.rewrite_class,
@@ -118,5 +182,16 @@ class SpecialiseRequest(Request):
                     )
         if self.strength is not None and self.budget is not None:
             raise UsageError(
-                "--budget with --strength: nothing is searched for", hint="leave one of them out"
+                "--budget applies to a search, and --strength needs none",
+                hint="leave one of them out",
+            )
+        if self.strength is not None and not 0 < abs(self.strength) < math.inf:
+            raise UsageError(
+                f"--strength {self.strength}: not a finite number other than 0",
+                hint="only its size counts: the sign follows from the wrong answers",
+            )
+        if self.budget is not None and not 0 <= self.budget < 1:
+            raise UsageError(
+                f"--budget {self.budget}: a share of the accuracy, from 0 to below 1",
+                hint="--budget 0.01 lets a search cost one in a hundred right answers",
             )

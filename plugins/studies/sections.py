@@ -1,4 +1,4 @@
-"""Studies of experts and of subgroups in a report: the records by which the core finds them."""
+"""The report's sections about experts and subgroups, and their registration with the core."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ RANDOM_NOTE = (
 
 
 def _experts(results: Results) -> SectionContent | None:
-    """The tables of the studies of experts."""
     studies = studies_in(results.analyses)
     tables = []
     for title, (header, rows) in titled(studies).items():
@@ -38,13 +37,13 @@ def _experts(results: Results) -> SectionContent | None:
 
 
 def _subgroups(results: Results) -> SectionContent | None:
-    """How fairly subgroups are treated, by model and class."""
     groups: dict[str, list[Sequence[Cell]]] = {}
     for model in compared_in(results.analyses):
         for output, row in compared_rows(model):
-            groups.setdefault(f"{model.model}, class {output}", []).append(row)
+            what = "attribute" if model.untouched.attributes else "class"
+            groups.setdefault(f"{model.model}, {what} {output}", []).append(row)
     heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS[1:]))
-    note = "Each class against all others, in PyTorch; 95% intervals."
+    note = "Each attribute, or each class against all others, in PyTorch; 95% intervals."
     if not groups:
         return None
     return SectionContent(tables=(TableContent("", heads, groups),), notes=(note,))

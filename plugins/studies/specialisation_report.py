@@ -1,22 +1,23 @@
-"""What `specialise` found as JSON, as text and as figures, of one model or of several."""
+"""The result of `specialise` as JSON, as text and as figures, of one model or of several."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
-
-from ...bench.report.figures import COLOURS, INK, REFERENCE, drawn, in_percent, log2_axis
+from ...bench.report.charts import DASHED, ChartPanel, axis, chart, layer, nothing
 from ...common.text import table
 from ...common.writing import whole_file, write_text
 from ...errors import UsageError
+from .examples import report as examples_report
 from .fairness_report import fairness_text, rewriting_text
-from .specialise import BINS, HEAVY, ExpertEffect, Load, Specialisation
+from .figures import INKS, ChartRows, bars, cells, curve, curves, draw, places
+from .judge import Judged
+from .specialise import BINS, HEAVY, Load, Specialisation
+from .usage.count import Usage
+from .usage.report import USAGE_FILE, draw_usage, usage_text
 
 SCHEMA = 1
 
@@ -25,13 +26,19 @@ REWRITE_FILE = "rewrite.json"
 SEVERAL_FILE, SEVERAL_FIGURE = "polysemanticity.json", "polysemanticity.png"
 
 SHOWN, DRAWN = 10, 40
-"""Experts in the text and in the figure, those that change most; the JSON holds all."""
+"""Experts in the text and in the figure, those of the largest change; the JSON holds all."""
 
 
 def to_json(result: Specialisation) -> str:
     """Returns everything as indented JSON, each list of numbers on one line."""
-    content = asdict(result)
+    content = asdict(replace(result, examples=None))
+    del content["examples"]
+    if result.examples is not None:
+        content["examples"] = examples_report.to_dict(result.examples)
     listed = {key: content.pop(key) for key in ("experts", "groups")}
+    usage = content.pop("usage")
+    if usage is not None:
+        listed["usage"] = usage["layers"]
     fairness = content.pop("fairness")
     head = {"schema": SCHEMA, **content, "mean_polysemanticity": result.mean_polysemanticity}
     if fairness is not None:
@@ -45,32 +52,47 @@ def to_json(result: Specialisation) -> str:
 
 
 def several_json(several: Sequence[Specialisation]) -> str:
-    """Returns what was found of several models as JSON, each as alone."""
+    """Returns the results of several models as JSON, each in the form of a single one."""
     parts = ",\n".join(to_json(model).rstrip() for model in several)
     return f'{{"schema": {SCHEMA}, "models": [\n{parts}\n]}}\n'
 
 
 def write(result: Specialisation, directory: Path) -> tuple[Path, ...]:
-    """Writes JSON and figures, and a rewriting if there is one; returns the paths.
+    """Writes JSON and figures, a rewriting and examples if there are any; returns the paths.
 
     Each file is written whole, or raises OutputError.
     """
-    paths = [directory / JSON_FILE, directory / FIGURE_FILE]
-    write_text(to_json(result), paths[0])
-    with whole_file(paths[1]) as partial:
-        draw(result, partial)
+    written = () if result.examples is None else examples_report.write(result.examples, directory)
+    if not result.samples and result.usage is None:
+        return written
+    paths = [directory / JSON_FILE]
+    write_text(to_json(replace(result, examples=None)), paths[0])
+    if result.accuracy:
+        paths.append(directory / FIGURE_FILE)
+        with whole_file(paths[-1]) as partial:
+            draw_effects(result, partial)
     if result.load:
         paths.append(directory / LOAD_FILE)
         with whole_file(paths[-1]) as partial:
             draw_load(result, partial)
+    if result.usage is not None:
+        paths.append(_write_usage(result.usage, directory))
     if result.rewriting is not None:
         paths.append(directory / REWRITE_FILE)
         write_text(json.dumps([result.rewriting.entry()], indent=1) + "\n", paths[-1])
-    return tuple(paths)
+    return (*paths, *written)
+
+
+def _write_usage(usage: Usage, directory: Path) -> Path:
+    with whole_file(directory / USAGE_FILE) as partial:
+        draw_usage(usage, partial)
+    return directory / USAGE_FILE
 
 
 def write_several(several: Sequence[Specialisation], directory: Path) -> tuple[Path, ...]:
-    """Writes each model's files into a folder of its name, and what compares them; returns these.
+    """Writes each model's files into a folder of its name, and a comparison; returns the latter.
+
+    Models with only the use of experts have no figure.
 
     Raises UsageError for two models of one name.
     """
@@ -85,29 +107,41 @@ def write_several(several: Sequence[Specialisation], directory: Path) -> tuple[P
         write(model, directory / name)
     paths = (directory / SEVERAL_FILE, directory / SEVERAL_FIGURE)
     write_text(several_json(several), paths[0])
+    judged = [model for model in several if model.accuracy]
+    if not judged:
+        return paths[:1]
     with whole_file(paths[1]) as partial:
-        draw_several(several, partial)
+        draw_several(judged, partial)
     return paths
 
 
 def text(result: Specialisation) -> str:
-    """Returns the experts whose removal changes most, how many change nothing, and the load.
+    """Returns the experts of the largest effect, how many have none, and the load.
 
-    Where subgroups were named, each class's fairness; and the rewriting, if there is one.
+    If subgroups were named, also each class's fairness, and the rewriting, if there is one. At the
+    end how often every layer chooses each expert.
     """
+    if not result.accuracy:
+        parts = [f"model       {result.model} ({result.family})"]
+        parts += [] if result.usage is None else [usage_text(result.usage)]
+        parts += [] if result.examples is None else [examples_report.text(result.examples)]
+        return "\n\n".join(parts)
     changing = result.ranked
     mean = result.mean_polysemanticity
+    examples = [] if result.examples is None else ["", examples_report.text(result.examples)]
     lines = [
         f"model       {result.model} ({result.family})",
         f"layer       {result.layer}: {' × '.join(map(str, result.levels))} experts, all kept",
-        f"accuracy    {result.overall(result.accuracy):.1%} of {sum(result.samples)} inputs",
-        f"experts     {len(changing)} of {len(result.experts)} change the accuracy of a class when "
-        "removed",
+        _whole_line(result),
+        f"experts     {len(changing)} of {len(result.experts)} change the {FIGURES[result.judged]} "
+        f"of {ARTICLES[result.judged]} when removed",
         *(_load_line(level, result) for level in result.load),
     ]
     if mean is not None:
-        lines.append(f"polysemanticity {mean:.3f} on average over these (0: one class, all of it)")
-        heads = ("expert", "inputs", "accuracy", "class changed most", "before", "after")
+        whole = f"one {NAMES[result.judged]}, all of it"
+        lines.append(f"polysemanticity {mean:.3f} on average over these (0: {whole})")
+        figure, what = FIGURES[result.judged], NAMES[result.judged]
+        heads = ("expert", "inputs", figure, f"{what} changed most", "before", "after")
         rows = []
         for effect in changing[:SHOWN]:
             changed = effect.most_changed
@@ -116,22 +150,61 @@ def text(result: Specialisation) -> str:
                 result.accuracy[changed],
                 effect.accuracy[changed],
             )
-            overall, before, after = (f"{share:.1%}" for share in shares)
+            overall, before, after = (_figure(share, result) for share in shares)
             cells = (result.expert_name(effect), effect.inputs, overall, changed, before, after)
             rows.append((*cells, f"{effect.polysemanticity:.3f}"))
         lines += ["", table((*heads, "polysemanticity"), rows)]
     if len(changing) > SHOWN:
         lines.append(f"… and {len(changing) - SHOWN} more")
+    if result.judged != "classes":
+        lines += ["", _each_output(result)]
     if result.fairness is not None:
         lines += ["", fairness_text(result.fairness)]
     if result.rewriting is not None:
         lines += ["", rewriting_text(result.rewriting)]
+    if result.usage is not None:
+        lines += ["", usage_text(result.usage, result.layer)]
+    lines += examples
     return "\n".join(lines)
+
+
+NAMES: Mapping[Judged, str] = {
+    "classes": "class",
+    "attributes": "attribute",
+    "targets": "output",
+}
+ARTICLES = {"classes": "a class", "attributes": "an attribute", "targets": "an output"}
+FIGURES: Mapping[Judged, str] = {
+    "classes": "accuracy",
+    "attributes": "accuracy",
+    "targets": "R²",
+}
+
+
+def _figure(value: float | None, result: Specialisation) -> str:
+    if value is None:
+        return "not defined"
+    return f"{value:.4f}" if result.judged == "targets" else f"{value:.1%}"
+
+
+def _whole_line(result: Specialisation) -> str:
+    """The accuracy of all inputs, or the mean over attributes or outputs."""
+    whole = _figure(result.overall(result.accuracy), result)
+    if result.judged == "classes":
+        return f"accuracy    {whole} of {result.inputs} inputs"
+    many = f"{len(result.accuracy)} {NAMES[result.judged]}s"
+    return f"{FIGURES[result.judged]:<12}{whole}, the mean of {many}; {result.inputs} inputs"
+
+
+def _each_output(result: Specialisation) -> str:
+    """A row for each attribute or output."""
+    rows = [(output, _figure(value, result)) for output, value in enumerate(result.accuracy)]
+    return table((NAMES[result.judged], FIGURES[result.judged]), rows)
 
 
 def _load_line(load: Load, result: Specialisation) -> str:
     level = f" of level {load.level}" if len(result.levels) > 1 else ""
-    unit = "inputs" if load.tokens == sum(result.samples) else "tokens"
+    unit = "inputs" if load.tokens == result.inputs else "tokens"
     busiest = max(range(len(load.shares)), key=lambda expert: load.shares[expert])
     return (
         f"load        {load.heavy} of {len(load.shares)} experts{level} have a coefficient of "
@@ -144,14 +217,23 @@ SEVERAL_HEADS = ("model", "experts", "change a class", "polysemanticity", "accur
 
 
 def several_text(several: Sequence[Specialisation]) -> str:
-    """Returns the mean polysemanticity of several models by their numbers of experts."""
+    """Returns the mean polysemanticity of several models by their numbers of experts.
+
+    Models with only the use of experts, or examples, come after it.
+    """
+    alone = [text(model) for model in several if not model.accuracy]
+    judged = [model for model in several if model.accuracy]
+    return "\n\n".join([_compared_text(judged)] * bool(judged) + alone)
+
+
+def _compared_text(several: Sequence[Specialisation]) -> str:
     rows = [
         (
             Path(model.model).stem,
             len(model.experts),
             len(model.ranked),
             "–" if model.mean_polysemanticity is None else f"{model.mean_polysemanticity:.3f}",
-            f"{model.overall(model.accuracy):.1%}",
+            _figure(model.overall(model.accuracy), model),
         )
         for model in _by_size(several)
     ]
@@ -159,7 +241,7 @@ def several_text(several: Sequence[Specialisation]) -> str:
 
 
 CAVEAT = """Polysemanticity is a mean over the experts whose removal changes a class. The others
-have none: with many of them the mean says little of the layer as a whole."""
+have none: with many of them the mean does not describe the layer as a whole."""
 
 
 def _by_size(several: Sequence[Specialisation]) -> list[Specialisation]:
@@ -170,96 +252,79 @@ def _line(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def draw(result: Specialisation, path: Path) -> None:
-    """Writes a PNG: a row per expert, its change of each class beside its polysemanticity."""
+def draw_effects(result: Specialisation, path: Path) -> None:
+    """Writes a PNG: a row per expert, its change of each class next to its polysemanticity."""
     changing = result.ranked
     shown = changing[:DRAWN]
     title = (
         f"{Path(result.model).stem}, layer {result.layer}: removing {len(changing)} of "
-        f"{len(result.experts)} experts changes a class ({sum(result.samples)} inputs)"
+        f"{len(result.experts)} experts changes {ARTICLES[result.judged]} ({result.inputs} inputs)"
     )
     if len(shown) < len(changing):
         title += f"; the {len(shown)} that change most"
-    size = (8.6, 1.9 + 0.21 * max(len(shown), 3))
-    with drawn([path], size, sharey=True, width_ratios=(1.9, 1)) as ((left, right),):
-        left.set_title("Change in accuracy, by class")
-        if shown:
-            _changes(left, result, shown)
-            _distances(right, result, shown)
-        else:
-            for axes in (left, right):
-                axes.set_axis_off()
-            left.text(0.5, 0.5, "no expert's removal changes a class", ha="center", color=INK)
-        left.figure.suptitle(title, fontsize=9.5, color=INK)
-
-
-def _changes(axes: Axes, result: Specialisation, shown: list[ExpertEffect]) -> None:
-    """A cell per expert and class: red where accuracy is lost, blue where it is won."""
-    table = np.array([[np.nan if c is None else c for c in e.change] for e in shown])
-    largest = float(np.nanmax(np.abs(table)))
-    image = axes.imshow(
-        table, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto", interpolation="nearest"
-    )
-    axes.grid(visible=False)
-    axes.set_yticks(
-        range(len(shown)), [result.expert_name(effect) for effect in shown], fontsize=7.5
-    )
-    axes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
-    axes.set_xlabel("class")
-    axes.set_ylabel("expert removed")
-    bar = axes.figure.colorbar(image, ax=axes, location="bottom", aspect=45, pad=0.02)
-    in_percent(bar.ax.xaxis)
-    bar.outline.set_visible(False)
-
-
-def _distances(axes: Axes, result: Specialisation, shown: list[ExpertEffect]) -> None:
-    """A dot per expert, and the mean over all that change a class."""
-    values = [effect.polysemanticity or 0.0 for effect in shown]
-    axes.hlines(range(len(shown)), 0, values, color="#d5dbe4", linewidth=1)
-    axes.plot(values, range(len(shown)), "o", color=COLOURS[0], markersize=4)
+    left = f"Change in {FIGURES[result.judged]}, by {NAMES[result.judged]}"
+    if not shown:
+        why = nothing(f"no expert's removal changes {ARTICLES[result.judged]}")
+        draw(path, [(left, why, [{}])], title=title)
+        return
+    height = 40 + 15 * len(shown)
+    change: ChartRows = [
+        {"row": result.expert_name(effect), "x": place, "value": value}
+        for effect in shown
+        for place, value in enumerate(effect.change)
+    ]
+    largest = max(abs(cell["value"] or 0.0) for cell in change)
+    classes = range(len(shown[0].change))
+    table = cells(NAMES[result.judged], classes, "expert removed", "redblue", (-largest, largest))
+    distance: ChartRows = [
+        {"row": result.expert_name(each), "y": each.polysemanticity or 0.0, "ink": INKS[0]}
+        for each in shown
+    ]
     mean = result.mean_polysemanticity
-    assert mean is not None
-    axes.set_title(f"Polysemanticity, mean {mean:.2f}")
-    axes.axvline(mean, color=REFERENCE, linestyle="--", linewidth=1.2)
-    axes.set_xlim(left=0)
-    axes.grid(visible=False)
-    axes.tick_params(axis="y", length=0, labelleft=False)
-    axes.set_xlabel("0: one class lost, no other changed")
+    right = f"Polysemanticity, mean {mean:.2f}"
+    across = axis("x", "y", "0: one class lost, no other changed")
+    line = layer("mean", "rule", "", {"strokeDash": DASHED}, x={"datum": mean}, y=None)
+    dots = chart(
+        across,
+        places(None, labels=False) | {"field": "row"},
+        [layer("stems", "rule", x2={"datum": 0}), layer("dots", "circle"), line],
+    )
+    panels: list[ChartPanel] = [
+        (left, table | {"height": height}, change),
+        (right, dots | {"height": height, "width": 200}, distance),
+    ]
+    draw(path, panels, title=title)
 
 
 def draw_load(result: Specialisation, path: Path) -> None:
     """Writes a PNG: how many tokens each expert works for, and how large coefficients get."""
-    size = (8.6, 0.6 + 2.3 * len(result.load))
-    with drawn([path], size, rows=len(result.load)) as grid:
-        for (left, right), load in zip(grid, result.load, strict=True):
-            level = f", level {load.level}" if len(result.load) > 1 else ""
-            left.set_title(f"Tokens with a coefficient of {HEAVY} or more{level}")
-            left.bar(range(len(load.shares)), sorted(load.shares, reverse=True), color=COLOURS[0])
-            left.set_xlabel(f"experts, the busiest first ({load.heavy} of {len(load.shares)})")
-            in_percent(left.yaxis)
-            left.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-            right.set_title(f"The largest coefficient of a token{level}")
-            edges = [(bin + 0.5) / BINS for bin in range(BINS)]
-            right.bar(edges, [n / load.tokens for n in load.largest], 0.9 / BINS, color=COLOURS[1])
-            right.set_xlim(0, 1)
-            right.set_xlabel(f"coefficient ({load.tokens} tokens)")
-            in_percent(right.yaxis)
+    panels: list[ChartPanel] = []
+    percent = axis("y", "y", "", "percent")
+    for load in result.load:
+        level = f", level {load.level}" if len(result.load) > 1 else ""
+        label = f"experts, the busiest first ({load.heavy} of {len(load.shares)})"
+        busiest = enumerate(sorted(load.shares, reverse=True))
+        left = [{"x": x, "y": y, "ink": INKS[0]} for x, y in busiest]
+        edges = [((bin + 0.5) / BINS, n / load.tokens) for bin, n in enumerate(load.largest)]
+        right = [{"x": x, "y": y, "ink": INKS[1]} for x, y in edges]
+        title = f"Tokens with a coefficient of {HEAVY} or more{level}"
+        panels.append((title, bars(label, percent), left))
+        title = f"The largest coefficient of a token{level}"
+        panels.append(
+            (title, bars(f"coefficient ({load.tokens} tokens)", percent, format=".2f"), right)
+        )
+    draw(path, panels)
 
 
 def draw_several(several: Sequence[Specialisation], path: Path) -> None:
     """Writes a PNG: mean polysemanticity by number of experts, and how many change a class."""
-    ordered = _by_size(several)
-    counts = [len(model.experts) for model in ordered]
-    with drawn([path], (8.6, 3.2)) as ((left, right),):
-        left.set_title("Mean class polysemanticity")
-        known = [(n, e.mean_polysemanticity) for n, e in zip(counts, ordered, strict=True)]
-        points = [(n, mean) for n, mean in known if mean is not None]
-        if points:
-            left.plot(*zip(*points, strict=True), "o-", color=COLOURS[0])
-        left.set_ylim(bottom=0)
-        right.set_title("Experts whose removal changes a class")
-        right.plot(counts, [len(e.ranked) / n for n, e in zip(counts, ordered, strict=True)], "s-")
-        right.set_ylim(0, 1.05)
-        in_percent(right.yaxis)
-        for axes in (left, right):
-            log2_axis(axes, sorted(set(counts)), "experts")
+    ordered = [(len(model.experts), model) for model in _by_size(several)]
+    known = [(n, mean) for n, e in ordered if (mean := e.mean_polysemanticity) is not None]
+    changed = [(n, len(model.ranked) / n) for n, model in ordered]
+    x = axis("x", "x", "experts", "k")
+    sense, share = curves(x, axis("y", "y", "")), curves(x, axis("y", "y", "", "percent"))
+    panels = [
+        ("Mean class polysemanticity", sense, curve(0, "", known)),
+        ("Experts whose removal changes a class", share, curve(0, "", changed)),
+    ]
+    draw(path, panels, ticks=sorted({n for n, _ in ordered}))

@@ -1,22 +1,24 @@
-"""What each expert of a layer is for: the classes that lose accuracy when it is removed.
+"""The role of each expert of a layer: the classes that lose accuracy when it is removed.
 
 For expert e, d_c = |ŷ_c − y_c| / y_c is the share of class c's accuracy that its removal changes.
 The distance of d to the one-hot vector of its largest entry is the expert's class polysemanticity
-(Eq. 4 of the muMoE paper): 0 for an expert without which one class is lost and no other changes.
+(Eq. 4 of the muMoE paper): 0 for an expert without which one class is lost and no other changes. If
+labels have a number for each output (`judge.py`), outputs replace the classes: attributes with
+their accuracy, and for a regression each output's R².
 
-With subgroups named it says how fairly they are treated (`fairness`), and finds the rewriting that
-helps one of them. `report.specialisation` writes and draws what is found.
+With subgroups it measures how fair the model is to them (`fairness`), and finds the rewriting that
+helps one of them. `specialisation_report` writes and draws the result.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +27,16 @@ from torch import nn
 from ...bench.data import LabelledData, labelled, load_groups
 from ...bench.metrics import one_per_sample
 from ...common.console import Progress, Silent
-from ...data.feeds import Array
+from ...data.batches import Array, Labels
 from ...errors import FeedError, UsageError
 from ...exporter.inputs import check_array, with_axes
 from ...exporter.model import Model, check_one_input, edited
-from ...graphs.layers.base import NO_EDITS, LayerEdits, MoELayer, moe_layers, sharing_weights
+from ...graphs.edits import NO_EDITS, Ablation, Edits
+from ...graphs.layers.base import MoELayer, moe_layers, sharing_weights
 from .edits import read_edits
+from .examples.search import Examples
 from .fairness import (
+    BlindThreshold,
     Fairness,
     Rewriting,
     Strength,
@@ -40,18 +45,25 @@ from .fairness import (
     check_groups,
     fairness,
     find_group,
+    predicted_by,
     sign_of,
 )
+from .judge import Judge, Judged, judge_of
+from .request import SpecialiseRequest
+from .usage.count import Usage, usage_of
 
 BATCH = 64
+
+BUDGET = 0.01
+"""The share of the accuracy that a search for a rewriting may cost by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertEffect:
-    """What removing one expert does.
+    """The effect of removing one expert.
 
-    `level` counts from 1. `inputs` took the expert in (a coefficient that is not zero); `accuracy`
-    and `change` are by class, None for a class without inputs. `polysemanticity` is None where no
+    `level` counts from 1. `inputs` is the number of inputs with a nonzero coefficient; `accuracy`
+    and `change` are by class, None for a class without inputs. `polysemanticity` is None if no
     class changes.
     """
 
@@ -78,17 +90,17 @@ class SubgroupCoefficients:
 
 
 HEAVY = 0.5
-"""A coefficient of at least this makes its expert the one that does most of the work."""
+"""An expert with a coefficient of at least this does most of the work."""
 
 BINS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How the coefficients of a level are spread, over all tokens (a vector is one token).
+    """The distribution of a level's coefficients, over all tokens (a vector is one token).
 
-    `shares` [n] says of each expert for which share of the tokens its coefficient is at least
-    `HEAVY`, `largest` [BINS] how many tokens have their largest coefficient in each tenth of 0 … 1.
+    `shares` [n] is each expert's share of the tokens with a coefficient of at least `HEAVY`,
+    `largest` [BINS] how many tokens have their largest coefficient in each tenth of 0 … 1.
     """
 
     level: int
@@ -98,41 +110,45 @@ class Load:
 
     @property
     def heavy(self) -> int:
-        """How many experts have such a coefficient for some token."""
+        """The number of experts with such a coefficient for some token."""
         return sum(share > 0 for share in self.shares)
 
 
 @dataclass(frozen=True, slots=True)
 class Favour:
-    """The rewriting that is wanted: a class, the subgroup that it is for, and how strong.
+    """The requested rewriting: a class, its subgroup as the data have it, the strength.
 
-    `strength` is |λ|; None lets a search find the best that costs at most `budget` of the accuracy.
+    `strength` is |λ|; for None a search finds the best that costs at most `budget` of the accuracy.
     """
 
     output: int
     group: Subgroup
-    strength: float | None = None
-    budget: float = 0.01
+    strength: float | None
+    budget: float
 
-    def __post_init__(self) -> None:
-        """Raises UsageError for numbers that cannot be meant."""
-        if self.strength is not None and not 0 < abs(self.strength) < math.inf:
+    @staticmethod
+    def of(request: SpecialiseRequest, groups: Array | None) -> Favour | None:
+        """Returns the requested rewriting for the subgroups of the data; None if there is none."""
+        if request.rewrite_class is None or request.rewrite_group is None:
+            return None
+        if groups is None:
             raise UsageError(
-                f"--strength {self.strength}: not a finite number other than 0",
-                hint="its sign does not matter: it follows from the wrong answers",
+                f"--rewrite-class {request.rewrite_class}: it needs subgroups, but none are named",
+                hint="name the array that holds them with --group-by",
             )
-        if not 0 <= self.budget < 1:
-            raise UsageError(
-                f"--budget {self.budget}: a share of the accuracy, from 0 to below 1",
-                hint="--budget 0.01 lets a search cost one in a hundred right answers",
-            )
+        group = find_group(request.rewrite_group, groups)
+        budget = BUDGET if request.budget is None else request.budget
+        return Favour(request.rewrite_class, group, request.strength, budget)
 
 
 @dataclass(frozen=True, slots=True)
 class Specialisation:
     """The result of `moexport specialise`. `accuracy` and `samples` are by class.
 
-    `fairness` is known where subgroups were named, `rewriting` where one was wanted.
+    `judged` is what replaces the classes: attributes, or the outputs of a regression, of which
+    `accuracy` is R². `fairness` is set if subgroups were named, `rewriting` if one was requested,
+    and `usage` covers all layers; models of texts have only that. Without labels there are only
+    `examples`.
     """
 
     model: str
@@ -147,51 +163,72 @@ class Specialisation:
     load: tuple[Load, ...] = ()
     fairness: Fairness | None = None
     rewriting: Rewriting | None = None
+    judged: Judged = "classes"
+    usage: Usage | None = None
+    examples: Examples | None = None
+
+    @staticmethod
+    def of(examples: Examples, family: str) -> Specialisation:
+        """Returns the result without labels: examples."""
+        return Specialisation(
+            model=examples.model,
+            family=family,
+            layer=examples.layer,
+            kind=examples.kind,
+            levels=examples.levels,
+            accuracy=(),
+            samples=(),
+            experts=(),
+            groups=(),
+            examples=examples,
+        )
+
+    @property
+    def inputs(self) -> int:
+        """The number of inputs: each is of one class, and has every attribute or output."""
+        if not self.samples and self.usage is not None:
+            return self.usage.inputs
+        return sum(self.samples) if self.judged == "classes" else max(self.samples, default=0)
 
     @property
     def mean_polysemanticity(self) -> float | None:
-        """Over the experts whose removal changes a class; None where there is no such expert."""
+        """The mean over the experts whose removal changes a class; None if there is none."""
         values = [e.polysemanticity for e in self.experts if e.polysemanticity is not None]
         return sum(values) / len(values) if values else None
 
     @property
     def ranked(self) -> list[ExpertEffect]:
-        """The experts that change a class, those that change the accuracy most first."""
+        """The experts that change a class, the largest change of the accuracy first."""
         changing = [e for e in self.experts if e.polysemanticity is not None]
         return sorted(
             changing, key=lambda e: (-sum(abs(c or 0.0) for c in e.change), e.level, e.expert)
         )
 
     def expert_name(self, effect: ExpertEffect) -> str:
-        """An expert as `--ablate` takes it: its number, with its level where there are more."""
+        """The name of an expert for `--ablate`: its number, with its level if there are several."""
         return f"{effect.level}.{effect.expert}" if len(self.levels) > 1 else str(effect.expert)
 
     def overall(self, accuracy: Sequence[float | None]) -> float:
-        """An accuracy by class as the share of all inputs."""
-        right = sum((a or 0.0) * s for a, s in zip(accuracy, self.samples, strict=True))
-        return right / sum(self.samples)
+        """The accuracy over all inputs, from that by class; the mean over attributes or outputs."""
+        known = [(a, s) for a, s in zip(accuracy, self.samples, strict=True) if a is not None]
+        return sum(a * s for a, s in known) / sum(s for _, s in known)
 
 
 @torch.inference_mode()
 def specialise(
     model: Model,
-    data: str | Path | LabelledData,
-    *,
-    layer: str | None = None,
-    group_by: str | Sequence[Subgroup] | None = None,
-    favour: Favour | None = None,
-    progress: Progress | None = None,
+    data: str | Path | LabelledData | Mapping[str, Any],
+    request: SpecialiseRequest,
 ) -> Specialisation:
-    """Returns what each expert of a layer, by default the last, does for the accuracy by class.
+    """Returns the effect of each expert of a layer, by default the last, on the accuracy by class.
 
-    One pass over the data, and one per expert over the inputs that take it in; those that give it a
-    coefficient of zero cannot change. `group_by` are the subgroups that are compared and whose mean
-    coefficients are taken, or the array of the file that holds them: by default the coefficients
-    are those of the classes, and nothing is compared. `favour` asks for a rewriting. Raises
-    UsageError for a layer, class or subgroup that is not there, FeedError for data without labels
-    or a model that does not classify.
+    One pass over the data, and one per expert over the inputs with a nonzero coefficient; the
+    others cannot change. Mean coefficients are those of the subgroups in the request, which are
+    then compared, else those of the classes. One more pass, with k experts, counts the choices.
+    Raises UsageError for an unknown layer, class or subgroup, FeedError for data without labels or
+    a model that does not classify.
     """
-    progress = progress or Silent()
+    layer, group_by, progress = request.layer, request.group_by, request.progress or Silent()
     check_one_input(model, "specialise")
     held = labelled(data, model, 1).head(sys.maxsize)
     x, labels = with_axes(held.inputs, model.input), held.labels
@@ -199,7 +236,7 @@ def specialise(
     groups = _subgroups(data, group_by, len(x))
     if groups is not None:
         check_groups(groups, f"group_by={group_by!r}" if isinstance(group_by, str) else "group_by")
-    wanted = None if favour is None else _with_group(favour, groups)
+    wanted = Favour.of(request, groups)
     name = list(model.layers)[-1] if layer is None else layer
     if name not in model.layers:
         raise UsageError(
@@ -208,8 +245,9 @@ def specialise(
         )
     if labels is None:
         raise FeedError(
-            f"accuracy by class needs labels, and '{held.input_name}' comes without",
-            hint="save them beside the inputs: numpy.savez(path, input=…, label=…)",
+            f"accuracy by class needs labels, and '{held.input_name}' has none",
+            hint="save them with the inputs: numpy.savez(path, input=…, label=…); --examples 9 "
+            "shows inputs without them",
         )
     module = sharing_weights(model.module)
     watched = moe_layers(module)[name]
@@ -217,14 +255,18 @@ def specialise(
         _check_rewritable(watched, name)
     progress.step(f"accuracy by class of {model.source.path}", total=len(x))
     seen = _one_pass(module, watched, held, x, wanted, progress)
-    predicted, classes = seen.scores.argmax(axis=1), seen.scores.shape[1]
-    before = _by_class(labels, classes, predicted == labels)
-    effects = tuple(_effects(module, watched, x, labels, seen, progress))
-    by_group = _groups(seen.means, labels if groups is None else groups)
-    rewriting = None
+    judge = seen.judge
+    before = judge.figures(judge.credit(seen.scores))
+    effects = tuple(_effects(module, watched, x, seen, progress))
+    by_group = tuple(_groups(seen.means, groups, judge))
+    fair = rewriting = None
+    if groups is not None and judge.judged != "targets":
+        predicted = predicted_by(seen.scores, judge.labels)
+        fair = fairness(predicted, judge.labels, groups, judge.outputs)
     if wanted is not None:
-        assert groups is not None  # `_with_group` has seen them
-        rewriting = _rewriting(model, name, wanted, x, labels, groups, seen, by_group)
+        assert groups is not None  # `Favour.of` has checked them
+        rewriting = _rewriting(model, name, wanted, x, groups, seen, by_group)
+    counted = replace(held, inputs=x)
     return Specialisation(
         model=model.source.path,
         family=model.family,
@@ -232,27 +274,31 @@ def specialise(
         kind=watched.spec.kind,
         levels=watched.spec.levels,
         accuracy=before,
-        samples=tuple(np.bincount(labels, minlength=classes).tolist()),
+        samples=judge.samples,
         experts=effects,
         groups=by_group,
         load=seen.load,
-        fairness=None if groups is None else fairness(predicted, labels, groups, classes),
+        fairness=fair,
         rewriting=rewriting,
+        judged=judge.judged,
+        usage=usage_of(model, counted, k=request.k, subgroups=groups, progress=progress),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _JudgedInputs:
-    """What one pass over the inputs shows.
+    """The results of one pass over the inputs, and their judge.
 
     `scores` [s, classes]; by level `means`, the mean coefficients of each input [s, n], and
-    `taken`, who takes an expert in [s, n]: of a layer without coefficients everybody.
+    `taken`, whether an input has a nonzero coefficient [s, n]: for a layer without coefficients
+    always.
     """
 
     scores: Array
     means: Sequence[Array]
     taken: Sequence[Array]
     load: tuple[Load, ...]
+    judge: Judge
 
 
 def _one_pass(
@@ -269,7 +315,6 @@ def _one_pass(
     for rows in held.batches(BATCH):
         with _coefficients(watched) as coefficients:
             scores = _scores(module, x[rows])
-        held.check_classes(scores.shape[1])
         if wanted is not None and not said:
             _check_head(wanted, watched, module, x[rows], scores)
         said.append(scores)
@@ -278,12 +323,14 @@ def _one_pass(
         for load, a in zip(loads, coefficients, strict=True):
             load.add(a)
         progress.advance(len(scores))
+    whole = np.concatenate(said)
     return _JudgedInputs(
-        np.concatenate(said),
+        whole,
         list(map(np.concatenate, zip(*means, strict=True))),
         list(map(np.concatenate, zip(*takes_in, strict=True)))
         or [np.ones((len(x), n), dtype=bool) for n in watched.spec.levels],
         tuple(sums.load(level) for level, sums in enumerate(loads, start=1)),
+        judge_of(held, whole),
     )
 
 
@@ -291,26 +338,25 @@ def _effects(
     module: nn.Module,
     watched: MoELayer,
     x: Array,
-    labels: Array,
     seen: _JudgedInputs,
     progress: Progress,
 ) -> Iterator[ExpertEffect]:
-    """What removing each expert does, one after the other."""
-    by_class = partial(_by_class, labels, seen.scores.shape[1])
-    base = seen.scores.argmax(axis=1) == labels
-    before = by_class(base)
+    """The effect of removing each expert, one after the other."""
+    judge = seen.judge
+    base = judge.credit(seen.scores)
+    before = judge.figures(base)
     places = [(level, e) for level, n in enumerate(watched.spec.levels) for e in range(n)]
     work = sum(int(seen.taken[level][:, e].sum()) for level, e in places)
     progress.step(f"removing each of {len(places)} experts of {watched.spec.name}", total=work)
     for level, expert in places:
-        watched.edits = LayerEdits(frozenset({(level, expert)}))
+        watched.edits = Edits((Ablation(watched.spec.name, expert, level + 1),))
         inputs = np.flatnonzero(seen.taken[level][:, expert])
         right_now = base.copy()
         for part in np.split(inputs, range(BATCH, len(inputs), BATCH)):
             if part.size:
-                right_now[part] = _scores(module, x[part]).argmax(axis=1) == labels[part]
+                right_now[part] = judge.credit(_scores(module, x[part]), part)
                 progress.advance(len(part))
-        after = by_class(right_now)
+        after = judge.figures(right_now)
         change = tuple(
             None if was is None or now is None else now - was
             for was, now in zip(before, after, strict=True)
@@ -328,7 +374,7 @@ def _effects(
 
 
 class _Loads:
-    """The sums from which a level's `Load` follows, a batch of coefficients [b, m, n] at a time."""
+    """The sums for a level's `Load`, updated with a batch of coefficients [b, m, n] at a time."""
 
     def __init__(self, experts: int) -> None:
         self.heavy = np.zeros(experts, np.int64)
@@ -337,23 +383,13 @@ class _Loads:
     def add(self, a: Array) -> None:
         tokens = a.reshape(-1, a.shape[-1])
         self.heavy += (tokens >= HEAVY).sum(axis=0)
-        # Rounding may leave a coefficient a little above 1.
+        # Rounding may make a coefficient a little more than 1.
         self.largest += np.histogram(tokens.max(axis=1).clip(0, 1), BINS, (0, 1))[0]
 
     def load(self, level: int) -> Load:
         tokens = int(self.largest.sum())
         shares = tuple((self.heavy / tokens).tolist())
         return Load(level, tokens, shares, tuple(self.largest.tolist()))
-
-
-def _with_group(favour: Favour, groups: Array | None) -> Favour:
-    """The wanted rewriting with its subgroup as the data have it."""
-    if groups is None:
-        raise UsageError(
-            f"--rewrite-class {favour.output}: no subgroups are named that it could be for",
-            hint="name the array that holds them with --group-by",
-        )
-    return replace(favour, group=find_group(favour.group, groups))
 
 
 def _check_rewritable(layer: MoELayer, name: str) -> None:
@@ -368,7 +404,7 @@ def _check_rewritable(layer: MoELayer, name: str) -> None:
 def _check_head(
     wanted: Favour, layer: MoELayer, module: nn.Module, x: Array, scores: Array
 ) -> None:
-    """Raises UsageError unless the layer gives the scores and one of them is the class's."""
+    """Raises UsageError unless the layer computes the scores and has this class."""
     classes = scores.shape[1]
     if not 0 <= wanted.output < classes:
         raise UsageError(
@@ -384,8 +420,8 @@ def _check_head(
     own = one_per_sample(outputs[-1].numpy())
     if own.shape != scores[:1].shape or not np.allclose(own, scores[:1], rtol=1e-4, atol=1e-6):
         raise UsageError(
-            f"--rewrite-class {wanted.output}: layer {layer.spec.name} does not give the class "
-            "scores themselves, so that its outputs are no classes",
+            f"--rewrite-class {wanted.output}: layer {layer.spec.name} does not compute the class "
+            "scores itself, so its outputs are not classes",
             hint="name the head with --layer; `export --rewrite` takes any output of any layer",
         )
 
@@ -395,30 +431,41 @@ def _rewriting(
     layer: str,
     wanted: Favour,
     x: Array,
-    labels: Array,
     groups: Array,
     seen: _JudgedInputs,
     by_group: Sequence[SubgroupCoefficients],
 ) -> Rewriting:
-    """The rewriting that was wanted, with what the model says when it is edited so."""
-    output, group, scores = wanted.output, wanted.group, seen.scores
+    """The requested rewriting, with the results of the edited model."""
+    output, group, scores, labels = wanted.output, wanted.group, seen.scores, seen.judge.labels
+    if seen.judge.judged == "targets":
+        raise UsageError(
+            f"--rewrite-class {output}: the labels are the targets of a regression, which has no "
+            "wrong answers",
+            hint="give classes, or attributes of 0 and 1",
+        )
     means = next(subgroup.coefficients for subgroup in by_group if subgroup.group == group)
-    predicted = scores.argmax(axis=1)
+    predicted = predicted_by(scores, labels)
     sign = sign_of(predicted, labels, groups == group, output)
     if wanted.strength is None:
         alike = math.prod(a @ np.array(mean) for a, mean in zip(seen.means, means, strict=True))
         places = (scores, np.asarray(alike), labels, groups, output, sign)
-        chosen = best_strength(*places, wanted.budget)
+        best = best_strength(*places, wanted.budget)
+        if best is None:
+            raise UsageError(
+                f"--rewrite-class {output}: no strength improves the lowest accuracy of a subgroup "
+                f"for at most {wanted.budget:.1%} of the accuracy",
+                hint="allow more with --budget, or give a strength with --strength",
+            )
+        chosen = best
     else:
         chosen = Strength(sign * abs(wanted.strength), 1)
     entry = {"layer": layer, "output": output, "coefficients": means, "lambda": chosen.value}
     module = edited(model, read_edits(rewrite=[entry])).module
     parts = np.split(x, range(BATCH, len(x), BATCH))
-    after = np.concatenate([_scores(module, part).argmax(axis=1) for part in parts])
-    classes = scores.shape[1]
-    targets = [group] * classes
-    was = fairness(predicted, labels, groups, classes, targets=targets)
-    now = fairness(after, labels, groups, classes, targets=targets)
+    after = np.concatenate([predicted_by(_scores(module, part), labels) for part in parts])
+    targets = [group] * scores.shape[1]
+    was = fairness(predicted, labels, groups, scores.shape[1], targets=targets)
+    now = fairness(after, labels, groups, scores.shape[1], targets=targets)
     return Rewriting(
         layer=layer,
         output=output,
@@ -431,20 +478,40 @@ def _rewriting(
         accuracy_after=now.accuracy,
         before=was.classes[output],
         after=now.classes[output],
+        threshold=blind_threshold(scores, labels, groups, output, sign, wanted),
+        attributes=was.attributes,
     )
 
 
+def blind_threshold(
+    scores: Array, labels: Labels, groups: Array, output: int, sign: int, wanted: Favour
+) -> BlindThreshold | None:
+    """Returns the best constant to add to an output of every input; None if none improves it."""
+    everywhere = np.ones(len(scores))
+    best = best_strength(scores, everywhere, labels, groups, output, sign, wanted.budget)
+    if best is None:
+        return None
+    moved = scores.astype(np.float64)
+    moved[:, output] += best.value
+    targets = [wanted.group] * scores.shape[1]
+    predicted = predicted_by(moved, labels)
+    found = fairness(predicted, labels, groups, scores.shape[1], targets=targets)
+    return BlindThreshold(best.value, best.tried, found.accuracy, found.classes[output])
+
+
 def _subgroups(
-    data: str | Path | LabelledData, by: str | Sequence[Subgroup] | None, samples: int
+    data: str | Path | LabelledData | Mapping[str, Any],
+    by: str | Sequence[Subgroup] | None,
+    samples: int,
 ) -> Array | None:
-    """The subgroup of each input; None where nobody names any."""
+    """The subgroup of each input; None if none are named."""
     if isinstance(by, str):
         if isinstance(data, LabelledData):
             raise UsageError(
-                f"group_by={by!r} names an array of a file, and the data are none",
+                f"group_by={by!r} names an array of a file, but the data are not a file",
                 hint="give the subgroup of each input as a sequence",
             )
-        return load_groups(Path(data), by, samples)
+        return load_groups(data if isinstance(data, Mapping) else Path(data), by, samples)
     groups = None if by is None else np.asarray(by)
     if groups is not None and groups.shape != (samples,):
         raise FeedError(f"{groups.shape} subgroups for {samples} inputs")
@@ -453,13 +520,13 @@ def _subgroups(
 
 @contextmanager
 def _coefficients(layer: MoELayer) -> Iterator[list[Array]]:
-    """Within the context a forward gives the layer's coefficients [b, m, n], by level, if any."""
+    """Records the layer's coefficients [b, m, n] in each forward within the context, by level."""
     coefficients: list[Array] = []
 
     def record(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         coefficients[:] = [made.chosen.numpy() for made in layer.choices(args[0]).values()]
 
-    # Where coefficients mix the experts, they are what is chosen.
+    # If coefficients mix the experts, they are the choice.
     handle = layer.register_forward_pre_hook(record) if layer.spec.rewritable else None
     try:
         yield coefficients
@@ -468,35 +535,38 @@ def _coefficients(layer: MoELayer) -> Iterator[list[Array]]:
             handle.remove()
 
 
-def _by_class(labels: Array, classes: int, right: Array) -> tuple[float | None, ...]:
-    """The accuracy of each class, None for one without inputs."""
-    seen = np.bincount(labels, minlength=classes)
-    hits = np.bincount(labels[right], minlength=classes)
-    return tuple(float(h / count) if count else None for h, count in zip(hits, seen, strict=True))
-
-
 def polysemanticity(
     accuracy: Sequence[float | None], change: Sequence[float | None]
 ) -> float | None:
     """Returns ‖d − 1‖ for d_c = |change_c| / accuracy_c and the one-hot vector of the largest d_c.
 
-    Classes without inputs, or of which nothing was right before, do not count; None where d = 0.
+    Classes without inputs, or without right answers before, do not count; None if d = 0.
     """
-    shares = [abs(c) / y for y, c in zip(accuracy, change, strict=True) if y and c is not None]
+    shares = [
+        abs(c) / y for y, c in zip(accuracy, change, strict=True) if y and y > 0 and c is not None
+    ]
     *others, largest = sorted(shares) or [0.0]
     return None if largest == 0 else math.hypot(*others, 1 - largest)
 
 
-def _groups(means: Sequence[Array], by: Array) -> tuple[SubgroupCoefficients, ...]:
-    """Each subgroup with its mean coefficients, of those [s, n] of the levels."""
-    return tuple(
-        SubgroupCoefficients(
-            value.item(),
-            int((by == value).sum()),
-            tuple(tuple(mean[by == value].mean(axis=0).tolist()) for mean in means),
-        )
-        for value in np.unique(by)
-    )
+def _groups(
+    means: Sequence[Array], groups: Array | None, judge: Judge
+) -> Iterator[SubgroupCoefficients]:
+    """Each subgroup with its mean coefficients, of those [s, n] of the levels.
+
+    Without subgroups each class, or the inputs with each attribute.
+    """
+    if groups is not None or judge.judged == "classes":
+        by = judge.labels if groups is None else groups
+        members = [(value.item(), by == value) for value in np.unique(by)]
+    elif judge.judged == "attributes":
+        members = [(output, judge.labels[:, output] == 1) for output in range(judge.outputs)]
+    else:
+        members = []
+    for value, inside in members:
+        if inside.any():
+            mean = tuple(tuple(mean[inside].mean(axis=0).tolist()) for mean in means)
+            yield SubgroupCoefficients(value, int(inside.sum()), mean)
 
 
 def _scores(module: nn.Module, x: Array) -> Array:

@@ -1,16 +1,16 @@
-"""What `--analysis` and `--group-by` ask of a benchmark: the records by which the core finds it."""
+"""The studies of `--analysis` and `--group-by`, and their registration with the core."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...bench.studies import Study, StudyRun
 from ...common.console import Silent
 from ...errors import UsageError
-from .request import StudyOptions
+from .request import StudyOptions, requested
 
 if TYPE_CHECKING:
     from ...bench.data import Labelled
@@ -18,30 +18,15 @@ if TYPE_CHECKING:
     from ...bench.request import BenchRequest
     from ...exporter.bundle.bundle import Bundle
     from ...exporter.model import Model
-    from .experts import Wanted
 
 API = 1
 
 
-def _wanted(request: BenchRequest) -> Wanted:
-    """Which analyses of experts are asked for; `UsageError` for what are none."""
-    from .experts import Wanted, parse_analyses
-
-    options = request.asked(StudyOptions)
-    most = options.max_subsets
-    names = parse_analyses(options.analysis) if options.analysis else ()
-    if most is not None and "subsets" not in names:
-        raise UsageError(
-            f"--max-subsets {most}: no subsets are tried", hint="add --analysis subsets"
-        )
-    return Wanted(names, max_subsets=most)
-
-
 def _check_experts(request: BenchRequest, listed: Sequence[Model | Bundle]) -> None:
-    from ...exporter.model import Model, check_one_input
-
-    _wanted(request)
+    requested(request.asked(StudyOptions))
     for item in listed:
+        from ...exporter.model import Model, check_one_input  # loads PyTorch, as the model did
+
         if isinstance(item, Model):
             check_one_input(item, "--analysis")
 
@@ -52,12 +37,19 @@ def _begin_experts(
     from .experts import studied
 
     watcher = request.progress or Silent()
-    found = studied(candidates, data, _wanted(request), request.samples, watcher)
+    each = [own for candidate in candidates for own in candidate.each]
+    found = studied(each, data, requested(request.asked(StudyOptions)), request.samples, watcher)
     return StudyRun(lambda: found)
 
 
 def _check_subgroups(request: BenchRequest, listed: Sequence[Model | Bundle]) -> None:
-    """Nothing is known before the data are read."""
+    """Raises `UsageError` if the data are not a file; its arrays are checked when it is read."""
+    name = request.asked(StudyOptions).group_by or ""
+    if not isinstance(request.data, str | Path | Mapping):
+        raise UsageError(
+            f"--group-by {name}: names an array of a file, but the data are not a file",
+            hint="save inputs, labels and subgroups in an .npz",
+        )
 
 
 def _begin_subgroups(
@@ -66,17 +58,15 @@ def _begin_subgroups(
     from ...bench.data import load_groups
     from .subgroups import compared
 
-    name = request.asked(StudyOptions).group_by or ""
-    if not isinstance(request.data, str | Path):
-        raise UsageError(
-            f"--group-by {name}: names an array of a file, and the data are none",
-            hint="save inputs, labels and subgroups in an .npz",
-        )
+    name, given = request.asked(StudyOptions).group_by or "", request.data
+    assert isinstance(given, str | Path | Mapping), "`check` has refused others"
     held = data.head(sys.maxsize)
-    groups = load_groups(Path(request.data), name, len(held))
+    source = given if isinstance(given, Mapping) else Path(given)
+    groups = load_groups(source, name, held.skipped + len(held))[held.skipped :]
     seen = held.head(len(held) if request.samples is None else request.samples)
     watcher = request.progress or Silent()
-    found = compared(candidates, seen, groups[: len(seen)], name, watcher)
+    each = [own for candidate in candidates for own in candidate.each]
+    found = compared(each, seen, groups[: len(seen)], name, watcher)
     return StudyRun(lambda: found)
 
 

@@ -1,4 +1,4 @@
-"""How fairly the models of a benchmark treat subgroups: as trained, and as they are edited."""
+"""How fair the models of a benchmark are to subgroups: as trained, and as edited."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from ...bench.data import LabelledData
+from ...bench.measure.answers import check_attributes, per_output
 from ...bench.metrics import one_per_sample
 from ...bench.plan import Candidate
 from ...bench.runners.base import Runner
 from ...bench.runners.pytorch import untouched, with_algorithm_1
 from ...common.console import Progress
-from ...data.feeds import Array
+from ...data.batches import Array, Labels
 from ...errors import FeedError
-from .fairness import ModelFairness, check_groups, fairness
+from .fairness import ModelFairness, check_groups, fairness, predicted_by
 
 BATCH = 64
 
@@ -28,33 +29,33 @@ def compared(
     group_by: str,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Returns the fairness of several models as `results.json` has it.
+    """Returns the fairness of several models for `results.json`.
 
-    An edited model keeps its first k. Its classes have the targets that they have as trained, the
-    subgroups with the lowest accuracy, so that one and the same is looked at. Raises FeedError for
-    data without labels, models that do not classify and fewer than two subgroups.
+    An edited model has its first k. Its classes keep the targets of the model as trained, the
+    subgroups with the lowest accuracy. Raises FeedError for data without labels, models that do not
+    classify and fewer than two subgroups.
     """
     check_groups(groups, f"array '{group_by}'")
     if data.labels is None:
         raise FeedError(
-            "--group-by: the accuracy of subgroups needs labels, and the data have none",
+            "--group-by: the accuracy of subgroups needs labels, but the data have none",
             hint="give --data an .npz with the arrays input and label",
         )
     models = []
     for candidate in candidates:
         progress.step(f"{candidate.name}: subgroups by {group_by}")
         edits, k = candidate.model.edits, (candidate.ks or (candidate.experts,))[0]
-        said, classes = _predicted(untouched(candidate.model), data, candidate.name)
-        before = fairness(said, data.labels, groups, classes)
+        said, labels, classes = _predicted(untouched(candidate.model), data, candidate.name)
+        before = fairness(said, labels, groups, classes)
         after = None
         if edits:
             runner = with_algorithm_1(
                 candidate.model, k, "masked", renormalize=candidate.renormalize
             )
-            said, _ = _predicted(runner, data, candidate.name)
+            said, _, _ = _predicted(runner, data, candidate.name)
             targets = [one.target for one in before.classes]
-            after = fairness(said, data.labels, groups, classes, targets=targets)
-        outputs = sorted({one.rewrite.output for one in edits.rewrites} & {*range(classes)})
+            after = fairness(said, labels, groups, classes, targets=targets)
+        outputs = sorted({one.output for one in edits.rewrites} & {*range(classes)})
         models.append(
             ModelFairness(
                 model=candidate.name,
@@ -68,14 +69,20 @@ def compared(
     return [asdict(model) for model in models]
 
 
-def _predicted(runner: Runner, data: LabelledData, name: str) -> tuple[Array, int]:
-    """The class of each input, and how many classes there are."""
+def _predicted(runner: Runner, data: LabelledData, name: str) -> tuple[Array, Labels, int]:
+    """The class of each input, or its attributes, with their labels, and how many there are."""
     parts = [one_per_sample(runner.infer(data.inputs[rows])) for rows in data.batches(BATCH)]
-    scores = np.concatenate(parts)
+    scores, labels = np.concatenate(parts), data.labels
+    assert labels is not None  # `compared` has checked them
+    numbers = per_output(scores, labels)
+    if numbers is not None:
+        scores, labels = numbers
+        check_attributes(labels, "--group-by: the data")
+        return predicted_by(scores, labels), labels, scores.shape[1]
     if scores.ndim != 2:
         raise FeedError(
             f"--group-by: {name} gives outputs of shape {scores.shape}, not a score for each class",
             hint="leave it out for models that do not classify",
         )
     data.check_classes(scores.shape[1])
-    return scores.argmax(axis=1), scores.shape[1]
+    return predicted_by(scores, labels), labels, scores.shape[1]

@@ -1,7 +1,7 @@
-"""What a program needs beside the graph to generate text from a bundle, written into it.
+"""Writes the files with which programs generate text into a bundle.
 
-The tokenizer's files and the configuration are those of the model's folder, copied as data: no code
-of them is run here. `genai_config.json` is what ONNX Runtime GenAI opens a folder by.
+The tokenizer's files and the configuration are copied from the model's folder as data: none of
+their code is run here. ONNX Runtime GenAI opens a folder by `genai_config.json`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
@@ -19,14 +19,10 @@ from ...common.documents import LARGE_BITS, object_in, read_document
 from ...errors import CheckpointError
 from ...exporter.bundle.manifest import FileRecord, Manifest
 from ...exporter.bundle.steps import Export, Step
-from ...exporter.model import Model
 from ...exporter.session import CUDA, NO_KLEIDIAI
-from ...graphs.fusion.fuse import appends_in_place
 from ...graphs.names import PAST, PRESENT
 from ...graphs.targets import TARGETS, Target
 from ..token_routed import CONFIG_FILE, GENERATION_FILE
-from ..token_routed.network import TransformersNetwork
-from ..token_routed.routers import FIELDS
 from .compare_tokens import different_tokens
 from .files import (
     CONTENTS,
@@ -37,28 +33,31 @@ from .files import (
     write_object,
 )
 
+if TYPE_CHECKING:
+    from ...exporter.model import Model
+
 API = 1
 
 CODE = "auto_map"
-"""The key that names code of a checkpoint's author, which loaders would run."""
+"""The key of a checkpoint author's code, which loaders would run."""
 
 NO_POSITIONS = 32_768
-"""The context where a configuration tells of no largest position."""
+"""The context if a configuration has no largest position."""
 
 MOST_TOKENS = 4096
-"""For a text whose caller does not say how long it gets: so large its cache is made at once."""
+"""The default length of a text, whose cache is made at once."""
 
 GENAI_PROVIDERS: Mapping[str, str] = {CUDA: "cuda"}
-"""What ONNX Runtime GenAI calls the providers of ONNX Runtime; the CPU's has no name."""
+"""ONNX Runtime GenAI's names of the providers of ONNX Runtime; the CPU's has none."""
 
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-"""The settings of a `generation_config.json` that ONNX Runtime GenAI has too."""
+"""The settings of a `generation_config.json` that ONNX Runtime GenAI has, too."""
 
 
 def with_generation(job: Export, directory: Path, manifest: Manifest) -> Manifest:
-    """Writes the files that text is generated with, where a job's graphs can generate any.
+    """Writes the files for text generation, if a job's graphs can generate any.
 
-    The manifest that is returned lists them, with notes on what keeps these graphs from it.
+    The returned manifest lists them, or has notes on what prevents it.
     """
     if not job.writes_text:
         return manifest
@@ -72,10 +71,14 @@ def with_generation(job: Export, directory: Path, manifest: Manifest) -> Manifes
 def write_generation(
     model: Model, target: Target, file: str, graph: ir.Model, directory: Path
 ) -> tuple[str, ...]:
-    """Writes the files that text is generated with by a model's graph for a target.
+    """Writes the files for text generation by a model's graph for a target.
 
-    Returns notes on what keeps it from that.
+    Returns notes on what prevents it.
     """
+    from ...graphs.fusion.fuse import appends_in_place  # these load PyTorch, as the model did
+    from ..token_routed.network import TransformersNetwork
+    from ..token_routed.routers import FIELDS
+
     network, vocabulary = model.module, model.input.below
     folder = model.source.files[0].parent
     assert isinstance(network, TransformersNetwork) and vocabulary is not None
@@ -83,10 +86,10 @@ def write_generation(
         if (folder / name).is_file():
             _copy(folder / name, directory / name)
     config = _without_code(object_in(folder / CONFIG_FILE))
-    config.pop("quantization_config", None)  # the graph's weights are no more those of the folder
+    config.pop("quantization_config", None)  # the graph's weights are no longer those of the folder
     for field in FIELDS:
         k = model.config.get(field)
-        if field in config and isinstance(k, int):  # as a router of this graph chooses
+        if field in config and isinstance(k, int):  # a graph whose router has this k
             config[field] = k
     write_object(config, directory / CONFIG_FILE)
     generation = network.wrapped.generation_config.to_json_string()
@@ -94,8 +97,7 @@ def write_generation(
     keys, values = (_cache(model, part) for part in ("key", "value"))
     if keys != values:
         return (
-            "no text can be generated: ONNX Runtime GenAI takes no cache whose keys and values "
-            "are of different sizes",
+            "no text can be generated: ONNX Runtime GenAI needs keys and values of the same size",
         )
     content = genai_config(model, target, file, in_place=appends_in_place(graph))
     write_object(content, directory / GENAI_FILE)
@@ -113,17 +115,20 @@ def _cache(model: Model, part: str) -> list[tuple[int, int]]:
 
 
 def genai_config(model: Model, target: Target, file: str, *, in_place: bool) -> dict[str, Any]:
-    """Returns the content of `genai_config.json` for a graph of a model of `transformers`.
+    """Returns the content of `genai_config.json` for a graph of a `transformers` model.
 
-    `in_place`: the graph appends to the cache where it is.
+    `in_place`: the graph appends to the cache in place.
     """
+    from ..token_routed.network import TransformersNetwork  # loads PyTorch
+
     network, vocabulary = model.module, model.input.below
     assert isinstance(network, TransformersNetwork) and vocabulary is not None
     text, generation = network.wrapped.config.get_text_config(), network.wrapped.generation_config
     keys = _cache(model, "key")
     heads, width = keys[0]
     end = generation.eos_token_id
-    # Without one the loop takes the padding for the end: the last of a vocabulary is seldom used.
+    # Without one the loop takes the padding for the end: the last token of a vocabulary is seldom
+    # used.
     ends = end if isinstance(end, list) else [vocabulary - 1 if end is None else end]
     pad = ends[0] if generation.pad_token_id is None else generation.pad_token_id
     context = getattr(text, "max_position_embeddings", None) or NO_POSITIONS
@@ -173,7 +178,10 @@ def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy(source: Path, place: Path) -> None:
-    """Copies a file as it is, but for a name of code in it; `CheckpointError` for broken JSON."""
+    """Copies a file as it is, without a name of code in it.
+
+    Raises `CheckpointError` for broken JSON.
+    """
     content = None
     if source.suffix == ".json":
         content = read_document(source, "json", CheckpointError, TOKENIZER_BYTES, LARGE_BITS)
@@ -188,4 +196,4 @@ def _without_code(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 GENERATION = Step("generation", finish=with_generation, contents=CONTENTS)
-"""Names what loads language models."""
+"""The step that writes these files."""

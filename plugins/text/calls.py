@@ -1,4 +1,4 @@
-"""Text from a bundle's language model, as Python calls."""
+"""The Python functions for text from a bundle's language model."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...common.option import takes
-from ...exporter.bundle.bundle import Bundle
 from ...exporter.requests import AnyPath
 from .request import GenerateRequest, ServeRequest
 
 if TYPE_CHECKING:
+    from ...exporter.bundle.bundle import Bundle
     from .generate import GeneratedText, Message, TextModel
 
 
-def generate_as(
+@takes(GenerateRequest)
+def generate(
     bundle: Bundle | AnyPath, prompt: str | Sequence[Message], request: GenerateRequest
 ) -> GeneratedText:
     """Returns the text that a bundle's language model adds to a prompt, an iterator of pieces.
 
-    `prompt` is a text, or the messages of a chat, each with its `role` and `content`. When the text
-    has ended, `tokens`, `finish` and `tokens_per_second` of what is returned say what it took.
+    `prompt` is a text, or the messages of a chat, each with its `role` and `content`. At the end
+    `tokens`, `finish` and `tokens_per_second` of the returned object are set.
 
     Raises:
         UsageError: an option is invalid, or the prompt is longer than the context.
-        BundleError: the bundle is of no language model with a tokenizer, or its files have changed.
+        BundleError: the bundle has no language model with a tokenizer, or its files have changed.
         MissingExtraError: ONNX Runtime GenAI is not installed.
     """
     return text_model(bundle, request).generate(prompt, request)
@@ -39,19 +40,16 @@ def text_model(bundle: Bundle | AnyPath, request: GenerateRequest) -> TextModel:
     return TextModel(opened, request.threads, request.context)
 
 
-def serve_as(bundle: Bundle | AnyPath, request: ServeRequest) -> None:
-    """Serves a bundle's language model by the protocol of OpenAI, until it is interrupted.
+@takes(ServeRequest)
+def serve(bundle: Bundle | AnyPath, request: ServeRequest) -> None:
+    """Serves a bundle's language model by OpenAI's protocol, until it is interrupted.
 
     Raises:
         UsageError: an option is invalid, or the port is in use.
-        BundleError: the bundle is of no language model with a tokenizer, or its files have changed.
+        BundleError: the bundle has no language model with a tokenizer, or its files have changed.
         MissingExtraError: ONNX Runtime GenAI or the server is not installed.
     """
     from ...exporter.bundle.bundle import Bundle
     from .server.serve import serve as run
 
     run(bundle if isinstance(bundle, Bundle) else Bundle.open(bundle), request)
-
-
-generate = takes(GenerateRequest)(generate_as)
-serve = takes(ServeRequest)(serve_as)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...commands.options import AsJson, BundleArgument, Verbosity, json_text
+from ...commands.options import AsJson, BundleArgument, Quiet, Verbose, json_text, option_for
 from ...common.console import Console, show
 from ...common.interrupts import in_own_process
 from ...common.text import printable
-from .calls import generate_as, serve_as, text_model
-from .request import GenerateRequest, ServeRequest
+from .calls import generate as continued
+from .calls import serve as answer
+from .calls import text_model
+from .request import GenerateRequest, LayoutOptions, ServeRequest, TextLayout
 
 if TYPE_CHECKING:
     from .generate import GeneratedText, TextModel
@@ -27,20 +29,50 @@ def generate(
         str | None,
         typer.Argument(metavar="[PROMPT]", help="The text to continue [default: standard input]."),
     ] = None,
-    request: GenerateRequest,
+    chat: Annotated[bool, option_for(GenerateRequest, "chat", "Prompt")] = False,
+    system: Annotated[str | None, option_for(GenerateRequest, "system", "Prompt")] = None,
+    max_tokens: Annotated[
+        int, option_for(GenerateRequest, "max_tokens", "Sampling", metavar="N")
+    ] = 256,
+    temperature: Annotated[
+        float | None, option_for(GenerateRequest, "temperature", "Sampling")
+    ] = None,
+    top_p: Annotated[float | None, option_for(GenerateRequest, "top_p", "Sampling")] = None,
+    top_k: Annotated[int | None, option_for(GenerateRequest, "top_k", "Sampling")] = None,
+    seed: Annotated[int | None, option_for(GenerateRequest, "seed", "Sampling")] = None,
+    context: Annotated[
+        int | None, option_for(GenerateRequest, "context", "Sampling", min=2)
+    ] = None,
+    stop: Annotated[
+        list[str] | None, option_for(GenerateRequest, "stop", "Sampling", metavar="TEXT")
+    ] = None,
+    threads: Annotated[int | None, option_for(GenerateRequest, "threads", "Runtime", min=1)] = None,
     as_json: AsJson = False,
-    verbosity: Verbosity,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> None:
     """Continue a text with a bundle's language model, or chat with it.
 
-    --chat without a prompt is a conversation, a line each, until it is told to end (Ctrl-D).
+    --chat without a prompt is a conversation, a line each, until Ctrl-D.
     """
     in_own_process()
-    console = verbosity.console()
-    if prompt is None and request.chat and sys.stdin.isatty() and not as_json:
+    console = Console(verbose=verbose, quiet=quiet)
+    request = GenerateRequest(
+        chat=chat,
+        system=system,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        context=context,
+        stop=stop or (),
+        threads=threads,
+    )
+    if prompt is None and chat and sys.stdin.isatty() and not as_json:
         _converse(text_model(bundle, request), request, console)
         return
-    text = generate_as(bundle, sys.stdin.read() if prompt is None else prompt, request)
+    text = continued(bundle, sys.stdin.read() if prompt is None else prompt, request)
     if as_json:
         whole = "".join(text)
         show(json_text({"text": whole, **_taken(text)}))
@@ -49,7 +81,7 @@ def generate(
 
 
 def _converse(model: TextModel, request: GenerateRequest, console: Console) -> None:
-    """A chat: what was said so far is part of every prompt."""
+    """Runs a chat: all earlier messages are part of every prompt."""
     said: list[dict[str, str]] = []
     while True:
         try:
@@ -65,7 +97,7 @@ def _converse(model: TextModel, request: GenerateRequest, console: Console) -> N
 
 
 def _print(text: GeneratedText, console: Console) -> str:
-    """Prints a text as it comes, and then what it took, also where it is interrupted."""
+    """Prints a text as it is generated, and then its statistics, also after an interruption."""
     pieces: list[str] = []
     try:
         for piece in text:
@@ -92,17 +124,42 @@ def _taken(text: GeneratedText) -> dict[str, object]:
     }
 
 
-def serve(*, bundle: BundleArgument, request: ServeRequest, verbosity: Verbosity) -> None:
+def serve(
+    *,
+    bundle: BundleArgument,
+    host: Annotated[str, option_for(ServeRequest, "host")] = "127.0.0.1",
+    port: Annotated[int, option_for(ServeRequest, "port", min=1, max=65535)] = 8080,
+    name: Annotated[str | None, option_for(ServeRequest, "name")] = None,
+    max_tokens: Annotated[int, option_for(ServeRequest, "max_tokens", min=1)] = 4096,
+    context: Annotated[int | None, option_for(ServeRequest, "context", min=2)] = None,
+    threads: Annotated[int | None, option_for(ServeRequest, "threads", min=1)] = None,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
     """Serve a bundle's language model to clients of OpenAI's protocol.
 
     Completions and chats, streamed or whole, at http://HOST:PORT/v1; /health and /metrics. A line
     of log a request goes to standard error.
     """
-    import logging  # only here: --help takes no longer than it must
+    import logging  # only here: --help must be fast
 
     in_own_process()
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
-    logging.getLogger("moexport.serve").setLevel("ERROR" if verbosity.quiet else "INFO")
-    where = f"http://{request.host}:{request.port}/v1"
-    verbosity.console().step(f"serving {bundle} at {where}; Ctrl-C ends it")
-    serve_as(bundle, request)
+    logging.getLogger("moexport.serve").setLevel("ERROR" if quiet else "INFO")
+    request = ServeRequest(
+        host=host, port=port, name=name, max_tokens=max_tokens, context=context, threads=threads
+    )
+    where = f"http://{host}:{port}/v1"
+    from ...exporter.bundle.bundle import Bundle
+
+    opened = Bundle.open(bundle)
+    Console(verbose=verbose, quiet=quiet).step(f"serving {bundle} at {where}; Ctrl-C ends it")
+    answer(opened, request)
+
+
+def layout_options(
+    *,
+    layout: Annotated[TextLayout | None, option_for(LayoutOptions, "layout")] = None,
+) -> LayoutOptions:
+    """Returns the options of `export` for programs that generate text."""
+    return LayoutOptions(layout=layout)

@@ -1,7 +1,7 @@
-"""Whether ONNX Runtime GenAI's own tokenizer makes the tokens that Hugging Face's makes.
+"""Compares the tokens of ONNX Runtime GenAI's tokenizer with Hugging Face's.
 
 `generate` and `serve` use the latter; other programs that open a bundle's folder with GenAI do not.
-GenAI's reads fewer kinds of files, and may end its process: so it runs in another one.
+GenAI's reads fewer kinds of files, and may end its process, so it runs in another one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ TEXTS = (
 )
 
 LIMIT_S = 60
-"""For both tokenizers to be loaded and used."""
+"""The time for loading and using both tokenizers."""
 
 
 def different_tokens(folder: Path) -> str | None:
-    """Returns how GenAI's tokenizer differs for a bundle's folder; None where it does not.
+    """Returns how GenAI's tokenizer differs for a bundle's folder; None if it does not.
 
-    None too where GenAI or `tokenizers` are not installed.
+    Also None if GenAI or `tokenizers` is not installed.
     """
     if any(importlib.util.find_spec(name) is None for name in ("onnxruntime_genai", "tokenizers")):
         return None
@@ -57,13 +57,13 @@ def different_tokens(folder: Path) -> str | None:
             check=True,
         )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
-        return f"ONNX Runtime GenAI's own tokenizer does not take {TOKENIZER_FILE}: {_ADVICE}"
+        return f"ONNX Runtime GenAI's own tokenizer cannot read {TOKENIZER_FILE}: {_ADVICE}"
     others = [TEXTS[at] for at in json.loads(done.stdout)]
     if not others:
         return None
     return (
-        f"ONNX Runtime GenAI's own tokenizer makes other tokens of {len(others)} of {len(TEXTS)} "
-        f"texts, such as {others[0]!r}: {_ADVICE}"
+        f"ONNX Runtime GenAI's own tokenizer makes different tokens for {len(others)} of "
+        f"{len(TEXTS)} texts, such as {others[0]!r}: {_ADVICE}"
     )
 
 
@@ -71,7 +71,7 @@ _ADVICE = "moexport does not use it; in other programs, give GenAI the tokens of
 
 
 def _without_weights(folder: Path, place: Path) -> None:
-    """Writes what GenAI loads a tokenizer with: the folder's files, and a graph of one node."""
+    """Writes GenAI's files of a tokenizer: the folder's, and a graph of one node."""
     import onnx
     from onnx import TensorProto, helper
 
@@ -94,7 +94,7 @@ def _without_weights(folder: Path, place: Path) -> None:
 
 
 def main() -> None:
-    """Prints which texts have other tokens, by their places."""
+    """Prints which texts have different tokens, by their numbers."""
     import onnxruntime_genai
     from tokenizers import Tokenizer
 

@@ -1,9 +1,9 @@
-"""A process that reads requests and makes the tokens of their prompts; `prompts.py` starts it.
+"""A process that reads requests and tokenises their prompts; `prompts.py` starts it.
 
 The chat template of a bundle is a program, a pattern of its tokenizer may run for years, and a
-client may send anything. So each request is read in a copy of this process (a fork, where the
-system has that), which is ended after a time and leaves no memory behind; a template runs in
-Jinja's sandbox.
+client may send anything. So each request is read in a copy of this process (a fork, if the system
+supports it), which is ended after a time limit and frees its memory; a template runs in Jinja's
+sandbox.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     import jinja2
 
 MEMORY_BYTES = 4 << 30
-"""Of this process at most, where the system has such a limit; a large tokenizer takes 1 GB."""
+"""The memory limit of this process, if the system supports one; a large tokenizer takes 1 GB."""
 
 MOST_WORDS = 300
-"""Characters of a library's message that are passed on."""
+"""The largest part of a library's message that is passed on, in characters."""
 
 Chat = Sequence[Mapping[str, str]]
 
@@ -44,7 +44,7 @@ class Encoder:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        # Settings for batches, which may be left in the file.
+        # Settings for batches, which may still be in the file.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         words = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -57,10 +57,10 @@ class Encoder:
             try:
                 self._template, self._reads = _compiled(source, folder)
             except Exception as error:  # noqa: BLE001 - a template may be any text
-                self._problem = f"the model's chat template cannot be compiled: {_told(error)}"
+                self._problem = f"the model's chat template cannot be compiled: {_message(error)}"
 
     def completion(self, body: bytes, name: str, most: int, *, chat: bool) -> dict[str, Any]:
-        """Returns what a client's request asks for, without its prompt, and the tokens of that."""
+        """Returns a client's request without its prompt, and the prompt's tokens."""
         completion = asked(body)
         if completion.model not in ("", name):
             named = printable(completion.model[:64])
@@ -71,14 +71,14 @@ class Encoder:
         return {"asked": asdict(left), "ids": self.tokens(content)}
 
     def tokens(self, prompt: str | Chat) -> list[int]:
-        """Returns the tokens of a text, or of a chat as the model's template writes it.
+        """Returns the tokens of a text, or of a chat in the form of the model's template.
 
-        Raises `UsageError` for a prompt that the model or its template does not take.
+        Raises `UsageError` for a prompt that the model or its template does not accept.
         """
         parts = [prompt] if isinstance(prompt, str) else [t for m in prompt for t in m.values()]
         if any("\0" in part for part in parts):
             raise UsageError(
-                "the prompt has a NUL character, which is no text", hint="leave it out"
+                "the prompt has a NUL character, which is not text", hint="leave it out"
             )
         text = prompt if isinstance(prompt, str) else self._rendered(prompt)
         if len(text) > self._most:
@@ -104,7 +104,7 @@ class Encoder:
                     break
         except Exception as cause:
             raise UsageError(
-                f"the model's chat template does not take these messages: {_told(cause)}",
+                f"the model's chat template does not accept these messages: {_message(cause)}",
                 hint="leave --system out: some templates have no system messages",
             ) from cause
         return text
@@ -125,7 +125,7 @@ def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """A block that only marks what a model is trained on."""
+        """A block that only marks the text that a model is trained on."""
 
         tags = {"generation"}  # noqa: RUF012 - the type that Jinja declares
 
@@ -144,7 +144,7 @@ def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str
         lstrip_blocks=True,
         extensions=[Generation, loopcontrols],
     )
-    # A constant of a template may take for ever: it is computed in a request, not when it is read.
+    # A constant of a template may run forever, so it is computed in a request, not on loading.
     environment.intercepted_binops = frozenset(environment.default_binop_table)
     environment.filters["tojson"] = to_json
     special = {
@@ -167,8 +167,8 @@ def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str
     return template, frozenset(reads)
 
 
-def _told(error: BaseException) -> str:
-    """What an error tells, in one line."""
+def _message(error: BaseException) -> str:
+    """An error's message in one line."""
     told = " ".join(str(error).split()) or type(error).__name__
     return told[:MOST_WORDS]
 
@@ -194,7 +194,7 @@ def _say(answer: bytes) -> None:
 
 
 def _copied(encoder: Encoder, asked_for: Mapping[str, Any], body: bytes) -> None:
-    """Answers in a copy of this process, which is ended after a time; says so where it was."""
+    """Answers in a copy of this process, which is ended after a time limit; reports that."""
     if sys.platform == "win32":  # which cannot copy a process
         _say(_answer(encoder, asked_for, body))
         return
@@ -211,11 +211,14 @@ def _copied(encoder: Encoder, asked_for: Mapping[str, Any], body: bytes) -> None
 
 
 NICE = 5
-"""Texts that are being written come before prompts that are read."""
+"""Texts that are being written have priority over prompts that are read."""
 
 
 def main() -> None:
-    """Answers what standard input asks, a line of JSON and as many bytes as it has, to its end."""
+    """Answers requests on standard input, until its end.
+
+    A request is a line of JSON and a body of the size in it.
+    """
     if sys.platform != "win32":
         import resource
 

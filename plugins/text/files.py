@@ -1,4 +1,4 @@
-"""The files of a bundle that text is generated with, and what may be wrong with them."""
+"""The files of a bundle for text generation, and their possible problems."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
 TOKENIZER_BYTES = 128 << 20
-"""Of a tokenizer at most: those of 200,000 words have 30 MB."""
+"""The largest size of a tokenizer: those of 200,000 words have 30 MB."""
 
 TEMPLATE_BYTES = 1 << 20
-"""Of a chat template at most: long ones have 20 kB."""
+"""The largest size of a chat template: long ones have 20 kB."""
 
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
     TEMPLATE_FILE,
     "chat_template.json",
 )
-"""What libraries call the parts of a tokenizer, and the template of a chat."""
+"""The names of the files of a tokenizer, and of a chat template."""
 
 CONTENTS = {
     GENAI_FILE: "opens this folder in ONNX Runtime GenAI, which generates text from it",
@@ -40,19 +40,19 @@ CONTENTS = {
     CONFIG_FILE: "the model's configuration, as transformers has it",
     **dict.fromkeys(TOKENIZER_FILES, "of the tokenizer, as it was trained"),
 }
-"""What these files are, for the page of a bundle."""
+"""Descriptions of these files for the page of a bundle."""
 
 CONFIGURED = (GENAI_FILE, GENERATION_FILE, CONFIG_FILE, *TOKENIZER_FILES)
-"""What a bundle has beside its graph for programs that generate text."""
+"""The files of a bundle for programs that generate text."""
 
 
 def write_object(content: Mapping[str, Any], place: Path) -> None:
-    """Writes a JSON file for people to read."""
+    """Writes an indented JSON file."""
     place.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def tokenizer_problem(folder: Path, vocabulary: int) -> str | None:
-    """Returns what keeps a model of a vocabulary from being used with the tokenizer in a folder."""
+    """Returns why a tokenizer in a folder does not fit a vocabulary, empty if it does."""
     file = folder / TOKENIZER_FILE
     if not file.is_file():
         return f"{folder}: holds no {TOKENIZER_FILE}"
@@ -60,15 +60,15 @@ def tokenizer_problem(folder: Path, vocabulary: int) -> str | None:
     model, added = content.get("model"), content.get("added_tokens")
     words = model.get("vocab") if isinstance(model, dict) else None
     ids = [entry.get("id") for entry in added or () if isinstance(entry, dict)]
-    # The words of some tokenizers are a list, of which a place is an id.
+    # The words of some tokenizers are a list, in which an id is a position.
     ids += [*words.values()] if isinstance(words, dict) else [len(words or ()) - 1]
     largest = max((token_id for token_id in ids if isinstance(token_id, int)), default=-1)
     if largest < 0:
-        return f"{file}: is no tokenizer"
+        return f"{file}: is not a tokenizer"
     if largest >= vocabulary:
         return (
-            f"{file}: is of another model: it has the token {largest}, and this model's vocabulary "
-            f"ends at {vocabulary - 1}"
+            f"{file}: belongs to another model: it has the token {largest}, and this model's "
+            f"vocabulary ends at {vocabulary - 1}"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Continues a text: the loop and the samplers are those of ONNX Runtime GenAI.
+"""Continues a text with the loop and the samplers of ONNX Runtime GenAI.
 
 Its tokenizer is not used: it recurses for each character, and ends the process for a long text.
 """
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
     from tokenizers.decoders import DecodeStream
 
 Message = Mapping[str, str]
-"""What somebody says in a chat: its `role` and its `content`."""
+"""A message in a chat: its `role` and its `content`."""
 
 Finish = Literal["stop", "length"]
-"""Why a text ends: at a token or text that ends it, or after as many tokens as were asked for."""
+"""Why a text ends: at a token or text that ends it, or at the largest number of tokens."""
 
 
 PROMPT_TOKENS = 128
-"""Of a prompt that are computed in one step: nothing else runs meanwhile."""
+"""The part of a prompt that is computed in one step, during which nothing else runs."""
 
 OUT_OF_MEMORY = re.compile(r"[Cc]ould not allocate|Failed to allocate memory|bad_alloc")
-"""How ONNX Runtime and GenAI report that there is no memory."""
+"""Messages of ONNX Runtime and GenAI for missing memory."""
 
 
 class TextModel:
-    """A bundle that is ready to generate text, in a context of as many tokens as it or a user says.
+    """A bundle that is ready to generate text, in its context or a smaller one.
 
     Raises `BundleError` for a bundle that cannot, or whose files have changed, and
     `MissingExtraError` without ONNX Runtime GenAI.
@@ -98,7 +98,7 @@ class TextModel:
         return self.start(self.tokens(prompt, request), request)
 
     def tokens(self, prompt: str | Sequence[Message], request: GenerateRequest) -> list[int]:
-        """Returns the tokens of a prompt, which leave room for one more in the context."""
+        """Returns the tokens of a prompt; at least one more must fit into the context."""
         if not request.chat and isinstance(prompt, str):
             return self.prompts.tokens(prompt)
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
@@ -107,9 +107,9 @@ class TextModel:
         return self.prompts.tokens(said)
 
     def start(self, tokens: list[int], request: GenerateRequest) -> GeneratedText:
-        """Returns the text after some tokens, with a cache of its own.
+        """Returns the text after some tokens, with its own cache.
 
-        Raises `CacheMemoryError` where the cache does not fit into the memory.
+        Raises `CacheMemoryError` if the cache does not fit into the memory.
         """
         length = min(len(tokens) + request.max_tokens, self.context)
         if self._token_bytes * length > available_bytes():
@@ -166,7 +166,7 @@ class Decoder:
         self._stream = self._begun()
 
     def text(self, token: int) -> str:
-        """Returns what a token adds, which is nothing within a character."""
+        """Returns the text of one more token, empty within a character."""
         try:
             return self._stream.step(self._words, token) or ""
         except Exception:  # noqa: BLE001 - its own, for bytes that are no text: it takes no others
@@ -180,9 +180,9 @@ class Decoder:
 
 
 class GeneratedText(Iterator[str]):
-    """A text, piece by piece as it is generated; what it took is known when it has ended.
+    """A text, piece by piece as it is generated; its statistics are known at its end.
 
-    A piece that may begin a text to stop at is held back until that is known.
+    A piece that may be the start of a stop text is held back until that is known.
     """
 
     def __init__(
@@ -210,19 +210,19 @@ class GeneratedText(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Frees the cache; nothing follows."""
+        """Frees the cache; no text follows."""
         self._generator = None
         self.finish = self.finish or "length"
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The rate of the tokens after the first; None where there are none."""
+        """The rate of the tokens after the first; None if there are none."""
         return (self.tokens - 1) / self.decode_s if self.tokens > 1 and self.decode_s else None
 
     def step(self) -> str:
         """Computes one more token, or a part of the prompt.
 
-        Returns what is known not to be a text to stop at, which may be nothing.
+        Returns the text that cannot be part of a stop text, which may be empty.
         """
         started = perf_counter()
         try:
@@ -250,7 +250,7 @@ class GeneratedText(Iterator[str]):
         return int(self._generator.get_next_tokens()[0])
 
     def _piece(self, token: int) -> str:
-        """The text of a token, as far as it is known not to be a text to stop at."""
+        """The text of a token, as far as it cannot be part of a stop text."""
         if token in self._ends:
             self.finish = "stop"
             return self._held
@@ -268,13 +268,13 @@ class GeneratedText(Iterator[str]):
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of a text are the first of another one."""
+    """The number of characters at the end of a text that start another one."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
 def check_generates(bundle: Bundle) -> None:
-    """Raises `BundleError` for a bundle that no text is generated from, with the reason."""
+    """Raises `BundleError` with the reason if a bundle cannot generate text."""
     files = bundle.manifest.files
     vocabulary = bundle.manifest.inputs[0].below
     if GENAI_FILE not in files or vocabulary is None:
@@ -293,7 +293,7 @@ def check_generates(bundle: Bundle) -> None:
 
 
 def genai_library() -> Any:
-    """Returns ONNX Runtime GenAI, which reports to nobody, or raises `MissingExtraError`."""
+    """Returns ONNX Runtime GenAI with its log off, or raises `MissingExtraError`."""
     try:
         import onnxruntime_genai
     except ImportError as error:
@@ -306,7 +306,7 @@ def genai_library() -> Any:
 
 
 def _words(folder: Path) -> Tokenizer:
-    """The words of a tokenizer and how they are joined, without what cuts a text into words."""
+    """The words of a tokenizer and their merges, without the pattern that splits a text."""
     from tokenizers import Tokenizer
 
     content = object_in(folder / TOKENIZER_FILE, TOKENIZER_BYTES)
@@ -315,5 +315,5 @@ def _words(folder: Path) -> Tokenizer:
 
 
 def _bytes(dtype: str) -> int:
-    """How many bytes a number has of a type that a cache may have."""
+    """The number of bytes of a number in a cache of this type."""
     return 4 if dtype == "float32" else 2

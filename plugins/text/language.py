@@ -1,4 +1,4 @@
-"""Language models in a benchmark: text as windows of tokens, and the calls that are timed.
+"""Language models in a benchmark: text as windows of tokens, and the timed calls.
 
 A prefill computes a whole prompt; a decode computes one more token after it, with the keys and
 values of the prompt in the cache.
@@ -18,8 +18,9 @@ from ...bench.plan import Phase
 from ...bench.runners.base import first_of
 from ...bench.runners.pytorch import PyTorch
 from ...common.locations import local
-from ...data.feeds import IGNORED, Array, Labels, npy_array
-from ...errors import FeedError, UsageError, in_one_line
+from ...data.batches import IGNORED, Array, Labels
+from ...data.feeds import npy_array
+from ...errors import FeedError, UsageError, one_line
 from ...exporter.inputs import Inputs, fitted
 from ...exporter.model import Model
 from ...graphs.names import PAST, PRESENT
@@ -28,24 +29,24 @@ from ..token_routed.network import TransformersNetwork
 API = 1
 
 PROMPT = 128
-"""Tokens of a prompt where nobody says how many."""
+"""The default number of tokens of a prompt."""
 
 WINDOWS = 32
-"""Windows of Python's own text: some thousand tokens tell a perplexity to some percent."""
+"""Windows of Python's own text: some thousand tokens give a perplexity to some percent."""
 
 RANDOM_WINDOWS = 8
 
 TEXT_BYTES = 64 << 20
-"""Of a text at most: its tokens take a hundred times as much while they are made."""
+"""The largest size of a text: its tokens take a hundred times as much while they are made."""
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 """Files of which a folder with a tokenizer has one."""
 
 
 def prompt_of(model: Model, tokens: int | None) -> int:
-    """Returns how many tokens a prompt has; `UsageError` where the model has not as many positions.
+    """Returns the number of tokens of a prompt; raises `UsageError` beyond the model's positions.
 
-    One more follows it.
+    One more token follows it.
     """
     assert isinstance(model.module, TransformersNetwork)
     config = model.module.wrapped.config.get_text_config()
@@ -62,9 +63,9 @@ def prompt_of(model: Model, tokens: int | None) -> int:
 
 
 def phases_of(model: Model, tokens: int | None, length: int) -> tuple[Phase, ...]:
-    """Returns the calls of a language model that are timed: no decode without a cache.
+    """Returns the timed calls of a language model; no decode without a cache.
 
-    The prompt has so many `tokens`, and one follows it in texts of this `length`.
+    The prompt has `tokens` tokens, and one follows it in texts of this `length`.
     """
     prompt = min(prompt_of(model, tokens), length - 1)
     prefill = Phase("prefill", prompt)
@@ -77,11 +78,11 @@ def _sequences(data: str | Path | Array | None, model: Model, tokens: int | None
 
 
 def token_windows(data: str | Path | Array | None, model: Model, prompt: int) -> LabelledData:
-    """Returns windows [s, prompt + 1] of token ids, by which perplexity is taken.
+    """Returns windows [s, prompt + 1] of token ids for a perplexity.
 
-    `data` is a file of text, an `.npz` with `input_ids` [s, m] or a `.npy` of ids [tokens] or
-    [s, m]; None takes the text that ships with Python, where the model's folder has a tokenizer, or
-    random ids, which tell no perplexity. Raises `FeedError` for what is none of these.
+    `data` is a file of text, an `.npz` with `input_ids` [s, m] or a `.npy` of ids [tokens] or [s,
+    m]; None takes the text that ships with Python, if the model's folder has a tokenizer, or random
+    ids, for which perplexity means nothing. Raises `FeedError` for anything else.
     """
     length, name = prompt + 1, model.input.name
     if data is None:
@@ -112,7 +113,7 @@ def _text_ids(path: Path, model: Model) -> Array:
     tokenizer = _tokenizer(local(model.source.path))
     if tokenizer is None:
         raise FeedError(
-            f"{path}: is text, and {model.source.path} has no tokenizer",
+            f"{path}: is text, but {model.source.path} has no tokenizer",
             hint="copy tokenizer.json into the folder, or give token ids: an .npz with 'input_ids'",
         )
     if path.stat().st_size > TEXT_BYTES:
@@ -123,11 +124,11 @@ def _text_ids(path: Path, model: Model) -> Array:
     try:
         return _ids(tokenizer, path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise FeedError(f"{path}: is no text in UTF-8", hint="give text, .npz or .npy") from error
+        raise FeedError(f"{path}: is not text in UTF-8", hint="give text, .npz or .npy") from error
 
 
 def _tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model's folder, None where it has none; code in a folder is never run."""
+    """The tokenizer of a model's folder, None if there is none; code in a folder is never run."""
     folder = folder if folder.is_dir() else folder.parent
     if not any((folder / file).is_file() for file in TOKENIZERS):
         return None
@@ -139,7 +140,7 @@ def _tokenizer(folder: Path) -> Any:
         )
     except Exception as error:  # a tokenizer's reader may fail in any way
         raise FeedError(
-            f"{folder}: transformers cannot load its tokenizer: {in_one_line(error)}",
+            f"{folder}: transformers cannot load its tokenizer: {one_line(error)}",
             hint="give token ids: --data ids.npz with 'input_ids'",
         ) from error
 
@@ -160,24 +161,28 @@ def _windows(ids: Array, model: Model, length: int, where: str) -> LabelledData:
         ids = ids[: len(ids) // length * length].reshape(-1, length)
     ids = fitted(ids, model.input)
     if ids.shape[1] < 2:
-        raise FeedError(f"{where}: one token each foretells nothing", hint="give longer sequences")
+        raise FeedError(
+            f"{where}: single tokens have no next token to predict", hint="give longer sequences"
+        )
     return LabelledData(ids, None, model.input.name)
 
 
 def _archived(path: Path, model: Model) -> LabelledData:
-    """The ids of an `.npz`, whose mask says which are foretold where no label does."""
+    """The ids of an `.npz`; its mask excludes tokens if no label does."""
     data = several_inputs(path, model, 0)
     mask = data.beside.get("attention_mask")
     labels = data.labels
     if labels is None and mask is not None:
         labels = targets_of(data.inputs, mask)
     if data.inputs.shape[1] < 2:
-        raise FeedError(f"{path}: one token each foretells nothing", hint="give longer sequences")
+        raise FeedError(
+            f"{path}: single tokens have no next token to predict", hint="give longer sequences"
+        )
     return replace(data, labels=labels)
 
 
 def targets_of(ids: Array, mask: Array) -> Labels:
-    """Returns the next id at each position [s, m], where the mask has both."""
+    """Returns the next id at each position [s, m], if the mask has both."""
     targets = np.full_like(ids, IGNORED)
     both = (mask[:, :-1] != 0) & (mask[:, 1:] != 0)
     targets[:, :-1] = np.where(both, ids[:, 1:], IGNORED)
@@ -195,7 +200,7 @@ def python_topics() -> list[str]:
 
 
 def phase_inputs(phase: Phase, x: Inputs, base: PyTorch) -> dict[str, Array]:
-    """Returns what a call takes of windows [b, m]: the prompt, or what follows it with its cache.
+    """Returns the inputs of a call for windows [b, m]: the prompt, or the rest with its cache.
 
     The cache is that of the untouched model, the same for all that are measured.
     """
@@ -216,4 +221,4 @@ def _cut(name: str, ids: Array, mask: Array | None, start: int, end: int) -> dic
 
 
 LANGUAGE = SequenceBenchmark("language", data=_sequences, phases=phases_of, inputs=phase_inputs)
-"""Names what loads language models."""
+"""The benchmark of language models."""

@@ -1,6 +1,6 @@
-"""A language model's files as another program looks for them: a folder of their own in the bundle.
+"""Writes a language model's files in another program's layout: a separate folder in the bundle.
 
-Its weights are a copy: `onnx` opens none that are a link.
+Its weights are a copy, because ONNX opens no weights that are links.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ...common.documents import object_in
 from ...common.option import Mistake
 from ...exporter.bundle.manifest import FileRecord, Manifest
 from ...exporter.bundle.steps import Export, Step
-from ...exporter.job import writes_text
 from ...graphs.names import PAST
 from ..token_routed import CONFIG_FILE, GENERATION_FILE
 from .files import (
@@ -43,19 +42,19 @@ GRAPHS = "onnx"
 """The folder of the graphs, in that of the layout."""
 
 CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
-"""What transformers 5 calls a tokenizer of any kind, and what that was called before."""
+"""The name of transformers 5 for a tokenizer of any kind, and the earlier one."""
 
 BATCH = "batch_size"
-"""What these programs call the axis: transformers.js makes the empty cache by this name."""
+"""The name of the axis in these programs: transformers.js makes the empty cache by this name."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutRecord:
     """How a program reads a folder.
 
-    Of the types of models in `known` it finds the sizes of the cache in their own `config.json`;
-    for all others `alias` is one of which it reads exactly the sizes that the layout writes.
-    `suffixes` end the names of graphs by precision.
+    For the types of models in `known` it finds the sizes of the cache in their own `config.json`;
+    for all others `alias` is a type of which it reads exactly the sizes that the layout writes.
+    `suffixes` are the endings of graphs' names by precision.
     """
 
     known: frozenset[str]
@@ -71,7 +70,7 @@ SUFFIXES: Mapping[Precision, str] = {
 }
 
 DTYPES: Mapping[Precision, str] = {"fp32": "fp32", "fp16": "fp16", "int8": "q8", "int4": "q4"}
-"""What transformers.js calls the precisions."""
+"""The names of the precisions in transformers.js."""
 
 LAYOUTS: Mapping[TextLayout, LayoutRecord] = {
     "transformers-js": LayoutRecord(
@@ -92,8 +91,8 @@ def _asked(layout: TextLayout, options: ExportOptions) -> bool:
 
 
 def _check(layout: TextLayout, options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
-    """What keeps a bundle from having a layout."""
-    precision, served = options.precision.name, LAYOUTS[layout].suffixes
+    """Raises if a bundle cannot have a layout."""
+    precision, served = options.precision, LAYOUTS[layout].suffixes
     if precision not in served:
         yield (
             f"--layout {layout}: it has no name for --precision {precision}",
@@ -101,9 +100,11 @@ def _check(layout: TextLayout, options: ExportOptions, model: Model | None) -> I
         )
     if model is None:
         return
+    from ...exporter.job import writes_text  # loads PyTorch, as the model did
+
     if not writes_text(model, options):
         yield (
-            f"--layout {layout}: it is of causal language models with a cache, and this is none",
+            f"--layout {layout}: it needs a causal language model with a cache",
             "leave --layout out",
         )
     folder = model.source.files[0].parent
@@ -165,7 +166,7 @@ def with_layout(
 
 
 def _moved(model: ModelProto, weights: str) -> set[str]:
-    """Gives a graph's weights another file, and the batch its name; returns the files before."""
+    """Renames a graph's weights file, and its batch axis; returns the files before."""
     before = set()
     for tensor in model.graph.initializer:
         for entry in tensor.external_data:

@@ -1,6 +1,6 @@
-"""The tokens of prompts, which a process of their own makes (`encoder.py`), within a time.
+"""Tokenises prompts in another process (`encoder.py`), within a time limit.
 
-Hugging Face's `tokenizers` take a time that grows with the length of a text, whatever the text.
+The time of Hugging Face's `tokenizers` grows with the length of a text.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .server.protocol import Asked, NoSuchModelError
 ENCODER = "moexport.plugins.text.encoder"
 
 LOADING_S = 60
-"""For a tokenizer to be loaded: one of 200,000 words takes two seconds."""
+"""The time to load a tokenizer: one of 200,000 words takes two seconds."""
 
 LIMIT_S = 10
-"""For the tokens of a prompt, and a second more for each MiB of it."""
+"""The time for the tokens of a prompt, and a second more for each MiB of it."""
 
 CLOSING_S = 5
-"""After which the process is ended, where it does not end its copy by itself."""
+"""The time after which the process is ended if it does not end its copy by itself."""
 
 
 class Prompts:
-    """Makes the tokens of prompts for a bundle's folder and a context of a number of tokens.
+    """Tokenises prompts for a bundle's folder and a context of a number of tokens.
 
     Raises `MissingExtraError` without `tokenizers` and Jinja, and `BundleError` for a tokenizer
     that cannot be loaded.
@@ -45,10 +45,10 @@ class Prompts:
         self._start()
 
     def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Returns the tokens of a text, or of a chat as the model's template writes it.
+        """Returns the tokens of a text, or of a chat in the form of the model's template.
 
-        Raises `UsageError` for a prompt that the model does not take, and `EngineError` where the
-        tokens are not made in time.
+        Raises `UsageError` for a prompt that the model does not accept, and `EngineError` if it
+        takes too long.
         """
         ids: list[int] = self._asked({}, json.dumps(prompt).encode())["ids"]
         return ids
@@ -56,9 +56,9 @@ class Prompts:
     def completion(
         self, body: bytes, name: str, most: int, *, chat: bool
     ) -> tuple[Asked, list[int]]:
-        """Returns what a client's request asks a model for, and the tokens of its prompt.
+        """Returns a client's request, and the tokens of its prompt.
 
-        A text has `most` tokens at most. Raises as `tokens` does, and `NoSuchModelError`.
+        A text has at most `most` tokens. Raises as `tokens` does, and `NoSuchModelError`.
         """
         found = self._asked({"name": name, "most": most, "chat": chat}, body)
         return from_data(Asked, found["asked"], "the request"), found["ids"]
@@ -89,7 +89,7 @@ class Prompts:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # a Ctrl-C reaches this process alone
+            start_new_session=True,  # a Ctrl-C reaches only this process
         )
         self._end = weakref.finalize(self, _end, self._process)
         if self._answer(b"", LOADING_S) is None:
@@ -99,7 +99,7 @@ class Prompts:
             )
 
     def _answer(self, asked: bytes, seconds: int) -> Any:
-        """What the process answers; None where it ends, or is ended after a time."""
+        """The process's answer; None if it ends, or is ended after a time limit."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         timer = Timer(seconds, process.kill)
@@ -120,13 +120,13 @@ class Prompts:
 
 
 def check_installed() -> None:
-    """Raises `MissingExtraError` where the libraries of prompts are not installed."""
+    """Raises `MissingExtraError` if the libraries for prompts are not installed."""
     try:
         import jinja2  # noqa: F401
         import tokenizers  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(
-            f"what makes tokens of text is not installed ({error})", hint=install("generate")
+            f"the tokenizer's libraries are not installed ({error})", hint=install("generate")
         ) from error
 
 

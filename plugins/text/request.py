@@ -1,4 +1,4 @@
-"""What is asked of a language model: texts, serving, a folder for a program. Loads nothing."""
+"""The options for language models: texts, serving, a folder for a program. Loads nothing."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ...errors import UsageError
 API = 1
 
 TextLayout = Literal["transformers-js", "optimum"]
-"""Whose names and folders: each is written by the step of that name (`layouts.py`)."""
+"""The programs with their own folder layout; the step of that name writes it (`layouts.py`)."""
 
 LEAST_TOP_P = 2.0**-149
-"""The smallest 32-bit number above 0, which would draw from all tokens."""
+"""The smallest 32-bit number above 0; 0 would draw from all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOptions:
-    """Which programs find the files of a bundle of texts."""
+    """The layouts for programs that generate text from a bundle."""
 
     layout: TextLayout | None = option(None, "Also write a folder for this program.", unset="none")
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for a program that is none of them."""
+        """Raises `UsageError` for an unknown program."""
         names = get_args(TextLayout)
         if self.layout not in (None, *names):
             raise UsageError(
@@ -35,57 +35,57 @@ class LayoutOptions:
             )
 
 
-PANEL = Panel("text", "Text", ("export",), LayoutOptions, rare=True)
+PANEL = Panel(
+    "text",
+    "Text",
+    ("export",),
+    LayoutOptions,
+    "moexport.plugins.text.cli:layout_options",
+    rare=True,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest(Request):
-    """How a language model continues a text."""
+    """The options of generating a text."""
 
     chat: bool = option(
         False,
         "Take the prompt for a user's message, as the model's chat template writes it.",
-        heading="Prompt",
     )
     system: str | None = option(None, "A system message before it.", unset="none")
-    max_tokens: int = option(
-        256, "How many tokens to generate at most.", heading="Sampling", metavar="N"
-    )
+    max_tokens: int = option(256, "The largest number of tokens to generate.")
     temperature: float | None = option(
         None,
-        "What scores are divided by before a token is drawn; 0 takes the likeliest token.",
+        "The temperature: scores are divided by it before a token is drawn; 0 takes the most "
+        "likely token.",
         unset="the model's own",
     )
     top_p: float | None = option(
         None,
-        "Draw from the likeliest tokens of so much probability together.",
+        "Draw from the most likely tokens whose probabilities add up to this.",
         unset="the model's own",
     )
     top_k: int | None = option(
-        None, "Draw from so many tokens, the likeliest.", unset="the model's own"
+        None, "Draw from this many of the most likely tokens.", unset="the model's own"
     )
     seed: int | None = option(
         None, "The same seed draws the same tokens.", unset="another one each time"
     )
     context: int | None = option(
         None,
-        "The tokens of prompt and text together at most, which the cache has room for.",
+        "The largest number of tokens of prompt and text together, for which the cache has room.",
         unset="the model's own",
-        min=2,
     )
-    stop: Sequence[str] = option(
-        (), "End before this text. Repeat it for several.", unset="none", metavar="TEXT"
-    )
+    stop: Sequence[str] = option((), "End before this text. Repeat it for several.", unset="none")
     threads: int | None = option(
         None,
         "The number of ONNX Runtime threads.",
         unset="its own choice",
-        heading="Runtime",
-        min=1,
     )
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for a value that nothing can be drawn with."""
+        """Raises `UsageError` for an invalid value."""
         for name, fits, wanted in (
             ("max_tokens", self.max_tokens >= 1, "1 or more"),
             ("temperature", 0 <= (self.temperature or 0) < math.inf, "0 or more"),
@@ -112,20 +112,19 @@ class GenerateRequest(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRequest(Request):
-    """Where a language model is served."""
+    """The options of serving a language model."""
 
-    host: str = option("127.0.0.1", "The address to listen at; 0.0.0.0 is every one.")
-    port: int = option(8080, "The port.", min=1, max=65535)
-    name: str | None = option(None, "What requests call the model.", unset="the bundle's folder")
+    host: str = option("127.0.0.1", "The address to listen at; 0.0.0.0 is every address.")
+    port: int = option(8080, "The port.")
+    name: str | None = option(None, "The model's name in requests.", unset="the bundle's folder")
     max_tokens: int = option(
-        4096, "How many tokens a text has at most; a client may ask for fewer.", min=1
+        4096, "The largest number of tokens of a text; a client may ask for fewer."
     )
     context: int | None = option(
         None,
-        "The tokens of prompt and text together at most, which a cache has room for.",
+        "The largest number of tokens of prompt and text together, for which a cache has room.",
         unset="the model's own",
-        min=2,
     )
     threads: int | None = option(
-        None, "The number of ONNX Runtime threads.", unset="its own choice", min=1
+        None, "The number of ONNX Runtime threads.", unset="its own choice"
     )

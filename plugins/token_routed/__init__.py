@@ -1,7 +1,18 @@
-"""Experts with routers: models of `transformers`, and routers of a user's own."""
+"""Experts with routers: models of `transformers`, and users' own routers."""
+
+from __future__ import annotations
+
+from ...graphs.lowering_names import LoweringNames
+
+API = 1
+
+LOWERINGS = LoweringNames(
+    "experts", ("dense", "grouped", "conditional", "block-grouped", "fused", "slots")
+)
+"""The names of their lowerings, which load none of them."""
 
 CONFIG_FILE = "config.json"
-"""The settings of a model of `transformers`, in its folder."""
+"""The settings of a `transformers` model, in its folder."""
 
 GENERATION_FILE = "generation_config.json"
-"""How that model generates text."""
+"""The settings with which that model generates text."""

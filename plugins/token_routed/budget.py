@@ -1,7 +1,8 @@
-"""What a `config.json` may ask for: no more than the headers of the weights beside it hold.
+"""Limits what a `config.json` may ask for by the headers of the weights next to it.
 
-`transformers` builds whatever a configuration says, and a small file may say a million experts. So
-its counts are held against the weights' headers first, and what is built without weights after.
+`transformers` builds any configuration, and a small file may ask for a million experts.
+So its counts are first compared with the weights' headers, and the model that it builds without
+weights afterwards.
 """
 
 from __future__ import annotations
@@ -19,27 +20,28 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from ...common.documents import read_document
-from ...errors import CheckpointError, FamilyError, MoexportError, in_one_line
+from ...errors import CheckpointError, FamilyError, MoexportError, one_line
 from . import CONFIG_FILE
 
 COUNTS = re.compile(r"layer|expert|label|block|depth|stage|head|group", re.IGNORECASE)
-"""In the names of fields of which a library makes so many things, before or while it builds."""
+"""Words in the names of fields that are counts: a library creates that many objects before or while
+it builds."""
 
 UNSUSPECTED = 1000
-"""What a count may be whatever the weights are: to make so many things costs nothing."""
+"""A count up to this is accepted for any weights: that many objects cost little."""
 
 REGISTERED = 16
 """Modules and parameters for each tensor of the weights: an activation is a module without any."""
 
 SLACK = 2
-"""Numbers for each of the weights': tensors that are shared or computed are not saved."""
+"""Numbers for each number of the weights: tensors that are shared or computed are not saved."""
 
-SAME = "config.json and the weights are of different models"
+SAME = "config.json and the weights belong to different models"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """What the headers of a model's files declare: tensors, their numbers, the longest axis."""
+    """The contents of the headers of a model's files: tensors, their numbers, the longest axis."""
 
     folder: Path
     tensors: int
@@ -48,7 +50,7 @@ class WeightSizes:
 
     @classmethod
     def of(cls, folder: Path, files: tuple[Path, ...]) -> WeightSizes:
-        """Returns what files of safetensors declare, their numbers unread."""
+        """Returns the declarations of safetensors files, without reading their values."""
         tensors = numbers = longest = 0
         for path in files:
             try:
@@ -65,7 +67,7 @@ class WeightSizes:
         return cls(folder=folder, tensors=tensors, numbers=numbers, longest=longest)
 
     def check_config(self) -> None:
-        """Raises CheckpointError for a `config.json` that is none, or counts what cannot be."""
+        """Raises CheckpointError for an invalid `config.json`, or one with impossible counts."""
         file = self.folder / CONFIG_FILE
         left = [read_document(file, "json", CheckpointError)]
         if not isinstance(left[0], dict):
@@ -83,9 +85,9 @@ class WeightSizes:
                     )
 
     def check_built(self, model: nn.Module, *, packed: bool) -> None:
-        """Raises CheckpointError for a model of more numbers than the weights could be.
+        """Raises CheckpointError for a model with more numbers than the weights could hold.
 
-        Numbers that are `packed` are several in one.
+        Each of the `packed` numbers holds several.
         """
         wanted = sum(weight.numel() for weight in model.parameters())
         if wanted > (16 if packed else SLACK) * self.numbers + UNSUSPECTED**2:
@@ -97,9 +99,9 @@ class WeightSizes:
 
     @contextmanager
     def building(self, version: str) -> Iterator[None]:
-        """Within the context the library makes models of the configuration.
+        """Checks the models that the library makes of the configuration within the context.
 
-        What it raises is an error that names the file; so is a model that does not come to an end.
+        Raises an error with the file's name if the library fails, or if the model grows too large.
         """
         most = REGISTERED * self.tensors + 2 * UNSUSPECTED
         made = 0
@@ -124,9 +126,9 @@ class WeightSizes:
             raise
         except Exception as error:  # every architecture fails in its own way
             raise FamilyError(
-                f"{self.folder}: transformers {version} makes no model of its config.json: "
-                f"{in_one_line(error)}",
-                hint="the file should be the one that was saved with the weights",
+                f"{self.folder}: transformers {version} cannot make a model of its config.json: "
+                f"{one_line(error)}",
+                hint="use the file that was saved with the weights",
             ) from error
         finally:
             for hook in hooks:

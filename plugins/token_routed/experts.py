@@ -2,7 +2,7 @@
 
 Architectures whose experts class has the decorator `use_experts_implementation` store their weights
 in a few layouts, which the flags of the decorator identify. What the class computes between its two
-products is code: it is run on test values, and refused where the layer has no such form.
+products is code: it is run on test values, and refused if our layer has no such form.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .layers.experts import Experts, ExpertsSpec, ExpertsWeights, Gate
 FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 
 QUICK_GELU = 1.702
-"""z·sigmoid(1.702·z) is what is called quick GELU."""
+"""The factor of the quick GELU, z·sigmoid(1.702·z)."""
 
 ROWS = 7
 
 SAME = 1e-5
-"""Of max|y|: rounding in another order."""
+"""The tolerance as a share of max|y|: sums in another order round differently."""
 
 
 def experts_modules(network: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules of a network whose forward is the experts interface's, by path."""
+    """Returns the modules of a network that use the library's experts interface, by path."""
     return {
         name: module
         for name, module in network.named_modules()
@@ -41,7 +41,7 @@ def experts_modules(network: nn.Module) -> dict[str, nn.Module]:
 def canonical(name: str, module: nn.Module, k: int) -> Experts:
     """Returns the layer of an experts module; its weights are views of the module's.
 
-    Raises `FamilyError` where what the module computes has no form in the layer.
+    Raises `FamilyError` if the layer has no form for what the module computes.
     """
     of: Any = module
     first = of.gate_up_proj if of.has_gate else of.up_proj
@@ -64,10 +64,10 @@ def canonical(name: str, module: nn.Module, k: int) -> Experts:
 
 
 def check_layer(layer: Experts, module: nn.Module) -> None:
-    """Raises `FamilyError` where a layer does not compute what the module does; reads weights."""
+    """Raises `FamilyError` if a layer does not compute what the module does; reads weights."""
     spec, generator = layer.spec, torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, spec.dim, generator=generator)
-    # All experts are computed alike: a few will do, and the others need not be read.
+    # All experts are computed in the same way: a few are enough, and the others need not be read.
     some = torch.randperm(spec.experts, generator=generator)[: spec.k + 2]
     index = some[torch.rand(ROWS, len(some), generator=generator).topk(spec.k).indices]
     weights = torch.rand(ROWS, spec.k, generator=generator)
@@ -76,18 +76,18 @@ def check_layer(layer: Experts, module: nn.Module) -> None:
     off, largest = (ours - theirs).abs().max(), theirs.abs().max()
     if ours.shape != theirs.shape or not off <= SAME * largest:
         raise FamilyError(
-            f"layer {spec.name}: its class {type(module).__name__} computes something else than "
-            f"experts with its options do (max |difference| {off:.2g} of {largest:.2g})",
+            f"layer {spec.name}: its class {type(module).__name__} does not compute what experts "
+            f"with its options do (max |difference| {off:.2g} of {largest:.2g})",
             hint="the architecture cannot be exported with this version",
         )
 
 
 def _with_gate(spec: ExpertsSpec, module: nn.Module) -> ExpertsSpec:
-    """The spec with what is between the two products, found by trying."""
+    """The spec with the operation between the two products, found by trying."""
     of: Any = module
     if not of.has_gate:
         return with_activation(spec, of.act_fn, module)
-    # Wide enough for every bound on gate and up to count.
+    # Wide enough for every bound on gate and up to matter.
     limit = max(map(abs, _numbers(module, "limit")), default=1.0)
     z = 4 * max(1.0, limit) * _some(2 * spec.hidden)
     gate: Gate = "concatenated" if of.is_concatenated else "interleaved"
@@ -114,15 +114,15 @@ def _matching(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -
         if y.shape == wanted.shape and torch.allclose(y, wanted, rtol=1e-4, atol=1e-5):
             return candidate
     raise FamilyError(
-        f"layer {spec.name}: what {type(module).__name__} computes between its two products is no "
-        "form that is known",
+        f"layer {spec.name}: what {type(module).__name__} computes between its two products has no "
+        "known form",
         hint=f"activations are {', '.join(get_args(Activation))} and quick GELU, with a gate "
         "or without, and gates may be clamped",
     )
 
 
 def _candidates(spec: ExpertsSpec, module: nn.Module) -> list[ExpertsSpec]:
-    """What the module may compute with the spec's gate, the usual first."""
+    """The specs that the module may compute with the spec's gate, the usual first."""
     alphas = [1.0, QUICK_GELU, *_numbers(module, "alpha")]
     forms: list[tuple[Activation, float]] = [("silu", alpha) for alpha in alphas]
     forms += [(name, 1.0) for name in get_args(Activation) if name != "silu"]
@@ -136,7 +136,7 @@ def _candidates(spec: ExpertsSpec, module: nn.Module) -> list[ExpertsSpec]:
 
 
 def _numbers(module: nn.Module, word: str) -> list[float]:
-    """The numbers that a module keeps under a name with this word: `limit`, `swiglu_limit`."""
+    """The numbers in a module's attributes with this word in their names, as `swiglu_limit`."""
     return [
         float(value)
         for name, value in vars(module).items()
@@ -145,7 +145,7 @@ def _numbers(module: nn.Module, word: str) -> list[float]:
 
 
 def _between(spec: ExpertsSpec, z: Tensor) -> Tensor:
-    """What a layer of this spec computes between its two products."""
+    """The output of a layer of this spec between its two products."""
     none = torch.empty(0)
     return Experts(spec, ExpertsWeights(none, none)).activate(z)
 
@@ -156,7 +156,7 @@ def _post_norm(name: str, norm: nn.Module, width: int) -> tuple[Tensor, float]:
     epsilon = next(
         (float(getattr(of, name)) for name in ("eps", "variance_epsilon") if hasattr(of, name)), 0.0
     )
-    if of.weight.is_meta:  # only looked at
+    if of.weight.is_meta:  # the norm is only inspected
         return of.weight, epsilon
     y = _some(width)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def _post_norm(name: str, norm: nn.Module, width: int) -> tuple[Tensor, float]:
             if torch.allclose(normalized, wanted, rtol=1e-4, atol=1e-5):
                 return scale, epsilon
     raise FamilyError(
-        f"layer {name}: the norm after its experts, {type(norm).__name__}, is no scale followed by "
-        "a division by the root mean square",
+        f"layer {name}: the norm after its experts, {type(norm).__name__}, is not a scale followed "
+        "by a division by the root mean square",
         hint="the architecture cannot be exported with this version",
     )

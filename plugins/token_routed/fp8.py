@@ -1,9 +1,8 @@
-"""Weights of eight bits in a folder of `transformers`, multiplied by the scales beside them.
+"""Eight-bit weights in a folder of `transformers`, multiplied by their scales.
 
 Tools name the scales of a weight after it: `weight_scale` (ModelOpt, compressed-tensors, FBGEMM) or
-`weight_scale_inv` (DeepSeek). Each is what a weight is multiplied by, for the whole tensor, for
-each row, or for each block. How large blocks are is in the configuration, or is told by their
-number.
+`weight_scale_inv` (DeepSeek). A weight is multiplied by its scales, for the whole tensor, for each
+row, or for each block. The size of blocks is in the configuration or follows from their number.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from ...errors import CheckpointError
 from ...exporter.checkpoints.state_dict import FLOAT8
 
 SCALES = ("_scale", "_scale_inv")
-"""What follows the name of a weight in the name of its scales."""
+"""The endings of the names of scales, after the name of the weight."""
 
 ACTIVATIONS = re.compile(r"(^|\.)(input|output|act|kv|k|v|q)_scale$")
 """Scales of activations and of the cache, which are computed in floats here."""
 
-DEQUANTISED = "export the checkpoint in bfloat16 or float32 that it was made from"
+DEQUANTISED = "export the original checkpoint in bfloat16 or float32"
 
 
 def scales_of(key: str, tensors: Mapping[str, Tensor], place: Path) -> str:
-    """Returns the key of the scales of a weight; `CheckpointError` where there are none, or two."""
+    """Returns the key of a weight's scales; raises `CheckpointError` if there are none, or two."""
     found = [key + end for end in SCALES if key + end in tensors]
     if len(found) == 1:
         return found[0]
@@ -43,12 +42,12 @@ def scales_of(key: str, tensors: Mapping[str, Tensor], place: Path) -> str:
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether a tensor is of a type of eight bits that only scales give a meaning."""
+    """Whether a tensor has an eight-bit type that needs scales."""
     return tensor.dtype in FLOAT8
 
 
 def blocks_of(config: Any) -> tuple[int, int] | None:
-    """Returns the rows and columns of a block as a configuration of quantisation has them."""
+    """Returns the rows and columns of a block from a quantisation configuration."""
     given = config.get("weight_block_size") if isinstance(config, Mapping) else None
     if not isinstance(given, list | tuple) or len(given) != 2:
         return None
@@ -60,16 +59,16 @@ def blocks_of(config: Any) -> tuple[int, int] | None:
 def dequantised(
     key: str, tensors: Mapping[str, Tensor], place: Path, blocks: tuple[int, int] | None
 ) -> Tensor:
-    """Returns a weight of eight bits times its scales, as float32."""
+    """Returns an eight-bit weight times its scales, as float32."""
     weight, name = tensors[key], scales_of(key, tensors, place)
     scale = tensors[name]
     spread = _spread(scale.float(), weight.shape, blocks) if scale.is_floating_point() else None
     if spread is None:
         of = "" if blocks is None else f" of {blocks[0]} × {blocks[1]}"
         raise CheckpointError(
-            f"{place}: {name} is {scale.dtype} of shape {list(scale.shape)}, which does not tell "
-            f"what part of {key}, {list(weight.shape)}, each scale is of: the whole, rows, or "
-            f"blocks{of}",
+            f"{place}: {name} is {scale.dtype} of shape {list(scale.shape)}, so it is unclear "
+            f"which part of {key}, {list(weight.shape)}, each scale belongs to: the whole, rows, "
+            f"or blocks{of}",
             hint='name their size in config.json, "quantization_config": {"weight_block_size": '
             f"[rows, columns]}}, or {DEQUANTISED}",
         )
@@ -77,7 +76,7 @@ def dequantised(
 
 
 def _spread(scale: Tensor, shape: torch.Size, blocks: tuple[int, int] | None) -> Tensor | None:
-    """Scales in a shape that multiplies a weight; None where it cannot be told what each is of."""
+    """Scales in a shape that multiplies a weight; None if that is ambiguous."""
     if scale.numel() == 1:
         return scale.reshape(())
     if scale.ndim == 1 and scale.shape[0] == shape[0]:
@@ -95,10 +94,10 @@ def _spread(scale: Tensor, shape: torch.Size, blocks: tuple[int, int] | None) ->
 
 
 def _block(size: int, count: int, given: int | None) -> int | None:
-    """How long each of so many blocks of an axis is; the last may be shorter.
+    """The length of each of `count` blocks of an axis; the last may be shorter.
 
-    Where it is not given, one for each number or for all, or a power of two, so that their number
-    tells their length. None where other equal blocks would have that number, too.
+    If it is not given, it is 1, the whole axis, or a power of two that follows from the number of
+    blocks. None if other equal blocks would have that number, too.
     """
     if count in (1, size):
         return size // count

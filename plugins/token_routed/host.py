@@ -1,4 +1,4 @@
-"""What is known of a model of `transformers` beside its tensors (`exporter.model.Host`)."""
+"""The host of `transformers` models (`exporter.model.Host`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .trace import traced_program
 
 
 class TransformersHost(Host):
-    """The answers for all models of `transformers`."""
+    """The host of all models of `transformers`."""
 
     of_tokens = True
     steps = ("generation",)
 
     def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
-        """Returns the model as if its configuration had said so many experts (`routers`)."""
+        """Returns the model as if its configuration had this k (`routers`)."""
         return with_k(model, k)
 
     def traced(
@@ -40,13 +40,13 @@ class TransformersHost(Host):
         return traced_program(network, model.inputs, model.outputs, sizes, fixed, opset=opset)
 
     def benchmark(self, model: Model) -> str | None:
-        """Returns how language models are measured (`plugins.text.language`)."""
+        """Returns the benchmark of language models (`plugins.text.language`)."""
         assert isinstance(model.module, TransformersNetwork)
         causal = type(model.module.wrapped).__name__.endswith("ForCausalLM")
         return "language" if causal else None
 
     def experts_form(self, model: Model) -> str | None:
-        """Returns how the library computes its experts, by its own name for that."""
+        """Returns the library's name for the way in which it computes its experts."""
         network = model.original
         if not isinstance(network, TransformersNetwork):
             return None
@@ -56,7 +56,7 @@ class TransformersHost(Host):
         return form
 
     def in_form(self, model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
-        """Returns the model as the library runs it with k experts in each layer."""
+        """Returns the model in the library's own form, with k experts in each layer."""
         network = sharing_weights(model.untouched)
         network.routers = model.module.routers
         chosen = with_k(replace(model, module=network), dict(k)).module
@@ -68,9 +68,9 @@ class TransformersHost(Host):
     def repeated(
         self, network: nn.Module, tensors: Sequence[Tensor]
     ) -> Callable[[], Tensor] | None:
-        """Returns the call of a network with a cache, which grows in it as where text is generated.
+        """Returns the call of a network with a cache, which grows as in text generation.
 
-        Before the next call it is cut back.
+        It is cut back before the next call.
         """
         if not (isinstance(network, TransformersNetwork) and network.cached):
             return None

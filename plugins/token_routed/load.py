@@ -20,8 +20,8 @@ from ...errors import (
     FamilyError,
     MissingExtraError,
     UsageError,
-    in_one_line,
     install,
+    one_line,
 )
 from ...exporter.checkpoints.files import INDEX
 from ...exporter.families.cache import cache_specs
@@ -51,30 +51,31 @@ HEADS: Mapping[str, tuple[str, ...]] = {
     "ForSequenceClassification": ("batch", "labels"),
     "Model": (*TOKENS, "hidden"),
 }
-"""What classes of `transformers` return, by how their names end: `logits`, or hidden states."""
+"""The endings of classes of `transformers` by what they return: `logits`, or hidden states."""
 
 TRANSLATING: Mapping[str, str] = {"ForConditionalGeneration": "vocabulary", "Model": "hidden"}
-"""Classes with an encoder and a decoder: how their names end, and the last axis of the output."""
+"""The endings of classes with an encoder and a decoder, and the last axis of the output."""
 
 FURTHER_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
-"""What a configuration may ask to be returned besides the result, for training or to look at."""
+"""Further outputs that a configuration may ask for, for training or inspection."""
 
 OWN_MODULES = (
-    "dbrx, jetmoe, llama4, longcat_flash and step3p7 have experts of their own that are not known"
+    "dbrx, jetmoe, llama4, longcat_flash and step3p7 have their own kind of experts, which is not "
+    "supported"
 )
 
 ModelPart = Literal["encoder", "decoder"]
 
 
 SETTINGS = ("use_cache", "part")
-"""What may be said of a model: the rest its `config.json` says."""
+"""The settings of a model that `--set` accepts; `config.json` has the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """An architecture as its class says: what it returns, and whether it may have a cache.
+    """An architecture by its class: its output, and whether it may have a cache.
 
-    `translates`: it has an encoder and a decoder, of which one `part` may have been asked for.
+    `translates`: it has an encoder and a decoder; `part` is one of them if only that is exported.
     """
 
     name: str
@@ -89,10 +90,10 @@ class _Kind:
 
 
 def architecture_of(place: Path) -> str | None:
-    """Returns the `model_type` that a folder's `config.json` names; None where there is none.
+    """Returns the `model_type` in a folder's `config.json`; None if there is none.
 
-    `place` is the folder, or the weights in it: a file of safetensors, or an index of such. Raises
-    CheckpointError for a file that is no JSON, or too long.
+    `place` is the folder, or the weights in it: a safetensors file or an index. Raises
+    CheckpointError for a file that is not JSON, or too long.
     """
     weights = place.name.endswith((".safetensors", f".safetensors{INDEX}")) and place.is_file()
     file = (place.parent if weights else place) / CONFIG_FILE
@@ -102,11 +103,11 @@ def architecture_of(place: Path) -> str | None:
 
 
 def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool = True) -> Model:
-    """Returns the model of a folder, or of a file in it, with layers of ours in the experts' place.
+    """Returns the model of a folder, or of a file in it, with its experts replaced by our layers.
 
-    `settings` may say `use_cache`, and the `part` of a model with an encoder and a decoder. Without
-    `values` nothing of the weights is read. Raises `CheckpointError` for weights that are missing
-    or damaged, and `FamilyError` for architectures that cannot be served.
+    `settings` may contain `use_cache`, and the `part` of a model with an encoder and a decoder.
+    Without `values` no weights are read. Raises `CheckpointError` for weights that are missing or
+    damaged, and `FamilyError` for unsupported architectures.
     """
     _check_settings(settings)
     version = transformers_library().__version__
@@ -138,7 +139,7 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
     if values:
         loaded = load_weights(found, class_, config, watched)
         model, mapped, notes = _part(loaded.module, kind), loaded.mapped, (*notes, *loaded.notes)
-    # What scans its tokens has no cache of keys and values alone.
+    # A model that scans its tokens has a cache with more than keys and values.
     scans = values and not kind.translates and not any(name.startswith(PAST) for name in takes)
     loops = scans and _loops(skeleton)
     original = TransformersNetwork(model.eval().requires_grad_(False), takes, gives, loops=loops)
@@ -181,10 +182,10 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
 
 
 def _replace_blocks(network: nn.Module, original: nn.Module, *, check: bool) -> str | None:
-    """Puts our layers into sparse blocks of a network, in place.
+    """Replaces the sparse blocks of a network by our layers, in place.
 
-    Returns a note where the library's own blocks give something else than their router and their
-    experts say.
+    Returns a note if the library's own blocks compute something different from their router and
+    experts.
     """
     differs = ""
     for path, block in sparse_blocks(network).items():
@@ -197,14 +198,15 @@ def _replace_blocks(network: nn.Module, original: nn.Module, *, check: bool) -> 
     version = transformers_library().__version__
     return (
         f"{differs} of transformers {version} does not send tokens to the experts "
-        "that its router chooses; this model does, and is compared with PyTorch's experts so"
+        "that its router chooses; the exported model does, and it is compared with PyTorch's "
+        "experts on these tokens"
     )
 
 
 def _configuration(
     config: Any, routers: Routers | None, kind: _Kind, *, cached: bool
 ) -> dict[str, Any]:
-    """What a manifest says of the configuration: sizes that a reader looks for, and the cache."""
+    """The configuration for the manifest: sizes that a reader looks for, and the cache."""
     text = config.get_text_config()
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     record = {name: getattr(text, name) for name in names if hasattr(text, name)}
@@ -219,9 +221,9 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     unknown = sorted(settings.keys() - {*SETTINGS})
     if unknown:
         raise UsageError(
-            f"--set {unknown[0]}: what a model of transformers is its config.json says",
+            f"--set {unknown[0]}: the settings of a transformers model are in its config.json",
             hint="use_cache=false exports a language model without its cache, part=encoder or "
-            "part=decoder a part of a model that has both; nothing else can be given",
+            "part=decoder a part of a model that has both; other settings are not supported",
         )
     if settings.get("part", "encoder") not in get_args(ModelPart):
         raise UsageError(
@@ -232,7 +234,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def transformers_library() -> Any:
-    """Returns the library, told to print no progress and no warnings, or `MissingExtraError`."""
+    """Returns the library, without progress bars and warnings, or raises `MissingExtraError`."""
     try:
         import transformers
     except ImportError as error:
@@ -255,7 +257,7 @@ def _config(folder: Path) -> Any:
         own = "auto_map" in object_in(folder / "config.json")
         raise FamilyError(
             f"{folder}: transformers {library.__version__} cannot read its config.json: "
-            f"{in_one_line(error)}",
+            f"{one_line(error)}",
             hint="the architecture is code that comes with the checkpoint, which is never run: "
             "give the network as package.module:factory, with --adapter"
             if own
@@ -264,13 +266,13 @@ def _config(folder: Path) -> Any:
 
 
 def _check_served(folder: Path, config: Any) -> None:
-    """Raises `FamilyError` or `CheckpointError` for settings that no export serves."""
+    """Raises `FamilyError` or `CheckpointError` for settings that no export supports."""
     _check_padding(folder, config)
     _check_positions(folder / CONFIG_FILE, config.get_text_config())
 
 
 def _check_padding(folder: Path, config: Any) -> None:
-    """Raises CheckpointError for a token of padding that a class takes where none is named."""
+    """Raises CheckpointError for a class's default padding token outside of the vocabulary."""
     text = config.get_text_config()
     token, words = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
     if isinstance(token, int) and isinstance(words, int) and not -words <= token < words:
@@ -283,20 +285,20 @@ def _check_padding(folder: Path, config: Any) -> None:
 
 
 def _cache_note(folder: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """A note on a line of `config.json` that training left, which no more is followed."""
+    """A note on `use_cache: false` in `config.json`, a leftover of training that is ignored."""
     if "use_cache" in settings or object_in(folder / CONFIG_FILE).get("use_cache", True):
         return ()
     return (
-        f'"use_cache": false of {CONFIG_FILE} is of training: exported with a cache '
+        f'"use_cache": false of {CONFIG_FILE} is a setting for training: exported with a cache '
         "(--set use_cache=false exports without)",
     )
 
 
 def _leave_out_further_outputs(config: Any) -> tuple[str, ...]:
-    """Makes a configuration ask for a model's result alone, in place; returns a note if it did not.
+    """Makes a configuration ask only for a model's result, in place; returns a note on a change.
 
-    What else a model returns changes nothing of its result. Some of it, the loss that balances
-    experts among it, cannot be traced.
+    The other outputs do not affect the result. Some of them, such as the load-balancing loss,
+    cannot be traced.
     """
     further = set()
     for part in (config, config.get_text_config()):
@@ -333,23 +335,24 @@ def _class(folder: Path, config: Any) -> Any:
 
 
 def _check_positions(file: Path, text: Any) -> None:
-    """Raises `FamilyError` for rotary embeddings that branch on how long a text has become.
+    """Raises `FamilyError` for rotary embeddings that branch on the text's length.
 
     `dynamic` computes its frequencies anew beyond the trained length; PhiMoE multiplies by one of
-    two scales wherever its type is not the default. A traced graph takes one branch for all.
+    two scales if its type is not the default. A traced graph takes one branch for all lengths.
     """
     parameters = getattr(text, "rope_parameters", None) or {}
     tables = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
     for kind in (table.get("rope_type", "default") for table in tables):
-        model_type = getattr(text, "model_type", None)  # an odd configuration has none
+        model_type = getattr(text, "model_type", None)  # some configurations have none
         scaled = model_type == "phimoe" and kind != "default"
         if kind == "dynamic" or scaled:
             what = f"{model_type} with rope_type" if scaled else "rope_type"
-            same = "the model's values up to its trained length" if kind == "dynamic" else "others"
+            same = "equal up to the trained length" if kind == "dynamic" else "different"
             raise FamilyError(
                 f"{file}: {what} {kind!r} is not exported: its rotary embedding branches on the "
                 "length of the text, and a graph has one form for all lengths",
-                hint=f'"rope_type": "default" in config.json exports; its values are {same}',
+                hint='with "rope_type": "default" in config.json the model can be exported; its '
+                f"values are {same}",
             )
 
 
@@ -358,7 +361,7 @@ def _kind(folder: Path, name: str, config: Any, part: ModelPart | None) -> _Kind
         return _translating(folder, name, part)
     if part is not None:
         raise UsageError(
-            f"--set part={part}: a {name} is not of an encoder and a decoder", hint="leave it out"
+            f"--set part={part}: a {name} has no encoder and decoder", hint="leave it out"
         )
     for end, axes in HEADS.items():
         if name.endswith(end):
@@ -384,21 +387,22 @@ def _translating(folder: Path, name: str, part: ModelPart | None) -> _Kind:
 
 
 def _output(ending: str) -> str:
-    """What a class whose name ends so calls its output."""
+    """The output of a class with this ending."""
     return "last_hidden_state" if ending == "Model" else "logits"
 
 
 def _unserved(folder: Path, name: str) -> FamilyError:
     if name.endswith("ForConditionalGeneration"):
         return FamilyError(
-            f"{folder}: a {name} is not served: it takes more than text",
-            hint="its text part is: save that alone (model.language_model.save_pretrained), or "
+            f"{folder}: a {name} is not supported: it takes more than text",
+            hint="export its text part: save only that (model.language_model.save_pretrained), or "
             f'name the class that was saved in {CONFIG_FILE}: "architectures"',
         )
     return FamilyError(
-        f"{folder}: a {name} is not served",
-        hint="served are causal language models, encoders, classifiers of tokens, and models with "
-        f"an encoder and a decoder: classes that end in {', '.join({**HEADS, **TRANSLATING})}",
+        f"{folder}: a {name} is not supported",
+        hint="supported are causal language models, encoders, classifiers of tokens, and models "
+        "with an encoder and a decoder: classes that end in "
+        f"{', '.join({**HEADS, **TRANSLATING})}",
     )
 
 
@@ -413,7 +417,7 @@ def _builder(class_: Any, kind: _Kind) -> Any:
 
 
 def _part(model: nn.Module, kind: _Kind) -> nn.Module:
-    """The part of a model that was asked for: its encoder, or the model without it."""
+    """The part of a model to export: its encoder, or the model without it."""
     if kind.part is None:
         return model
     encoder: nn.Module = model.get_encoder()  # type: ignore[operator]
@@ -431,14 +435,14 @@ def _experts(folder: Path, skeleton: nn.Module, config: Any) -> list[str]:
     raise FamilyError(
         f"{folder}: {config.model_type} has no experts that go through the experts interface of "
         "transformers",
-        hint=f"{OWN_MODULES}; other architectures have none: optimum exports those",
+        hint=f"{OWN_MODULES}; optimum exports architectures without experts",
     )
 
 
 def _ports(
     skeleton: nn.Module, config: Any, kind: _Kind, *, cached: bool
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], tuple[str, ...]]:
-    """The inputs and outputs, and a note where there is no cache that one might expect."""
+    """The inputs and outputs, and a note if an expected cache is missing."""
     text = config.get_text_config()
     sizes = {
         "vocabulary": text.vocab_size,
@@ -475,38 +479,38 @@ def _shapes(skeleton: nn.Module, kind: _Kind, hidden: int) -> dict[str, tuple[in
             arguments = {DECODED: ids, "encoder_outputs": encoded(torch.zeros(2, 3, hidden))}
         try:
             outputs = skeleton(**arguments, use_cache=True)
-        except _FAILURES:  # it asks for what no cache of keys and values has
+        except _FAILURES:  # it needs something that a cache of keys and values does not have
             return None
     return cache_shapes(getattr(outputs, "past_key_values", None))
 
 
 _FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-"""What a model of the library may raise in a run without weights."""
+"""Errors that a model of `transformers` may raise in a run without weights."""
 
 _LENGTHS = (2, 257, 513)
-"""In tokens: each is of more blocks than the one before, for blocks of up to 256."""
+"""Lengths in tokens: each has more blocks than the one before, for blocks of up to 256."""
 
 _LOOPED = 4
-"""Where a longer input takes so many times the operators of the shortest, a loop is certain."""
+"""If a longer input takes this many times the operators of the shortest, there is a loop."""
 
 
 def _loops(skeleton: nn.Module) -> bool:
-    """Whether a model calls the more operators, the more tokens there are.
+    """Whether a model calls more operators for more tokens.
 
-    Such a loop over tokens, or over blocks of them, is unrolled when it is traced: the graph is of
-    one length alone. A branch changes the number once at most, a loop each time.
+    Such a loop over tokens, or over blocks of them, is unrolled in a trace: the graph is then for
+    one length only. A branch changes the number at most once, a loop each time.
     """
     counts: list[int] = []
     with _without_weights(skeleton):
         for length in _LENGTHS:
             calls = _Calls(_LOOPED * counts[0] if counts else None)
             try:
-                # The library looks at no values of fake tensors.
+                # The library does not read values of fake tensors.
                 with FakeTensorMode(allow_non_fake_inputs=True), calls:
                     skeleton(input_ids=torch.zeros((2, length), dtype=torch.int64), use_cache=False)
             except _TooManyError:
                 return True
-            except _FAILURES:  # what is wrong shows when it is traced
+            except _FAILURES:  # the trace shows what is wrong
                 return False
             if counts and calls.count <= counts[-1]:
                 return False
@@ -515,11 +519,11 @@ def _loops(skeleton: nn.Module) -> bool:
 
 
 class _TooManyError(Exception):
-    """There are more operators than were to be counted."""
+    """There are more operators than the limit."""
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that are called within the context, `most` of them."""
+    """Counts the operators that are called within the context, up to `most` of them."""
 
     def __init__(self, most: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -536,7 +540,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _without_weights(skeleton: nn.Module) -> Iterator[None]:
-    """Within the context a skeleton runs on tensors without values, its experts left out."""
+    """Runs a skeleton within the context on tensors without values, without its experts."""
 
     class Nothing(nn.Module):
         def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

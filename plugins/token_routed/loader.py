@@ -1,4 +1,4 @@
-"""Folders of `transformers` as models: the record by which the core finds them."""
+"""Folders of `transformers` as models, and their registration with the core."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""LoRA factors in a folder of `transformers`, merged as peft merges them: W + α/r · B A.
+"""Merges LoRA factors in a folder of `transformers` as peft does: W + α/r · B A.
 
-They lie in files of their own beside the weights, or among the weights themselves. α is in
-`adapter_config.json` alone. Whatever else an adapter may change is refused by name.
+They are in files of their own next to the weights, or among the weights. Only `adapter_config.json`
+has α. Any other change that an adapter makes is refused by name.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MERGE = "merge the adapter first: merge_and_unload() of peft, then save_pretrain
 FACTOR = re.compile(
     r"(?P<module>.+)\.lora_(?P<which>[AB])(?:\.(?P<name>(?!weight$)[^.]+))?(?:\.weight)?"
 )
-"""Keys of factors: of peft with the adapter's name or without, and of loralib."""
+"""Keys of factors: of peft with or without the adapter's name, and of loralib."""
 
 WRAPPED = "base_model.model."
-"""What peft puts before every key."""
+"""The prefix that peft puts before every key."""
 
 INERT = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
@@ -36,10 +36,10 @@ INERT = {
     *("layers_to_transform", "r", "lora_alpha", "lora_dropout", "rank_pattern", "use_rslora"),
     *("init_lora_weights", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
 }
-"""Fields of the configuration that are read here, or change nothing once factors are trained."""
+"""Fields of the configuration that are read here, or have no effect after training."""
 
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")
-"""How factors may have begun: others change the weights beside them, too."""
+"""Initial values of factors; other initialisations change the weights, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,17 @@ def factors_in(keys: Mapping[str, Any], place: Path) -> dict[str, LoraPair]:
         if len(pair) == 1:
             key = next(iter(pair.values()))
             raise CheckpointError(
-                f"{place}: {key} is one factor of LoRA, and the other of {module} is missing",
+                f"{place}: {key} is one factor of LoRA, but the other one of {module} is missing",
                 hint=MERGE,
             )
     return {module: LoraPair(a=pair["A"], b=pair["B"]) for module, pair in found.items()}
 
 
 def check_config(file: Path) -> dict[str, Any]:
-    """Returns an adapter's configuration; `CheckpointError` for all but plain LoRA."""
+    """Returns an adapter's configuration; raises `CheckpointError` for anything but plain LoRA."""
     if not file.is_file():
         raise CheckpointError(
-            f"{file.parent}: holds LoRA factors and no {CONFIG}, which says their α", hint=MERGE
+            f"{file.parent}: holds LoRA factors but no {CONFIG} with their α", hint=MERGE
         )
     config = read_document(file, "json", CheckpointError)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

@@ -1,4 +1,4 @@
-"""Keys of a folder's files that do not fit the network, and what they look like."""
+"""Explains keys of a folder's files that do not fit the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import CONFIG_FILE, lora
 from .budget import SAME
 from .fp8 import DEQUANTISED
 
-LOOKS: Mapping[str, tuple[str, str]] = {
+KINDS_OF_KEYS: Mapping[str, tuple[str, str]] = {
     r"lora_|\.ia3_|adapter|prompt_(embeddings|encoder)|modules_to_save|base_layer": (
         "a part of an adapter",
         lora.MERGE,
@@ -23,11 +23,11 @@ LOOKS: Mapping[str, tuple[str, str]] = {
     r"|quantizer|(^|\.)scale": ("a scale or another part of quantised weights", DEQUANTISED),
     r"(^|[._])(ema|averaged?|swa|shadow)([._]|\d|$)|n_averaged": (
         "a moving average of weights",
-        "save the weights that are meant alone: the average or the others",
+        "save only one kind: the average or the others",
     ),
     r"optimizer|exp_avg|global_step|scheduler": (
         "a part of the state of a training",
-        "save the network alone: its save_pretrained",
+        "save only the network: its save_pretrained",
     ),
     r"bias$": ("a bias that this network does not have", ""),
     r"(^|\.)(lm_head|score|classifier|qa_outputs|v_head|value_head|summary)\.": (
@@ -35,37 +35,38 @@ LOOKS: Mapping[str, tuple[str, str]] = {
         f'name the class that was saved in {CONFIG_FILE}: "architectures"',
     ),
 }
-"""What keys look like that have no place, and what to do about them."""
+"""Patterns of keys that have no place, with their probable origin and a remedy."""
 
 LAYER = re.compile(r"^(.*?(?:^|\.)(?:layers|h|blocks?))\.(\d+)\.")
-"""The beginning of a key of a layer, up to the number of the layer."""
+"""The prefix of a layer's key, up to the number of the layer."""
 
 PREDICTION = re.compile(r"(^|\.)(mtp\w*|nextn\w*|eh_proj|enorm|hnorm|shared_head)(\.|$)")
-"""In keys of layers that predict several tokens, which are for training and guessing ahead."""
+"""A part of the keys of layers that predict several tokens, for training and speculative decoding.
+"""
 
 NUMBERED = re.compile(r"^(.*experts?[._])(\d+)(\..*)$")
 
 COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""What older versions of the library saved, though it is computed."""
+"""Values that older versions of the library saved, though they are computed."""
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Fields of a configuration that say how many experts a layer has."""
+"""Fields of a configuration with the number of experts of a layer."""
 
 ALL_EXPERTS = (
     "save all experts of the layer; a network with pruned experts is given as "
     "package.module:factory"
 )
 
-_MOVED = "the weights and config.json should be saved together: model.save_pretrained(folder)"
+_MOVED = "save the weights and config.json together: model.save_pretrained(folder)"
 
 
 def check_surplus(
     place: Path, model: Any, left: Iterable[str], report: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Returns a note on keys that the network has no place for, and needs none.
+    """Returns a note on keys that the network has no place for, and does not need.
 
-    They are on the list of the class, or of layers that predict further tokens. Any other key is a
-    `CheckpointError`.
+    They are on the list of the class, or belong to layers that predict further tokens. Any other
+    key is a `CheckpointError`.
     """
     left = sorted(left)
     beyond = _prediction_layers(model, left)
@@ -73,9 +74,9 @@ def check_surplus(
     wrong = [
         key
         for key in left
-        if not (PREDICTION.search(key) and not _is_there(model, key))
+        if not (PREDICTION.search(key) and not _has_layer(model, key))
         and not any(key.startswith(layer) for layer in beyond)
-        and not any(re.search(p, key) for p in patterns if not _of_another(p, model, key))
+        and not any(re.search(p, key) for p in patterns if not _names_own_layer(p, model, key))
     ]
     if wrong:
         raise _without_place(place, model, wrong, report)
@@ -87,7 +88,7 @@ def check_surplus(
 
 
 def _prediction_layers(model: Any, keys: Iterable[str]) -> set[str]:
-    """The beginnings of keys of layers beyond the network's that predict further tokens."""
+    """The prefixes of layers beyond the network's, which predict further tokens."""
     text = model.config.get_text_config()
     count = getattr(text, "num_hidden_layers", 0)
     further = getattr(text, "num_nextn_predict_layers", None) or 0
@@ -100,7 +101,7 @@ def _prediction_layers(model: Any, keys: Iterable[str]) -> set[str]:
     return found
 
 
-def _is_there(model: Any, key: str) -> bool:
+def _has_layer(model: Any, key: str) -> bool:
     """Whether the layer that a key belongs to is one of the network's."""
     match = LAYER.match(key)
     modules = dict(model.named_modules())
@@ -109,9 +110,9 @@ def _is_there(model: Any, key: str) -> bool:
     return bool(name) and (name in modules or base + name in modules)
 
 
-def _of_another(pattern: str, model: Any, key: str) -> bool:
-    """Whether a pattern of ignored keys means a layer by its number, which this network has."""
-    return re.search(r"layers\\\.\d", pattern) is not None and _is_there(model, key)
+def _names_own_layer(pattern: str, model: Any, key: str) -> bool:
+    """Whether a pattern of ignored keys names a layer number that this network has."""
+    return re.search(r"layers\\\.\d", pattern) is not None and _has_layer(model, key)
 
 
 def _beginning(key: str) -> str:
@@ -122,9 +123,9 @@ def _beginning(key: str) -> str:
 def _without_place(
     place: Path, model: Any, wrong: list[str], report: Mapping[str, Any]
 ) -> CheckpointError:
-    # What tells most comes first: the factors of a layer, not its bias.
+    # The most informative keys come first: the factors of a layer, not its bias.
     first, what, hint = wrong[0], "", ""
-    for pattern, (looks, advice) in LOOKS.items():
+    for pattern, (looks, advice) in KINDS_OF_KEYS.items():
         match = next((key for key in wrong if re.search(pattern, key)), None)
         if match is not None:
             first, what, hint = match, f", which looks like {looks}", advice
@@ -140,7 +141,7 @@ def _without_place(
     if behind is not None:  # the network is there, within another
         first, what = behind, ""
         begin = first.removesuffix(missing[0])
-        hint = f"save the network alone, without {begin} before its keys: its save_pretrained"
+        hint = f"save only the network, without {begin} before its keys: its save_pretrained"
     if missing:
         what += f"; {missing[0]} is missing"
     more = f" (and {len(wrong) - 1} more keys)" if len(wrong) > 1 else ""
@@ -154,17 +155,17 @@ def _bias_hint(model: Any) -> str:
     text = model.config.get_text_config()
     field = next((name for name in fields if getattr(text, name, None) is False), None)
     if field is None:
-        return f"{type(model).__name__} is another architecture than the one that was saved"
+        return f"{type(model).__name__} is not the architecture that was saved"
     return f'if the model was trained with biases, set "{field}": true in {CONFIG_FILE}'
 
 
 def check_names(place: Path, base: str, keys: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` for a weight by two names, of which the library would take one."""
+    """Raises `CheckpointError` for a weight with two names, of which the library would take one."""
     for key in keys:
         if key.startswith(f"{base}.") and key.removeprefix(f"{base}.") in keys:
             raise CheckpointError(
-                f"{place}: holds {key} and {key.removeprefix(f'{base}.')}, which are of one weight",
-                hint="save the weights that are meant alone",
+                f"{place}: holds {key} and {key.removeprefix(f'{base}.')}, two names of one weight",
+                hint="save only the right weights",
             )
 
 
@@ -173,7 +174,7 @@ def _unnumbered(key: str) -> str:
 
 
 def check_experts(place: Path, keys: Iterable[str]) -> None:
-    """Raises `CheckpointError` for an expert of which a weight is missing."""
+    """Raises `CheckpointError` for an expert with a missing weight."""
     numbers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for key in keys:
         match = NUMBERED.match(key)
@@ -199,11 +200,11 @@ def check_missing(found: Any, model: Any, report: Mapping[str, Any]) -> None:
     layer = LAYER.match(missing[0])
     if any(re.search(r"(^|\.)(lm_head|score|classifier)\.", key) for key in missing):
         hint = (
-            f'name the class that was saved in {CONFIG_FILE}: "architectures"; or, where the head '
-            'is the embedding, "tie_word_embeddings": true'
+            f'name the class that was saved in {CONFIG_FILE}: "architectures"; or, if the head is '
+            'the embedding, "tie_word_embeddings": true'
         )
     elif layer is not None and _whole_layers(model, missing):
-        hint = f"{CONFIG_FILE} has more layers, or other ones, than the weights"
+        hint = f"{CONFIG_FILE} has more layers than the weights, or different ones"
     else:
         hint = _MOVED
     raise CheckpointError(
@@ -212,14 +213,14 @@ def check_missing(found: Any, model: Any, report: Mapping[str, Any]) -> None:
 
 
 def _whole_layers(model: Any, missing: Sequence[str]) -> bool:
-    """Whether what is missing is all weights of some layers, and nothing else."""
+    """Whether the missing weights are all weights of some layers, and nothing else."""
     layers = {match[0] for key in missing if (match := LAYER.match(key)) is not None}
     within = [key for key in model.state_dict() if key.startswith(tuple(layers))]
     return set(within) == set(missing)
 
 
 def check_mismatched(place: Path, model: Any, report: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` for weights of other shapes than the configuration asks for."""
+    """Raises `CheckpointError` for weights whose shapes differ from the configuration's."""
     wrong = sorted(report.get("mismatched_keys") or (), key=str)
     if not wrong:
         return

@@ -1,7 +1,7 @@
-"""A model of `transformers` as a network of plain tensors: named inputs in, named outputs out.
+"""A `transformers` model as a network of plain tensors: named inputs, named outputs.
 
 A causal language model with a cache takes the keys and values of earlier tokens as inputs and
-returns those of all tokens, by the names that other exporters to ONNX have for them.
+returns those of all tokens, by the names that other exporters to ONNX use.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ...graphs.names import PAST, PRESENT
 TOKENS = ("batch", "tokens")
 
 ENCODED, ENCODED_MASK = "encoder_hidden_states", "encoder_attention_mask"
-"""What a decoder alone takes of its encoder, and which of that counts."""
+"""The inputs of a decoder without its encoder: the encoder's output, and its mask."""
 
 DECODED = "decoder_input_ids"
 
 
 class TransformersNetwork(nn.Module):
-    """A model of `transformers` that takes a tensor for each name of `takes`.
+    """A `transformers` model that takes a tensor for each name of `takes`.
 
-    Its modules have the paths that they have in the model itself. `gives` names what is returned:
-    a field of the model's output, or a key or value of its cache. `loops`: the model runs over its
-    tokens in a loop, which a trace unrolls.
+    Its modules have the same paths as in the model itself. `gives` names the outputs: a field of
+    the model's output, or a key or value of its cache. `loops`: the model runs over its tokens in a
+    loop, which a trace unrolls.
     """
 
     def __init__(
@@ -37,17 +37,16 @@ class TransformersNetwork(nn.Module):
         super().__init__()
         for name, child in model.named_children():
             self.add_module(name, child)
-        self._wrapped = (model,)  # in a tuple, so that no module is found twice
+        self._wrapped = (model,)  # in a tuple, so that modules are not found twice
         self.takes, self.gives, self.loops = tuple(takes), tuple(gives), loops
 
     @property
     def wrapped(self) -> Any:
-        """The model itself."""
         return self._wrapped[0]
 
     @property
     def cached(self) -> bool:
-        """Whether keys and values of earlier tokens go in and out."""
+        """Whether keys and values of earlier tokens are inputs and outputs."""
         return any(name.startswith(PAST) for name in self.takes)
 
     def forward(self, *tensors: Tensor) -> Any:
@@ -71,10 +70,11 @@ class TransformersNetwork(nn.Module):
                 (by_name[f"{PAST}.{layer}.key"], by_name[f"{PAST}.{layer}.value"])
                 for layer in range(sum(name.startswith(PAST) for name in by_name) // 2)
             ]
-            # Without a config every layer keeps all that it is given: a sliding window is a matter
-            # of the mask then, as it is in the graph.
+            # Without a config every layer keeps all keys and values: a sliding window is then done
+            # by the mask, as in the graph.
             cache = DynamicCache(pairs)
-            # Keys and values of what the encoder gave are computed anew: they are no part of it.
+            # Keys and values of the encoder's output are computed again: the cache does not hold
+            # them.
             arguments[PAST] = EncoderDecoderCache(cache, DynamicCache()) if decodes else cache
         arguments["use_cache"] = self.cached
         return arguments
@@ -88,20 +88,20 @@ class TransformersNetwork(nn.Module):
 
 
 def encoded(hidden: Tensor) -> Any:
-    """Returns what an encoder gave as a model of `transformers` takes it."""
+    """Returns an encoder's output in the form that a `transformers` model takes."""
     from transformers.modeling_outputs import MoEModelOutput
 
     return MoEModelOutput(last_hidden_state=hidden)
 
 
 def self_attention(cache: Any) -> Any:
-    """Returns the part of a cache that holds earlier tokens: all of it, but for a decoder's."""
+    """Returns the part of a cache that holds earlier tokens: all of it, except for a decoder's."""
     return getattr(cache, "self_attention_cache", cache)
 
 
 def token_specs(vocabulary: int, positions: int | None, *, cached: bool) -> tuple[TensorSpec, ...]:
     """Returns the inputs of a model of tokens, without those of a cache."""
-    # With a cache the bound is of both, past and new tokens.
+    # With a cache the bound applies to past and new tokens together.
     limits = {} if positions is None or cached else {"tokens": positions}
     ids = TensorSpec("input_ids", "int64", TOKENS, limits, below=vocabulary)
     seen = "past + tokens" if cached else "tokens"
@@ -112,7 +112,7 @@ def token_specs(vocabulary: int, positions: int | None, *, cached: bool) -> tupl
 
 
 def decoder_specs(vocabulary: int, hidden: int) -> tuple[TensorSpec, ...]:
-    """Returns the inputs of a decoder alone, without those of a cache."""
+    """Returns the inputs of a decoder without its encoder, without those of a cache."""
     return (
         TensorSpec(DECODED, "int64", TOKENS, below=vocabulary),
         TensorSpec(ENCODED, "float32", ("batch", "encoder_tokens", hidden)),
@@ -121,10 +121,10 @@ def decoder_specs(vocabulary: int, hidden: int) -> tuple[TensorSpec, ...]:
 
 
 def cache_shapes(past: Any) -> dict[str, tuple[int, int]] | None:
-    """Returns what `model.cache_specs` takes, from the cache that a model returned for some tokens.
+    """Returns the argument of `model.cache_specs`, from the cache that a model returned.
 
-    None where a layer keeps anything else than keys and values of every token: states of a
-    convolution, the keys of an indexer.
+    None if a layer keeps something other than keys and values of every token: states of a
+    convolution, or the keys of an indexer.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -134,7 +134,7 @@ def cache_shapes(past: Any) -> dict[str, tuple[int, int]] | None:
     shapes: dict[str, tuple[int, int]] = {}
     for index, layer in enumerate(cache.layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return None  # what extends them holds more
+            return None  # its subclasses hold more
         for part in ("key", "value"):
             held = getattr(layer, f"{part}s", None)
             if not isinstance(held, torch.Tensor) or held.ndim != 4:

@@ -1,7 +1,7 @@
-"""A user's own code around a layer of ours: it is run and traced as it is.
+"""User code around one of our layers: it runs and is traced unchanged.
 
-`OwnForward` stands where the user's layer stood. Where a router chooses experts for tokens, k is
-the router's: a smaller one is asked of it, and it says by a parameter `k` that it can be asked.
+`OwnForward` replaces the user's layer. If a router chooses experts for tokens, k is the router's: a
+parameter `k` of it allows a smaller one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...common.user_code import user_code
+from ...data.user_code import user_code
 from ...errors import UsageError
 from ...exporter.inputs import by_name
 from ...exporter.model import Host, Model
@@ -23,15 +23,15 @@ from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec
 from .layers.experts import Experts, ExpertsSpec
 
 Router = Callable[..., tuple[Tensor, Tensor]]
-"""Takes what the layer is called with, and returns index [..., k] and weights [..., k]."""
+"""Takes the arguments of the user's layer, and returns index [..., k] and weights [..., k]."""
 
 Forward = Callable[..., Any]
-"""A user's own code around our layer: takes that, then what the user's layer is called with."""
+"""User code around our layer: takes our layer, then the arguments of the user's layer."""
 
-CHANNELS = "where channels come first, a forward moves them: experts(x.movedim(1, -1), …)"
+CHANNELS = "if channels come first, a forward moves them: experts(x.movedim(1, -1), …)"
 
 ROUTER_HINT = (
-    "a router takes what the layer takes and returns index [..., k], of whole numbers from 0 \
+    "a router takes the layer's arguments and returns index [..., k], of whole numbers from 0 \
 to n - 1, and weights [..., k], for the tokens x [..., d]; "
     + CHANNELS
 )
@@ -44,15 +44,15 @@ CALLS = (
 ROUTER_K = "use a k that the router knows"
 
 K = "k"
-"""What a router calls the number of experts that it can be asked for."""
+"""The parameter of a router for the number of experts."""
 
 
-EVEN = 1e-5
-"""How far apart sums of C are that differ by rounding alone, as a share."""
+EQUAL_SUMS = 1e-5
+"""Sums of C that differ by less, as a share, differ only by rounding."""
 
 
 class Bank(Protocol):
-    """A description of experts alone (`descriptions.ExpertsDescription`)."""
+    """A description of experts (`descriptions.ExpertsDescription`)."""
 
     def build(self, name: str, k: int = 1) -> Experts: ...
 
@@ -60,13 +60,13 @@ class Bank(Protocol):
 
 
 class OwnForward(nn.Module):
-    """A user's own code around our layer: takes and returns what the user's layer does.
+    """User code around our layer: takes and returns what the user's layer does.
 
-    `host` is the module whose parameters the code reads. `k` is what it is asked for, where it
-    chooses experts for tokens; None where it is not asked. With `all_weights` the code gives those
-    of every expert, and k is how many of them are used. `even`: the columns of C that it gives have
-    one sum, so that Algorithm 1 cannot choose by them. `returned` is what the user's layer returned
-    where that is more than a tensor.
+    `host` is the module whose parameters the code reads. `k` is the number passed to it, if it
+    chooses experts for tokens; None if none is passed. With `all_weights` the code returns those of
+    every expert, and k is how many of them are used. `even`: the columns of its C have the same
+    sum, so Algorithm 1 cannot choose by them. `returned` is what the user's layer returned if that
+    is more than a tensor.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class OwnForward(nn.Module):
         self.k = k
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnForward:
-        # The code may be a closure, which stays that of these modules: they are shared.
+        # The code may be a closure over these modules, so they are shared.
         experts = sharing_weights(self.experts)
         assert isinstance(experts, MoELayer)
         copy = OwnForward(
@@ -107,7 +107,7 @@ class OwnForward(nn.Module):
         return copy
 
     def __getattr__(self, name: str) -> Any:
-        """What the network around may read of the user's layer."""
+        """An attribute of the user's layer that the surrounding network reads."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -118,22 +118,22 @@ class OwnForward(nn.Module):
 
     @property
     def takes_k(self) -> bool:
-        """Whether the code can be asked for another number of experts."""
+        """Whether the code accepts another number of experts."""
         return self.all_weights or self.code.takes_k
 
     @property
     def current_k(self) -> int:
-        """How many experts each token gets."""
+        """The number of experts of each token."""
         return self.spec.trained_k if self.k is None else self.k
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Returns what the code returns, as the user's layer does where that is a tensor alone."""
+        """Returns the code's result; for a user's layer that returns a tensor, only that."""
         k = self.k if self.code.takes_k else None
         y = self.code.run(self._called, args, named, k)
         return y if self.returned is None or not isinstance(y, Tensor) else like(self.returned, y)
 
     def _called(self, *args: Any, **named: Any) -> Tensor:
-        """What the code calls at the place of the experts."""
+        """The callable that the code gets in place of the experts."""
         spec = self.spec
         bank = isinstance(spec, ExpertsSpec) or (
             isinstance(spec, SoftMoESpec) and spec.external_routing
@@ -158,16 +158,16 @@ class OwnForward(nn.Module):
         given = "a number of slots that follows the input's size" if follows else f"{slots} slots"
         raise UsageError(
             f"layer {self.spec.name}: its forward gives experts(slots, combine=C) {given}, and "
-            f"{wanted} for the inputs that the layer was read with",
+            f"{wanted} for the inputs with which the layer was read",
             hint="in a graph an expert has one number of slots: make it independent of the batch "
             "and the tokens, or fix both (--batch N and an example of N inputs)",
         )
 
 
 class Code:
-    """A user's function around a bank of experts, or a router, which is one in short.
+    """A user's function around a bank of experts, or a router, which is short for one.
 
-    It is no module, though what it holds may be: that is part of its host already.
+    It is not a module, though it may hold modules: those are part of its host already.
     """
 
     def __init__(self, forward: Forward | None, router: Router | None = None) -> None:
@@ -176,7 +176,7 @@ class Code:
 
     @property
     def alone(self) -> bool:
-        """Whether the layer is called with what a router chose: there is no code of its own."""
+        """Whether there is no user code: the layer is called with a router's choice."""
         return self.router is None and self._forward is None
 
     @property
@@ -192,7 +192,7 @@ class Code:
         named: Mapping[str, Any],
         k: int | None = None,
     ) -> Any:
-        """Returns what the function returns, with `experts` for what it calls."""
+        """Calls the function with `experts` as the callable and returns its result."""
         if self._forward is not None:
             return self._forward(experts, *args, **named, **({} if k is None else {K: k}))
         index, weights = routing(self.router, args, named, k)
@@ -200,7 +200,7 @@ class Code:
 
 
 class Tried:
-    """A bank of experts while a user's code is tried: builds the layer that the code calls for."""
+    """A bank of experts while user code is tried: builds the layer that the code calls for."""
 
     def __init__(self, bank: Bank, name: str = "") -> None:
         self._bank, self._name = bank, name
@@ -219,12 +219,12 @@ class Tried:
         if self.call is None or self.call.combine is None:
             return False
         sums = self.call.combine.sum(dim=(1, 3))
-        return bool((sums.amax(1) - sums.amin(1) <= EVEN * sums.amax(1)).all())
+        return bool((sums.amax(1) - sums.amin(1) <= EQUAL_SUMS * sums.amax(1)).all())
 
     def terms(self, most: int) -> tuple[Tensor, Tensor] | None:
-        """Returns what each expert gives, [t, c, o], and is weighted with, [t, c], for t tokens.
+        """Returns each expert's output, [t, c, o], and its weight, [t, c], for t tokens.
 
-        Of an expert with slots each slot counts; None where the bank was not called.
+        For an expert with slots each slot counts; None if the bank was not called.
         """
         if self.call is None or self.layer is None:
             return None
@@ -263,10 +263,10 @@ class Tried:
 
 
 class InPlace(nn.Module):
-    """What stands where a user's layer stood, around ours: layout, residual, what is returned.
+    """Replaces a user's layer by ours: layout, residual, structure of the result.
 
-    Tokens of `pixels` are those of (b, d, …), row by row; `vectors` (b, d) are tokens each. With
-    `returned` what is returned has its structure, with our result at the place of its first tensor.
+    Tokens of `pixels` are those of (b, d, …), row by row; each of `vectors` (b, d) is a token. With
+    `returned` the result has its structure, with our result in place of its first tensor.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class InPlace(nn.Module):
         self.layout, self.residual, self.returned = layout, residual, returned
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Returns what the layer does, as the user's returns it."""
+        """Returns our layer's result in the structure of the user's."""
         if self.layout == "tokens":
             y = self.layer(*args, **named)
         elif self.layout == "vectors":
@@ -296,11 +296,14 @@ class InPlace(nn.Module):
 
 
 RESULTS = ("y", "output", "hidden_states", "last_hidden_state")
-"""What the result of a layer is called among several that it returns by name."""
+"""The usual names of a layer's result if it returns several by name."""
 
 
 def result_of(returned: object) -> Tensor | None:
-    """Returns the tensor that a layer's result is: of several the first, or what is called so."""
+    """Returns the tensor that is a layer's result.
+
+    Of several it is the first, or the one with a usual name.
+    """
     if isinstance(returned, Tensor):
         return returned
     named = _by_name(returned)
@@ -310,7 +313,7 @@ def result_of(returned: object) -> Tensor | None:
 def like(returned: object, y: Tensor) -> Any:
     """Returns y within the structure of what a layer returned.
 
-    Of the rest, numbers become NaN, which no result can be computed from, and other tensors None.
+    The other numbers become NaN, so that nothing can be computed from them, and other tensors None.
     """
     named = _by_name(returned)
     place = next((key for key, value in named if isinstance(value, Tensor)), None)
@@ -333,7 +336,7 @@ def _order(returned: object) -> list[Any]:
 
 
 def _by_name(returned: object) -> list[tuple[Any, Any]]:
-    """What a layer returns by name or number, the likeliest result first."""
+    """The results that a layer returns by name or number, the most likely first."""
     keys = _order(returned)
     first = [key for key in RESULTS if key in keys]
     get = getattr if is_dataclass(returned) and not isinstance(returned, Mapping) else _item
@@ -351,7 +354,7 @@ def _unknown(value: object) -> Any:
 
 
 class ExpertsCall:
-    """What a bank of experts is called with: `x` [..., d] or slots [b, n, p, d], and how.
+    """The arguments of a bank of experts: `x` [..., d] or slots [b, n, p, d], and how to weight.
 
     `index` and `weights` are [..., k], or `weights` alone [..., n]; `combine` is C, [b, m, n, p].
     """
@@ -367,7 +370,7 @@ class ExpertsCall:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], named: Mapping[str, Any], n: int) -> ExpertsCall:
-        """Returns a call, read; UsageError for tensors that do not fit each other."""
+        """Reads the arguments of a call; raises UsageError if the tensors do not fit each other."""
         try:
             call = cls(*args, **named)
         except TypeError as error:
@@ -410,16 +413,17 @@ class ExpertsCall:
         if not fits or combine.shape[2:] != x.shape[1:3]:
             raise UsageError(
                 f"its forward gives experts(slots, combine=C) slots {list(x.shape)} and C "
-                f"{list(combine.shape)}, and there are {n} experts",
-                hint="slots are [b, n, p, d] and C is [b, m, n, p]: an expert's slots are an axis "
-                "of their own (unflatten)",
+                f"{list(combine.shape)}, but there are {n} experts",
+                hint="slots are [b, n, p, d] and C is [b, m, n, p]: an expert's slots are a "
+                "separate axis (unflatten)",
             )
 
     def check(self, d: int) -> None:
         """Raises UsageError for tokens of another width than d."""
         if self.x.shape[-1] != d:
             raise UsageError(
-                f"its forward gives experts(…) {list(self.x.shape)}, and they take tokens (…, {d})",
+                f"its forward calls experts(…) with shape {list(self.x.shape)}, but the experts "
+                f"take tokens (…, {d})",
                 hint=CHANNELS
                 if d in self.x.shape[1:-1]
                 else "a first map is an nn.Linear or [h, d], w1 is [n, d, h]: d is a token's width",
@@ -468,16 +472,16 @@ def takes_k(router: Router) -> bool:
     called = router.forward if isinstance(router, nn.Module) else router
     try:
         return K in inspect.signature(called).parameters
-    except (TypeError, ValueError):  # code that is not Python's
+    except (TypeError, ValueError):  # code that is not written in Python
         return False
 
 
 def routing(
     router: Router | None, inputs: tuple[Any, ...], named: Mapping[str, Any], k: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns index, int64, and weights, float32, each [..., k]: what a router gives for inputs.
+    """Returns index, int64, and weights, float32, each [..., k], of a router for inputs.
 
-    Without a router they are the second and third input. Raises `UsageError` for what are not
+    Without a router they are the second and third input. Raises `UsageError` unless they are
     tensors of one shape with the tokens' axes before the last.
     """
     if router is None:
@@ -497,7 +501,7 @@ def routing(
 def _fitting(
     whose: str, x: Tensor, index: Tensor, weights: Tensor, hint: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns index, int64, and weights, which must be for the tokens x."""
+    """Returns index, int64, and weights, which must fit the tokens x."""
     tokens = x.shape[:-1]
     fits = index.ndim > len(tokens) and index.shape[:-1] == tokens and weights.shape == index.shape
     if not fits or index.is_floating_point():
@@ -509,21 +513,21 @@ def _fitting(
 
 
 def check_experts(index: Tensor, experts: int) -> None:
-    """Raises `UsageError` for an index of experts that are not there."""
+    """Raises `UsageError` for an index of experts that do not exist."""
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= experts:
         raise UsageError(
-            f"its router chose expert {low if low < 0 else high}, and there are {experts}, counted "
+            f"its router chose expert {low if low < 0 else high}, but there are {experts}, counted "
             "from 0",
             hint="experts holds n of them, in the order of the router's numbers",
         )
 
 
 def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
-    """Returns a model whose own routers are asked for each layer's k, weights shared.
+    """Returns a model whose own routers use each layer's k, weights shared.
 
-    The model itself where all are asked for what they give. Raises `UsageError` for a k that is
-    none of a router's: it has no parameter `k`, or gives another number.
+    The model itself if every k is the default. Raises `UsageError` for a k that a router does not
+    support: it has no parameter `k`, or returns another number.
     """
     for layer in model.module.modules():
         if (
@@ -548,16 +552,16 @@ def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
         if name in changes:
             layer.k = changes[name]
     changed = model.changed(module)
-    if model.example is not None:  # a factory's network; a family's router knows every k
+    if model.example is not None:  # a factory's network; a family's router supports every k
         _try(changed, changes)
     return changed
 
 
 class RouterHost(Host):
-    """The answers for networks with routers around our layers."""
+    """The host of networks with routers around our layers."""
 
     def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
-        """Returns the model whose routers are asked for so many experts."""
+        """Returns the model whose routers use this k."""
         return with_router_k(model, k)
 
 
@@ -566,7 +570,7 @@ def _routed(model: Model) -> dict[str, OwnForward]:
 
 
 def _by_layer(module: nn.Module) -> dict[str, OwnForward]:
-    """A user's own code around experts that it chooses for tokens, by the name of their layer."""
+    """User code that chooses experts for tokens, by the name of their layer."""
     layers = [layer for layer in module.modules() if isinstance(layer, OwnForward)]
     return {layer.spec.name: layer for layer in layers if isinstance(layer.spec, ExpertsSpec)}
 
@@ -579,25 +583,26 @@ def _check_change(name: str, routed: OwnForward, wanted: int | None) -> None:
             "exported with",
             hint="export a bundle for each k"
             if routed.takes_k
-            else "leave --k out: this router knows no other",
+            else "leave --k out: this router supports only its own k",
         )
     if routed.code.alone:
         raise UsageError(
             f"--k {wanted}: the network around layer {name} chooses its experts, {trained} for "
-            "each row, and takes no k",
+            "each row, and has no parameter k",
             hint="leave --k out, or give the factory an argument for it (--set)",
         )
     if not routed.takes_k:
         every = f"all {n} experts" if trained == n else f"{trained} of {n} experts"
         raise UsageError(
-            f"--k {wanted}: the router of layer {name} gives each token {every} and takes no k",
+            f"--k {wanted}: the router of layer {name} selects {every} for each token and has no "
+            "parameter k",
             hint="leave --k out; a router that can choose fewer has a parameter k: "
             f"def route(x, k={trained})",
         )
 
 
 def _try(model: Model, changes: Mapping[str, int | None]) -> None:
-    """Runs the network once on its example: a router may refuse a k, or give another number."""
+    """Runs the network once on its example: a router may refuse a k, or return another number."""
     assert model.example is not None, "a factory's network has an example"
     widths: dict[str, int] = {}
 
@@ -621,7 +626,7 @@ def _try(model: Model, changes: Mapping[str, int | None]) -> None:
     for name, wanted in changes.items():
         if widths[name] != wanted:
             raise UsageError(
-                f"--k {wanted}: the router of layer {name} was asked for {wanted} experts and "
-                f"gives {widths[name]}",
-                hint="its parameter k is to be the number of experts that each token gets",
+                f"--k {wanted}: the router of layer {name} was called with k={wanted} but gives "
+                f"{widths[name]}",
+                hint="its parameter k must be the number of experts of each token",
             )

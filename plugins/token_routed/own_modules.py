@@ -1,9 +1,9 @@
-"""Sparse blocks whose experts are modules of their own: Switch Transformers and NLLB-MoE.
+"""Sparse blocks whose experts are separate modules: Switch Transformers and NLLB-MoE.
 
-They do not go through the experts interface of `transformers`. Each block is a router and a dict of
-experts. The router stays as the library has it, with its capacity; its masks become index and
-weights here, and the experts become our layer. A token that is beyond its expert's capacity, or
-that is padding where the router leaves padding out, has a weight of zero.
+They do not use the experts interface of `transformers`. Each block is a router and a dict of
+experts. The router stays as it is in the library, with its capacity; its masks become index and
+weights here, and the experts become our layer. A token has weight zero if it is beyond its expert's
+capacity, or if it is padding and the router skips padding.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .layers.experts import Experts, ExpertsSpec, ExpertsWeights
 
 
 class SparseBlock(nn.Module):
-    """Stands where a sparse block of the library stood: its router, and our experts.
+    """Replaces a sparse block of the library: its router, and our experts.
 
-    `experts` is at the path that the library's experts had.
+    `experts` has the path of the library's experts.
     """
 
     def __init__(self, block: Any, experts: Experts) -> None:
         super().__init__()
         self.router = block.router
         self.experts = experts
-        self.spec = experts.spec  # while the model is traced another module stands for them
+        self.spec = experts.spec  # while the model is traced another module replaces them
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Maps tokens [b, m, d] to the same shape."""
@@ -54,16 +54,16 @@ class _Switch(SparseBlock):
     def choice(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
         del padding
         mask, probability, _ = self.router(x)  # [b, m, n] with at most a one in each row, [b, m, 1]
-        # Not argmax: a row without a one is no ranking, let alone a tie.
+        # Not argmax, since a row without a one has no maximum.
         index = (mask * torch.arange(self.spec.experts)).sum(dim=-1)
         weights = probability * mask.sum(dim=-1, keepdim=True)
         return index.reshape(-1, 1), weights.reshape(-1, 1)
 
 
 class _Converted(nn.Module):
-    """The classifier of a router, which the router converts in each forward: here it was before.
+    """A router's classifier, already converted; the router converts it in each forward.
 
-    A graph cannot be traced while its weights are converted, even to the type that they have.
+    A graph cannot be traced while its weights are converted, even to their own type.
     """
 
     def __init__(self, router: Any) -> None:
@@ -98,10 +98,10 @@ class _Nllb(SparseBlock):
                 room = "expert_capacity tokens of a whole batch"
             raise FamilyError(
                 f"layer {experts.spec.name}: an expert has room for {room} "
-                f"(moe_eval_capacity_token_fraction {fraction:g}), so that what one input gives "
+                f"(moe_eval_capacity_token_fraction {fraction:g}), so the result of one input "
                 "depends on the others",
-                hint='set "moe_eval_capacity_token_fraction": 1.0 in config.json, which leaves '
-                "nothing out",
+                hint='set "moe_eval_capacity_token_fraction": 1.0 in config.json, which drops '
+                "no tokens",
             )
 
     def choice(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,10 @@ class _Nllb(SparseBlock):
 
 @dataclass(frozen=True, slots=True)
 class _BlockNames:
-    """What a class of sparse blocks calls an expert's two maps, how many experts a token gets."""
+    """The names in a class of sparse blocks.
+
+    They are those of an expert's two maps, and of a token's number of experts.
+    """
 
     first: str
     second: str
@@ -131,17 +134,17 @@ _BLOCKS: Mapping[str, _BlockNames] = MappingProxyType(
 
 
 def sparse_blocks(network: nn.Module) -> dict[str, nn.Module]:
-    """Returns the sparse blocks of a network whose experts are modules of their own, by path."""
+    """Returns the sparse blocks of a network whose experts are separate modules, by path."""
     return {
         name: module for name, module in network.named_modules() if type(module).__name__ in _BLOCKS
     }
 
 
 def canonical_block(path: str, block: nn.Module) -> SparseBlock:
-    """Returns what stands for a sparse block; its weights are views of the block's.
+    """Returns the replacement of a sparse block; its weights are views of the block's.
 
-    Raises `FamilyError` for an activation that the layer does not have, and for a router that gives
-    an input another result in another batch, or at another time.
+    Raises `FamilyError` for an activation that the layer does not have, and for a router whose
+    result depends on the rest of the batch, or is random.
     """
     of: Any = block
     names = _BLOCKS[type(block).__name__]
@@ -163,9 +166,9 @@ def canonical_block(path: str, block: nn.Module) -> SparseBlock:
 
 
 def check_block(path: str, ours: SparseBlock, block: nn.Module) -> bool:
-    """Returns whether the library's block gives what ours does, on some numbers; reads weights.
+    """Returns whether the library's block returns what ours does, on random values; reads weights.
 
-    Raises `FamilyError` where our experts do not compute what its experts do, one by one.
+    Raises `FamilyError` if our experts do not compute what its experts do, one by one.
     """
     spec, generator = ours.experts.spec, torch.Generator().manual_seed(0)
     x = torch.randn(1, ROWS, spec.dim, generator=generator)
@@ -184,8 +187,8 @@ def check_block(path: str, ours: SparseBlock, block: nn.Module) -> bool:
     off = (y[0] - wanted).abs().max()
     if not off <= bound:
         raise FamilyError(
-            f"layer {path}: the experts of {type(block).__name__} compute something else than "
-            f"experts with their options do (max |difference| {off:.2g})",
+            f"layer {path}: the experts of {type(block).__name__} do not compute what experts with "
+            f"their options do (max |difference| {off:.2g})",
             hint="the architecture cannot be exported with this version",
         )
     return bool((y - theirs).abs().max() <= bound)

@@ -1,6 +1,6 @@
-"""The tensors of a folder of `transformers` as its class takes them: plain floats, by its names.
+"""The tensors of a folder of `transformers` in the form its class takes: plain floats, its names.
 
-Names that training put around a module are removed, weights of eight bits are multiplied by their
+Prefixes that training put around a module are removed, eight-bit weights are multiplied by their
 scales, and LoRA factors are merged.
 """
 
@@ -22,21 +22,21 @@ from ...exporter.checkpoints.state_dict import PREFIXES
 from . import fp8, lora
 
 BEFORE_ALL = (*(prefix for prefix in PREFIXES if prefix != "model."), lora.WRAPPED)
-"""What training puts before every key; `model.` the library adds and removes itself."""
+"""Prefixes that training puts before every key; the library itself handles `model.`."""
 
 WITHIN = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What `torch.compile`, FSDP and gradient checkpointing put before the keys of a module."""
+"""Parts that `torch.compile`, FSDP and gradient checkpointing put before the keys of a module."""
 
 BASE = "base_layer."
-"""What peft puts before the weights of a module that has factors."""
+"""The part that peft puts before the weights of a module with factors."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainTensors:
-    """Tensors by the keys that a class of the library knows, and what was done to them.
+    """Tensors by the keys that a class of the library has, and notes on the changes.
 
     `read` are the tensors that were made into others, by their own keys. `place` is the temporary
-    file that computed tensors are mapped from, if any. `dequantised`: some were of eight bits.
+    file that computed tensors are mapped from, if any. `dequantised`: some had eight bits.
     """
 
     tensors: dict[str, Tensor]
@@ -52,10 +52,10 @@ Compute = Callable[[], Tensor]
 def plain_tensors(
     weights: WeightFiles, adapter: Path | None, place: Path, quantisation: Any = None
 ) -> PlainTensors:
-    """Returns the tensors in a folder's files, and the adapter's beside them merged into them.
+    """Returns the tensors in a folder's files, with the adapter's merged into them.
 
-    `quantisation` is what the configuration says of weights in few bits. Raises `CheckpointError`
-    for such weights, and adapters, whose meaning the files leave open.
+    `quantisation` is the quantisation configuration. Raises `CheckpointError` for weights and
+    adapters whose meaning is ambiguous.
     """
     tensors, notes = _named(dict(read_files(weights)))
     factors = {k: t for k, t in tensors.items() if lora.FACTOR.fullmatch(k)}
@@ -71,7 +71,7 @@ def plain_tensors(
     config = weights.files[0].parent / lora.CONFIG
     if place.is_dir() and config.is_file() and not pairs:
         raise CheckpointError(
-            f"{config}: names an adapter, and {place} holds no factors of one",
+            f"{config}: the file names an adapter, but {place} holds no factors of one",
             hint="remove the file if the adapter is merged already",
         )
     rest = {_without_base(key, pairs): tensor for key, tensor in rest.items()}
@@ -97,7 +97,7 @@ def plain_tensors(
 
 
 def _named(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors without the names that training put around modules, and a note on these."""
+    """The tensors without the prefixes that training put around modules, and a note on these."""
     removed: dict[str, None] = {}
     while shared := next((p for p in BEFORE_ALL if all(k.startswith(p) for k in tensors)), None):
         tensors = {key.removeprefix(shared): tensor for key, tensor in tensors.items()}
@@ -118,13 +118,13 @@ def _without_base(key: str, pairs: Mapping[str, lora.LoraPair]) -> str:
 def _dequantised(
     tensors: Mapping[str, Tensor], place: Path, blocks: tuple[int, int] | None
 ) -> tuple[dict[str, Compute], dict[str, Tensor]]:
-    """How to compute each weight of eight bits, and the scales that are used up by that."""
+    """How to compute each eight-bit weight, and the scales that this uses."""
     packed = [key for key, tensor in tensors.items() if fp8.is_packed(tensor)]
     scales = {key: fp8.scales_of(key, tensors, place) for key in packed}
     read = {scale: tensors[scale] for scale in scales.values()}
     if packed:
         read |= {k: t for k, t in tensors.items() if fp8.ACTIVATIONS.search(k)}
-    still = [key for key in packed if key not in read]  # scales may be of eight bits themselves
+    still = [key for key in packed if key not in read]  # scales may have eight bits themselves
     return {key: partial(fp8.dequantised, key, tensors, place, blocks) for key in still}, read
 
 
@@ -135,7 +135,7 @@ def _merge(
     computed: dict[str, Compute],
     source: Path,
 ) -> None:
-    """Puts how to compute each weight that has factors into `computed`."""
+    """Adds how to compute each weight that has factors to `computed`."""
     values, pairs = factors
 
     def compute(key: str, before: Compute | None, pair: lora.LoraPair) -> Tensor:

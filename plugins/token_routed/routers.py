@@ -1,7 +1,7 @@
-"""k of a model of `transformers`: the model whose configuration says so, made from the one loaded.
+"""k of a `transformers` model: makes a model with another k from the one loaded.
 
-What depends on k is found, not known: the model is built twice without weights, for two k, and the
-attributes of its modules are compared.
+What depends on k is found by building the model twice without weights, for two k, and comparing the
+attributes of its modules.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from ...graphs.layers.base import sharing_weights
 from .network import TransformersNetwork
 
 FIELDS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "num_selected_experts")
-"""What configurations call k, after their own other names for it."""
+"""The names of k in configurations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """Where a model keeps k: the configuration's field, and attributes of modules by their path.
+    """The places of k in a model.
 
-    `trained` is the k of the configuration as it was loaded.
+    These are the configuration's field, and attributes of modules by their path. `trained` is the k
+    of the configuration as it was loaded.
     """
 
     field: str
@@ -35,7 +36,7 @@ class Routers:
 
 
 def k_of(config: Any) -> tuple[str, int] | None:
-    """Returns the field of a configuration that holds k, and k; None where it has none."""
+    """Returns the field of a configuration that holds k, and k; None if there is none."""
     for field in FIELDS:
         value = getattr(config, field, None)
         if isinstance(value, int) and value >= 1:
@@ -44,9 +45,9 @@ def k_of(config: Any) -> tuple[str, int] | None:
 
 
 def find_routers(build: Callable[[Any], nn.Module], config: Any, experts: int) -> Routers | None:
-    """Returns where k is in the models that `build` makes of a configuration, without weights.
+    """Returns the places of k in the models that `build` makes of a configuration, without weights.
 
-    None where there is no k that could be another.
+    None if k cannot be changed.
     """
     text = config.get_text_config()
     field_and_k = k_of(text)
@@ -61,7 +62,7 @@ def find_routers(build: Callable[[Any], nn.Module], config: Any, experts: int) -
     try:
         one, two = build(config), build(changed)
     except (ValueError, NotImplementedError, AssertionError):
-        return Routers(field=field, trained=k, attributes=())  # an architecture of one k alone
+        return Routers(field=field, trained=k, attributes=())  # an architecture of one k only
     attributes = []
     for (path, module), (_, twin) in zip(one.named_modules(), two.named_modules(), strict=True):
         for name, value in vars(module).items():
@@ -71,10 +72,10 @@ def find_routers(build: Callable[[Any], nn.Module], config: Any, experts: int) -
 
 
 def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
-    """Returns a model with each layer's k: as if its configuration had said so, weights shared.
+    """Returns a model with each layer's k, as if its configuration had it, weights shared.
 
-    The model itself where it is trained so, or has no routers. Raises `UsageError` for a k that
-    its architecture does not know.
+    The model itself if it was trained so, or has no routers. Raises `UsageError` for a k that its
+    architecture does not support.
     """
     network = model.module
     routers = getattr(network, "routers", None)
@@ -92,7 +93,7 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
         return model
     if not routers.attributes:
         raise UsageError(
-            f"--k: {model.family} models are trained and run with k = {routers.trained} alone",
+            f"--k: {model.family} models only support k = {routers.trained}",
             hint="leave --k out",
         )
     changed = sharing_weights(network)
@@ -112,7 +113,7 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
 
 
 def _within(path: str, layers: Mapping[str, Any]) -> str | None:
-    """The place of an experts layer, among `layers`, that a module is at or below."""
+    """The experts layer, among `layers`, that a module is at or below."""
     return next((p for p in layers if path == p or path.startswith(f"{p}.")), None)
 
 
@@ -120,6 +121,6 @@ def _check_trained(model: Model, k: Mapping[str, int | None]) -> None:
     for name, layer in model.layers.items():
         if k.get(name) != layer.spec.trained_k:
             raise UsageError(
-                f"--k: nothing in the configuration of this {model.family} model is its k",
-                hint="leave --k out: the model is exported as it was trained",
+                f"--k: the configuration of this {model.family} model has no k",
+                hint="leave --k out: the model is then exported as it was trained",
             )

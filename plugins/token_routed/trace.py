@@ -1,4 +1,4 @@
-"""Traces a model of `transformers` with the exporter of that library."""
+"""Traces a `transformers` model with the library's own exporter."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ...common.versions import CACHES, graph_of
+from ...common.libraries import CACHES, graph_of
 from ...errors import MissingExtraError, TraceError, install
 from ...exporter.model import TensorSpec
+from ...exporter.trace import PROGRAM, optimise
 from ...graphs.names import PAST, PRESENT
 from .network import ENCODED, ENCODED_MASK, TransformersNetwork
 
@@ -31,18 +32,19 @@ def traced_program(
 ) -> ir.Model:
     """Returns a network's graph, with the names and axes of its inputs and outputs.
 
-    It is traced at `sizes`; axes in `fixed` are constants of the graph. Raises `TraceError` where
-    an axis that should vary became a constant, or would.
+    It is traced at `sizes`; axes in `fixed` are constants of the graph. Raises `TraceError` if an
+    axis that should vary became a constant, or would.
     """
     try:
+        from transformers.exporters.exporter_dynamo import DynamoExporter
         from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
     except ImportError as error:
         raise _no_exporter(error) from error
     if network.loops and "tokens" not in fixed:
         raise TraceError(
             f"a {type(network.wrapped).__name__} runs over its tokens in a loop, which a graph "
-            "repeats for the number of tokens that was traced",
-            hint="--tokens N exports it for inputs of N tokens alone",
+            "repeats for the traced number of tokens",
+            hint="--tokens N exports it for inputs of exactly N tokens",
         )
     tensors = [_example(spec, sizes) for spec in inputs]
     arguments = network.arguments(tensors)
@@ -55,12 +57,13 @@ def traced_program(
         for spec in inputs
     ]
     shapes = _shapes(network, arguments, axes)
-    config = OnnxConfig(dynamic=True, opset_version=opset, dynamic_shapes=shapes)
+    config = OnnxConfig(dynamic=True, opset_version=opset, dynamic_shapes=shapes, optimize=False)
     try:
-        # What stands where padding is does not count, but is compared where no cache follows.
+        # Outputs at padding do not matter, but are compared if there is no cache.
         with _windows_of_tokens() if network.cached else nullcontext():
-            graph = graph_of(OnnxExporter().export(network.wrapped, arguments, config=config))
-    except ImportError as error:  # it asks for versions of its own
+            exporter = _recording_programs(OnnxExporter, DynamoExporter)
+            exported = exporter.export(network.wrapped, arguments, config=config)
+    except ImportError as error:  # it requires specific versions
         raise _no_exporter(error) from error
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         cause = error.__cause__ or error
@@ -70,9 +73,37 @@ def traced_program(
             hint="its exporter to ONNX is experimental and does not know every architecture; "
             "--verbose shows its own report",
         ) from error
+    graph = graph_of(exported)
     assert isinstance(graph, ir.Model)
+    program = _program_of(exported, exporter)
+    optimise(graph, program)
+    graph.meta[PROGRAM] = program
     _name(graph, inputs, outputs, fixed)
     return graph
+
+
+def _recording_programs(exporter: Any, tracer: Any) -> Any:
+    """Returns an exporter of transformers that records the programs which its tracer makes."""
+
+    class Tracer(tracer):  # type: ignore[misc]
+        """Records its programs: from 5.23 on only the graph is returned."""
+
+        def export_program(self, *arguments: Any, **named: Any) -> Any:
+            made = super().export_program(*arguments, **named)
+            self.programs = [made[0]]
+            return made
+
+    class Exporter(exporter, Tracer):  # type: ignore[misc]
+        """Its `super()` is the tracer above."""
+
+    return Exporter()
+
+
+def _program_of(exported: Any, exporter: Any) -> Any:
+    """Returns PyTorch's program that an exporter of transformers made (`_recording_programs`)."""
+    if hasattr(exported, "exported_program"):  # before 5.23
+        return exported.exported_program
+    return exporter.programs[-1]
 
 
 def _no_exporter(error: ImportError) -> MissingExtraError:
@@ -85,10 +116,10 @@ def _no_exporter(error: ImportError) -> MissingExtraError:
 
 @contextmanager
 def _windows_of_tokens() -> Iterator[None]:
-    """Within the block, a sliding window is of so many tokens, whatever a mask leaves out of them.
+    """Counts a sliding window in tokens within the context, whatever a mask excludes.
 
-    The library counts places in the cache, which is the same where padding comes before all tokens.
-    Padding on the right of a prompt stays between it and what is generated.
+    The library counts places in the cache, which is the same if padding comes before all tokens.
+    Padding on the right of a prompt stays between it and the generated tokens.
     """
     from transformers import masking_utils
 
@@ -159,7 +190,7 @@ def _name(
     outputs: Sequence[TensorSpec],
     fixed: Mapping[str, int],
 ) -> None:
-    """Gives a graph's inputs, outputs and axes the names that they have for us, in place."""
+    """Gives a graph's inputs, outputs and axes our names, in place."""
     names: dict[str, str] = {}
     for value, spec in zip(graph.graph.inputs, inputs, strict=True):
         assert value.shape is not None
@@ -188,13 +219,13 @@ def _name(
 
 
 def _plain(name: str | None) -> str:
-    """An output's name, without the prefix that it has where an input is called so, too."""
+    """An output's name, without the prefix that it has if an input has the same name."""
     assert name is not None
     return name.removeprefix("output.")
 
 
 def _of_cache(name: str, outputs: Mapping[str, Any]) -> str:
-    """What the library's exporter calls an output: a part of a cache by its path."""
+    """The name of an output in the library's exporter: a part of a cache has its path."""
     if not name.startswith(f"{PRESENT}."):
         return name
     _, layer, part = name.split(".")

@@ -1,11 +1,11 @@
 """`vmoe-vit`: V-MoE and its ensembles, of google-research/vmoe.
 
-A token goes to its k best experts, with their softmax values as weights; an expert takes so many
-tokens of a group as its capacity says, and what more chose it is dropped (Riquelme et al., 2021).
-Or each expert chooses its tokens. E3 gives every member of an ensemble experts of its own
-(Allingham et al., 2021): the tokens are repeated for each before the first of the layers.
+A token goes to its k best experts, weighted by their softmax values; an expert takes tokens of a
+group up to its capacity, and drops the other choices (Riquelme et al., 2021). Or each expert
+chooses its tokens. E3 gives every member of an ensemble its own experts (Allingham et al., 2021):
+the tokens are repeated for each before the first of the layers.
 
-No parameter says how many experts a token has, what a group is and what an expert takes of it.
+The parameters do not contain a token's number of experts, the group size and the capacity.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ API = 1
 NAME = "vmoe-vit"
 KERNEL = "Router.dense.kernel"
 TOKENS_CHOOSE, EXPERTS_CHOOSE = "TopExpertsPerItem", "TopItemsPerExpert"
-"""What the names of the code's routers hold."""
+"""Parts of the router names in the original code."""
 
 # --- the routers -------------------------------------------------------------------------------
 
 
 class TokensChoose(GroupRouter):
-    """Each token's k experts, as far as their capacities go: x [b, m, d] to index and weights.
+    """Each token's k experts, within their capacities: x [b, m, d] to index and weights.
 
-    Of M members, b is M rows for each image. Groups are `group` tokens in the order of (image,
+    With M members, b is M rows for each image. Groups are `group` tokens in the order of (image,
     token, member). Without capacities nothing is dropped.
     """
 
@@ -83,7 +83,7 @@ class TokensChoose(GroupRouter):
         self.k, self.group, self.capacities, self.priority = k, group, capacities, priority
 
     def forward(self, x: Tensor, k: int | None = None) -> tuple[Tensor, Tensor]:
-        """Returns index and weights [b, m, k]; a dropped choice is expert + n, and weighs 0."""
+        """Returns index and weights [b, m, k]; a dropped choice is expert + n, with weight 0."""
         k = self.k if k is None else k
         ranked, order = self._ranked(x)
         weights, index = ranked[..., :k], order[..., :k]
@@ -97,8 +97,8 @@ class TokensChoose(GroupRouter):
     def margin(self, x: Tensor, k: int | None = None) -> Tensor:
         """Returns the margin of each token's choices and drops, [b, m].
 
-        A choice is dropped by its place in a queue, which a token that enters or leaves that queue
-        moves by one. Where c tokens have to, the margin is the c-th smallest of theirs.
+        A choice is dropped by its place in a queue, which shifts by one if a token enters or leaves
+        the queue. If c tokens must do so, the margin is the c-th smallest of theirs.
         """
         k = self.k if k is None else k
         ranked, order = self._ranked(x)
@@ -110,11 +110,11 @@ class TokensChoose(GroupRouter):
         index, margin = order[..., :k], gaps.amin(dim=-1)  # [G, S, k] and [G, S]
         beyond = self._places(order, ranked, k) - self.capacities[k - 1]
         moves = torch.where(beyond > 0, beyond, 1 - beyond).clamp(max=self.group + 1)
-        minds = self._minds(order, gaps)
+        minds = self._gaps_to_queue(order, gaps)
         for choice in range(k):
             expert = index[..., choice, None]
             others = minds.transpose(1, 2).gather(1, expert.expand(-1, -1, self.group))
-            if self.priority:  # or one of the same choice that comes before or after it
+            if self.priority:  # or one with the same choice that comes before or after it
                 first = ranked[..., 0]
                 apart = (first[:, :, None] - first[:, None, :]).abs() / first[:, :, None]
                 apart = apart.masked_fill(expert != expert.transpose(1, 2), torch.inf)
@@ -125,7 +125,7 @@ class TokensChoose(GroupRouter):
             margin = torch.minimum(margin, moved)
         return self._in_rows(margin[..., None], x)[..., 0]
 
-    def _minds(self, order: Tensor, gaps: Tensor) -> Tensor:
+    def _gaps_to_queue(self, order: Tensor, gaps: Tensor) -> Tensor:
         """The least gap by which a token could enter or leave the queue of an expert, [G, S, n]."""
         minds = torch.full((*order.shape[:2], self._experts), torch.inf, dtype=gaps.dtype)
         last = order.shape[-1] - 1
@@ -137,13 +137,13 @@ class TokensChoose(GroupRouter):
 
     @property
     def _experts(self) -> int:
-        """Those of all members, n."""
+        """The number of experts of all members, n."""
         return self.kernel.shape[0] * self.kernel.shape[2]
 
     def _ranked(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's weights, descending, and their experts, [b, m, n / M].
 
-        The lower of two equal experts comes first, as in JAX.
+        The lower number of two equal experts comes first, as in JAX.
         """
         members, _, own = self.kernel.shape
         if members == 1:
@@ -156,14 +156,14 @@ class TokensChoose(GroupRouter):
         return ranked.flatten(0, 1), order.flatten(0, 1)
 
     def _by_group(self, rows: Tensor) -> Tensor:
-        """What is [b, m, j], as groups [G, S, j]."""
+        """Values [b, m, j] as groups [G, S, j]."""
         members = self.kernel.shape[0]
         if members > 1:
             rows = rows.reshape(-1, members, *rows.shape[1:]).transpose(1, 2)  # [images, m, M, j]
         return rows.reshape(-1, self.group, rows.shape[-1])
 
     def _in_rows(self, groups: Tensor, x: Tensor) -> Tensor:
-        """What is [G, S, j], as [b, m, j], the rows of x."""
+        """Values [G, S, j] as [b, m, j], the rows of x."""
         members, tokens = self.kernel.shape[0], x.shape[1]
         if members > 1:
             groups = groups.reshape(-1, tokens, members, groups.shape[-1]).transpose(1, 2)
@@ -175,12 +175,13 @@ class TokensChoose(GroupRouter):
         `experts` [G, S, n / M] are those of all choices, by their weights, `ranked`.
 
         The first choices of all tokens of a group come before all second ones; among them the
-        tokens as they come, or those first whose largest weight is larger.
+        tokens are in order, or sorted by their largest weight.
         """
         order = None
         if self.priority:
             order = ranked[..., 0].sort(dim=1, descending=True, stable=True).indices[..., None]
-            # Cut to k behind the gather: OpenVINO moves a cut before it there, for data alone.
+            # Cut to k after the gather: OpenVINO would move an earlier cut before it, only for
+            # data.
             experts = experts.gather(1, order.expand_as(experts))
             order = order.expand(-1, -1, k)
         index = experts[..., :k]
@@ -200,7 +201,7 @@ class ExpertsChoose(GroupRouter):
         self.group, self.capacity = group, capacity
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns [b, m, n]: expert e, or e + n, and a weight of 0, where it did not choose."""
+        """Returns [b, m, n]: expert e, or e + n with weight 0 if it did not choose the token."""
         n = self.kernel.shape[1]
         gates = (x @ self.kernel).softmax(dim=-1)
         chosen = self._chosen(gates).reshape(-1, x.shape[1], n)
@@ -221,7 +222,7 @@ class ExpertsChoose(GroupRouter):
         return gap.reshape(gates.shape)
 
     def _chosen(self, gates: Tensor) -> Tensor:
-        """Which tokens of a group each expert takes, [G, S, n]."""
+        """The tokens of a group that each expert takes, [G, S, n]."""
         by_group = gates.reshape(-1, self.group, gates.shape[-1])
         order = by_group.sort(dim=1, descending=True, stable=True).indices
         rank = torch.arange(self.group)[None, :, None].expand_as(order)
@@ -234,7 +235,7 @@ class ExpertsChoose(GroupRouter):
 def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
     kernel, first = tensors.get(KERNEL), tensors.get(f"{FIRST}.kernel")
     if kernel is None or kernel.ndim not in (2, 3) or first is None or first.ndim != 3:
-        raise CheckpointError(f"not the weights of a {NAME} model: no experts beside {KERNEL}")
+        raise CheckpointError(f"not the weights of a {NAME} model: no experts next to {KERNEL}")
     n, d, h = first.shape
     members = kernel.shape[1] if kernel.ndim == 3 else 1
     return {
@@ -247,7 +248,7 @@ def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
 
 
 def _make(prefix: str, tensors: Tensors, name: str) -> Experts:
-    """The experts of one layer, which know nothing of groups yet."""
+    """The experts of one layer, still without their groups."""
     local = under(tensors, prefix)
     check_tensors(NAME, prefixed(local, prefix), prefixed(_shapes(local), prefix))
     w1, w2 = local[f"{FIRST}.kernel"], local[f"{SECOND}.kernel"]
@@ -277,11 +278,13 @@ ASKED = {
     "num_selected_experts": Question(2, "the experts of a token", fits=False),
     "group_size": Question(
         197,
-        "the tokens that are routed together: those of one image, or of the images of the training",
+        "the number of tokens that are routed together: those of one image, or of a training batch",
         fits=False,
     ),
     "capacity_factor": Question(
-        1.05, "what an expert takes of a group, in times of its share; null lifts it", fits=False
+        1.05,
+        "the capacity of an expert in a group, relative to its share; null for no limit",
+        fits=False,
     ),
     "capacity_multiple_of": Question(4, "a capacity is raised to a multiple of it"),
     "batch_priority": Question(
@@ -306,7 +309,7 @@ CONSTRUCTOR = Constructor(
 
 
 def _questions(settings: Config, read: Config, tokens: int | None) -> dict[str, Question]:
-    """What is asked for, by what was said already, with examples that fit the shapes."""
+    """The questions that remain after the given settings, with examples that fit the shapes."""
     members = read.get("ensemble_size", 1)
     most = replace(ASKED["num_selected_experts"], value=min(2, read["num_experts"] // members))
     group = replace(ASKED["group_size"], value=(tokens or 1) * members)
@@ -327,7 +330,7 @@ def _questions(settings: Config, read: Config, tokens: int | None) -> dict[str, 
 
 
 def capacity_of(share: int, experts: int, config: Config) -> int:
-    """Returns what each expert takes of a group where `share` choices are to be taken by all.
+    """Returns an expert's capacity if `share` choices are to be taken by all experts.
 
     Raises FamilyError for a factor that leaves no slot.
     """
@@ -356,9 +359,9 @@ def capacity_of(share: int, experts: int, config: Config) -> int:
 class GroupRouting:
     """How the layers of one model route.
 
-    `k` are the experts of a token, of `members` in an ensemble. `group` tokens are routed together,
-    those of `images`, of which a batch is a multiple; `capacities` are what an expert takes of
-    them, by k, and empty where that has no limit.
+    `k` is the number of experts of a token, of `members` in an ensemble. `group` tokens are routed
+    together, those of `images`, of which a batch is a multiple; `capacities` are the tokens that an
+    expert takes of them, by k, and empty if there is no limit.
     """
 
     experts: int
@@ -372,7 +375,7 @@ class GroupRouting:
 
     @classmethod
     def of(cls, config: Config, tokens: int) -> GroupRouting:
-        """Returns what a configuration says; raises FamilyError where that cannot be."""
+        """Reads a configuration; raises FamilyError for an invalid one."""
         n, router = config["num_experts"], str(config["router"])
         members = whole_number(NAME, "ensemble_size", config["ensemble_size"])
         choose = EXPERTS_CHOOSE in router
@@ -408,8 +411,8 @@ class GroupRouting:
             capacities = tuple(min(group, capacity_of(share, n, config)) for share in shares)
         if members > 1 and group % image:
             raise FamilyError(
-                f"{NAME}: group_size={group} is no multiple of {image}, the tokens of all members "
-                "of an image"
+                f"{NAME}: group_size={group} is not a multiple of {image}, the tokens of all "
+                "members of an image"
             )
         return cls(
             experts=n,
@@ -444,11 +447,11 @@ class GroupRouting:
 
     @property
     def note(self) -> str:
-        """A sentence on what is routed together and what is dropped."""
+        """A sentence on the groups of routing and on dropped choices."""
         if not self.capacities:
             return "the capacity of the experts is lifted: no choice of a token is dropped"
         of = "one image" if self.images == 1 else f"{self.images} images"
-        rest = "chooses them" if self.experts_choose else "drops what more chose it"
+        rest = "chooses them" if self.experts_choose else "drops the others that chose it"
         capacity = self.capacities[self.k - 1]
         taken = f"an expert takes {capacity} of {self.group} tokens, of {of}, and {rest}"
         if self.images == 1:

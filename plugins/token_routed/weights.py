@@ -1,6 +1,6 @@
-"""The weights of a folder of `transformers`: every key of every file is used, or named.
+"""The weights of a folder of `transformers`: every key of every file is used, or reported.
 
-The library is given the tensors, not the folder: it opens no file of its own choice.
+The library gets the tensors, not the folder, so it opens no file by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.files import Reading, Watched, release
-from ...errors import CheckpointError, in_one_line
+from ...errors import CheckpointError, one_line
 from ...exporter.checkpoints.files import SUFFIXES, WeightFiles, find_files, is_adapter
 from ...exporter.checkpoints.floats import upcast
 from ...exporter.checkpoints.state_dict import check_finite
@@ -29,9 +29,9 @@ from .plain import PlainTensors, plain_tensors
 
 @dataclass(frozen=True, slots=True)
 class FolderFiles:
-    """The weights of a folder, and of an adapter beside them.
+    """The weights of a folder, and of an adapter next to them.
 
-    `place` is what was named: the folder, or one file in it, whose neighbours are left alone then.
+    `place` is what the user named: the folder, or one file in it; the other files are then ignored.
     """
 
     place: Path
@@ -51,10 +51,10 @@ class FolderFiles:
 
 
 OTHER_COPIES = re.compile(r"adapter|lora|(^|[^a-z])ema([^a-z]|$)", re.IGNORECASE)
-"""In names of files of other formats: weights that somebody may expect to count."""
+"""Parts of the names of files in other formats: weights that a user may expect to be read."""
 
 SAME_IN_OTHER_NAMES = "consolidated"
-"""How the names of files begin in which Mistral repeats the weights by names of its own."""
+"""Prefixes of files in which Mistral repeats the weights under its own names."""
 
 
 def folder_files(place: Path) -> FolderFiles:
@@ -66,7 +66,7 @@ def folder_files(place: Path) -> FolderFiles:
     for file in weights.files:
         if file.suffix != ".safetensors":
             raise CheckpointError(
-                f"{file}: weights of transformers' models are read from safetensors alone",
+                f"{file}: weights of transformers' models are only read from safetensors",
                 hint="save it again: model.save_pretrained(folder)",
             )
     beside = weights.files[0].parent / lora.CONFIG
@@ -85,16 +85,16 @@ def folder_files(place: Path) -> FolderFiles:
     for file in others:
         if file.name not in left and file not in adapters:
             raise CheckpointError(
-                f"{file}: holds weights that are not read: those of {weights.files[0].name} are",
-                hint="move it out of the folder, or give the path of the weights that are meant",
+                f"{file}: holds weights that are not read, as {weights.files[0].name} is read",
+                hint="move it out of the folder, or give the path of the right weights",
             )
     notes = (f"left out {', '.join(left)}: weights by names that are not the library's",)
     adapter = adapters[0] if adapters else None
     return FolderFiles(place, weights, adapter, config, notes if left else ())
 
 
-class _Asked:
-    """A tensor that the library takes when it asks for a part of it; `taken` has its key then."""
+class _OnDemand:
+    """A tensor that the library reads on demand; its key is then added to `taken`."""
 
     def __init__(self, key: str, tensor: Tensor, taken: set[str]) -> None:
         self._key, self._tensor, self._taken = key, tensor, taken
@@ -116,7 +116,7 @@ class LoadedModel:
 def load_weights(found: FolderFiles, class_: Any, config: Any, watched: Watched) -> LoadedModel:
     """Returns the model with its weights in float32.
 
-    Raises `CheckpointError` where they are not all there, where a key is of no use, and for NaN.
+    Raises `CheckpointError` if weights are missing, if a key is not used, and for NaN.
     """
     quantisation = getattr(config, "quantization_config", None)
     plain = plain_tensors(found.weights, found.adapter, found.place, quantisation)
@@ -129,7 +129,7 @@ def load_weights(found: FolderFiles, class_: Any, config: Any, watched: Watched)
         del config.quantization_config  # its scales are in the weights now
     check_names(found.place, class_.base_model_prefix, plain.tensors)
     check_experts(found.place, plain.tensors)
-    # In the type of most weights these are mapped, where they are not put together of several.
+    # In the type of most weights these are mapped, unless they are assembled from several.
     main = _most_common(plain.tensors)
     model, taken, report = _read(found, class_, config, plain.tensors, main)
     if main != torch.float32 and (
@@ -159,30 +159,30 @@ def _most_common(tensors: Mapping[str, Tensor]) -> torch.dtype:
 def _read(
     found: FolderFiles, class_: Any, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[Any, set[str], Mapping[str, Any]]:
-    """A model of the library, the keys that it took, and what it tells of its weights."""
+    """A model of the library, the keys that it took, and its report on its weights."""
     taken: set[str] = set()
     try:
         model, report = class_.from_pretrained(
             None,
             config=copy.deepcopy(config),
-            state_dict={key: _Asked(key, tensor, taken) for key, tensor in tensors.items()},
+            state_dict={key: _OnDemand(key, tensor, taken) for key, tensor in tensors.items()},
             dtype=dtype,
             attn_implementation=attention_of(class_),
-            ignore_mismatched_sizes=True,  # told by name
+            ignore_mismatched_sizes=True,  # given by name
             output_loading_info=True,
         )
     except MemoryError:
         raise
     except Exception as error:  # every architecture fails in its own way
         raise CheckpointError(
-            f"{found.place}: transformers cannot load its weights: {in_one_line(error)}",
-            hint=f"{CONFIG_FILE} and the weights should be of the same model",
+            f"{found.place}: transformers cannot load its weights: {one_line(error)}",
+            hint=f"{CONFIG_FILE} and the weights must belong to the same model",
         ) from error
     return model, taken, report
 
 
 def attention_of(class_: Any) -> str:
-    """Returns PyTorch's own attention, where an architecture has no parts that it lacks."""
+    """Returns PyTorch's own attention, if it supports the architecture."""
     return "sdpa" if class_._supports_sdpa else "eager"
 
 
@@ -210,7 +210,7 @@ def _narrowed(
 
 
 def _check_numbers(place: Path, model: Any, tensors: Mapping[str, Tensor], taken: set[str]) -> None:
-    """Raises `CheckpointError` for integers where floats should be, and for keys of one weight."""
+    """Raises `CheckpointError` for integers in place of floats, and for two keys of one weight."""
     state = model.state_dict()
     whole = Counter(tuple(t.shape) for t in state.values() if not t.is_floating_point())
     for key in sorted(taken):
@@ -238,14 +238,14 @@ def _check_numbers(place: Path, model: Any, tensors: Mapping[str, Tensor], taken
 def _check_finite(
     found: FolderFiles, plain: PlainTensors, taken: set[str], watched: Watched
 ) -> None:
-    """Raises `CheckpointError` for NaN and infinities in what is used, with the key."""
+    """Raises `CheckpointError` for NaN and infinities in used weights, with the key."""
     used = {key: plain.tensors[key] for key in sorted(taken)}
     for tensors in (plain.read, used):
         check_finite(found.place, tensors, Reading(found.files, watched))
 
 
 def _generation(model: Any, folder: Path) -> None:
-    """Gives a model the settings of generation in its folder, which the library was not told."""
+    """Gives a model the generation settings in its folder, which the library did not read."""
     if not model.can_generate():
         return
     from transformers import GenerationConfig
@@ -258,15 +258,15 @@ def _generation(model: Any, folder: Path) -> None:
             local_files_only=True,
             **({} if written else {"_from_model_config": True}),
         )
-    except Exception as error:  # a file of anything
+    except Exception as error:  # the file may contain anything
         raise CheckpointError(
-            f"{folder / GENERATION_FILE}: transformers cannot read it: {in_one_line(error)}",
+            f"{folder / GENERATION_FILE}: transformers cannot read it: {one_line(error)}",
             hint="remove it, or save it again: generation_config.save_pretrained(folder)",
         ) from error
 
 
 def _as_float32(model: Any, files: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Converts a model's weights to float32, in place; returns what file they are mapped from."""
+    """Converts a model's weights to float32, in place; returns the file they are mapped from."""
     model.config.dtype = torch.float32
     others: dict[str, Tensor] = {
         name: tensor

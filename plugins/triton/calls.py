@@ -1,4 +1,4 @@
-"""Model repositories as a Python call."""
+"""The Python function for model repositories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .repository import ServedModel
 from .request import TritonRequest
 
 
-def triton_as(
+@takes(TritonRequest)
+def triton(
     bundles: Bundle | AnyPath | Sequence[Bundle | AnyPath], out: AnyPath, request: TritonRequest
 ) -> list[ServedModel]:
     """Writes bundles to a model repository of Triton Inference Server; returns its models.
@@ -21,9 +22,9 @@ def triton_as(
     the repository: a new folder, or one that holds other models or versions.
 
     Raises:
-        UsageError: a bundle cannot be served so.
+        UsageError: the options do not fit a bundle.
         BundleError: a bundle's files have changed.
-        OutputError: the repository holds that version.
+        OutputError: the repository already holds that version.
     """
     from ...exporter.bundle.bundle import Bundle
     from .repository import write_repository
@@ -31,6 +32,3 @@ def triton_as(
     listed = [bundles] if isinstance(bundles, Bundle | str | Path) else bundles
     opened = [Bundle.open(each.path if isinstance(each, Bundle) else each) for each in listed]
     return write_repository(opened, Path(out), request)
-
-
-triton = takes(TritonRequest)(triton_as)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...commands.options import AsJson, Verbosity, json_text, output_option, typed_path
-from ...common.console import show
+from ...commands.options import (
+    AsJson,
+    Quiet,
+    Verbose,
+    json_text,
+    option_for,
+    output_option,
+    typed_path,
+)
+from ...common.console import Console, show
 from ...common.text import lines
-from .calls import triton_as
-from .request import TritonRequest
+from .calls import triton as write
+from .request import Device, ServingBackend, TritonRequest
 
 if TYPE_CHECKING:
     from .repository import ServedModel
@@ -25,16 +32,38 @@ def triton(
         typer.Argument(metavar="BUNDLE…", parser=typed_path, help="Folders that export wrote."),
     ],
     output: Annotated[Path, output_option("REPOSITORY", "The model repository to write.")],
-    request: TritonRequest,
+    name: Annotated[str | None, option_for(TritonRequest, "name", "Models")] = None,
+    backend: Annotated[
+        ServingBackend | None, option_for(TritonRequest, "backend", "Models")
+    ] = None,
+    device: Annotated[Device | None, option_for(TritonRequest, "device", "Models")] = None,
+    k: Annotated[int | None, option_for(TritonRequest, "k", "Models")] = None,
+    version: Annotated[int, option_for(TritonRequest, "version", "Models")] = 1,
+    instances: Annotated[int, option_for(TritonRequest, "instances", "Speed")] = 1,
+    threads: Annotated[int | None, option_for(TritonRequest, "threads", "Speed")] = None,
+    delay_us: Annotated[int | None, option_for(TritonRequest, "delay_us", "Speed")] = None,
+    force: Annotated[bool, option_for(TritonRequest, "force", "Options")] = False,
     as_json: AsJson = False,
-    verbosity: Verbosity,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write a model repository for Triton Inference Server.
 
     Several bundles of one network with different k are also combined into an ensemble.
     """
-    with verbosity.console() as console:
-        models = triton_as(bundles, output, replace(request, progress=console))
+    request = TritonRequest(
+        name=name,
+        backend=backend,
+        device=device,
+        k=k,
+        version=version,
+        instances=instances,
+        threads=threads,
+        delay_us=delay_us,
+        force=force,
+    )
+    with Console(verbose=verbose, quiet=quiet) as console:
+        models = write(bundles, output, request)
     if as_json:
         show(json_text([model.as_json() for model in models]))
         return
@@ -45,7 +74,7 @@ def triton(
 
 
 def served_text(repository: Path, model: ServedModel) -> str:
-    """One line about a model of a repository."""
+    """A line about a model of a repository."""
     facts = model.as_json()
     batch = facts["max_batch_size"]
     batches = f"batches to {batch}" if batch else "not batched by Triton"

@@ -30,7 +30,7 @@ WARM_UP = "warmup"
 
 
 class Word(str):
-    """A name of protobuf's, which stands without quotes."""
+    """A protobuf name, written without quotes."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ def _lines(fields: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def port(record: TensorSpec, *, batched: bool, **more: Any) -> dict[str, Any]:
-    """Returns an input or output: a size that is not fixed is -1, and Triton adds the batch."""
+    """Returns an input or output: a dynamic size is -1, and Triton adds the batch."""
     shape = record.shape[1:] if batched else record.shape
     sizes = [size if isinstance(size, int) else -1 for size in shape]
     if record.dtype not in TYPES:
@@ -71,9 +71,9 @@ def entries(values: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def warm_up(inputs: Mapping[str, np.ndarray], sizes: Sequence[int], *, batched: bool) -> list[Any]:
-    """Returns the requests that Triton makes of these inputs before it says that it is ready.
+    """Returns the requests that Triton makes with these inputs before it is ready.
 
-    Each is one input where Triton batches, which it repeats up to each of the sizes; else a batch.
+    If Triton batches, each is one input, which it repeats up to each of the sizes; else a batch.
     """
     described = [
         {
@@ -93,5 +93,5 @@ def warm_up(inputs: Mapping[str, np.ndarray], sizes: Sequence[int], *, batched: 
 
 
 def file_name(tensor: str) -> str:
-    """Returns the name of the file that holds a tensor, whatever its name holds."""
+    """Returns a valid name of a file for a tensor."""
     return "".join(c if c.isalnum() else "_" for c in tensor)

@@ -1,8 +1,7 @@
 """A bundle in Triton's Python backend, through moexport, without PyTorch: a version's `model.py`.
 
-The Python that Triton runs it in needs requirements-run.txt and moexport. Requests with the same k,
-inputs and shapes run as one batch. What a bundle refuses (a k or a shape that it does not take) is
-the answer to that request alone.
+Triton's Python needs requirements-run.txt and moexport. Requests with the same k, inputs and shapes
+run as one batch. If a bundle refuses a request (for its k or shape), only that request fails.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ triton: Any = importlib.import_module("triton_python_backend_utils")  # Triton's
 
 
 class TritonPythonModel:
-    """What Triton calls."""
+    """The class that Triton calls."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Opens the bundle of a version."""
@@ -36,8 +35,8 @@ class TritonPythonModel:
         self._k = int(parameters["k"]) if "k" in parameters else None
         self._inputs = [port["name"] for port in config["input"] if port["name"] != "k"]
         self._outputs = [port["name"] for port in config["output"]]
-        # A server built for NumPy 1 misreads arrays of NumPy 2 without a word, as 2.51 does:
-        # the first request tells. Through DLPack both read the same.
+        # A server built for NumPy 1 silently misreads arrays of NumPy 2, as 2.51 does; the first
+        # request shows it. Through DLPack both read the same.
         self._takes_arrays: bool | None = None
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -58,7 +57,7 @@ class TritonPythonModel:
         return responses
 
     def _inputs_and_k(self, request: Any) -> tuple[dict[str, np.ndarray], int | None]:
-        """A request's inputs and its k; those that it leaves out have defaults."""
+        """A request's inputs and its k; omitted ones have defaults."""
         tensors = ((n, triton.get_input_tensor_by_name(request, n)) for n in self._inputs)
         arrays = {name: self._array(tensor) for name, tensor in tensors if tensor is not None}
         tensor = None if self._k is None else triton.get_input_tensor_by_name(request, "k")
@@ -75,7 +74,7 @@ class TritonPythonModel:
     def _answers(
         self, parts: Sequence[tuple[int, dict[str, np.ndarray]]], k: int | None
     ) -> list[Any]:
-        """The responses to requests that can be one batch; each by itself where that is refused."""
+        """The responses to requests that may be one batch; one by one if that is refused."""
         batches = [arrays for _, arrays in parts]
         inputs = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
         try:
@@ -102,7 +101,7 @@ class TritonPythonModel:
     def _tensor(self, name: str, array: np.ndarray) -> Any:
         if self._takes_arrays:
             return triton.Tensor(name, array)
-        with contextlib.redirect_stderr(None):  # it complains of a capsule's name, and goes on
+        with contextlib.redirect_stderr(None):  # it complains about a capsule's name, and continues
             return triton.Tensor.from_dlpack(name, array)
 
 

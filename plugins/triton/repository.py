@@ -1,7 +1,7 @@
 """Writes bundles as a model repository of Triton Inference Server.
 
-A bundle becomes a model. Bundles of one network with another k each become a model each, and an
-ensemble beside them that gives every model's outputs for one request.
+A bundle becomes a model. Bundles of one network with different k each become a model, with an
+ensemble that returns every model's outputs for one request.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ...common.writing import (
 from ...errors import BundleError, EngineError, OutputError, UsageError
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.bundle.manifest import MAIN_GRAPH, MANIFEST_FILE, TensorSpec, external_files
-from ...exporter.bundle.parity_record import PARITY_FILE, Reference
+from ...exporter.bundle.parity import PARITY_FILE, Reference
 from ...exporter.bundle.runtimes import RUNTIMES
-from ...exporter.inputs import DEFAULT_BATCH, AxisRange, parse_range
 from ...exporter.tensorrt.records import EngineRecord, engines_of
 from ...exporter.tensorrt.trust import find_plan
 from ...graphs.names import K_INPUT, SELECTED
+from ...graphs.sizes import DEFAULT_BATCH, AxisRange, parse_range
 from ...graphs.targets import QDQ, TARGETS, runtime_of
 from . import config
 from .request import Device, ServingBackend, TritonRequest
@@ -47,15 +47,15 @@ BUNDLE = "bundle"
 PROGRAM = Path(__file__).with_name("python_backend.py")
 
 LONGEST_NAME = 255
-"""Bytes of a folder's name in the usual file systems."""
+"""Bytes of a folder's name in common file systems."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model of a repository.
 
-    `interface` is what all its versions share, and `settings` what a user may change by hand.
-    `files` are what a version holds, to be copied or written; `beside` what lies beside versions.
+    `interface` is common to all its versions, and a user may change `settings` by hand. `files` are
+    the contents of a version, to be copied or written; `beside` those next to the versions.
     """
 
     name: str
@@ -81,11 +81,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class _BackendForm:
-    """A bundle as one backend takes it.
+    """A bundle in the form of one backend.
 
-    `optional` says that inputs with a default may be left out, and `k` what the input k is beside
-    its type. `file` is the model's, where that is not the backend's usual name. `instance` is said
-    of the instances, `parameters` to the backend.
+    `optional`: inputs with a default may be left out; `k` describes the input k without its type.
+    `file` is the model's, if it is not the backend's usual name. `instance` holds fields of the
+    instances, `parameters` those of the backend.
     """
 
     max_batch: int
@@ -104,10 +104,10 @@ def write_repository(
     place: Path,
     options: TritonRequest | None = None,
 ) -> list[ServedModel]:
-    """Writes the models of bundles to a repository, each whole or not at all, and returns them.
+    """Writes the models of bundles to a repository, each whole or not at all; returns them.
 
-    Raises `UsageError` for what cannot be served as asked, `BundleError` for a bundle that has
-    changed, and `OutputError` for a model or version that is there, unless `force`.
+    Raises `UsageError` for bundles that cannot be served with these options, `BundleError` for a
+    bundle that has changed, and `OutputError` for an existing model or version, unless `force`.
     """
     options = options or TritonRequest()
     progress = options.progress or Silent()
@@ -129,7 +129,7 @@ def write_repository(
 
 
 def planned(bundles: Sequence[Bundle], options: TritonRequest) -> Iterator[ServedModel]:
-    """Yields the models of bundles, and last the ensemble where there are several."""
+    """Yields the models of bundles, and last the ensemble if there are several."""
     name = options.name or _default_name(bundles[0])
     if len(bundles) == 1:
         yield _served(bundles[0], name, options)
@@ -138,7 +138,7 @@ def planned(bundles: Sequence[Bundle], options: TritonRequest) -> Iterator[Serve
     for bundle in bundles:
         if bundle.manifest.k == "input":
             raise UsageError(
-                f"{bundle.path}: k is an input of its graph, so it needs no bundle beside it",
+                f"{bundle.path}: k is an input of its graph, so it needs no other bundle",
                 hint="serve it alone: each request may choose its k",
             )
         k = "-".join(dict.fromkeys(str(layer.k) for layer in bundle.manifest.layers))
@@ -154,7 +154,7 @@ def planned(bundles: Sequence[Bundle], options: TritonRequest) -> Iterator[Serve
 
 
 def _default_name(bundle: Bundle) -> str:
-    """The name of the checkpoint, or of the factory, that a bundle was made from."""
+    """The name of the checkpoint, or of the factory, of a bundle."""
     stem = Path(bundle.manifest.source.path.rpartition(":")[2]).stem
     name = re.sub(r"[^\w.-]", "-", stem, flags=re.ASCII).lstrip("-.")
     return name or "model"
@@ -226,7 +226,7 @@ def _backend(bundle: Bundle, options: TritonRequest) -> ServingBackend:
         return options.backend
     if any(record.flavour == "tensorrt" for record in engines_of(bundle.manifest)):
         return "tensorrt"
-    # Triton's OpenVINO backend cannot be told to keep FP32, in which experts are chosen.
+    # Triton's OpenVINO backend cannot be set to keep FP32, in which experts are chosen.
     return "python" if runtime_of(bundle.manifest.target) == "openvino" else "onnxruntime"
 
 
@@ -265,7 +265,7 @@ def _experts(bundle: Bundle) -> int:
 
 
 def _k(bundle: Bundle, options: TritonRequest) -> int:
-    """The k of requests that name none."""
+    """The k of requests without one."""
     return options.k or _experts(bundle)
 
 
@@ -277,9 +277,10 @@ def _batches(bundle: Bundle) -> AxisRange:
 
 
 def _most(bundle: Bundle) -> int:
-    """The largest batch, 0 where Triton cannot make one.
+    """The largest batch, 0 if Triton cannot make one.
 
-    Its size is a constant of the graph, or inputs are computed together, which Triton would mix.
+    It cannot if the batch size is a constant of the graph, or if inputs are computed together,
+    which Triton would mix.
     """
     batches, port = _batches(bundle), bundle.manifest.inputs[0]
     return 0 if isinstance(port.shape[0], int) or port.groups_of else batches.max
@@ -303,14 +304,14 @@ def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _BackendForm:
         )
     notes = []
     if len(manifest.graphs) > 1:
-        notes.append(f"{bundle.path.name}: {MAIN_GRAPH} alone is served, of several graphs")
+        notes.append(f"{bundle.path.name}: only {MAIN_GRAPH} is served, of several graphs")
     if any(port.default is not None for port in manifest.inputs):
         notes.append(f"{bundle.path.name}: requests must give every input")
     file = bundle.graph_file()
     model = onnx.load(file, load_external_data=False)
     content: Path | bytes = file
     if takes_k:
-        # An initializer of an input's name is its default; Triton calls such an input optional.
+        # An initializer with an input's name is its default; Triton calls such an input optional.
         default = np.array([_k(bundle, options)], np.int64)
         model.graph.initializer.append(onnx.numpy_helper.from_array(default, K_INPUT))
         content = model.SerializeToString()
@@ -337,8 +338,8 @@ def _openvino(bundle: Bundle, options: TritonRequest) -> _BackendForm:
     RUNTIMES["openvino"].check_graphs(bundle.manifest, bundle.path)
     if bundle.manifest.k == "input":
         raise UsageError(
-            f"--backend openvino: k is an input of {bundle.path}, and that backend knows no inputs "
-            "without a batch axis",
+            f"--backend openvino: k is an input of {bundle.path}, and that backend does not "
+            "support inputs without a batch axis",
             hint="use --backend python, or export with a fixed --k",
         )
     file = bundle.graph_file()
@@ -395,7 +396,7 @@ def _tensorrt(bundle: Bundle, options: TritonRequest) -> _BackendForm:
 
 
 def _engine_outputs(bundle: Bundle, record: EngineRecord) -> Iterator[TensorSpec]:
-    """The engine's outputs: those of its graph, and those that `--expose-routing` added."""
+    """The engine's outputs: those of its graph, and those of `--expose-routing`."""
     known = {port.name: port for port in bundle.manifest.outputs}
     for name in record.settings.get("outputs", [*known]):
         if not isinstance(name, str):
@@ -428,7 +429,7 @@ def _python(bundle: Bundle, options: TritonRequest) -> _BackendForm:
 
 
 def _samples(bundle: Bundle, options: TritonRequest, *, batched: bool) -> dict[str, np.ndarray]:
-    """One input of the parity check, or a batch of them where its size is fixed; empty without."""
+    """One input of the parity check, or a batch of them if its size is fixed; empty without any."""
     manifest = bundle.manifest
     if PARITY_FILE not in manifest.files or manifest.inputs[0].dtype == "bfloat16":
         return {}
@@ -447,14 +448,14 @@ def _samples(bundle: Bundle, options: TritonRequest, *, batched: bool) -> dict[s
 
 
 def _ensemble(name: str, members: Mapping[str, ServedModel]) -> ServedModel:
-    """A model that asks every member, and gives its outputs as `OUTPUT_kK`."""
+    """A model that calls every member, and returns its outputs as `OUTPUT_kK`."""
     first = next(iter(members.values()))
     inputs = first.interface["input"]
     outputs, steps = [], []
     for k, member in members.items():
         if member.interface["input"] != inputs:
             raise UsageError(
-                f"{member.name} takes other inputs than {first.name}",
+                f"the inputs of {member.name} differ from those of {first.name}",
                 hint="an ensemble takes bundles of one network with different k",
             )
         named = {port["name"]: f"{port['name']}_k{k}" for port in member.interface["output"]}
@@ -484,7 +485,7 @@ def _ensemble(name: str, members: Mapping[str, ServedModel]) -> ServedModel:
 
 
 def _check_free(folder: Path, model: ServedModel, options: TritonRequest) -> None:
-    """Raises `OutputError` where a model's version is there, or a model that is another one.
+    """Raises `OutputError` if a model's version exists, or a different model.
 
     Raises `UsageError` for a name that no folder can have.
     """
@@ -498,7 +499,7 @@ def _check_free(folder: Path, model: ServedModel, options: TritonRequest) -> Non
         return
     if not (folder / CONFIG).is_file():
         raise OutputError(
-            f"{folder}: exists and is no model of a Triton repository; it is left untouched",
+            f"{folder}: exists and is not a model of a Triton repository; it was not changed",
             hint="choose another -o or --name",
         )
     if (folder / str(options.version)).exists():
@@ -515,9 +516,9 @@ def _check_free(folder: Path, model: ServedModel, options: TritonRequest) -> Non
 
 
 def _stage(model: ServedModel, folder: Path, existing: Path, options: TritonRequest) -> None:
-    """Writes a model's folder, with the versions that are there beside the new one.
+    """Writes a model's folder, with its existing versions.
 
-    What they share stays as it is: a user may have changed it.
+    Their common files stay as they are: a user may have changed them.
     """
     if existing.exists() and not options.force:
         shutil.copytree(existing, folder, copy_function=_linked)
@@ -537,7 +538,7 @@ def _stage(model: ServedModel, folder: Path, existing: Path, options: TritonRequ
 
 
 def _linked(source: str, target: str) -> None:
-    """Links a file of a version that stays, or copies it where the file system has no links."""
+    """Links a file of a version that stays, or copies it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

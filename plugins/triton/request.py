@@ -1,4 +1,4 @@
-"""How bundles are served by Triton. Importing this loads nothing."""
+"""The options of `triton`. Importing this loads nothing."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from ...common.text import near_miss
 from ...errors import UsageError
 
 ServingBackend = Literal["onnxruntime", "openvino", "tensorrt", "python"]
-"""Who runs a model in Triton: the names of `plugins.triton.repository`."""
+"""The backends of Triton: the names in `plugins.triton.repository`."""
 
 
 Device = Literal["cpu", "gpu"]
-"""Where it runs there."""
+"""The devices of instances."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonRequest(Request):
-    """How bundles are served."""
+    """The options of `triton`."""
 
     name: str | None = option(
         None,
         "The name of the model, or of the ensemble.",
         unset="that of the checkpoint",
-        heading="Models",
     )
     backend: ServingBackend | None = option(
         None,
@@ -41,17 +40,17 @@ class TritonRequest(Request):
         None, "The k of requests without one, if k is an input of the graph.", unset="all experts"
     )
     version: int = option(1, "The version number to write.")
-    instances: int = option(1, "The number of instances per model.", heading="Speed")
+    instances: int = option(1, "The number of instances per model.")
     threads: int | None = option(
         None, "The number of ONNX Runtime threads per instance.", unset="its own choice"
     )
     delay_us: int | None = option(
         None, "How long Triton waits to fill a batch, in microseconds.", unset="100"
     )
-    force: bool = option(False, "Replace an existing model.", heading="Options")
+    force: bool = option(False, "Replace an existing model.")
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for what cannot be meant, whatever the bundle."""
+        """Raises `UsageError` for options that are invalid for every bundle."""
         for name, known in (("backend", get_args(ServingBackend)), ("device", get_args(Device))):
             value = getattr(self, name)
             if value is not None and value not in known:

@@ -1,6 +1,6 @@
-"""The time of a search: what is left of it, how long its steps take, and what its end will take.
+"""The time limit of a search: the time left, and the time that steps and the end will take.
 
-A step begins only where it fits.
+A step starts only if it fits.
 """
 
 from __future__ import annotations
@@ -14,80 +14,80 @@ from dataclasses import dataclass, replace
 from ...common.timing import LOOK_S, WAIT_S, Protocol
 
 TRIAL, RUN, OPEN, WAYS = "trial", "run", "open", "ways"
-"""Steps of a search: a whole graph, in it the run over the search's half, and writing and opening;
-a graph with other lowerings."""
+"""Steps of a search: a whole graph; the run over the search's half; writing and opening a graph; a
+graph with other lowerings."""
 
 TRACE, EFFECT = "trace", "effect"
-"""Steps: tracing a model, and one choice of one layer."""
+"""Steps: tracing a model, and trying one choice of one layer."""
 
 
 UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE, TRIALS_SHARE = 0.1, 0.3, 0.5, 0.6, 0.85
-"""Of a search's time, when what comes before has ended: the untouched model's outputs, the ranges,
-the times of single layers, what they do when they are changed, and whole graphs. The rest is for
-the training of what promises most. What it takes to confirm the answer and to write it is not
-among them."""
+"""The share of the time limit that is over when each phase ends: the untouched model's outputs, the
+ranges, timing single layers, changing single layers, whole graphs. The rest is for training the
+most promising points. Confirming and writing are not included."""
 
 LAST_SHARE = 0.5
-"""What a last training takes of the time that is left."""
+"""The share of the remaining time that the last training takes."""
 
 FEWEST, END_SHARE = 4, 0.35
-"""Points for whose confirmation time is kept, the model as trained among them, and the share of a
-search's time that it may take; two points have theirs in any case."""
+"""Time is reserved to confirm `FEWEST` points, the model as trained included, up to `END_SHARE` of
+the time limit; time for two points is always reserved."""
 
 VERIFIED = 64
-"""Inputs of the search's half that the bundle is compared with PyTorch on, layer by layer."""
+"""Inputs of the search's half on which the bundle is compared with PyTorch, layer by layer."""
 
 
 EACH_SIDE = 4
-"""Points of a path that are looked at before where it must end, and after."""
+"""Points tried on each side of the place where a path ends."""
 
 TRIALS = 24
-"""Whole graphs beside the path, at the most, for each width of integers."""
+"""The largest number of whole graphs tried off the path, for each width of integers."""
 
 INPUTS = 4
-"""So many batches are timed in turn."""
+"""The number of batches that are timed in turn."""
 
 QUICK = Protocol(rounds=5, warmup=2, round_s=0.02, inputs=INPUTS)
-"""Of a look at one graph."""
+"""The protocol for one trial."""
 
 CAREFUL = Protocol(rounds=7, warmup=3, round_s=0.1, inputs=INPUTS)
-"""Of the graphs of the front, which take turns."""
+"""The protocol for the graphs of the front, which are timed in turn."""
 
 SHORT_MS, MORE_QUICK, MORE_CAREFUL = 5.0, 9, 15
-"""Graphs that take less are timed in so many rounds, as short as the quick ones: a machine may
-change its speed within tenths of a second, and then the median over many rounds tells more."""
+"""Graphs faster than `SHORT_MS` are timed in more and shorter rounds: a machine may change its
+speed within tenths of a second, and the median over many rounds is then more reliable."""
 
 SPIN_MS = 1.0
-"""So long the runtime's threads spin after a call of a layer or of a short graph. Such calls take
-as long as with the 35 ms that are usual, and the next case need not wait for the threads to rest:
-four fifths of what a short round would take."""
+"""How long the runtime's threads spin after a call of a layer or a short graph. The calls take as
+long as with the usual 35 ms, and the next case need not wait until the threads rest, which would be
+four fifths of a short round."""
 
 
 def protocol_for(ms: float, *, careful: bool = False) -> Protocol:
-    """Returns how graphs are timed that take about as long as the one of the model as trained."""
+    """Returns the timing protocol for graphs about as slow as the one of the model as trained."""
     if ms >= SHORT_MS:
         return CAREFUL if careful else QUICK
     return replace(QUICK, rounds=MORE_CAREFUL if careful else MORE_QUICK)
 
 
 def spin_for(ms: float) -> float | None:
-    """Returns how long threads spin between calls of such graphs, in milliseconds (None: usual).
+    """Returns how long threads spin between calls of a graph that takes `ms` (None: the default).
 
-    Of longer ones parts may run on one thread for longer than that: the others would fall asleep.
+    Long graphs may run on one thread for longer than that, and the other threads would fall asleep.
     """
     return SPIN_MS if ms < SHORT_MS else None
 
 
 TRAINING_S, TRAINING_SHARE = 4.0, 0.15
-"""What the training for a whole graph takes: so many seconds, and at most a share of those left."""
+"""How long the training for one graph takes: these seconds, and at most this share of the remaining
+time."""
 
 
 class Clock:
-    """The time of a search; without `seconds` nothing ends it.
+    """The time limit of a search; without `seconds` there is none.
 
-    Steps cannot be interrupted, so each begins only if one like the longest of its kind so far
-    still ends in time. `reserve` is what confirming and writing will take, of which the writing
-    takes `writing_s`. It starts now, or at `started` of the same clock.
+    Steps cannot be interrupted, so a step starts only if the longest of its kind so far would still
+    end in time. `reserve` is the time for confirming and writing, of which writing takes
+    `writing_s`. The clock starts now, or at `started`.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class Clock:
         return self.seconds - (self._now() - self._started)
 
     def over(self, share: float = 1.0, step: str = "") -> bool:
-        """Whether one more step of a kind would end after a share of the time for searching."""
+        """Whether one more step of a kind would exceed a share of the search's time."""
         used = self.seconds - self.left if math.isfinite(self.seconds) else 0.0
         return used + self.longest.get(step, 0.0) > share * (self.seconds - self.reserve)
 
     def training_s(self, step: str, share: float = TRAINING_SHARE) -> float:
-        """How long the training for one point may take: some seconds, or as a step of a kind."""
+        """How long the training for one point may take."""
         usual = max(TRAINING_S, self.longest.get(step, 0.0))
         return min(usual, share * max(0.0, self.left - self.reserve))
 
     @contextmanager
     def step(self, kind: str) -> Iterator[None]:
-        """Within the context a step of a kind is done; its time is kept."""
+        """Measures the time of a step of a kind within the context."""
         began = self._now()
         yield
         self.longest[kind] = max(self.longest.get(kind, 0.0), self._now() - began)
@@ -126,9 +126,9 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """About how long the end of a search takes, in seconds: for each point, and once.
+    """The estimated time of the end of a search, in seconds: for each point, and once.
 
-    Each is written, opened and timed, then opened again to run over the confirming half.
+    Each point is written, opened and timed, then opened again to run over the confirming half.
     """
 
     timing_s: float
@@ -136,7 +136,7 @@ class End:
     once_s: float
 
     def reserve_s(self, left_s: float) -> float:
-        """What to keep of the time that is left: for the `FEWEST` points, or for fewer."""
+        """Returns the part of the remaining time to reserve: for `FEWEST` points, or for fewer."""
         points = (END_SHARE * left_s - self.once_s) / (self.timing_s + self.confirming_s)
         count = min(FEWEST, max(2, math.floor(min(FEWEST, points))))
         return count * (self.timing_s + self.confirming_s) + self.once_s
@@ -145,13 +145,13 @@ class End:
     def of(
         clock: Clock, base_ms: float, *, one_s: float, searching: int, confirming: int, routed: bool
     ) -> End:
-        """Returns what the end takes after the steps that a clock has seen.
+        """Estimates the end from the steps that a clock has measured.
 
-        `base_ms` is the latency of the model as trained, `one_s` what the untouched model takes for
-        an input; `routed` models are traced again for their k.
+        `base_ms` is the latency of the model as trained, `one_s` the untouched model's time for an
+        input; `routed` models are traced again for their k.
         """
         longest, one = clock.longest, base_ms / 1e3
-        # A resumed search did not run it again: the untouched model is hardly faster.
+        # A resumed search did not run this step again; the untouched model is hardly faster.
         run_s = longest.get(RUN, one_s * searching) / searching
         open_s, ways_s = longest.get(OPEN, 0.0), longest.get(WAYS, 0.0)
         careful = protocol_for(base_ms, careful=True)
@@ -161,14 +161,15 @@ class End:
         timed_s += careful.rounds * (WAIT_S if spin_for(base_ms) is None else LOOK_S)
         once_s = untouched_s + confirming * one_s + open_s + VERIFIED * (2 * one_s + run_s)
         if routed:
-            once_s += 2 * longest[TRACE]  # to find where k is, and of the k that was found
+            # two traces to find where k is, and one of the k that was found
+            once_s += 2 * longest[TRACE]
         return End(
             timing_s=open_s + timed_s + ways_s,
             confirming_s=open_s + confirming * run_s,
-            once_s=once_s - ways_s,  # those of the model as trained are known
+            once_s=once_s - ways_s,  # the model as trained is already known
         )
 
     def points_within(self, left_s: float, *, timed: bool) -> float:
-        """Returns how many points there is time for, which are timed before unless they were."""
+        """Returns how many points fit into the time; those that are not `timed` are timed first."""
         each_s = self.confirming_s + (0.0 if timed else self.timing_s)
         return (left_s - self.once_s) / each_s

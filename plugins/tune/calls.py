@@ -1,68 +1,72 @@
-"""The search as Python calls."""
+"""The Python functions of the search."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...common.libraries import check_pytorch
 from ...common.option import takes
-from ...exporter.requests import AnyPath
+from ...exporter.requests import AnyPath, LoadRequest
 from .request import TuneRequest
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ...bench.data import Labelled
+    from ...exporter.checkpoints.load import AnyModel
     from ...exporter.model import Model
     from .tune import SearchPlan, Tuned
 
-    AnyModel = Model | Callable[[], Model]
+    AnyData = AnyPath | Labelled | np.ndarray | Mapping[str, Any]
 
 
-def tune_as(
+@takes(TuneRequest)
+def tune(
     model: AnyModel,
-    data: AnyPath | Labelled | np.ndarray,
+    data: AnyData,
     destination: AnyPath,
     request: TuneRequest,
 ) -> Tuned:
     """Finds the fastest bundle that keeps an accuracy, confirms it on unseen data and writes it.
 
-    Searched together: k of each layer, a fixed subset of its experts, the precision of each layer
-    and of the network around, and the lowerings, by the time that they take on this machine. One
-    half of the labelled `data` serves the search, the other is read once, to confirm. A call that
-    was interrupted goes on where it stopped, if `report` is the same.
+    The search varies k of each layer, a fixed subset of its experts, the precision of each layer
+    and of the network around the layers, and the lowerings, by the time that they take on this
+    machine. One half of the labelled `data` is for the search; the other is read once, to confirm.
+    A call that was interrupted continues if `report` is the same folder.
 
     Raises:
         UsageError: before the search, if an argument is invalid.
-        FeedError: before the search, where the data do not fit, or are too few to confirm.
-        ContractError: nothing meets the bounds, or what was found is not confirmed.
+        FeedError: before the search, if the data do not fit the model or are too few to confirm.
+        ContractError: no point meets the bounds, or the best one is not confirmed.
         ClusterError: the cluster cannot be reached, lacks the resource, or loses its nodes.
     """
-    started = monotonic()  # to import PyTorch takes its part of the time
+    started = monotonic()  # the import of PyTorch counts against the time limit
     check_pytorch("tune")
-    from ...bench.executors import executor_of
     from ...common.writing import check_folder
     from ...exporter.bundle.destination import check_destination
     from ...exporter.bundle.runtimes import check_runs
+    from ...exporter.executors import executor_of
     from .budget import Clock
-    from .findings import write_findings
-    from .shards import evaluate_here
-    from .tune import search_and_export
 
-    options, force, progress = request.search(), request.force, request.progress
-    clock = Clock(options.seconds, started=started)
+    request.check()
+    force, progress = request.force, request.progress
+    clock = Clock(request.seconds, started=started)
     check_destination(Path(destination), force=force)
     executor = executor_of(request)
-    if executor is None:  # nodes of a cluster look for their own
-        for target in options.targets:
+    if executor is None:  # the nodes of a cluster check this themselves
+        for target in request.targets:
             check_runs(target)
     place = None if request.report is None else Path(request.report)
     if place is not None:
         check_folder(place, "--report")
+    from .findings import write_findings  # these load PyTorch: all is refused before that can be
+    from .shards import evaluate_here
+    from .tune import search_and_export
+
     loaded, labelled = _tune_data(model, data, request)
     with (
         nullcontext(evaluate_here) if executor is None else executor.evaluating(request)
@@ -71,7 +75,7 @@ def tune_as(
             loaded,
             labelled,
             Path(destination),
-            options,
+            request,
             work=place,
             force=force,
             progress=progress,
@@ -83,34 +87,33 @@ def tune_as(
     return tuned
 
 
-def tune_plan_as(
-    model: AnyModel, data: AnyPath | Labelled | np.ndarray, request: TuneRequest
-) -> SearchPlan:
+@takes(TuneRequest)
+def tune_plan(model: AnyModel, data: AnyData, request: TuneRequest) -> SearchPlan:
     """Returns how large the search of `tune` is with the same arguments; writes nothing."""
     check_pytorch("tune")
+    request.check()
     from .tune import plan_search
 
-    options = request.search()
-    return plan_search(*_tune_data(model, data, request), options, request.progress)
+    return plan_search(*_tune_data(model, data, request), request, request.progress)
 
 
-def _tune_data(
-    model: AnyModel, data: AnyPath | Labelled | np.ndarray, request: TuneRequest
-) -> tuple[Model, Labelled]:
-    """The model of a search, and its data."""
-    from ...bench.data import LabelledData, Streamed, labelled
+def _tune_data(model: AnyModel, data: AnyData, request: TuneRequest) -> tuple[Model, Labelled]:
+    from ...bench.data import LabelledData, Streamed, ids_of, labelled
     from ...bench.measure.sequences import benchmark_of
-    from ...exporter.inputs import DEFAULT_TOKENS, parse_range
-    from ...exporter.model import Model
+    from ...exporter.checkpoints.load import model_of
+    from ...exporter.checks.answers import answers_of, texts
+    from ...graphs.sizes import DEFAULT_TOKENS
 
-    loaded = model if isinstance(model, Model) else model()
+    feed = None if isinstance(data, LabelledData | Streamed) else data
+    loaded = model_of(model, LoadRequest(progress=request.progress), feed)
     sequences = benchmark_of(loaded)
     if sequences is not None and not isinstance(data, LabelledData | Streamed):
-        tokens = parse_range(str(request.tokens), "--tokens")
+        tokens = request.token_counts
         prompt = None if tokens == DEFAULT_TOKENS else tokens.opt
-        return loaded, sequences.data(data, loaded, prompt)
+        return loaded, sequences.data(ids_of(data, loaded), loaded, prompt)
+    if isinstance(data, str | Path) and request.pixels is None:
+        answers = answers_of(loaded, data)
+        if answers is not None and request.progress is not None:
+            for text in texts(answers, loaded):
+                request.progress.step(text)
     return loaded, labelled(data, loaded, 1, request.pixels)
-
-
-tune = takes(TuneRequest)(tune_as)
-tune_plan = takes(TuneRequest)(tune_plan_as)

@@ -1,8 +1,9 @@
-"""What a search found, as results: rows of what was chosen, and every point for the report."""
+"""The outcome of a search as results: rows for the chosen point, and every point for the report."""
 
 from __future__ import annotations
 
 import shlex
+import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,13 +21,12 @@ from ...bench.run import model_info
 from ...calibration.table import CALIBRATION_FILE
 from ...common.environment import environment
 from ...common.text import size, table
-from ...common.writing import remove_folder
 from ...graphs.targets import runtime_of
 from ..service.findings import as_analyses, best
 from .accuracy.confirm import Confirmed
-from .accuracy.quality import Quality
+from .accuracy.quality import R2, Quality
 from .graphs import UNTOUCHED
-from .recipe import RECIPE_FILE
+from .recipe import RECIPE_FILE, free_place
 from .report.record import TUNING, FrontPoint, TuningRecord
 from .space import Trial
 from .substitutes.substitutes import FOLDER
@@ -34,20 +34,19 @@ from .tune import Tuned
 
 
 def write_findings(tuned: Tuned, folder: Path, command: str = "") -> tuple[Path, ...]:
-    """Writes results.json and every view of it to a folder, where the search's journal ends."""
+    """Writes results.json and the report to the folder of the search's journal."""
     written = write_all(results_of(tuned, command), folder)
-    remove_folder(folder / FOLDER)
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
     for name in (FILE, CALIBRATION_FILE):
         (folder / name).unlink(missing_ok=True)
     return written
 
 
 def results_of(tuned: Tuned, command: str = "") -> Results:
-    """Returns a search as results."""
     name = Path(tuned.model.source.path).stem
     info = model_info(Candidate(name, tuned.model))
     n = max(tuned.experts.values())
-    quality, batch = tuned.chosen.quality, tuned.request.batch.opt
+    quality, batch = tuned.chosen.quality, tuned.request.batches.opt
     rows = []
     untouched = tuned.latencies.get(UNTOUCHED)
     if untouched is not None:
@@ -75,7 +74,7 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
             "rounds": tuned.protocol.rounds,
             "round_s": tuned.protocol.round_s,
             "samples": quality.inputs,
-            "labelled": tuned.metric.name == "accuracy",
+            "labelled": tuned.metric.name in ("accuracy", R2),
             "threads": tuned.threads.sentence,
         },
         command=command,
@@ -89,20 +88,20 @@ def _record(tuned: Tuned) -> TuningRecord:
     return TuningRecord(
         model=Path(tuned.model.source.path).stem,
         metric=tuned.metric.title or tuned.metric.name,
-        batch=tuned.request.batch.opt,
-        searching=tuned.seen,
+        batch=tuned.request.batches.opt,
+        searching=tuned.searching,
         confirming=tuned.chosen.quality.inputs,
         seconds=round(tuned.seconds, 1),
-        keep=tuned.request.keep,
+        keep=tuned.request.kept,
         max_latency_ms=tuned.request.latency_ms,
-        max_bytes=tuned.request.bytes,
+        max_bytes=tuned.request.most_bytes,
         recipe=str(tuned.bundle.path / RECIPE_FILE),
         points=tuple(sorted(_points(tuned), key=lambda point: -point.ms)),
     )
 
 
-def text(tuned: Tuned, report: Path, command: str = "") -> str:
-    """Returns the front and the contract; `command` is that of the search, as it was typed."""
+def text(tuned: Tuned, report: Path | None = None, command: str = "") -> str:
+    """Returns the front and the contract as text; `command` is the search's command line."""
     rows = [
         (
             "→" if point is tuned.chosen else "",
@@ -121,27 +120,30 @@ def text(tuned: Tuned, report: Path, command: str = "") -> str:
     if tuned.services is not None:
         most = best([one for one in tuned.services.services if one.exported])
         why += [] if most is None else [most.reached]
-    place = tuned.bundle.path
+    place, metric = tuned.bundle.path, tuned.metric
+    judged_by = metric.title if metric.each_output else metric.name
+    if metric.name == "accuracy" and not metric.each_output:
+        scores = f"PyTorch {quality.untouched:.1%}, the bundle {quality.score:.1%}"
+        why = [f"accuracy on the {quality.inputs} confirming inputs: {scores}", *why]
     again = recipe_command(
         tuned.model.source.path,
         str(place / RECIPE_FILE),
-        str(place.with_name(f"{place.name}-again")),
+        str(free_place(place)),
         shlex.split(command),
     )
     return (
         f"{table(header, rows)}\n\n"
-        f"{tuned.bundle.path}: {tuned.metric.name} kept {quality.kept:.2%}, between "
+        f"{place}: {judged_by} kept {quality.kept:.2%}, between "
         f"{quality.low:.2%} and {quality.high:.2%} on {quality.inputs} inputs that the search did "
         f"not see;\n{tuned.chosen.trial.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
         f"FP32; {tuned.trials} graphs in {tuned.seconds:.0f} s\n"
         f"{''.join(f'{sentence}{chr(10)}' for sentence in why if sentence)}"
-        f"again: {again}\n"
-        f"report: {report / 'report.html'}"
+        f"again: {again}" + ("" if report is None else f"\nreport: {report / 'report.html'}")
     )
 
 
 def _row(tuned: Tuned, confirmed: Confirmed, name: str, n: int) -> Row:
-    trial, batch = confirmed.trial, tuned.request.batch.opt
+    trial, batch = confirmed.trial, tuned.request.batches.opt
     latency = tuned.latencies.get(trial.point.key)
     return Row(
         engine=runtime_of(trial.point.target),
@@ -160,10 +162,13 @@ def _row(tuned: Tuned, confirmed: Confirmed, name: str, n: int) -> Row:
 
 
 def _judged(tuned: Tuned, quality: Quality, *, of_untouched: bool = False) -> dict[str, Any]:
-    """Accuracy or perplexity as a row has them; nothing for other metrics."""
+    """The metric's fields of a result row; empty for a metric without one."""
     score = quality.untouched if of_untouched else quality.score
     kept = 1.0 if of_untouched else quality.kept
     low, high = (1.0, 1.0) if of_untouched else (quality.low, quality.high)
+    if tuned.metric.each_output:
+        answers = quality.untouched_answers if of_untouched else quality.answers
+        return {"accuracy": answers.accuracy, "regression": answers.regression}
     if tuned.metric.name == "accuracy":
         return {
             "accuracy": Accuracy(

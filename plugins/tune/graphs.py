@@ -19,13 +19,14 @@ from ...bench.runners.base import GraphFile, first_of
 from ...bench.runners.graphs import SessionLoader
 from ...bench.runners.pytorch import untouched
 from ...common.console import Progress
-from ...common.timing import Latency, Protocol, measure
+from ...common.latency import Latency
+from ...common.timing import Protocol, measure
 from ...common.writing import scratch_folder
-from ...data.feeds import rebatched_pairs
+from ...data.batches import rebatched_pairs
 from ...exporter.bundle.manifest import MAIN_GRAPH
 from ...exporter.bundle.runtimes import opened, options_for
 from ...exporter.bundle.weights import WEIGHTS_FILE
-from ...exporter.plan import plan
+from ...exporter.plan import plan_traced
 from ...exporter.session import Session
 from ...exporter.write import write_graphs
 from ...graphs.targets import TARGETS, Target
@@ -36,7 +37,7 @@ from ..service.settings import BOUNDS, settings_of
 from .accuracy.holdout import batch_size, in_batches, rows_of
 from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, protocol_for, spin_for
 from .prepare import SearchJob
-from .request import SearchOptions
+from .request import TuneRequest
 from .routed import Traces
 from .shards import Batch, Evaluate, evaluate_here
 from .space import Point, Trial, job_of
@@ -44,17 +45,17 @@ from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
 
 UNTOUCHED = "untouched"
-"""The PyTorch model among what is timed."""
+"""The name of the PyTorch model in timings."""
 
 LEAST_SERVED_S = 2.0
-"""The least time of a run of LoadGen's."""
+"""The shortest run of LoadGen, in seconds."""
 
-TOLD_APART = 0.97
-"""A lowering takes at most so much of another's time to be taken in its place."""
+MOST_TIME_SHARE = 0.97
+"""A lowering replaces another if it takes at most this share of the other's time."""
 
 
 class Graphs:
-    """Looks at points as whole graphs, each once: a journal keeps what was found."""
+    """Measures points as whole graphs, each once; the journal keeps the results."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Graphs:
         self.trials: dict[str, Trial] = {}
         self.batch = batch_size(job.outputs)
         size = self.base.whole_batch
-        # A shorter batch than the one size of a graph is left out.
+        # A graph of one batch size cannot run a shorter last batch, which is left out.
         self.tallies = evaluate(
             [
                 Batch(inputs=x, labels=labels, outputs=job.outputs[rows], metric=job.metric)
@@ -80,14 +81,14 @@ class Graphs:
                 if size in (None, rows.stop - rows.start)
             ]
         )
-        self._beside: tuple[Trial, Session] | None = None
+        self._baseline: tuple[Trial, Session] | None = None
         for piece in self.journal.pieces("trial"):
             trial = msgspec.convert(piece["trial"], Trial)
             if trial.substitutes == substitutes.digest(trial.point):
                 self.trials[trial.point.key] = trial
 
     def trial(self, point: Point) -> Trial:
-        """Returns what there is to know of a point; writes, runs and times it the first time.
+        """Returns the trial of a point; writes, runs and times its graph the first time.
 
         Raises what planning and running a graph raise.
         """
@@ -101,10 +102,10 @@ class Graphs:
         return self.trials[point.key]
 
     def trained_further(self, trial: Trial, seconds: float) -> bool:
-        """Trains what takes the places of a point's experts for so many seconds more.
+        """Trains a point's substitutes for `seconds` more; returns whether that helped.
 
-        Where that helps, it is looked at again, as are the points that have the same in other
-        precisions; returns whether it did.
+        If it did, the point is measured again, and so are points that share the substitutes in
+        another precision.
         """
         with self.clock.step(TRIAL):
             if not self.substitutes.train_further(trial.point, seconds):
@@ -137,36 +138,37 @@ class Graphs:
         )
 
     @contextmanager
-    def beside(self, base: Trial) -> Iterator[None]:
-        """Within the context every graph is timed in turn with that of the model as trained."""
+    def timed_with(self, base: Trial) -> Iterator[None]:
+        """Times every graph within the context in turn with the model as trained."""
         opened = self.opened([(base.point, base.lowerings)], spin_ms=spin_for(base.ms))
         with opened as (session,):
-            self._beside = base, session
+            self._baseline = base, session
             try:
                 yield
             finally:
-                self._beside = None
+                self._baseline = None
 
     def _spin_ms(self, trial: Trial | None = None) -> float | None:
-        """How long threads spin: as those of the graph beside, if there is one."""
-        beside = trial if self._beside is None else self._beside[0]
-        return None if beside is None else spin_for(beside.ms)
+        """How long threads spin: as long as those of the baseline, if there is one."""
+        baseline = trial if self._baseline is None else self._baseline[0]
+        return None if baseline is None else spin_for(baseline.ms)
 
     def _ms(self, sessions: Sequence[Session]) -> list[float]:
-        """What graphs take, in turn: as many times as the one beside as in the median round."""
+        """The times of graphs, in turn, relative to the baseline's in the median round."""
         calls = {str(index): self.call(session) for index, session in enumerate(sessions)}
-        if self._beside is None:
+        if self._baseline is None:
             latencies = measure(calls, QUICK, title="timing").latencies
             return [latencies[name].median for name in calls]
-        base, session = self._beside
+        base, session = self._baseline
         both = {**calls, UNTOUCHED: self.call(session)}
         latencies = measure(both, protocol_for(base.ms), title="timing").latencies
-        return [base.ms * times_as_long(latencies[name], latencies[UNTOUCHED]) for name in calls]
+        return [base.ms * median_ratio(latencies[name], latencies[UNTOUCHED]) for name in calls]
 
     def lowered(self, trial: Trial) -> Trial:
-        """Returns a point with its fastest lowerings, timed as whole graphs.
+        """Returns a trial with the fastest lowerings, timed as whole graphs.
 
-        What is fastest for a layer alone need not be among others, which fill the caches.
+        The fastest lowering of a layer alone may be slower in a graph, where other layers fill the
+        caches.
         """
         ways = self.times[trial.point.target].ways(trial.point, trial.lowerings)
         if len(ways) == 1:
@@ -175,7 +177,7 @@ class Graphs:
         with self.clock.step(WAYS), opened as sessions:
             times = self._ms(sessions)
         at = int(np.argmin(times))
-        if times[at] > TOLD_APART * times[0]:
+        if times[at] > MOST_TIME_SHARE * times[0]:
             return trial
         faster = replace(trial, lowerings=ways[at], ms=times[at])
         self.trials[trial.point.key] = faster
@@ -186,10 +188,10 @@ class Graphs:
     def opened(
         self, listed: Sequence[tuple[Point, Mapping[str, str]]], *, spin_ms: float | None = None
     ) -> Iterator[list[Session]]:
-        """Yields a session for each point, from graphs in a folder that is removed after.
+        """Yields a session for each point; removes the graphs' folder afterwards.
 
-        Where several run in turn, batch by batch, they take several times as long while threads of
-        the others spin (`spin_ms`, as in `SessionOptions`).
+        If several sessions run in turn, each is several times slower while the others' threads spin
+        (`spin_ms`, as in `SessionOptions`).
         """
         with scratch_folder("tune") as folder:
             sessions = []
@@ -200,12 +202,12 @@ class Graphs:
                 traced = self.traces.of(job)
                 options = options_for(point.target, torch.get_num_threads(), spin_ms)
                 with self.clock.step(OPEN):
-                    write_graphs(plan(job, traced, job.table), place)
+                    write_graphs(plan_traced(job, traced, job.table), place)
                     sessions.append(opened(place / MAIN_GRAPH, options))
             yield sessions
 
     def whole(self, batches: Iterable[InputsAndLabels]) -> Iterator[InputsAndLabels]:
-        """Yields batches that graphs take: of the one size, where it is a constant of the graph."""
+        """Yields batches that graphs accept: of one size, if it is a constant of the graph."""
         size = self.base.whole_batch
         if size is not None:
             arrays = ((first_of(x), labels) for x, labels in batches)
@@ -217,13 +219,13 @@ class Graphs:
                 yield rows_of(x, rows), None if labels is None else labels[rows]
 
     def call(self, session: Session) -> Callable[[int], object]:
-        """Returns the call that is timed: batches of OPT from the search's half, in turn."""
-        size = self.base.options.batch.opt
+        """Returns the call to time: batches of OPT from the search's half, in turn."""
+        size = self.base.options.batches.opt
         batches = [self.data.batch(index, size) for index in range(INPUTS)]
         return partial(_run, [session.bound(batch) for batch in batches])
 
     def timed(self, trials: Sequence[Trial], protocol: Protocol) -> dict[str, Latency]:
-        """Returns the latency of several points by their keys, and of the untouched model.
+        """Returns the latencies of points, by their keys, and of the untouched model.
 
         They are measured in turn.
         """
@@ -233,21 +235,21 @@ class Graphs:
                 trial.point.key: self.call(session)
                 for trial, session in zip(trials, sessions, strict=True)
             }
-            size, model = self.base.options.batch.opt, untouched(self.base.model)
+            size, model = self.base.options.batches.opt, untouched(self.base.model)
             batches = [self.data.batch(index, size) for index in range(INPUTS)]
             calls[UNTOUCHED] = partial(_run, [model.bound(batch) for batch in batches])
             measured = measure(calls, protocol, title="timing the front", progress=self.progress)
         return measured.latencies
 
-    def served(self, trials: Sequence[Trial], folder: Path, request: SearchOptions) -> ServedPoints:
-        """Returns what points serve within the bound of latency, beside the untouched model.
+    def served(self, trials: Sequence[Trial], folder: Path, request: TuneRequest) -> ServedPoints:
+        """Returns the request rates of points within the latency bound, and of the untouched model.
 
-        LoadGen's logs are left in a folder.
+        Leaves LoadGen's logs in a folder.
         """
         job, bound_ms = self.base, request.latency_ms
-        assert bound_ms is not None, "a request for a scenario has a bound"
+        assert bound_ms is not None, "--scenario needs a latency bound"
         reference = BenchRequest(
-            batch=(job.options.batch.opt, job.whole_batch or job.options.batch.max),
+            batch=(job.options.batches.opt, job.whole_batch or job.options.batches.max),
             out=folder,
             progress=self.progress,
         ).asking(
@@ -258,7 +260,7 @@ class Graphs:
             )
         )
         settings = settings_of(reference)
-        assert settings is not None, "it names a scenario"
+        assert settings is not None, "the request names a scenario"
         with self.opened([(trial.point, trial.lowerings) for trial in trials]) as sessions:
             candidate = Candidate(
                 name=Path(job.model.source.path).stem,
@@ -294,14 +296,14 @@ class Graphs:
 
 @dataclass(frozen=True, slots=True)
 class ServedPoints:
-    """What points serve: the requests a second of each, by its key, 0 where it keeps no bound."""
+    """Request rates by point key, in requests a second; 0 if a point exceeds the bound."""
 
     findings: ServiceFindings
     rates: Mapping[str, float]
 
 
-def times_as_long(latency: Latency, other: Latency) -> float:
-    """Returns how many times as long one takes as another, in the median of rounds in turn."""
+def median_ratio(latency: Latency, other: Latency) -> float:
+    """Returns the ratio of two latencies, as the median over rounds in turn."""
     return float(np.median(np.array(latency.rounds) / np.array(other.rounds)))
 
 

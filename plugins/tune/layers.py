@@ -1,8 +1,8 @@
-"""One layer at a time: what each k and each subset of experts does to the whole model's outputs.
+"""Single layers: how each k and each subset of experts changes the whole model's outputs.
 
-Every layer's inputs and outputs are computed once. What one layer is then tried with, the layers
-before it are played back and those after it computed again. A model whose routers choose k is run
-as a whole.
+Every layer's inputs and outputs are computed once. When one layer is changed, the layers before it
+return their recorded outputs and those after it are computed again. A model whose routers choose k
+is run as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...bench.data import LabelledData
 from ...bench.runners.pytorch import PyTorch
-from ...data.feeds import Array
+from ...data.batches import Array
 from ...exporter.inputs import Inputs
 from ...exporter.model import Model
 from ...graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
@@ -29,16 +29,17 @@ from ...graphs.layers.soft_moe import Chooser, SoftMoE
 from .accuracy.holdout import batch_size, in_batches
 from .accuracy.quality import Metric, Quality, Tally
 from .recipe import LayerRecipe
-from .routed import asked_for, routed_layers
-from .substitutes.substitutes import Seen
+from .routed import routed_layers, with_routed_k
+from .substitutes.substitutes import Recording
 
 BATCH = 32
 
 MOST = 512
-"""Inputs on which single layers are tried: they rank choices, and whole graphs decide."""
+"""Inputs on which single layers are tried: they only rank choices; whole graphs decide."""
 
-MOST_SEEN, SEEN_S = 8192, 5.0
-"""Inputs that substitutes are fitted to. Beyond `MOST` they are recorded for so long at most."""
+MOST_RECORDED, RECORDING_S = 8192, 5.0
+"""Inputs that substitutes are fitted to. Beyond `MOST` inputs, recording stops after `RECORDING_S`
+seconds."""
 
 MOST_TOKENS = 1 << 14
 """Tokens on which single layers of a language model are tried."""
@@ -46,11 +47,11 @@ MOST_TOKENS = 1 << 14
 NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
 
 HELD_BYTES = 1 << 29
-"""What the inputs and outputs of all layers may take."""
+"""The largest size of the recorded inputs and outputs of all layers."""
 
 
 class Replay:
-    """A model on some inputs, of which every layer's inputs and outputs are kept."""
+    """A model with the recorded inputs and outputs of every layer."""
 
     def __init__(
         self,
@@ -72,12 +73,12 @@ class Replay:
         self.outputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
         self._batches: list[tuple[Inputs, Array, Array | None]] = []
         held, of_tokens = 0, data.inputs.dtype.kind in "iu"
-        most = max(1, MOST_TOKENS // data.inputs[0].size) if of_tokens else MOST_SEEN
+        most = max(1, MOST_TOKENS // data.inputs[0].size) if of_tokens else MOST_RECORDED
         size, began = batch or min(BATCH, batch_size(outputs)), time.monotonic()
-        seen = min(most, MOST_SEEN, len(data))
-        seen = max(size, seen - seen % size) if batch else seen
-        for rows, x, labels in in_batches(data.head(seen), size):
-            long = rows.start >= MOST and time.monotonic() - began > SEEN_S
+        count = min(most, MOST_RECORDED, len(data))
+        count = max(size, count - count % size) if batch else count
+        for rows, x, labels in in_batches(data.head(count), size):
+            long = rows.start >= MOST and time.monotonic() - began > RECORDING_S
             if self._batches and (held > HELD_BYTES or long or over()):
                 break
             if not self.routed:
@@ -88,22 +89,22 @@ class Replay:
             self._batches.append((x, outputs[rows], labels))
 
     def tokens(self) -> dict[str, Array]:
-        """Returns what each layer is given, [s, m, d], of a model without routers."""
+        """Returns the inputs of each layer, [s, m, d], for a model without routers."""
         return {name: torch.cat(tokens).numpy() for name, tokens in self.inputs.items() if tokens}
 
     @property
-    def seen(self) -> Seen:
-        """What the model was seen to do."""
+    def recording(self) -> Recording:
+        """The recorded inputs and outputs that substitutes are fitted to."""
         samples = [(x, base) for x, base, _ in self._batches]
         scores = self.metric.name != "function"
-        return Seen(tokens=self.inputs, samples=samples, scores=scores)
+        return Recording(tokens=self.inputs, samples=samples, scores=scores)
 
     def quality(
         self, name: str, choice: LayerRecipe, substitutes: Mapping[str, np.ndarray] = NOTHING
     ) -> Quality:
-        """Returns what is kept with one layer changed; its precision plays no part.
+        """Returns the kept quality with one layer changed; the choice's precision is ignored.
 
-        `substitutes` take the places of experts that are not among those of the choice.
+        `substitutes` replace the experts that the choice removes.
         """
         tally = Tally()
         with self._changed(name, choice, substitutes) as run:
@@ -116,17 +117,17 @@ class Replay:
     def _changed(
         self, name: str, choice: LayerRecipe, substitutes: Mapping[str, np.ndarray]
     ) -> Iterator[Callable[[Inputs], Array]]:
-        """Yields the model with one layer as it is chosen."""
+        """Yields the model with one layer changed."""
         if self.routed:
             k = {other: layer.spec.trained_k for other, layer in self.layers.items()}
-            changed = asked_for(self.model, {**k, name: choice.k})
+            changed = with_routed_k(self.model, {**k, name: choice.k})
             yield PyTorch(changed.module, changed.inputs).infer
             return
         layer = self.layers[name]
         with ExitStack() as changes:
-            changes.enter_context(self._playing_before(name))
+            changes.enter_context(self._earlier_layers_replaced(name))
             if choice.merged:
-                assert isinstance(layer, MuMoE), "only the experts of those are merged"
+                assert isinstance(layer, MuMoE), "only muMoE experts can be merged"
                 merged = layer.merged(
                     [torch.from_numpy(substitute) for substitute in substitutes.values()]
                 )
@@ -151,17 +152,18 @@ class Replay:
             yield
 
     @contextmanager
-    def _playing_before(self, name: str) -> Iterator[None]:
+    def _earlier_layers_replaced(self, name: str) -> Iterator[None]:
         names = list(self.layers)
         before = {
-            self.layers[earlier]: _Played(self, earlier) for earlier in names[: names.index(name)]
+            self.layers[earlier]: _RecordedOutputs(self, earlier)
+            for earlier in names[: names.index(name)]
         }
         with replaced_layers(self.module, lambda _, layer: before.get(layer, layer)):
             yield
 
 
-class _Played(nn.Module):
-    """Stands for a layer: returns what it has returned for the batch."""
+class _RecordedOutputs(nn.Module):
+    """Replaces a layer: returns the outputs recorded for the current batch."""
 
     def __init__(self, replay: Replay, name: str) -> None:
         super().__init__()
@@ -169,14 +171,13 @@ class _Played(nn.Module):
         self._at = partial(getattr, replay, "at")
 
     def forward(self, *_: Tensor, **__: Tensor) -> Tensor:
-        """Returns the layer's outputs, computed before."""
         at: int = self._at()
         return self._returned[at]
 
 
 @contextmanager
 def _replaced(module: nn.Module, layer: MoELayer, other: MoELayer) -> Iterator[None]:
-    """Within the context another layer is at the places of one."""
+    """Replaces a layer by another within the context."""
     with replaced_layers(module, lambda _, there: other if there is layer else there):
         yield
 
@@ -185,9 +186,9 @@ def _replaced(module: nn.Module, layer: MoELayer, other: MoELayer) -> Iterator[N
 def _as_chosen(
     layer: MoELayer, choice: LayerRecipe, constants: np.ndarray | None
 ) -> Iterator[None]:
-    """Within the context a layer computes what is chosen for it.
+    """Makes a layer compute a choice within the context.
 
-    `constants` [n − e, p, o] are what the experts that are not among those of the choice give.
+    `constants` [n − e, p, o] are the outputs of the removed experts.
     """
     before = layer.keep, layer.algorithm
     n = len(choice.experts) or layer.spec.experts
@@ -195,7 +196,7 @@ def _as_chosen(
         layer.keep = None if choice.k >= layer.spec.experts else choice.k
         layer.algorithm = "selected" if layer.spec.chooses_sets else "masked"
         if constants is not None:
-            assert isinstance(layer, SoftMoE), "only those have experts to drop"
+            assert isinstance(layer, SoftMoE), "only Soft MoE experts can be removed"
             layer.chooser = _chooser(choice.experts, all_of_them=choice.k >= n)
             others = [e for e in range(layer.spec.experts) if e not in {*choice.experts}]
             layer.unchosen = others, torch.from_numpy(constants)
@@ -207,7 +208,7 @@ def _as_chosen(
 
 
 def _chooser(experts: Sequence[int], *, all_of_them: bool) -> Chooser:
-    """The k experts of the largest scores among some; these themselves where k is all of them."""
+    """Returns a chooser of the k best-scored experts of a subset, or of the whole subset."""
     known = torch.tensor(experts)
 
     def choose(scores: Tensor, k: int) -> Tensor:
@@ -221,9 +222,9 @@ def _chooser(experts: Sequence[int], *, all_of_them: bool) -> Chooser:
 
 
 def in_turn(choices: Mapping[str, Sequence[LayerRecipe]]) -> Iterator[tuple[str, LayerRecipe]]:
-    """Yields each choice of each layer."""
+    """Yields the choices of all layers, one of each layer at a time."""
     longest = max(map(len, choices.values()), default=0)
-    for index in range(longest):  # of every layer one, so that an early end leaves none out
+    for index in range(longest):  # so that an early end leaves no layer out
         for name, listed in choices.items():
             if index < len(listed):
                 yield name, listed[index]

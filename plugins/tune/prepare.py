@@ -1,4 +1,4 @@
-"""A search that can begin: data in two halves, ranges, and what the model's layers may become.
+"""Preparation of a search: the data split, the ranges, and what the layers may become.
 
 What can be refused without a search is refused here.
 """
@@ -6,10 +6,11 @@ What can be refused without a search is refused here.
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -22,14 +23,14 @@ from ...common.console import Progress
 from ...common.environment import environment
 from ...common.files import STEP_BYTES
 from ...common.threads import Threads
-from ...common.writing import held, make_folder, remove_folder, scratch_folder
-from ...data.feeds import Array
+from ...common.writing import held, make_folder, scratch_folder
+from ...data.batches import Array
 from ...errors import UsageError
-from ...exporter.export import prepared
 from ...exporter.job import ExportJob, calibration_job, export_job
 from ...exporter.model import Model, fingerprint
 from ...exporter.options import ExportOptions
-from ...exporter.quantization.calibrate import calibrate
+from ...exporter.plan import with_trace
+from ...exporter.quantization.calibrate import find_ranges
 from ...exporter.requests import CalibrateRequest
 from ...graphs.layers.mumoe import MuMoESpec
 from ...graphs.layers.soft_moe import SoftMoESpec
@@ -38,30 +39,31 @@ from .accuracy.holdout import Holdout, untouched_outputs
 from .accuracy.quality import Metric, check_enough, metric_for
 from .budget import RANGES_SHARE, TRACE, Clock, End
 from .recipe import LayerRecipe
-from .request import SearchOptions
+from .request import TuneRequest
 from .routed import routed_layers
 from .space import RANGED, Point, Space, Trial, computed_on, ks_of, space_of
 from .substitutes.substitutes import FOLDER
 
 CALIBRATED, CALIBRATED_FEW = 256, 32
-"""Inputs of the search's half that INT8 takes its ranges from; the second where time is short."""
+"""Inputs of the search's half from which the INT8 ranges are taken; the second number if time is
+short."""
 
 OBSERVED = 4.0
-"""About how much longer an input takes while ranges are observed, beside the model itself."""
+"""The estimated factor by which observing ranges slows the model down."""
 
 UNIFORM = (1, 2, 4, 8, 16)
-"""The shares of its experts that every layer computes in the models that are looked at first."""
+"""The first models that are tried compute these shares of the experts in every layer."""
 
 
 @dataclass(frozen=True)
 class SearchJob:
-    """A search that can begin: the halves, the untouched model's outputs, ranges and the space.
+    """A prepared search: the halves, the untouched model's outputs, the ranges and the space.
 
-    `one_s` is what the untouched model takes for an input.
+    `one_s` is the untouched model's time for an input.
     """
 
     model: Model
-    request: SearchOptions
+    request: TuneRequest
     holdout: Holdout
     outputs: Array
     metric: Metric
@@ -85,16 +87,17 @@ class SearchJob:
         return Point(layers, self.request.targets[0])
 
     def fewer(self, name: str, kept: Callable[[int], tuple[int, ...]]) -> list[LayerRecipe]:
-        """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half.
+        """Choices with fewer experts.
 
-        Of a muMoE layer one in place of all. `kept` returns the experts of a subset of some size.
+        For Soft MoE halves and quarters, all computed or half of them; for muMoE one expert in
+        place of all. `kept` returns the experts of a subset of a given size.
         """
         spec = self.model.layers[name].spec
-        # Beside layers that a router chooses for, the inputs of single ones are not recorded.
-        if not self.request.subsets or routed_layers(self.model):
+        # If a router chooses for other layers, single layers' inputs are not recorded.
+        if self.request.all_experts or routed_layers(self.model):
             return []
         if not isinstance(spec, SoftMoESpec | MuMoESpec) or spec.external_routing:
-            return []  # what is given comes of tokens that no layer sees
+            return []  # tokens that no layer receives contribute to the input
         if isinstance(spec, MuMoESpec):
             return [LayerRecipe(1, merged=True)]
         choices = []
@@ -106,7 +109,7 @@ class SearchJob:
         return choices
 
     def uniform(self, precision: Precision, target: Target) -> list[Point]:
-        """The model as trained with every layer that serves it in a precision, then smaller k."""
+        """The model as trained in a precision, then the same with smaller k."""
         within = self.spaces[target].integers.get(precision, (*self.choices,))
         points = []
         for share in UNIFORM:
@@ -123,7 +126,9 @@ class SearchJob:
     def within(self, trial: Trial) -> bool:
         request = self.request
         slow = request.latency_ms is not None and trial.ms > request.latency_ms
-        return not slow and not (request.bytes is not None and trial.bytes > request.bytes)
+        return not slow and not (
+            request.most_bytes is not None and trial.bytes > request.most_bytes
+        )
 
     @property
     def table_file(self) -> Path:
@@ -131,7 +136,6 @@ class SearchJob:
         return self.folder / CALIBRATION_FILE
 
     def end(self, base: Trial) -> End:
-        """Returns about how long the end of the search takes."""
         searching = len(self.holdout.search)
         return End.of(
             self.clock,
@@ -146,20 +150,20 @@ class SearchJob:
 def prepare(
     model: Model,
     data: Labelled,
-    request: SearchOptions,
+    request: TuneRequest,
     folder: Path,
     progress: Progress,
     clock: Clock,
 ) -> SearchJob:
-    """Prepares a search; refuses what can be refused without it."""
+    """Prepares a search; refuses what can be refused without searching."""
     if data.output:
         raise UsageError(
-            f"--data: its labels are of the output '{model.outputs[data.output].name}', and a "
-            f"search keeps the accuracy of the first, '{model.output.name}'",
+            f"--data: its labels are of the output '{model.outputs[data.output].name}', but tune "
+            f"keeps the accuracy of the first, '{model.output.name}'",
             hint=f"save the labels of {model.output.name} as label",
         )
     if sum(tensor.nbytes for tensor in model.module.state_dict().values()) < STEP_BYTES:
-        # To give the pages of mapped weights back takes longer than all else of a small graph.
+        # Releasing the pages of mapped weights takes longer than the rest of a small graph.
         model = replace(model, source=replace(model.source, mapped=()))
     base = base_job(model, request)
     progress.step("reading the search's half of the data")
@@ -169,23 +173,23 @@ def prepare(
     holdout = holdout.fewer(len(outputs))
     one_s = (time.monotonic() - began) / len(outputs)
     metric = metric_for(request.metric, outputs, holdout.search.inputs, holdout.search.labels)
-    check_enough(metric, request.keep, holdout, outputs)
+    check_enough(metric, request.kept, holdout, outputs)
     what = {
-        "pieces": 3,  # their format
+        "pieces": 3,  # the manifest's format
         "environment": environment(),
         "model": fingerprint(model),
         "data": data.fingerprint,
-        "request": asdict(replace(request, seconds=None)),
+        "request": request.searched,
     }
     make_folder(folder)
     journal = Journal(folder / FILE, what)
     if journal.summary:
         progress.step(journal.summary)
     if not journal.resumed:
-        remove_folder(folder / FOLDER)
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)
     progress.step("tracing")
     with clock.step(TRACE):
-        base, traced = prepared(base, progress)
+        base, traced = with_trace(base, progress)
     wanted = {target: computed_on(target, request) for target in request.targets}
     ranged = any(name in RANGED for names in wanted.values() for name in names)
     if ranged and all(spec.default is None for spec in model.inputs):
@@ -216,17 +220,17 @@ def prepare(
     )
 
 
-def base_job(model: Model, request: SearchOptions) -> ExportJob:
+def base_job(model: Model, request: TuneRequest) -> ExportJob:
     """Returns the export of the model as trained; refuses what cannot be searched or exported."""
     options = ExportOptions(batch=request.batch, tokens=request.tokens, verify=False)
     first, *others = request.targets
-    for target in others:  # refused before the search, too
+    for target in others:  # refuse before the search, not only after it
         export_job(model, replace(options, target=target))
     return export_job(model, replace(options, target=first))
 
 
 def _samples(clock: Clock, one_s: float) -> int:
-    """How many inputs there is time to take ranges from; 0 where there is none, or hardly any."""
+    """The number of inputs to take ranges from in the time; 0 if there is too little time."""
     if not math.isfinite(clock.left):
         return CALIBRATED
     until = RANGES_SHARE * (clock.seconds - clock.reserve) - (clock.seconds - clock.left)
@@ -249,21 +253,20 @@ def _ranges(
     if not (journal.resumed and path.is_file()):
         request = CalibrateRequest(samples=samples)
         job = calibration_job(model, data.feed, request, fixed=base.fixed)
-        calibrate(job, traced=traced, progress=progress).write(path)
+        find_ranges(job, traced=traced, progress=progress).write(path)
     return CalibrationTable.read(path)
 
 
 def threads_of(
-    model: Model, data: Labelled, request: SearchOptions, work: Path | None, progress: Progress
+    model: Model, data: Labelled, request: TuneRequest, work: Path | None, progress: Progress
 ) -> Threads:
-    """How many threads everything gets."""
-    sizes = (request.batch.opt,)
+    sizes = (request.batches.opt,)
     return threads_for([model], data, sizes, count=request.threads, work=work, progress=progress)
 
 
 @contextmanager
 def kept_in(work: Path | None) -> Iterator[Path]:
-    """Yields the folder of a search, which goes on from there, or one that ends with it."""
+    """Yields the search's folder, which outlives it, or a temporary one."""
     if work is not None:
         with held(work):
             yield work

@@ -1,30 +1,35 @@
-"""`recipe.yaml`: what `tune` found for each layer, to be exported again bit for bit."""
+"""`recipe.yaml`: what `tune` found for each layer, so that it can be exported again bit for bit."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...calibration.table import CALIBRATION_FILE
 from ...common.documents import from_data, read_document
 from ...common.files import sha256
-from ...common.option import Mistake, changed, record_in, refuse_changed
+from ...common.option import Mistake, changed, record_in, refuse_changed, spelled
 from ...common.registry import left_out
+from ...common.text import size
+from ...data.user_code import names_code
 from ...errors import UsageError
 from ...exporter.bundle.manifest import FileRecord, Manifest
 from ...exporter.bundle.steps import Export, Step
 from ...exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
-from ...exporter.edits import Edits, KeptExperts, MergedExperts
-from ...exporter.inputs import parse_range
-from ...exporter.model import Model, fingerprint
-from ...exporter.options import AUTO, ExportOptions, PrecisionOptions
-from ...exporter.requests import ExportRequest
+from ...exporter.options import AUTO, BLOCKED_OPSET, MIN_OPSET, ExportOptions
+from ...exporter.requests import LoadRequest
+from ...graphs.edits import Edits, KeptExperts, MergedExperts
+from ...graphs.sizes import parse_range
 from ...graphs.targets import TARGETS, Precision, Scope, Target
-from .request import RecipeOptions
+from .request import RecipeOptions, no_such_recipe
+
+if TYPE_CHECKING:
+    from ...exporter.model import Model, Source
 
 API = 1
 
@@ -35,11 +40,11 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class LayerRecipe:
-    """What one MoE layer is exported as, and why.
+    """How one MoE layer is exported, and why.
 
-    `experts` are those that stay, by their numbers in the checkpoint; empty where all do. `k` of
-    them are computed. Where `constant`, the others give constants, else nothing. Where `merged`,
-    one takes the place of all. `lowering` is empty while a search has not chosen it.
+    `experts` are those that stay, by their numbers in the checkpoint; empty if all do. `k` of them
+    are computed. If `constant`, the others return constants, else they are removed. If `merged`,
+    one expert replaces all. `lowering` is empty while a search has not chosen it.
     """
 
     k: int
@@ -57,16 +62,19 @@ class LayerRecipe:
 
     @property
     def n(self) -> int:
-        """How many experts the layer has, 0 for all."""
+        """The number of experts of the layer, 0 for all."""
         return 1 if self.merged else len(self.experts)
 
     @property
     def form(self) -> tuple[int, int, Precision]:
-        """What its time depends on: k, how many experts there are (0: all), and the precision."""
+        """What the layer's time depends on: k, number of experts (0: all), precision."""
         return self.k, self.n, self.precision
 
     def text(self, experts: int) -> str:
-        """In words, for a layer of so many: `k = 4 of 16, int8`, `8 of 16 experts kept, fp32`."""
+        """Describes the layer, of which the checkpoint has `experts` experts.
+
+        For example `k = 4 of 16, int8`, `8 of 16 experts kept, fp32`.
+        """
         if self.merged:
             return f"all experts merged into one, {self.precision}"
         n = len(self.experts) or experts
@@ -79,10 +87,11 @@ class LayerRecipe:
 class Recipe:
     """Everything that decides the graphs and weights of a bundle.
 
-    `model` is the model's fingerprint and `data` the SHA-256 of the data it was found on; layers
-    are in the order of execution. `calibration` and `substitutes` are the SHA-256 of files that lie
-    beside the recipe: the table of ranges, and what takes the places of experts that were dropped
-    or merged. They are empty where none is needed. `contract` says what was asked and confirmed.
+    `model` is the model's fingerprint and `data` the SHA-256 of the search's data; layers are in
+    the order of execution. `calibration` and `substitutes` are the SHA-256 of files in the recipe's
+    folder: the table of ranges, and the arrays that replace removed or merged experts; empty if not
+    needed. `family` and `config` are the settings with which the model was read, empty if its files
+    hold them. `contract` has the bounds and the confirmed result.
     """
 
     model: str
@@ -98,25 +107,24 @@ class Recipe:
     substitutes: str = ""
     contract: dict[str, Any] = field(default_factory=dict)
     moexport: str = ""
+    family: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA
 
     @property
     def edits(self) -> Edits:
-        """The experts that stay, of the layers in which not all do; the layers of merged ones."""
-        return Edits(
-            kept=tuple(
-                KeptExperts(name, layer.experts, constant=layer.constant)
-                for name, layer in self.layers.items()
-                if layer.experts
-            ),
-            merged=tuple(
-                MergedExperts(name) for name, layer in self.layers.items() if layer.merged
-            ),
+        """The removals and merges of experts that the recipe makes."""
+        kept = (
+            KeptExperts(name, layer.experts, constant=layer.constant)
+            for name, layer in self.layers.items()
+            if layer.experts
         )
+        merged = (MergedExperts(name) for name, layer in self.layers.items() if layer.merged)
+        return Edits((*kept, *merged))
 
     @property
     def floating(self) -> frozenset[str]:
-        """The layers that stay in floats where others do not."""
+        """The layers that stay in floats while others do not."""
         return frozenset(
             name for name, layer in self.layers.items() if layer.precision != self.precision
         )
@@ -132,29 +140,25 @@ class Recipe:
         return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=100)
 
     def write(self, path: Path) -> None:
-        """Writes the recipe to a file."""
         path.write_text(self.text(), encoding="utf-8")
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Returns the recipe in a file; `UsageError` says what is wrong with it and where."""
+    """Reads a recipe; raises `UsageError` with the place of a mistake."""
     try:
         content = read_document(path, "yaml", lambda said: UsageError(f"--recipe {said}"))
     except OSError as error:
-        raise UsageError(
-            f"--recipe {path}: cannot be read: {error.strerror}",
-            hint="`moexport tune` writes recipe.yaml into its bundle",
-        ) from error
+        raise no_such_recipe(path, error.strerror) from error
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise UsageError(
-            f"--recipe {path}: schema {schema!r}, and this version reads schema {SCHEMA}",
+            f"--recipe {path}: schema {schema!r}, but this version reads schema {SCHEMA}",
             hint="give the recipe.yaml that `moexport tune` wrote",
         )
     recipe = from_data(Recipe, content, f"--recipe {path}", error=UsageError)
     if recipe.target not in TARGETS:
         raise UsageError(
-            f"--recipe {path}: target is {recipe.target!r}, which nothing that is installed brings",
+            f"--recipe {path}: target is {recipe.target!r}, which no installed package provides",
             hint="install the plugin that runs it; there is "
             f"{', '.join(TARGETS.names)}{left_out()}",
         )
@@ -166,10 +170,10 @@ def read_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def file_beside(path: Path, digest: str, file: str) -> Path | None:
-    """Returns a file that a recipe needs, which lies beside it; None where it has no hash.
+def checked_file(path: Path, digest: str, file: str) -> Path | None:
+    """Returns a file that a recipe needs, in the recipe's folder; None if the recipe needs none.
 
-    Raises `UsageError` where it is missing, or is another.
+    Raises `UsageError` if the file is missing or was changed.
     """
     if not digest:
         return None
@@ -177,29 +181,29 @@ def file_beside(path: Path, digest: str, file: str) -> Path | None:
     if not place.is_file():
         raise UsageError(
             f"--recipe {path}: {file}, which it needs, does not lie beside it",
-            hint=f"copy {file} from the bundle that the recipe is of",
+            hint=f"copy {file} from the bundle of this recipe",
         )
     if sha256(place) != digest:
         raise UsageError(
-            f"--recipe {path}: {place} is not the file that the recipe was found with",
-            hint=f"copy {file} from the bundle that the recipe is of",
+            f"--recipe {path}: {place} is not the file that this recipe was made with",
+            hint=f"copy {file} from the bundle of this recipe",
         )
     return place
 
 
-_BESIDE = frozenset(
+_LEFT_OPEN = frozenset(
     {"recipe", "data", "atol", "rtol", "verify", "verify_samples", "steer", "engine", "force"}
     | {"expose_routing", "layout", "threads"}
 )
-"""Options that a recipe leaves open."""
+"""Options that a recipe does not set."""
 
 
 def recipe_options(
     recipe: Recipe, options: ExportOptions, substitutes: Mapping[str, np.ndarray] | None = None
 ) -> ExportOptions:
-    """Returns options in which everything that decides graphs and weights is a recipe's.
+    """Returns options in which the recipe sets everything that decides graphs and weights.
 
-    `substitutes` are what takes the places of experts (`Edits.substitutes`).
+    `substitutes` are the arrays that replace experts (`Edits.substitutes`).
     """
     integers = recipe.precision in ("int8", "int4", "fp8")
     edits = recipe.edits.with_substitutes(substitutes or {})
@@ -207,23 +211,21 @@ def recipe_options(
         with_recipe(options, recipe),
         k=tuple(layer.k for layer in recipe.layers.values()),
         target=recipe.target,
-        lowerings=(AUTO,),
+        lowering=AUTO,
         layer_lowerings={name: (one.lowering, one.why) for name, one in recipe.layers.items()},
         batch=parse_range(recipe.batch, "--recipe: batch"),
         tokens=parse_range(recipe.tokens, "--recipe: tokens"),
-        opset=recipe.opset,
+        opset=None if recipe.opset in (MIN_OPSET, BLOCKED_OPSET) else recipe.opset,  # as needed
         renormalize=False,
-        precision=PrecisionOptions(
-            recipe.precision,
-            scope=recipe.quantize,
-            floating=recipe.floating if integers else frozenset(),
-        ),
-        edits=replace(edits, steers=options.edits.steers),
+        precision=recipe.precision,
+        quantize=recipe.quantize,
+        keep_floating=tuple(sorted(recipe.floating)) if integers else (),
+        edits=Edits((*edits.listed, *options.edits.steers)),
     )
 
 
 def with_recipe(options: ExportOptions, recipe: Recipe) -> ExportOptions:
-    """Returns options of an export whose bundle holds a recipe."""
+    """Returns options of an export whose bundle contains a recipe."""
     others = (each for each in options.further if not isinstance(each, Recipe))
     return replace(options, further=(*others, recipe))
 
@@ -233,24 +235,65 @@ def recipe_in(options: ExportOptions) -> Recipe | None:
     return record_in(options.further, Recipe)
 
 
+def settings_of(model: Model) -> dict[str, Any]:
+    """Returns the fields of a recipe with which the model was read."""
+    from ...exporter.families import FAMILIES  # loads PyTorch, as the model did
+
+    config = json.loads(json.dumps(model.config))
+    if model.family in FAMILIES:
+        return {"family": model.family, "config": config}
+    # For a network made by user code these are the arguments of its factory.
+    return {"config": config} if names_code(model.source.path) else {}
+
+
+def read_again(source: Source) -> list[str]:
+    """Returns the plugins' options with which a model was read, as on a command line."""
+    words = []
+    for record in source.further:
+        for name in changed(record):
+            value = getattr(record, name)
+            option = spelled(type(record), name)
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [word for each in values for word in (option, str(each))]
+    return words
+
+
+def free_place(bundle: Path) -> Path:
+    """Returns the first of `BUNDLE-again`, `BUNDLE-again-2` and so on that does not exist."""
+    endings = ("", *(f"-{number}" for number in range(2, 1000)))
+    names = (bundle.with_name(f"{bundle.name}-again{ending}") for ending in endings)
+    return next(place for place in names if not place.exists())
+
+
+def _reading(reading: LoadRequest, request: ExportOptions, source: str) -> LoadRequest:
+    """The recipe's settings, if the command names no file of them; `--set` changes some."""
+    path = request.asked(RecipeOptions).recipe
+    if path is None or reading.config is not None:
+        return reading
+    recipe = read_recipe(Path(path))
+    if names_code(source) == bool(recipe.family):
+        return reading  # a different model, which is refused once it is read
+    family = reading.family or recipe.family or None
+    return replace(reading, family=family, config=recipe.config or None)
+
+
 def _asked(options: ExportOptions) -> bool:
     return recipe_in(options) is not None or options.asked(RecipeOptions).recipe is not None
 
 
-def _refuses(request: ExportRequest) -> None:
-    if request.asked(RecipeOptions).recipe is None:
+def _refuses(options: ExportOptions) -> None:
+    if options.asked(RecipeOptions).recipe is None:
         return
-    for record in (request, *request.further):
-        names = {*changed(record)} - _BESIDE
+    for record in (options, *options.further):
+        names = {*changed(record)} - _LEFT_OPEN
         refuse_changed(record, names, " with --recipe: the recipe already sets it")
 
 
-def _change(options: ExportOptions, request: ExportRequest) -> ExportOptions:
-    del request
+def _change(options: ExportOptions) -> ExportOptions:
     path = Path(options.asked(RecipeOptions).recipe or "")
     recipe = read_recipe(path)
-    ranges = file_beside(path, recipe.calibration, CALIBRATION_FILE)
-    beside = file_beside(path, recipe.substitutes, SUBSTITUTES_FILE)
+    ranges = checked_file(path, recipe.calibration, CALIBRATION_FILE)
+    beside = checked_file(path, recipe.substitutes, SUBSTITUTES_FILE)
     substitutes = None if beside is None else read_substitutes(beside.parent)
     return replace(recipe_options(recipe, options, substitutes), calibration=ranges)
 
@@ -259,17 +302,45 @@ def _check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
     recipe = recipe_in(options)
     if model is None or recipe is None:
         return
+    from ...exporter.model import fingerprint  # loads PyTorch, as the model did
+
     if [*model.layers] != [*recipe.layers] or recipe.model not in ("", fingerprint(model)):
         yield (
-            "--recipe: it is of another model, or of this one with other weights or configuration",
-            "give the checkpoint and the settings that it was found with, or tune again",
+            "--recipe: the recipe belongs to another model, or to this one with other weights or "
+            "configuration",
+            "give the checkpoint and the settings of the search, or tune again",
         )
 
 
+def _page(manifest: Manifest) -> Iterator[str]:
+    """The bounds of the search and the confirmed result, for the bundle's page."""
+    found = manifest.contract
+    if not {"metric", "kept", "interval", "inputs", "asked"} <= found.keys():
+        return  # a recipe written by hand or by an older version
+    keep, latency_ms, most = (found["asked"].get(name) for name in ("keep", "latency_ms", "bytes"))
+    bounds = [] if keep is None else [f"to keep {100 * keep:g}% of the {found['metric']}"]
+    bounds += [] if latency_ms is None else [f"to take {latency_ms:g} ms at the most"]
+    bounds += [] if most is None else [f"to take {size(most)} at the most"]
+    yield "## What it keeps"
+    low, high = found["interval"]
+    text = (
+        f"On {found['inputs']:,} inputs that `moexport tune` did not search with, it keeps "
+        f"{found['kept']:.1%} of the {found['metric']} (95% interval {low:.1%} to {high:.1%})"
+    )
+    if "accuracy" in found:
+        low, high = found["accuracy_interval"]
+        text += (
+            f": an accuracy of {found['accuracy']:.1%} ({low:.1%} to {high:.1%}), where PyTorch "
+            f"has {found['untouched_accuracy']:.1%}"
+        )
+    asked = f" The bundle had {' and '.join(bounds)}." if bounds else ""
+    yield f"{text}.{asked}"
+
+
 def _finish(export: Export, directory: Path, manifest: Manifest) -> Manifest:
-    """Writes the recipe into the bundle that it says, to be exported again."""
+    """Writes the recipe into its bundle, so that it can be exported again."""
     recipe, place = recipe_in(export.options), directory / RECIPE_FILE
-    assert recipe is not None, "an export that was asked for by a recipe has it"
+    assert recipe is not None, "an export by a recipe has its options"
     recipe.write(place)
     files = {**manifest.files, place.name: FileRecord.of(place)}
     return replace(manifest, contract=recipe.contract, files=dict(sorted(files.items())))
@@ -282,5 +353,7 @@ RECIPE = Step(
     change=_change,
     check=_check,
     finish=_finish,
+    page=_page,
+    reading=_reading,
     contents={RECIPE_FILE: "what `moexport tune` found for each layer, to export it again"},
 )

@@ -1,66 +1,59 @@
-"""What is asked of a search, declared once: bounds, metric, what may vary, how long it may take.
-
-And what an export takes of a search.
-"""
+"""The options of a search, and the option of `export` for its recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from ...common.option import (
-    Mistake,
-    Panel,
-    Request,
-    option,
-    parse_seconds,
-    parse_share,
-    parse_size,
-    refuse,
-)
+from ...common.option import Mistake, Panel, Request, option, refuse
 from ...common.registry import left_out
-from ...common.text import listed, near_miss
+from ...common.text import near_miss, parse_seconds, parse_share, parse_size, split_list
+from ...data.pixels import check_pixels
 from ...errors import UsageError
-from ...exporter.requests import SIZES, AnyPath
+from ...exporter.requests import AnyPath, AxisSizes
+from ...graphs.sizes import Sizes
 from ...graphs.targets import TARGETS, Precision, Target
-
-if TYPE_CHECKING:
-    from ...exporter.inputs import AxisRange
-
-
-def _usual_range(axis: str) -> AxisRange:
-    from ...exporter import inputs
-
-    return inputs.DEFAULT_BATCH if axis == "batch" else inputs.DEFAULT_TOKENS
-
 
 API = 1
 
 DEFAULT_KEEP = 0.99
 
+METRICS = ("accuracy", "r2", "perplexity", "agreement")
+"""The measures of quality that have names."""
+
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
-"""What is tried, where the target computes it and the model's layers take it."""
+"""The precisions to try, if the target computes them and the model's layers allow them."""
+
+
+def no_such_recipe(path: Path, why: str | None) -> UsageError:
+    return UsageError(
+        f"--recipe {path}: cannot be read: {why}",
+        hint="`moexport tune` writes recipe.yaml into its bundle",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
-    """What an export takes of a search."""
+    """The options of an export that are about recipes."""
 
     recipe: AnyPath | None = option(
         None,
-        "The recipe.yaml that tune wrote: what each layer is to be.",
+        "The recipe.yaml that tune wrote, with the settings of each layer.",
         unset="none",
-        metavar="RECIPE.YAML",
+        is_path=True,
     )
 
 
-RECIPE = Panel("recipe", "Graph", ("export",), RecipeOptions)
+RECIPE = Panel(
+    "recipe", "Graph", ("export",), RecipeOptions, "moexport.plugins.tune.cli:recipe_options"
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneRequest(Request):
-    """What is required of a bundle, what is searched for it, and how."""
+@dataclass(frozen=True, kw_only=True)  # no slots: parsed values are cached
+class TuneRequest(AxisSizes, Request):
+    """The options of a search."""
 
     offered: ClassVar[frozenset[str]] = frozenset({"tune"})
 
@@ -68,40 +61,33 @@ class TuneRequest(Request):
         None,
         "The share of the untouched model's quality to keep, 99% or 0.99.",
         unset="99%, if there is no other requirement",
-        heading="Requirements",
-        metavar="SHARE",
     )
     max_latency: str | float | None = option(
-        None, "The largest latency of a batch of OPT, 5ms.", unset="any", metavar="TIME"
+        None, "The largest latency of a batch of OPT, 5ms.", unset="any"
     )
     max_bytes: str | int | None = option(
         None,
         "The largest size of graph and weights, 20MB (decimal) or 20MiB (binary).",
         unset="any",
-        metavar="BYTES",
     )
     scenario: Literal["server"] | None = option(
         None,
         "The load to search for: server, the most requests whose p99 is --max-latency.",
         unset="none, the least latency",
-        kind=Literal["server"],
     )
     metric: str | None = option(
         None,
-        "The measure of quality: accuracy, perplexity, agreement with the untouched model, or "
+        "The measure of quality: accuracy, r2, perplexity, agreement with the untouched model, or "
         "package.module:function of outputs and labels.",
         unset="what the data allow",
     )
     target: str = option(
         "ort-cpu",
         "The runtime of the graph: onnx, ort-cpu, ort-cuda or openvino; a list searches all of it.",
-        heading="Search space",
     )
-    batch: str | int = option(
-        "1:1:32", "The range of batch sizes, optimised for OPT.", metavar=SIZES
-    )
-    tokens: str | int = option(
-        "1:196:1024", "The same for the number of tokens, if that axis is dynamic.", metavar=SIZES
+    batch: Sizes = option("1:1:32", "The range of batch sizes, optimised for OPT.")
+    tokens: Sizes = option(
+        "1:196:1024", "The same for the number of tokens, if that axis is dynamic."
     )
     precision: str | None = option(
         None, "The precisions to try, as fp32,int8.", unset="all that the target computes"
@@ -111,105 +97,119 @@ class TuneRequest(Request):
         None,
         "The time limit of the search, 10min.",
         unset="until no better candidate is expected",
-        heading="Search",
-        metavar="TIME",
     )
     threads: int | None = option(
         None,
         "Threads of every engine.",
         unset="those with which the untouched model is fastest",
-        min=1,
     )
     pixels: str | None = option(
-        None, "The scale of images: unit, symmetric or imagenet.", unset="as the folder says"
+        None, "The scale of images: unit, symmetric or imagenet.", unset="none; images need it"
     )
     report: AnyPath | None = option(
         None,
         "The folder for results and report.",
         unset="in a shell BUNDLE-report, in Python nothing is written",
-        metavar="DIR",
+        is_path=True,
     )
     command: str = option(
         "", "What the results say they were made by.", unset="nothing", in_shell=False
     )
-    force: bool = option(False, "Replace an existing bundle.", heading="Options")
+    force: bool = option(False, "Replace an existing bundle.")
 
-    def search(self) -> SearchOptions:
-        """Returns the bounds and means, parsed; `UsageError` for what cannot be meant."""
-        from ...exporter.inputs import parse_range
-
-        latency, most = self.max_latency, self.max_bytes
-        alone = latency is None and most is None
-        keep = DEFAULT_KEEP if alone or self.scenario is not None else None
-        ms = None if latency is None else 1e3 * parse_seconds(latency, "--max-latency", "ms")
-        return SearchOptions(
-            keep=keep if self.keep is None else parse_share(self.keep, "--keep"),
-            latency_ms=ms,
-            bytes=None if most is None else parse_size(most, "--max-bytes"),
-            scenario=self.scenario,
-            metric=self.metric,
-            targets=parse_targets(self.target),
-            batch=parse_range(str(self.batch), "--batch"),
-            tokens=parse_range(str(self.tokens), "--tokens"),
-            precisions=parse_tried(self.precision or ""),
-            subsets=not self.all_experts,
-            seconds=None if self.time is None else parse_seconds(self.time, "--time", "s"),
-            threads=self.threads,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchOptions:
-    """The bounds of a search and its means, as `TuneRequest.search` makes them.
-
-    `keep` is the share of the untouched model's quality that must be kept, None where other bounds
-    alone count. `latency_ms` is of a batch of OPT, `bytes` of the graphs and weights. With a
-    `scenario` the most requests a second are searched for, whose p99 is `latency_ms`. `metric` is
-    `accuracy`, `perplexity`, `agreement` or a function's name, None for what the data allow.
-    `targets` are searched together, the first for the model as trained. `precisions` are those to
-    try, none for all that a target serves; `seconds` bounds the search.
-    """
-
-    keep: float | None = DEFAULT_KEEP
-    latency_ms: float | None = None
-    bytes: int | None = None
-    scenario: Literal["server"] | None = None
-    metric: str | None = None
-    targets: tuple[Target, ...] = ("ort-cpu",)
-    batch: AxisRange = field(default_factory=lambda: _usual_range("batch"))
-    tokens: AxisRange = field(default_factory=lambda: _usual_range("tokens"))
-    precisions: tuple[Precision, ...] = ()
-    subsets: bool = True
-    seconds: float | None = None
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        """Raises `UsageError` for what cannot be meant, whatever the model."""
+    def check(self) -> None:
+        """Raises `UsageError` for options that are invalid for every model."""
         refuse(self._mistakes())
 
+    @property
+    def kept(self) -> float | None:
+        """The share of the untouched model's quality to keep; None if other bounds count."""
+        if self.keep is not None:
+            return parse_share(self.keep, "--keep")
+        alone = self.max_latency is None and self.max_bytes is None
+        return DEFAULT_KEEP if alone or self.scenario is not None else None
+
+    @property
+    def latency_ms(self) -> float | None:
+        """The latency bound for a batch of OPT, or with `scenario` for 99% of the requests."""
+        latency = self.max_latency
+        return None if latency is None else 1e3 * parse_seconds(latency, "--max-latency", "ms")
+
+    @property
+    def most_bytes(self) -> int | None:
+        """The size bound for graphs and weights."""
+        return None if self.max_bytes is None else parse_size(self.max_bytes, "--max-bytes")
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The targets to search together, the first for the model as trained."""
+        return parse_targets(self.target)
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions to try, empty for all that a target serves."""
+        return parse_tried(self.precision or "")
+
+    @property
+    def seconds(self) -> float | None:
+        """The time limit of the search."""
+        return None if self.time is None else parse_seconds(self.time, "--time", "s")
+
+    @property
+    def searched(self) -> dict[str, Any]:
+        """The options that must be equal for a search to be resumed: all but the time limit."""
+        return {
+            "keep": self.kept,
+            "latency_ms": self.latency_ms,
+            "bytes": self.most_bytes,
+            "scenario": self.scenario,
+            "metric": self.metric,
+            "targets": self.targets,
+            "batch": asdict(self.batches),
+            "tokens": asdict(self.token_counts),
+            "precisions": self.precisions,
+            "subsets": not self.all_experts,
+            "seconds": None,
+            "threads": self.threads,
+        }
+
     def tried(self, target: Target) -> tuple[Precision, ...]:
-        """Returns the precisions to try on a target."""
         return tuple(
             name for name in self.precisions or PRECISIONS if _refusal(target, name) is None
         )
 
     def _mistakes(self) -> Iterator[Mistake]:
+        # each property parses its option and raises
+        _ = self.most_bytes, self.batches, self.token_counts, self.seconds, self.latency_ms
+        if self.pixels is not None:
+            check_pixels(self.pixels)
+        if self.metric is not None and ":" not in self.metric and self.metric not in METRICS:
+            yield (
+                f"--metric {self.metric}: there is no such metric",
+                f"{', '.join(METRICS)}, or package.module:function",
+            )
         for target in (each for each in self.targets if TARGETS[each].compiled):
             yield (
-                f"--target {target}: tune measures graphs in ONNX Runtime or OpenVINO, and this "
-                "target runs engines",
+                f"--target {target}: tune measures graphs in ONNX Runtime or OpenVINO, not in the "
+                "engines of this target",
                 "tune for ort-cuda on the machine with the GPU, and give its k to export",
             )
-        if self.keep is not None and not 0 < self.keep < 1:
+        keep = self.kept
+        if keep is not None and not 0 < keep < 1:
             yield (
-                f"--keep {self.keep:.6g}: a share above 0 and below 1",
+                f"--keep {keep:.6g}: a share above 0 and below 1",
                 "--keep 99% keeps 99% of the untouched model's accuracy; no number of inputs shows "
                 "that all of it is kept",
             )
+        if self.threads is not None and self.threads < 1:
+            yield (
+                f"--threads {self.threads}: at least 1",
+                "leave it out: the best number is found by measuring",
+            )
         if self.scenario is not None and self.latency_ms is None:
             yield (
-                f"--scenario {self.scenario}: there is no bound of latency",
-                "for example --max-latency 50ms, which 99% of the requests keep then",
+                f"--scenario {self.scenario}: the latency bound is missing",
+                "for example --max-latency 50ms, which then holds for 99% of the requests",
             )
         unknown = [name for name in self.precisions if name not in PRECISIONS]
         if unknown:
@@ -226,22 +226,24 @@ class SearchOptions:
                 )
         if self.precisions and "fp32" not in self.precisions:
             yield (
-                f"--precision {','.join(self.precisions)}: everything is compared with FP32",
+                f"--precision {','.join(self.precisions)}: fp32 is missing, and tune compares "
+                "everything with it",
                 "add fp32 to the list",
             )
 
 
 def _refusal(target: Target, precision: Precision) -> str | None:
-    """Why a precision is not tried on a target, None where it is."""
+    """The reason why a precision is not tried on a target, None if it is."""
     record = TARGETS[target]
     if precision in record.refused:
         return record.refused[precision][0]
+    # A precision that is no faster is not a candidate.
     return record.notes.get(precision) if precision in ("fp16", "bf16") else None
 
 
 def parse_targets(text: str) -> tuple[Target, ...]:
-    """Returns the targets of a list; raises `UsageError` for a name that is none of them."""
-    names = tuple(dict.fromkeys(listed(text)))
+    """Parses a list of targets; raises `UsageError` for an unknown name."""
+    names = tuple(dict.fromkeys(split_list(text)))
     for name in names:
         if name not in TARGETS:
             raise UsageError(
@@ -249,12 +251,12 @@ def parse_targets(text: str) -> tuple[Target, ...]:
                 hint=near_miss(name, TARGETS.names) + left_out(),
             )
     if not names:
-        raise UsageError("--target: names no target", hint="for example ort-cpu,openvino")
+        raise UsageError("--target: the list is empty", hint="for example ort-cpu,openvino")
     return names
 
 
 def parse_tried(text: str) -> tuple[Precision, ...]:
-    """Returns the precisions of a list, none for an empty one; `SearchOptions` checks them."""
+    """Parses a list of precisions, empty for an empty one; `check` refuses unknown names."""
     names: Any = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     precisions: tuple[Precision, ...] = names
     return precisions

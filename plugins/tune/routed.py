@@ -1,7 +1,8 @@
-"""Traced graphs of models whose routers choose k: k is a constant of the graph around the experts.
+"""Graphs of models whose routers choose k, made without a trace for every k.
 
-Tracing a language model takes seconds to minutes, so it is not done for every k. Two traces, of two
-k, tell where k is; any other is written there. What a search finds is traced as it is.
+k is a constant of the graph outside the experts. Tracing a language model takes seconds to minutes,
+so two traces, of two k, find the places of k, and any other k is written there. The point that a
+search chooses is traced as it is.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from ...exporter.trace import trace
 
 
 def routed_layers(model: Model) -> frozenset[str]:
-    """Returns the layers whose experts a router outside of them chooses."""
+    """Returns the layers whose experts an outside router chooses."""
     return frozenset(name for name, layer in model.layers.items() if layer.spec.kind == "experts")
 
 
-def asked_for(model: Model, k: Mapping[str, int]) -> Model:
-    """Returns a model whose routers choose so many experts; the model itself where none do.
+def with_routed_k(model: Model, k: Mapping[str, int]) -> Model:
+    """Returns a model whose routers choose k experts; the same model if it has no routers.
 
-    Raises `UsageError` for a k that a router cannot be asked for.
+    Raises `UsageError` for a k that a router does not allow.
     """
     return model.host.with_k(model, k)
 
 
-def may_choose(model: Model, layer: str, k: int) -> bool:
-    """Returns whether the routers of a model can choose k experts in one layer."""
+def can_choose_k(model: Model, layer: str, k: int) -> bool:
+    """Returns whether the model's routers can choose k experts in one layer."""
     trained = {name: own.spec.trained_k for name, own in model.layers.items()}
     try:
-        asked_for(model, {**trained, layer: k})
+        with_routed_k(model, {**trained, layer: k})
     except UsageError:
         return False
     return True
@@ -43,7 +44,7 @@ def may_choose(model: Model, layer: str, k: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where k is: elements of a constant input, or axes of an output's shape, of a node."""
+    """A place of k in a node: elements of a constant input, or axes of an output's shape."""
 
     node: int
     index: int
@@ -63,7 +64,7 @@ class Traces:
         self._compared = False
 
     def of(self, job: ExportJob) -> ir.Model:
-        """Returns the graph with the k of a job."""
+        """Returns the graph for the k of a job."""
         wanted = {name: job.k[name] or self._trained[name] for name in self._trained}
         key = tuple(wanted.values())
         if key not in self._known:
@@ -74,16 +75,16 @@ class Traces:
         return self._known[key]
 
     def _compare(self) -> None:
-        """Finds the places of k, once: in the graph as trained, and in that of k = 1."""
+        """Finds the places of k, once, from the graph as trained and that of k = 1."""
         if self._compared:
             return
         self._compared = True
         one = dict.fromkeys(self._base.model.layers, 1)
-        other = replace(self._base, model=asked_for(self._base.model, one))
+        other = replace(self._base, model=with_routed_k(self._base.model, one))
         self._places = _places(self._traced, self._traced_again(other), self._trained)
 
     def _traced_again(self, job: ExportJob) -> ir.Model:
-        return trace(job.model, opset=job.options.opset, fixed=job.fixed)
+        return trace(job.model, opset=job.options.least_opset, fixed=job.fixed)
 
     def _with(self, wanted: Mapping[str, int]) -> ir.Model:
         """The graph as trained, with other numbers at the places of k."""
@@ -99,14 +100,17 @@ class Traces:
 def _places(
     one: ir.Model, two: ir.Model, trained: Mapping[str, int]
 ) -> dict[str, tuple[_Place, ...]] | None:
-    """Where two graphs differ, by layer; None where they differ in more than k, 1 in the other."""
+    """The differences of two graphs, by layer; None if they differ in more than k.
+
+    In the second graph k is 1.
+    """
     nodes, others = list(one.graph), list(two.graph)
     if len(nodes) != len(others):
         return None
     modules = {name.rpartition(".")[0]: name for name in trained}
     places: dict[str, list[_Place]] = {name: [] for name in trained}
     for at, (a, b) in enumerate(zip(nodes, others, strict=True)):
-        if not _alike(a, b):
+        if not _same_op(a, b):
             return None
         path = (a.name or "").rpartition("/")[0]
         layer = next((n for p, n in modules.items() if path == p or path.startswith(f"{p}.")), None)
@@ -116,19 +120,19 @@ def _places(
                 places[layer].append(
                     _Place(node=at, index=index, of_shape=of_shape, elements=elements)
                 )
-            elif not of_shape:  # shapes follow from what is computed
+            elif not of_shape:  # shapes are computed from other values
                 return None
     if not all(any(not place.of_shape for place in listed) for listed in places.values()):
         return None
     return {name: tuple(listed) for name, listed in places.items()}
 
 
-def _alike(a: ir.Node, b: ir.Node) -> bool:
-    """Whether two nodes are one op with the same attributes and as many inputs."""
+def _same_op(a: ir.Node, b: ir.Node) -> bool:
+    """Whether two nodes have the same op, attributes and number of inputs."""
     same = (a.op_type, a.domain, a.name) == (b.op_type, b.domain, b.name)
     if not same or len(a.inputs) != len(b.inputs) or a.attributes.keys() != b.attributes.keys():
         return False
-    if a.op_type == "Constant":  # compared where it is an input
+    if a.op_type == "Constant":  # a subgraph is compared as an input
         return True
     graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     return all(
@@ -141,7 +145,7 @@ def _alike(a: ir.Node, b: ir.Node) -> bool:
 def _differences(
     a: ir.Node, b: ir.Node
 ) -> Iterator[tuple[int, bool, np.ndarray | None, np.ndarray | None]]:
-    """Yields the constant inputs, and the shapes of outputs (True), in which two nodes differ."""
+    """Yields the constant inputs, and the output shapes (True), in which two nodes differ."""
     for index, (here, there) in enumerate(zip(a.inputs, b.inputs, strict=True)):
         one, two = _constant(here), _constant(there)
         if not _same(one, two):
@@ -153,17 +157,17 @@ def _differences(
 
 
 def _sizes(value: ir.Value) -> np.ndarray | None:
-    """A shape as an array, 0 for an axis that varies."""
+    """A shape as an array, 0 for a dynamic axis."""
     if value.shape is None:
         return None
     return np.array([size if isinstance(size, int) else 0 for size in value.shape])
 
 
 def _constant(value: ir.Value | None) -> np.ndarray | None:
-    """A constant of whole numbers as an array; None for everything else."""
+    """An integer constant as an array; None for any other value."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     if tensor is None or tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
-        return None  # k is none of the weights
+        return None  # weights do not hold k
     array: np.ndarray = tensor.numpy()
     return array
 
@@ -175,7 +179,7 @@ def _same(one: np.ndarray | None, two: np.ndarray | None) -> bool:
 
 
 def _of_k(one: np.ndarray | None, two: np.ndarray | None, k: int) -> tuple[int, ...] | None:
-    """The elements in which two arrays differ; None where these are anything else than k and 1."""
+    """The elements that are k in one array and 1 in the other; None for other differences."""
     if one is None or two is None or one.shape != two.shape:
         return None
     apart = np.flatnonzero(one.ravel() != two.ravel())
@@ -185,7 +189,7 @@ def _of_k(one: np.ndarray | None, two: np.ndarray | None, k: int) -> tuple[int, 
 
 
 def _write(model: ir.Model, node: ir.Node, place: _Place, k: int) -> None:
-    """Puts k at one of its places, in place."""
+    """Writes k at one of its places, in place."""
     if place.of_shape:
         value = node.outputs[place.index]
         assert value.shape is not None
@@ -193,7 +197,7 @@ def _write(model: ir.Model, node: ir.Node, place: _Place, k: int) -> None:
         value.shape = ir.Shape(sizes)
         return
     array = _constant(node.inputs[place.index])
-    assert array is not None, "it was one when the places were found"
+    assert array is not None, "the place held a constant before"
     array = array.copy()
     array.flat[list(place.elements)] = k
     name = f"{node.name}.k{place.index}"

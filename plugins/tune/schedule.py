@@ -1,6 +1,6 @@
-"""The order of the steps from the model as trained to the smallest: what loses least comes first.
+"""The order of steps from the model as trained to the smallest: smallest loss per gain first.
 
-What a choice costs in time or bytes, and how far it moves the outputs, is known layer by layer.
+The cost of a choice, in time or bytes, and how far it moves the outputs are known for each layer.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 
 from ...graphs.targets import Precision
 from .recipe import LayerRecipe
-from .space import AROUND, Point
+from .space import BACKBONE, Point
 
 MOST_PREDICTED = 512
-"""Points of a predicted front, at the most."""
+"""The largest number of points on a predicted front."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A choice for one part of a model, with what it costs and how far it moves the outputs."""
+    """A choice for one part of a model, with its cost and how far it moves the outputs."""
 
     choice: LayerRecipe | Precision
     cost: float
@@ -32,7 +32,7 @@ PartOptions = Mapping[str, Sequence[Option]]
 
 
 def steps(start: Point, options: PartOptions) -> Iterator[Point]:
-    """Yields the points that the steps lead to, those that lose least for their gain first."""
+    """Yields the points along the steps, those of the smallest loss per gain first."""
     listed_steps = [
         (slope, part, index, option)
         for part, listed in options.items()
@@ -40,13 +40,13 @@ def steps(start: Point, options: PartOptions) -> Iterator[Point]:
     ]
     point = start
     for _, part, _, option in sorted(listed_steps, key=lambda step: step[:3]):
-        point = taken(point, part, option)
+        point = with_option(point, part, option)
         yield point
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A point with the sums of what its parts cost and of how far they move the outputs."""
+    """A point with the sums of its parts' costs and of their shifts."""
 
     point: Point
     cost: float
@@ -54,10 +54,10 @@ class Predicted:
 
 
 def predicted_front(start: Point, options: PartOptions) -> list[Predicted]:
-    """Returns the points that no other beats in both sums, those that cost most first.
+    """Returns the points that no other beats in both sums, the most costly first.
 
-    The parts are added one by one, and what is beaten so far is left out; of more than
-    `MOST_PREDICTED` some are. The steps of a path are corners of it.
+    Parts are added one by one, and dominated points are removed at each step; if more than
+    `MOST_PREDICTED` remain, they are thinned out. The steps of a path are corners of this front.
     """
     costs, shifts = np.zeros(1), np.zeros(1)
     chosen = np.zeros((1, 0), dtype=int)
@@ -75,13 +75,12 @@ def predicted_front(start: Point, options: PartOptions) -> list[Predicted]:
     for cost, shift, row in zip(costs[::-1], shifts[::-1], chosen[::-1], strict=True):
         point = start
         for (part, listed), index in zip(options.items(), row, strict=True):
-            point = taken(point, part, listed[index])
+            point = with_option(point, part, listed[index])
         front.append(Predicted(point=point, cost=float(cost), shift=float(shift)))
     return front
 
 
 def cost_of(point: Point, options: PartOptions) -> float:
-    """What the parts of a point cost together."""
     return sum(
         next(option.cost for option in listed if option.choice == _choice(point, part))
         for part, listed in options.items()
@@ -89,20 +88,20 @@ def cost_of(point: Point, options: PartOptions) -> float:
 
 
 def _choice(point: Point, part: str) -> LayerRecipe | Precision:
-    return point.around if part == AROUND else point.choices[part]
+    return point.around if part == BACKBONE else point.choices[part]
 
 
-def taken(point: Point, part: str, option: Option) -> Point:
-    """Returns a point with an option for one of its parts."""
+def with_option(point: Point, part: str, option: Option) -> Point:
+    """Returns the point with another option for one part."""
     if isinstance(option.choice, LayerRecipe):
         return point.with_layer(part, option.choice)
     return point.with_around(option.choice)
 
 
 def _hull(options: Sequence[Option]) -> Iterator[tuple[float, Option]]:
-    """Yields the steps of one part from its first option on, each with what it loses for its gain.
+    """Yields the steps of one part from its first option on, each with its loss per gain.
 
-    They get cheaper and lose ever more: the lower convex hull of shift over cost.
+    They are the lower convex hull of shift over cost: each step is cheaper and loses more.
     """
     at = options[0]
     while True:
@@ -118,14 +117,14 @@ def _hull(options: Sequence[Option]) -> Iterator[tuple[float, Option]]:
 
 
 def neighbours(point: Point, options: PartOptions) -> list[Point]:
-    """The points that differ in one part and cost less, those that move the outputs least first."""
+    """The points that differ in one part and cost less, the smallest shift first."""
     points = []
     for part, listed in options.items():
         own = next((option for option in listed if option.choice == _choice(point, part)), None)
         if own is None:
             continue
         points += [
-            (option.shift - own.shift, taken(point, part, option))
+            (option.shift - own.shift, with_option(point, part, option))
             for option in listed
             if option.cost < own.cost
         ]

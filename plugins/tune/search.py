@@ -1,9 +1,9 @@
-"""The search: uniform models, a schedule of steps from the one as trained, and its neighbours.
+"""The search: uniform models, a schedule of steps from the model as trained, then its neighbours.
 
-Models with one k and one precision come first. What a choice costs in time and in quality is known
-layer by layer; the schedule takes the steps that lose least for what they gain first. Halving
-finds how far along it one may go, each trial a whole graph, and single choices beside the best
-point are then tried, the likeliest first.
+Models with one k and one precision come first. The cost and the shift of each choice are known for
+each layer; the schedule takes steps of the smallest loss per gain first. Bisection finds how far
+along the schedule the bounds hold, each trial a whole graph. Single changes of the best point are
+then tried, the most likely first.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ from .schedule import (
     steps,
 )
 from .shards import Evaluate, evaluate_here
-from .space import AROUND, Point, Space, Trial, sizes_measured, weight_bytes
+from .space import BACKBONE, Point, Space, Trial, sizes_measured, weight_bytes
 from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
 
 WORTH_KEEPING = 0.9
-"""Who keeps less deploys nothing: what is riskier still is not looked at."""
+"""A model that keeps less is of no use; riskier ones are not tried."""
 
 TINY = 1e-9
 
 FINEST = 8
-"""Sizes of a layer are told apart by so many parts of it, at the most."""
+"""The smallest step between sizes of a layer, as a part of the layer."""
 
-FURTHER = 2
-"""How often what takes the places of experts is trained further, in what promises most."""
+MOST_TRAININGS = 2
+"""How often the substitutes of the most promising points are trained further."""
 
 NEIGHBOURS = 4
-"""Choices beside the best point that may fail in turn before the search ends."""
+"""The search ends after this many neighbours of the best point failed in turn."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """Tries the points of a target that may answer a request, until a `share` of the time is over.
+    """Tries points of a target that may meet a request, until a `share` of the time is over.
 
-    `choices` are those of each layer and `shifts` how far each moves the outputs when it alone is
-    changed; `moved` is the same of each part that computes in integers.
+    `choices` are those of each layer and `shifts` how far each moves the outputs if only that layer
+    is changed; `moved` is the same for each part that computes in integers.
     """
 
     job: SearchJob
@@ -84,17 +84,16 @@ class Search:
 
     @property
     def trials(self) -> list[Trial]:
-        """Every point that was looked at."""
+        """Every trial of this target."""
         return [*self.graphs.trials.values()]
 
     @property
     def times(self) -> LayerTimes:
-        """The times of the layers' forms."""
+        """The measured times of the layers."""
         return self.graphs.times[self.target]
 
     @property
     def space(self) -> Space:
-        """What the model's layers may become on the target."""
         return self.job.spaces[self.target]
 
     @property
@@ -104,24 +103,24 @@ class Search:
 
     @property
     def keep(self) -> float | None:
-        """The share of the quality that is to be kept, if one was asked for."""
-        return self.job.request.keep
+        """The share of the quality to keep, if there is one."""
+        return self.job.request.kept
 
     @property
     def confirmed(self) -> bool:
-        """Whether the answer was confirmed before: what was confirmed must not change."""
+        """Whether an earlier run confirmed a result, which must not change."""
         return bool(self.job.journal.pieces("confirmed"))
 
     def over(self) -> bool:
-        """Whether the time for trials is over; what can be trained has its own."""
+        """Whether the time for trials is over. Training has its own."""
         trains = any(trial.point.fewer for trial in self.trials)
         share = TRIALS_SHARE if trains else 1.0
         return self.confirmed or self.job.clock.over(self.share * share, TRIAL)
 
     def run(self) -> None:
         """Tries uniform models, then the schedules of floats and of each width of integers."""
-        self._seed()
-        # Without integers first: what computes fewer experts gains most where time is short.
+        self._try_uniform()
+        # Floats first: if time is short, computing fewer experts gains most.
         space, start = self.space, self.start
         if self.trial(start) is None:
             return
@@ -133,42 +132,42 @@ class Search:
                 self._move(integer)
             for by_size in self._costs():
                 options = self._options(floats, integer, by_size=by_size)
-                if all(options.values()):  # else there was no time to look at a part
-                    self._along(start.in_floats(floats), options)
+                if all(options.values()):  # otherwise there was no time to try a part
+                    self._try_schedule(start.in_floats(floats), options)
         self._refine()
 
     def _costs(self) -> tuple[bool, ...]:
-        """What paths there are: by time, by size (True), or both where both count."""
+        """The objectives of the paths: time, size (True), or both if both are bounded."""
         request = self.job.request
-        if request.bytes is None:
+        if request.most_bytes is None:
             return (False,)
-        alone = request.keep is None and request.latency_ms is None
+        alone = request.kept is None and request.latency_ms is None
         return (True,) if alone else (False, True)
 
-    def _seed(self) -> None:
-        """Looks at what `bench` would be asked for: one k and one precision for all layers.
+    def _try_uniform(self) -> None:
+        """Tries what `bench` would compare: one k and one precision for all layers.
 
-        Smaller k of integers are looked at where integers are faster than floats at the largest,
-        and those alone that pay in floats. What these graphs take corrects the times of layers.
+        Smaller k in integers are tried only if integers are faster than floats at the largest k and
+        only those that pay in floats. These graphs correct the measured times of layers.
         """
         first, pays, job, space = None, set(), self.job, self.space
         for floats in space.floats:
             uniform = job.uniform("fp32", self.target)
-            trials = self._ladder(point.in_floats(floats) for point in uniform)
+            trials = self._try_descending(point.in_floats(floats) for point in uniform)
             first = trials[0] if trials else first
             pays |= {tuple(trial.point.k.items()) for trial in trials if trial.ms < trials[0].ms}
         for integer, parts in space.integers.items():
-            for around in (False, True)[: 1 + (AROUND in parts)]:
+            for around in (False, True)[: 1 + (BACKBONE in parts)]:
                 ladder = [
                     point.with_around(integer) if around else point
                     for point in job.uniform(integer, self.target)
                 ]
-                trials = self._ladder(ladder[:1])
+                trials = self._try_descending(ladder[:1])
                 if first is None or (trials and trials[0].ms < first.ms):
-                    self._ladder(p for p in ladder[1:] if tuple(p.k.items()) in pays)
+                    self._try_descending(p for p in ladder[1:] if tuple(p.k.items()) in pays)
 
-    def _ladder(self, points: Iterable[Point]) -> list[Trial]:
-        """Looks at models that are all alike, from the largest on while they may keep enough."""
+    def _try_descending(self, points: Iterable[Point]) -> list[Trial]:
+        """Tries uniform models, the largest first, while they may keep enough."""
         trials: list[Trial] = []
         for point in filter(self.times.knows, points):
             trial = self.trial(point)
@@ -182,12 +181,12 @@ class Search:
                 self.times.corrected(trial.point, trial.ms)
         return trials
 
-    def _along(self, start: Point, options: PartOptions) -> None:
-        """Looks along the schedule of some options, and beside where it must end."""
+    def _try_schedule(self, start: Point, options: PartOptions) -> None:
+        """Bisects the schedule of some options, then tries points near its end."""
         path = [start, *steps(start, options)]
         enough = self._enough if self.keep is not None else self._too_large
         first, last = 0, len(path)
-        # Of the points before `first` all are on the side of the start, from `last` on none is.
+        # All points before `first` are on the start's side, none from `last` on.
         while first < last and not self.over():
             middle = (first + last) // 2
             trial = self.trial(path[middle])
@@ -198,14 +197,14 @@ class Search:
         ends = path[max(0, first - 1) : first + 2]
         for point in ends:
             self.trial(point)
-        self._beside(options)
+        self._try_neighbours(options)
         front = predicted_front(start, options)
         end = cost_of(path[max(1, first) - 1], options)
-        self._spread([predicted for predicted in front if predicted.cost >= end][::-1])
-        self._spread([predicted for predicted in front if predicted.cost <= end])
+        self._try_spread([predicted for predicted in front if predicted.cost >= end][::-1])
+        self._try_spread([predicted for predicted in front if predicted.cost <= end])
 
-    def _beside(self, options: PartOptions) -> None:
-        """Tries single other choices at the best point, until several in turn are no better."""
+    def _try_neighbours(self, options: PartOptions) -> None:
+        """Tries single changes of the best point, until several in turn are no better."""
         failed = looked = 0
         tried: set[str] = set()
         while failed < NEIGHBOURS and looked < TRIALS and not self.over():
@@ -221,11 +220,11 @@ class Search:
             looked += not known
             failed = 0 if trial is not None and self.best() is trial else failed + 1
 
-    def _spread(self, points: Sequence[Predicted]) -> None:
-        """Looks at some of the points, from the first on, evenly over the factors of cost.
+    def _try_spread(self, points: Sequence[Predicted]) -> None:
+        """Tries some of the points, from the first on, spread evenly over the logarithm of cost.
 
-        Where the fastest are not confirmed, safer ones are what is left; riskier ones tell what
-        another share to keep would give.
+        If the fastest are not confirmed, the safer ones are the fallback; riskier ones show what a
+        lower --keep would give.
         """
         if len(points) < 2:
             return
@@ -237,15 +236,15 @@ class Search:
                 return
 
     def train_further(self) -> None:
-        """Trains further what takes the places of experts: in the best point, and in faster ones.
+        """Trains the substitutes further: of the best point, and of faster ones.
 
-        The fastest that may still keep enough comes first. Where that no longer helps, the next.
+        The fastest that may still keep enough comes first; if that no longer helps, the next.
         """
         if self.confirmed:
             return
         done: list[Trial] = []
         clock, shared = self.job.clock, self.graphs.substitutes.shared
-        for _ in range(FURTHER):
+        for _ in range(MOST_TRAININGS):
             best = self.best()
             promising = [
                 trial
@@ -264,7 +263,7 @@ class Search:
                 done.append(trial)
 
     def _refine(self) -> None:
-        """Looks between the sizes of the best point's layers and the next smaller, by halving."""
+        """Bisects between the sizes of the best point's layers and the next smaller ones."""
         for name, choices in self.choices.items():
             best = self.best()
             if best is None or best.point.target != self.target:
@@ -285,32 +284,32 @@ class Search:
                     least = k
 
     def _move(self, integer: Precision) -> None:
-        """Finds how far each part alone moves the outputs when it computes in some integers."""
+        """Measures how far each part alone moves the outputs in some integers."""
         parts, start = self.space.integers[integer], self.start
         base = self.graphs.trial(start)
         self.progress.step(f"trying each part in {integer}", total=len(parts), unit="parts")
         for part in parts:
             if self.over():
                 break
-            if part == AROUND:
+            if part == BACKBONE:
                 point = start.with_around(integer)
             else:
                 layer = replace(start.choices[part], precision=integer)
                 point = start.with_layer(part, layer)
             if not self.times.knows(point):
-                continue  # there was no time to look at it
+                continue  # there was no time to try it
             trial = self.graphs.trial(point)
             self.moved[part, integer] = max(0.0, trial.quality.shift - base.quality.shift)
-            if part == AROUND:
+            if part == BACKBONE:
                 self.times.around_ms[integer] = trial.ms - self.times.layers_ms(start)
             self.progress.advance(1)
 
     def _options(
         self, floats: Precision, integer: Precision | None, *, by_size: bool
     ) -> dict[str, list[Option]]:
-        """The options of each part in some floats, with one width of integers or with none.
+        """The options of each part in some floats, with one width of integers or none.
 
-        They cost time, or bytes.
+        Their cost is time, or bytes.
         """
         parts = () if integer is None else self.space.integers[integer]
         both: tuple[Precision, ...] = (floats,) if integer is None else (floats, integer)
@@ -323,21 +322,21 @@ class Search:
                     time, shift = self.times.known(name, own), self.shifts.get((name, choice))
                     alone = 0.0 if precision == floats else self.moved.get((name, precision))
                     if time is None or shift is None or alone is None:
-                        continue  # there was no time to look at it
+                        continue  # there was no time to try it
                     layer = self.job.model.layers[name]
                     cost = weight_bytes(layer, own) if by_size else time.ms
                     options[name].append(Option(choice=own, cost=cost, shift=shift + alone))
         around_ms = self.times.around_ms
         cost = 1.0 if by_size else around_ms["fp32"]
-        options[AROUND] = [Option(choice=floats, cost=cost, shift=0.0)]
-        if integer and (AROUND, integer) in self.moved:
+        options[BACKBONE] = [Option(choice=floats, cost=cost, shift=0.0)]
+        if integer and (BACKBONE, integer) in self.moved:
             cost = 0.0 if by_size else around_ms[integer]
-            moving = self.moved[AROUND, integer]
-            options[AROUND].append(Option(choice=integer, cost=cost, shift=moving))
+            moving = self.moved[BACKBONE, integer]
+            options[BACKBONE].append(Option(choice=integer, cost=cost, shift=moving))
         return options
 
     def best(self) -> Trial | None:
-        """Returns the best point so far: the fastest that meets all bounds, by the search's half.
+        """Returns the fastest point so far that meets all bounds on the search's half.
 
         Without a share to keep, the one that keeps most.
         """
@@ -349,7 +348,7 @@ class Search:
         return min(meets, key=lambda trial: trial.ms, default=None)
 
     def trial(self, point: Point) -> Trial | None:
-        """Looks at a point; None where its graph cannot be made or run."""
+        """Tries a point; returns None if its graph cannot be made or run."""
         if self.over() and point.key not in self.graphs.trials:
             return None
         known = point.key in self.graphs.trials
@@ -377,11 +376,11 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
     """Measures layers, tries points along the schedules, and measures the front."""
     clock = job.clock
     over = partial(clock.over, RANGES_SHARE)
-    # A layer that looks at other inputs of its batch is seen in batches that its graph takes.
+    # A layer that mixes the inputs of a batch is recorded in batches that its graph accepts.
     batch = job.base.least_batch if job.base.least_batch > 1 else None
     replay = Replay(job.model, job.holdout.search, job.outputs, job.metric, over, batch=batch)
     training_s = partial(clock.training_s, RUN)
-    substitutes = Substitutes(job.model, replay.seen, job.folder, training_s)
+    substitutes = Substitutes(job.model, replay.recording, job.folder, training_s)
     times = {target: LayerTimes(target, substitutes) for target in job.spaces}
     tokens = replay.tokens()
     as_trained = {name: (choice,) for name, choice in job.start.layers}
@@ -390,7 +389,7 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
     graphs = Graphs(job, times, substitutes, progress, evaluate)
     base = graphs.lowered(graphs.trial(job.start))
     times[job.start.target].corrected(job.start, base.ms)
-    _check_base(base, job.request.keep)
+    _check_base(base, job.request.kept)
     clock.reserve += job.end(base).reserve_s(clock.left - clock.reserve)
     choices = dict(job.choices)
     if not clock.over(TIMES_SHARE):
@@ -400,7 +399,7 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
         for few in _in_precisions(job.spaces[target], choices):
             own.measure(job, few, tokens, progress)
     shifts = _shifts(job, replay, substitutes, choices, progress)
-    with graphs.beside(base):
+    with graphs.timed_with(base):
         searches = [
             Search(
                 job=job,
@@ -466,7 +465,7 @@ def _shifts(
 
 
 def _check_base(base: Trial, keep: float | None) -> None:
-    """Raises where the model as trained cannot be shown to keep what is to be kept."""
+    """Raises if the model as trained cannot be shown to keep `keep`."""
     if keep is None or base.quality.low >= keep:
         return
     quality = base.quality

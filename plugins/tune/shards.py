@@ -1,4 +1,4 @@
-"""The sums of whole graphs over a half of the data."""
+"""Sums of whole graphs over a half of the data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...data.feeds import Array, Labels
+from ...data.batches import Array, Labels
 from ...exporter.inputs import Inputs
 from ...exporter.session import Session
 from .accuracy.quality import Metric, Tally
@@ -15,7 +15,7 @@ from .accuracy.quality import Metric, Tally
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Inputs with their labels and the untouched model's outputs, by which graphs are judged."""
+    """Inputs with their labels and the untouched model's outputs, to judge graphs by."""
 
     inputs: Inputs
     labels: Labels | None
@@ -24,24 +24,25 @@ class Batch:
 
     @property
     def bytes(self) -> int:
-        """What inputs and outputs take."""
+        """The size of inputs and outputs."""
         arrays = [self.inputs] if isinstance(self.inputs, np.ndarray) else self.inputs.values()
         return self.outputs.nbytes + sum(array.nbytes for array in arrays)
 
     def tally(self, session: Session) -> Tally:
-        """Returns the sums of a graph."""
+        """Returns the sums of a graph over this batch."""
         return self.metric.tally(session(self.inputs), self.outputs, self.inputs, self.labels)
 
 
 Tallies = Callable[[Sequence[Session]], list[Tally]]
-"""Returns the sums of each of some graphs over the same batches."""
+"""Returns the sums of each graph over the same batches."""
 
 Evaluate = Callable[[Iterable[Batch]], Tallies]
-"""Takes batches, and returns what evaluates graphs over them: once, where they are an iterator."""
+"""Takes batches and returns a function that evaluates graphs over them; an iterator of batches is
+read once."""
 
 
 def evaluate_here(batches: Iterable[Batch]) -> Tallies:
-    """Returns what evaluates graphs on this machine, all of them batch by batch."""
+    """Evaluates graphs on this machine, all graphs batch by batch."""
 
     def tallies(sessions: Sequence[Session]) -> list[Tally]:
         sums = [Tally() for _ in sessions]

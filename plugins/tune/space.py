@@ -1,6 +1,6 @@
-"""What may vary: for each MoE layer its k, its experts and its precision; the network around.
+"""The search space: k, experts and precision of each MoE layer, and the network around the layers.
 
-A `Point` is one model of a `Space`, which has what serves on a target.
+A `Point` is one model of a `Space`; a `Space` holds the choices that a target supports.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ import onnx_ir as ir
 from ...errors import MoexportError, UsageError
 from ...exporter.bundle.runtimes import RUNTIMES, check_computes
 from ...exporter.bundle.weights import layer_bytes
-from ...exporter.edits import Edits, KeptExperts, MergedExperts
-from ...exporter.job import ExportJob
+from ...exporter.job import ExportJob, layers_to_plan
 from ...exporter.model import edited
 from ...exporter.options import ExportOptions
 from ...exporter.quantization.precision import apply_precision
+from ...graphs.edits import Edits, KeptExperts, MergedExperts
 from ...graphs.layers.base import MoELayer
 from ...graphs.layers.mumoe import MuMoESpec
 from ...graphs.precision.types import FP32
 from ...graphs.targets import Precision, Scope, Target, runtime_of
 from .accuracy.quality import Quality
 from .recipe import LayerRecipe, Recipe, recipe_options
-from .request import SearchOptions
-from .routed import asked_for, may_choose, routed_layers
+from .request import TuneRequest
+from .routed import can_choose_k, routed_layers, with_routed_k
 
-AROUND = ""
-"""The part of a model that is no layer: the network around them."""
+BACKBONE = ""
+"""The name of the network around the MoE layers, as a part of the model."""
 
 INTEGERS: tuple[Precision, ...] = ("int8", "int4")
-"""Of these each part of a model may have its own share; floats are those of all of it."""
+"""Precisions that apply to single parts of a model; floats apply to the whole model."""
 
 RANGED: tuple[Precision, ...] = ("int8", "fp16")
-"""Precisions that read the table of ranges: to quantise, and to see what would overflow."""
+"""Precisions that read the table of ranges: to quantise, and to find overflows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A whole model as it may be exported: a choice for each layer, and what INT8 includes.
+    """A whole model that can be exported: a choice for each layer, and what is quantised.
 
-    `target` says in which runtime. `quantize` is `all` where the linear layers around are integers,
-    too. All integers are of one width.
+    `target` is the runtime. `quantize` is `all` if the linear layers outside the MoE layers are
+    integers, too. All integers have one width.
     """
 
     layers: tuple[tuple[str, LayerRecipe], ...]
@@ -56,12 +56,10 @@ class Point:
 
     @property
     def choices(self) -> dict[str, LayerRecipe]:
-        """The choice of each layer."""
         return dict(self.layers)
 
     @property
     def k(self) -> dict[str, int]:
-        """The k of each layer."""
         return {name: choice.k for name, choice in self.layers}
 
     @property
@@ -71,9 +69,9 @@ class Point:
         return next((name for name in ("int4", "int8", "fp16", "bf16") if name in names), "fp32")
 
     def text(self, experts: Mapping[str, int]) -> str:
-        """In words: what each layer is, of so many `experts` in the checkpoint, and the runtime.
+        """Describes each layer, given the number of `experts` in the checkpoint, and the runtime.
 
-        Layers that are alike are said once, ONNX Runtime is not.
+        Equal layers are described once; ONNX Runtime is not named.
         """
         names_of: dict[str, list[str]] = {}
         for name, choice in self.layers:
@@ -95,7 +93,7 @@ class Point:
 
     @property
     def key(self) -> str:
-        """The same text for the same point."""
+        """An identifier: equal for equal points."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def with_layer(self, layer: str, choice: LayerRecipe) -> Point:
@@ -103,23 +101,23 @@ class Point:
         return replace(self, layers=tuple((n, choice if n == layer else c) for n, c in self.layers))
 
     def with_around(self, precision: Precision) -> Point:
-        """Returns the point with the network around in another precision."""
+        """Returns the point with the network around the layers in another precision."""
         whole: Scope = "all" if precision in INTEGERS else "experts"
         return replace(self, around=precision, quantize=whole)
 
     def in_floats(self, precision: Precision) -> Point:
-        """Returns the point with everything in one type of floats."""
+        """Returns the point with everything in one floating-point type."""
         layers = tuple((name, replace(choice, precision=precision)) for name, choice in self.layers)
         return replace(self, layers=layers, quantize="experts", around=precision)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What was found of one point as a whole graph.
+    """The measurements of one point as a whole graph.
 
-    `ms` is the median time of a batch of OPT, corrected for how fast the machine was just then, by
-    the graph of the model as trained, which takes turns. `bytes` are those of the graph and its
-    weights. `substitutes` is the SHA-256 of what takes the places of experts.
+    `ms` is the median time of the usual batch, corrected for the machine's current speed: the graph
+    of the trained model is timed alternately. `bytes` is the size of the graph and its
+    weights. `substitutes` is the SHA-256 of the arrays that replace experts.
     """
 
     point: Point
@@ -132,11 +130,11 @@ class Trial:
 
 
 FEW = 8
-"""Of so many experts every number is looked at."""
+"""For a layer of up to this many experts every k is tried."""
 
 
 def ks_of(n: int) -> tuple[int, ...]:
-    """Returns the numbers of n experts that are looked at, n first: two to each halving."""
+    """Returns the values of k to try for n experts, from n down, two in each factor of 2."""
     if n <= FEW:
         return tuple(range(n, 0, -1))
     steps = range(2 * n.bit_length())
@@ -144,22 +142,22 @@ def ks_of(n: int) -> tuple[int, ...]:
 
 
 def sizes_measured(listed: Sequence[LayerRecipe]) -> list[LayerRecipe]:
-    """Returns the choices whose time is measured: for others it is taken from those around."""
+    """Returns the choices whose time is measured; the others' times are interpolated."""
     n = listed[0].k
     if n <= FEW:
         return [*listed]
     sizes = [*ks_of(n)]
-    # Not beyond the largest subset either: it would seem as fast as the next one that was measured.
+    # The largest subset is measured, too: otherwise it would get the time of the next larger size.
     measured = {*sizes[::2], sizes[1], sizes[-1]}
     return [choice for choice in listed if (choice.n or choice.k) in measured]
 
 
 @dataclass(frozen=True)
 class Space:
-    """What a model's layers may become: the choices of each, in FP32, and the integers that serve.
+    """The choices for each layer in FP32, and the precisions that the target supports.
 
-    `integers` names the layers that compute in a precision, and the network around them where it
-    has layers that can. `floats` are those in which all of a model may compute.
+    `integers` maps an integer precision to the layers that can compute in it; `BACKBONE` is among
+    them if layers outside the MoE layers can. `floats` are the types of the whole model.
     """
 
     choices: dict[str, tuple[LayerRecipe, ...]]
@@ -168,18 +166,18 @@ class Space:
 
     @property
     def size(self) -> int:
-        """How many different models there are."""
+        """The number of different models."""
         total = 0
         for parts in ((), *self.integers.values()):
             layers = math.prod(
                 len(listed) * (2 if name in parts else 1) for name, listed in self.choices.items()
             )
-            total += layers * (2 if AROUND in parts else 1)
+            total += layers * (2 if BACKBONE in parts else 1)
         return total + (len(self.floats) - 1) * math.prod(map(len, self.choices.values()))
 
     @property
     def forms(self) -> int:
-        """How many forms of layers are to be measured."""
+        """The number of layer forms to measure."""
         return sum(
             len(sizes_measured(listed))
             * (len(self.floats) + sum(name in parts for parts in self.integers.values()))
@@ -195,17 +193,17 @@ def job_of(
 ) -> ExportJob:
     """Returns the job that exports a point, with a lowering for each layer.
 
-    `base` is the job of the model as it was trained, with the table of ranges if there is one.
-    `substitutes` are what takes the places of experts (`Edits.substitutes`).
+    `base` is the job of the model as trained, with the table of ranges if there is one.
+    `substitutes` are the arrays that replace experts (`Edits.substitutes`).
     """
     recipe = recipe_of(base.options, point, lowerings, {})
     options = recipe_options(recipe, base.options, substitutes)
-    k = point.k
+    model = with_routed_k(edited(base.model, options.edits), point.k)
     return replace(
         base,
-        model=asked_for(edited(base.model, options.edits), k),
+        model=model,
         options=options,
-        k=k,
+        layers=layers_to_plan(model, point.k, options),
         table=base.table if point.precision in RANGED else None,
     )
 
@@ -216,8 +214,14 @@ def unlowered(
     """Returns the job of a point whose lowerings are not chosen yet."""
     names = {name: "" for name, _ in point.layers}
     job = job_of(base, point, names, substitutes)
-    precision = job.options.precision
-    return replace(job, options=replace(base.options, precision=precision, target=point.target))
+    options = replace(
+        base.options,
+        target=point.target,
+        precision=job.options.precision,
+        quantize=job.options.quantize,
+        keep_floating=job.options.keep_floating,
+    )
+    return replace(job, options=options)
 
 
 def recipe_of(
@@ -227,13 +231,13 @@ def recipe_of(
     why: Mapping[str, str],
     **facts: Any,
 ) -> Recipe:
-    """Returns a point as a recipe; `facts` are the fields that say where it comes from."""
+    """Returns a point as a recipe; `facts` are the fields about its origin."""
     return Recipe(
         **{"model": "", "data": "", **facts},
         target=point.target,
-        batch=str(options.batch),
-        tokens=str(options.tokens),
-        opset=options.opset,
+        batch=str(options.batches),
+        tokens=str(options.token_counts),
+        opset=options.least_opset,
         precision=point.precision,
         quantize=point.quantize,
         layers={
@@ -244,17 +248,14 @@ def recipe_of(
 
 
 def edits_of(point: Point) -> Edits:
-    """Returns what a point drops and merges of the experts in the checkpoint."""
-    return Edits(
-        kept=tuple(
-            KeptExperts(name, layer.experts) for name, layer in point.layers if layer.experts
-        ),
-        merged=tuple(MergedExperts(name) for name, layer in point.layers if layer.merged),
-    )
+    """Returns the experts that a point removes and merges."""
+    kept = (KeptExperts(name, layer.experts) for name, layer in point.layers if layer.experts)
+    merged = (MergedExperts(name) for name, layer in point.layers if layer.merged)
+    return Edits((*kept, *merged))
 
 
 def covering_models(choices: Mapping[str, Sequence[LayerRecipe]]) -> list[dict[str, LayerRecipe]]:
-    """Returns as few models as have every choice of every layer, one of each layer at a time."""
+    """Returns the fewest models that contain every choice of every layer."""
     longest = max(len(listed) for listed in choices.values())
     return [
         {name: listed[min(index, len(listed) - 1)] for name, listed in choices.items()}
@@ -263,7 +264,7 @@ def covering_models(choices: Mapping[str, Sequence[LayerRecipe]]) -> list[dict[s
 
 
 def weight_bytes(layer: MoELayer, choice: LayerRecipe) -> float:
-    """Returns about what a layer's weights take."""
+    """Returns about how many bytes a layer's weights take."""
     share = len(choice.experts) / layer.spec.experts if choice.experts else 1.0
     if choice.merged and isinstance(layer.spec, MuMoESpec):
         matrices = sum((tensor.dim + 1) * tensor.out for tensor in layer.spec.tensors)
@@ -274,8 +275,8 @@ def weight_bytes(layer: MoELayer, choice: LayerRecipe) -> float:
     return layer_bytes(layer, FP32) * share * width
 
 
-def computed_on(target: Target, request: SearchOptions) -> list[Precision]:
-    """The precisions to try on a target, without those that its device here does not compute."""
+def computed_on(target: Target, request: TuneRequest) -> list[Precision]:
+    """The precisions to try on a target, without those that this machine does not support."""
     computed: list[Precision] = []
     for precision in request.tried(target):
         try:
@@ -291,13 +292,13 @@ def computed_on(target: Target, request: SearchOptions) -> list[Precision]:
 def space_of(
     base: ExportJob, traced: ir.Model, target: Target, wanted: Sequence[Precision]
 ) -> Space:
-    """What the model's layers may become on a target."""
+    """Returns the search space of a model on a target."""
     routed = routed_layers(base.model)
     choices = {
         name: tuple(
             LayerRecipe(k)
             for k in ks_of(layer.spec.trained_k)
-            if not routed or (name in routed and may_choose(base.model, name, k))
+            if not routed or (name in routed and can_choose_k(base.model, name, k))
         )
         for name, layer in base.model.layers.items()
     }
@@ -312,10 +313,10 @@ def space_of(
             continue
         try:
             layers = _served(base, traced, choices, precision, first, target)
-        except MoexportError:  # this model's layers do not take it
+        except MoexportError:  # this model's layers do not support it
             continue
         around = (
-            [AROUND] if layers and _has_integers_around(base, traced, precision, target) else []
+            [BACKBONE] if layers and _has_integers_around(base, traced, precision, target) else []
         )
         if layers:
             integers[precision] = (*layers, *around)
@@ -331,7 +332,7 @@ def _served(
     k: Mapping[str, int],
     target: Target,
 ) -> list[str]:
-    """The layers that really compute in a precision: others keep floats, with a reason."""
+    """The layers that an export in this precision would not leave in floating point."""
     point = Point(tuple((name, LayerRecipe(k[name], precision)) for name in layers), target)
     plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
     return [name for name, layer in plan.layers.items() if layer.precision == precision]

@@ -1,8 +1,9 @@
-"""The order of a search: prepared, searched, confirmed on the other half, and exported."""
+"""The order of a search: prepare, search, confirm on the other half, export."""
 
 from __future__ import annotations
 
 import hashlib
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -11,23 +12,27 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
+
 from ...bench.data import Labelled
 from ...common.console import Progress, Silent
 from ...common.files import sha256
+from ...common.latency import Latency
 from ...common.threads import Threads, with_threads
-from ...common.timing import Latency, Protocol
+from ...common.timing import Protocol
 from ...common.writing import (
     check_folder,
     held_place,
     make_folder,
     output_errors,
-    remove_folder,
 )
+from ...data.user_code import names_code
 from ...errors import MoexportError, ParityError
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.bundle.destination import check_destination
 from ...exporter.bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
-from ...exporter.export import export
+from ...exporter.export import write_bundle
+from ...exporter.inputs import SAMPLES, feed_inputs
 from ...exporter.job import export_job
 from ...exporter.model import Model, fingerprint
 from ...exporter.options import ExportOptions
@@ -44,25 +49,36 @@ from .accuracy.quality import Metric
 from .budget import EACH_SIDE, TRAINING_S, TRIALS, VERIFIED, Clock
 from .layers import BATCH, MOST
 from .prepare import CALIBRATED, SearchJob, base_job, kept_in, prepare, threads_of
-from .recipe import RECIPE_FILE, recipe_in, recipe_options, with_recipe
-from .request import SearchOptions
+from .recipe import (
+    RECIPE_FILE,
+    free_place,
+    read_again,
+    recipe_in,
+    recipe_options,
+    settings_of,
+    with_recipe,
+)
+from .request import TuneRequest
 from .routed import routed_layers
 from .search import search
 from .shards import Evaluate, evaluate_here
 from .space import RANGED, Trial, recipe_of
 from .substitutes.distill import longest_s
 
+INPUTS_FILE = "inputs.npz"
+"""A few inputs in the folder of a kept recipe, if the model needs some to be read."""
+
 FINISH_S, REPORT_S = 1.5, 3.0
-"""About what a bundle takes beside its graph and its check, and what a report takes."""
+"""Estimated seconds to finish a bundle, without its graph and check, and to write a report."""
 
 
 FORM_S, GRAPH_S = 0.6, 0.5
-"""About what a form of a layer takes, and a whole graph beside running the model itself."""
+"""Estimated seconds for a layer's form, and for a whole graph without running it."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of a search: the bundle, the point it is, and everything that was looked at."""
+    """The outcome of a search: the bundle, its point, and all trials."""
 
     bundle: Bundle
     chosen: Confirmed
@@ -71,18 +87,18 @@ class Tuned:
     base: Trial
     metric: Metric
     model: Model
-    request: SearchOptions
+    request: TuneRequest
     latencies: dict[str, Latency]
     protocol: Protocol
     all_trials: tuple[Trial, ...]
-    seen: int
+    searching: int
     seconds: float
     threads: Threads
     services: ServiceFindings | None = None
 
     @property
     def trials(self) -> int:
-        """How many whole graphs were made."""
+        """The number of whole graphs that were made."""
         return len(self.all_trials)
 
     @property
@@ -95,7 +111,7 @@ def search_and_export(
     model: Model,
     data: Labelled,
     destination: Path,
-    request: SearchOptions,
+    request: TuneRequest,
     *,
     work: Path | None = None,
     force: bool = False,
@@ -103,18 +119,19 @@ def search_and_export(
     clock: Clock | None = None,
     evaluate: Evaluate = evaluate_here,
 ) -> Tuned:
-    """Returns the best bundle that meets a request, written to `destination`.
+    """Writes the best bundle that meets a request to `destination`.
 
-    `work` is a folder in which a search that is ended goes on; `clock` began with the call, and
-    with the loading of the model. `evaluate` runs graphs over the data. Raises
-    `UsageError` and `FeedError` for what cannot be meant, before the search; `ContractError` where
-    nothing meets the bounds, or where they are not confirmed.
+    `work` is a folder in which an interrupted search continues; `clock` started with the call,
+    before the model was loaded. `evaluate` runs graphs over the data. Raises `UsageError` and
+    `FeedError` for invalid arguments, before the search; `ContractError` if no point meets the
+    bounds, or none is confirmed.
     """
     progress, started = progress or Silent(), time.monotonic()
+    request.check()
     clock = clock or Clock(request.seconds)
     check_destination(destination, force=force)
     check_folder(destination.absolute().parent)
-    request = replace(request, batch=base_job(model, request).options.batch)  # of whole groups
+    request = replace(request, batch=base_job(model, request).options.batches)  # of whole groups
     threads = threads_of(model, data, request, work, progress)
     with with_threads(threads.count), held_place(destination), kept_in(work) as folder:
         clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
@@ -140,7 +157,7 @@ def search_and_export(
         latencies=result.latencies,
         protocol=result.protocol,
         all_trials=result.trials,
-        seen=len(job.holdout.search),
+        searching=len(job.holdout.search),
         seconds=time.monotonic() - started,
         threads=threads,
     )
@@ -156,10 +173,10 @@ def export_best(
     *,
     force: bool,
 ) -> tuple[Confirmed, Bundle]:
-    """Writes the best of what holds; returns it with its bundle.
+    """Writes the best point that can be exported; returns it with its bundle.
 
-    A point that an export refuses, because its graph is too far from PyTorch, gives way to the
-    next: ranges are those of the untouched model, and its outputs may be right all the same.
+    If an export refuses a point because its graph is too far from PyTorch, the next is taken: the
+    ranges are the untouched model's, and the point's answers may be right all the same.
     """
     for chosen in ranked:
         try:
@@ -172,7 +189,7 @@ def export_best(
             progress.step(f"left out: {error.message}")
         else:
             return chosen, bundle
-    raise AssertionError("a contract holds for something, or is refused")
+    raise AssertionError("a contract has a point, or is refused")
 
 
 def export_point(
@@ -185,7 +202,7 @@ def export_point(
     *,
     force: bool,
 ) -> Bundle:
-    """Exports the chosen point of a search as its recipe says; returns the bundle."""
+    """Exports a point by its recipe; returns the bundle."""
     trial = chosen.trial
     check_same(job, trial, result)
     recipe = recipe_of(
@@ -197,6 +214,7 @@ def export_point(
         data=job.holdout.data.fingerprint,
         contract=contract_record(job, chosen),
         moexport=metadata.version("moexport"),
+        **settings_of(job.model),
     )
     options = replace(
         job.base.options,
@@ -217,16 +235,17 @@ def export_point(
         recipe = replace(recipe, substitutes=digest, layers=layers)
         export_options = with_recipe(export_options, recipe)
     inputs = job.holdout.search.head(CALIBRATED).feed
-    # Where k is part of the graph, its trace is that of the k which was found.
+    # If k is part of the graph, the chosen k is traced.
     traced = None if routed_layers(job.model) else job.traced
-    with _recipe_kept(export_options, recipe_folder):
-        return export(export_job(job.model, export_options, data=inputs), progress, traced)
+    export_options = replace(export_options, data=inputs)
+    with _recipe_kept(job.model, export_options, recipe_folder):
+        return write_bundle(export_job(job.model, export_options), progress, traced)
 
 
 def recipe_folder(destination: Path, work: Path | None) -> Path:
-    """Returns the folder that holds a bundle's recipe until the bundle itself is whole.
+    """Returns the folder that holds a bundle's recipe until the bundle is complete.
 
-    It is in the folder of the search, if that stays, else a new one beside the bundle.
+    It is in the search's folder if that is kept, else a new one next to the bundle.
     """
     if work is not None:
         return work / "recipe"
@@ -236,14 +255,14 @@ def recipe_folder(destination: Path, work: Path | None) -> Path:
 
 
 @contextmanager
-def _recipe_kept(options: ExportOptions, folder: Path) -> Iterator[None]:
-    """Writes the recipe of an export to a folder, which is removed when the bundle is whole.
+def _recipe_kept(model: Model, options: ExportOptions, folder: Path) -> Iterator[None]:
+    """Writes the recipe to a folder, which is removed when the bundle is complete.
 
-    A search takes minutes to hours: whatever an export fails of, what was confirmed is not lost.
+    A search takes minutes to hours: if the export fails, the confirmed result is not lost.
     """
-    recipe, constants = recipe_in(options), substitutes_bytes(options.edits)
-    assert recipe is not None, "a search exports recipes"
-    remove_folder(folder)
+    recipe, source, constants = recipe_in(options), model.source, substitutes_bytes(options.edits)
+    assert recipe is not None, "a search exports by a recipe"
+    shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)
     with output_errors(folder):
         if constants:
@@ -251,10 +270,17 @@ def _recipe_kept(options: ExportOptions, folder: Path) -> Iterator[None]:
         if isinstance(options.calibration, Path):
             shutil.copyfile(options.calibration, folder / options.calibration.name)
         recipe.write(folder / RECIPE_FILE)
-    again = (
-        f"the result of the search is confirmed, and `moexport export MODEL --recipe "
-        f"{folder / RECIPE_FILE} -o BUNDLE` exports it"
-    )
+        checked_on = []
+        if names_code(source.path):  # such a network is checked with inputs when it is read
+            few = feed_inputs(model, options.data, SAMPLES) if options.data is not None else {}
+            np.savez(folder / INPUTS_FILE, **few)  # type: ignore[arg-type]
+            checked_on = ["--data", str(folder / INPUTS_FILE)]
+    assert options.destination is not None, "a search has a destination"
+    place = options.destination
+    free = free_place(place) if place.exists() else place
+    words = ["moexport", "export", source.path, "--recipe", str(folder / RECIPE_FILE)]
+    line = shlex.join([*words, "-o", str(free), *checked_on, *read_again(source)])
+    again = f"the result of the search is confirmed; this command exports it: `{line}`"
     try:
         yield
     except MoexportError as error:
@@ -263,15 +289,15 @@ def _recipe_kept(options: ExportOptions, folder: Path) -> Iterator[None]:
     except Exception as error:
         error.add_note(again)
         raise
-    remove_folder(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
 class SearchPlan:
-    """How large a search is: the models that there are, and what will be looked at of them.
+    """How large a search is: the number of models, and what will be measured.
 
-    `choices` are those of single layers, `forms` those that are timed alone and `graphs` the whole
-    graphs, at the most; `seconds` is about how long all of it takes then.
+    `choices` are those of single layers, `forms` those timed alone and `graphs` the whole graphs,
+    at the most; `seconds` is about how long all of it takes.
     """
 
     models: int
@@ -284,11 +310,11 @@ class SearchPlan:
 
 
 def plan_search(
-    model: Model, data: Labelled, request: SearchOptions, progress: Progress | None = None
+    model: Model, data: Labelled, request: TuneRequest, progress: Progress | None = None
 ) -> SearchPlan:
-    """Returns how large a search is; runs the untouched model on one half, and searches nothing."""
+    """Returns how large a search is; runs the untouched model on one half only."""
     progress = progress or Silent()
-    request = replace(request, batch=base_job(model, request).options.batch)  # of whole groups
+    request = replace(request, batch=base_job(model, request).options.batches)  # of whole groups
     threads = threads_of(model, data, request, None, progress)
     with with_threads(threads.count), kept_in(None) as folder:
         started = time.monotonic()

@@ -16,7 +16,7 @@ from moexport.bench.results import (
     RoutingAgreement,
     Row,
 )
-from moexport.common.timing import Latency, summarise
+from moexport.common.latency import Latency, summarise
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from moexport.plugins.demo.digits import Digits, SoftMoEMnist, Training, load_digits, patches, train
@@ -104,6 +104,9 @@ def row() -> RowMaker:
             "routing": RoutingAgreement(1.0, 1.0),
             "parity": OutputParity(1e-6, 1.0),
         }
+        if (changes.get("engine") or "onnxruntime") == "onnxruntime":
+            words = ("export", "--k", str(k), "--target", "ort-cpu", "--lowering", "grouped")
+            values["deploy"] = words
         return Row(**(values | changes))  # type: ignore[arg-type]
 
     return make

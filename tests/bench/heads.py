@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from moexport.graphs.layers.mumoe import FactorisedSpec, MuMoE, MuMoESpec, MuMoEWeights
-from moexport.plugins.demo.digits import load_digits
 from torch.nn import functional as F
 
 DIM, CLASSES, RANK = 49, 10, 16
@@ -24,6 +24,8 @@ def trained_head(folder: Path, levels: tuple[int, ...] = (12,)) -> tuple[Path, P
 
     `test.npz` holds `input`, `label` and the subgroups `odd`.
     """
+    from moexport.plugins.demo.digits import load_digits
+
     digits = load_digits()
     assert digits.train.labels is not None and digits.test.labels is not None
     state = _trained(vectors(digits.train.inputs), digits.train.labels, levels)
@@ -46,6 +48,8 @@ def unfair_head(folder: Path, experts: int = 12) -> tuple[Path, Path, Path]:
     3% of the sevens are mirrored in training. `choose.npz` and `held.npz` hold `input`, `label` and
     the subgroups `style`, `mirrored 7` or `usual`, of digits that were not trained on.
     """
+    from moexport.plugins.demo.digits import load_digits
+
     digits = load_digits(test_share=0.4)
     train, test = digits.train, digits.test
     assert train.labels is not None and test.labels is not None
@@ -68,10 +72,65 @@ def unfair_head(folder: Path, experts: int = 12) -> tuple[Path, Path, Path]:
     return folder / "unfair.pt", *paths
 
 
-def _trained(x: torch.Tensor, targets: np.ndarray, levels: tuple[int, ...]) -> dict[str, Any]:
+def attributes_of(labels: np.ndarray) -> np.ndarray:
+    """Three attributes of a digit [s, 3]: odd, greater than 4, with a loop in its shape."""
+    return np.stack([labels % 2, labels > 4, np.isin(labels, (0, 6, 8, 9))], axis=1).astype(int)
+
+
+def targets_of(labels: np.ndarray) -> np.ndarray:
+    """Two numbers that a regression of a digit predicts [s, 2]."""
+    return np.stack([labels / 3, 1.5 * np.isin(labels, (0, 6, 8, 9)) - 0.25], axis=1)
+
+
+def attribute_head(folder: Path) -> tuple[Path, Path]:
+    """Writes a head that decides `attributes_of` digits, and `attributes.npz`; returns both.
+
+    It holds `input`, `label` [s, 3] and the subgroups `third`, of the digits that three divides.
+    """
+    return _head_of_each_output(
+        folder, "attributes", attributes_of, F.binary_cross_entropy_with_logits
+    )
+
+
+def regression_head(folder: Path) -> tuple[Path, Path]:
+    """Writes a head that predicts `targets_of` digits, and `targets.npz`; returns both."""
+    return _head_of_each_output(folder, "targets", targets_of, F.mse_loss)
+
+
+def _head_of_each_output(
+    folder: Path,
+    name: str,
+    labels_of: Callable[[np.ndarray], np.ndarray],
+    loss: Callable[..., torch.Tensor],
+) -> tuple[Path, Path]:
+    from moexport.plugins.demo.digits import load_digits
+
+    digits = load_digits()
+    assert digits.train.labels is not None and digits.test.labels is not None
+    wanted, labels = labels_of(digits.train.labels), labels_of(digits.test.labels)
+    state = _trained(
+        vectors(digits.train.inputs), wanted.astype(np.float32), (12,), wanted.shape[1], loss
+    )
+    torch.save(state, folder / f"{name}.pt")
+    np.savez(
+        folder / f"{name}.npz",
+        input=vectors(digits.test.inputs).numpy(),
+        label=labels,
+        third=digits.test.labels % 3 == 0,
+    )
+    return folder / f"{name}.pt", folder / f"{name}.npz"
+
+
+def _trained(
+    x: torch.Tensor,
+    targets: np.ndarray,
+    levels: tuple[int, ...],
+    outputs: int = CLASSES,
+    loss: Callable[..., torch.Tensor] = F.cross_entropy,
+) -> dict[str, Any]:
     """A head's weights after 120 steps, under the keys of the published code."""
     labels = torch.from_numpy(targets)
-    spec = MuMoESpec("layer", (FactorisedSpec("cp", levels, DIM, CLASSES, (RANK,), bias=True),))
+    spec = MuMoESpec("layer", (FactorisedSpec("cp", levels, DIM, outputs, (RANK,), bias=True),))
     random = torch.Generator().manual_seed(0)
     factors = [
         torch.randn(*shape, generator=random) * shape[0] ** -0.5 for shape in spec.tensors[0].shapes
@@ -88,7 +147,7 @@ def _trained(x: torch.Tensor, targets: np.ndarray, levels: tuple[int, ...]) -> d
     optimiser = torch.optim.Adam(layer.parameters(), lr=0.03)
     for _ in range(120):
         optimiser.zero_grad()
-        F.cross_entropy(layer(x)[:, 0], labels).backward()  # type: ignore[no-untyped-call]
+        loss(layer(x)[:, 0], labels).backward()  # type: ignore[no-untyped-call]
         optimiser.step()
     state = {f"projs.{e}": p for e, p in enumerate(layer.projections)}
     for level in range(len(levels)):

@@ -63,13 +63,20 @@ def test_other_content_is_other_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"a": X, "b": X}, "holds a, b, but no array 'input'"),
-        ({"label": np.arange(4)}, "holds label, but no array 'input'"),
+        ({"a": X, "b": X}, "contains a, b, but no array 'input'"),
+        ({"label": np.arange(4)}, "contains label, but no array 'input'"),
         ({"input": X, "label": np.arange(3)}, "'label' holds 3 labels for the 4 samples"),
         ({"input": X, "y": np.eye(4)}, r"'y' has shape \(4, 4\)"),
         ({"input": X, "y": np.array([0, 1, -2, 1])}, "negative label -2 at index 2"),
-        ({"input": X, "y": np.array([0, 1, 0.5, 1])}, "not whole numbers"),
-        ({"input": X[:0]}, "holds no samples"),
+        (
+            {"input": X, "y": np.eye(4)[None]},
+            r"'y' has shape \(1, 4, 4\), which labels cannot have",
+        ),
+        ({"input": X, "y": np.array(list("abcd"))}, "dtype <U1, but labels are numbers"),
+        ({"input": X, "y": np.array([0, 1, np.nan, 1])}, "NaN or infinite"),
+        ({"input": X, "y": np.array([[0, 1], [1, 1], [0, 2], [1, 0]])}, r"holds 2 at index \[2, 1"),
+        ({"input": X, "y": np.array([[-1.0, 1], [1, 1], [1, -1], [1, 1]])}, r"holds -1 at index"),
+        ({"input": X[:0]}, "contains no samples"),
         ({"input": X * np.nan}, "NaN"),
     ],
 )
@@ -100,7 +107,7 @@ def test_labels_of_another_shape_are_told_how_to_be_saved(
     tmp_path: Path, labels: np.ndarray, hint: str
 ) -> None:
     np.savez(tmp_path / "d.npz", input=X, label=labels)
-    with pytest.raises(FeedError, match="one class per sample") as caught:
+    with pytest.raises(FeedError, match=r"attributes are 0 or 1|one-hot classes") as caught:
         open_labelled(str(tmp_path / "d.npz"), SPEC)
     assert hint in str(caught.value.hint)
 
@@ -110,6 +117,12 @@ def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
     for name in ("d.npz", "gone.npz"):
         with pytest.raises(FeedError, match=name):
             open_labelled(str(tmp_path / name), SPEC)
+
+
+def test_labels_that_are_no_whole_numbers_are_no_classes() -> None:
+    data = LabelledData(X, np.array([0, 1, 0.5, 1]), "input", "label")
+    with pytest.raises(FeedError, match="not whole numbers"):
+        data.check_classes(10)
 
 
 def test_labels_beyond_the_model_are_named() -> None:

@@ -22,6 +22,8 @@ from moexport.common.option import requested
 THEIRS = """
 from moexport.bench.report.content import ReportSection, SectionContent, TableContent
 from dataclasses import dataclass
+from typing import Annotated
+from moexport.commands.options import option_for
 from moexport.bench.studies import Study, StudyRun
 from moexport.common.option import option
 from moexport.common.option import Panel
@@ -43,7 +45,11 @@ class Options:
     answer: bool = option(False, "Find the answer.")
 
 
-PANEL = Panel("mine", "Mine", ("bench",), Options)
+def typed(answer: Annotated[bool, option_for(Options, "answer")] = False):
+    return Options(answer=answer)
+
+
+PANEL = Panel("mine", "Mine", ("bench",), Options, "theirs:typed")
 STUDY = Study(
     "mine", lambda request: request.asked(Options).answer, lambda request, listed: None, begin
 )
@@ -84,7 +90,8 @@ shown = Results((), (), analyses={name: run.findings() for name, run in runs.ite
                                   if name == "mine"})
 print(json.dumps({
     "none": refused(),
-    "refused": [refused(analysis="all"), refused(scenario="offline"), refused(group_by="x")],
+    "refused": [refused(analysis="all"), refused(scenario="offline"),
+                refused(group_by="x", data="x.npz")],
     "kept": json.loads(to_json(results)).get("analyses"),
     "markdown": to_markdown(results),
     "runs": list(runs),
@@ -129,7 +136,7 @@ def test_without_plugins_their_options_are_refused(results: Results, tmp_path: P
     assert found["none"] is None
     for refused, option in zip(found["refused"], ("analysis", "scenario", "group_by"), strict=True):
         assert refused.startswith(f"{option}: there is no such option; ")
-        assert refused.endswith("MOEXPORT_PLUGINS=off leaves out plugins, and what they bring")
+        assert refused.endswith("MOEXPORT_PLUGINS=off disables all plugins")
     # What a search had found stays in the file, and the report says that it is not shown.
     assert found["kept"] == {"tuning": {"keep": 0.9}}
     assert "Left out: tuning." in found["markdown"]

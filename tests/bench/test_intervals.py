@@ -7,14 +7,13 @@ import math
 import numpy as np
 import pytest
 from moexport.bench.metrics import TopKCounts, score_interval, wilson
+from scipy.stats import binomtest
 
 
-def test_wilson_intervals_are_those_of_the_tables() -> None:
-    found = wilson(15, 50)
-    assert (found.low, found.high) == pytest.approx((0.1910, 0.4375), abs=1e-4)
-    assert wilson(50, 50).high == 1.0
-    assert wilson(50, 50).low == pytest.approx(0.9287, abs=1e-4)
-    assert wilson(0, 50).low == 0.0
+@pytest.mark.parametrize(("right", "seen"), [(15, 50), (50, 50), (0, 50), (1, 1), (9_999, 10_000)])
+def test_wilson_intervals_are_those_of_scipy(right: int, seen: int) -> None:
+    found, expected = wilson(right, seen), binomtest(right, seen).proportion_ci(method="wilson")
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 def test_the_interval_is_that_of_the_score_test() -> None:

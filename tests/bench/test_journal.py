@@ -19,7 +19,7 @@ from moexport.bench.runners.pytorch import with_algorithm_1
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol, Round, measure
 from moexport.common.writing import held
-from moexport.data.feeds import Array
+from moexport.data.batches import Array
 from moexport.errors import OutputError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
@@ -101,7 +101,7 @@ def test_a_killed_sweep_goes_on_where_it_stopped(
     again = bench([candidate(model, graph)], digits.test, request)
     # One evaluation, five rounds of batch 1 and, where the system tells, how long they waited.
     pieces = 6 + any(TASKS.glob("*/schedstat"))
-    assert f"going on with an unfinished run: {pieces} measurements are done" in steps.lines
+    assert f"continuing an unfinished run: {pieces} measurements are done" in steps.lines
     batches = [each["batch"] for each in again.protocol.get("waited", [])]
     assert batches == ([1, 3] if pieces > 6 else [])
     # PyTorch, the graph and three probes of the machine.

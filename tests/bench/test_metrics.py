@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from moexport.bench.metrics import ParityStatistics, RoutingOverlap, TopKCounts
 from moexport.errors import FeedError, ParityError
-from moexport.exporter.bundle.parity_record import TOLERANCES
-from moexport.exporter.parity import jaccard
+from moexport.exporter.bundle.parity import TOLERANCES, jaccard
 
 
 def test_accuracy_and_what_is_kept_of_the_untouched_model() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.bench.calls import bench_as
+from moexport.bench.calls import bench as bench_as
 from moexport.bench.data import LabelledData
 from moexport.bench.plan import Candidate, GraphSource, describe, plan
 from moexport.bench.report.text import method_lines
@@ -22,7 +22,7 @@ from moexport.bench.runners.candidates import with_distinct_names
 from moexport.bench.runners.pytorch import with_algorithm_1
 from moexport.common.console import Silent
 from moexport.common.threads import with_threads
-from moexport.data.feeds import Array
+from moexport.data.batches import Array
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
@@ -243,6 +243,22 @@ def test_everything_is_timed_with_the_threads_of_the_fastest_untouched_model(
     assert told == "Every engine: 2 threads."
 
 
+def test_a_number_alone_is_a_list_of_one(model: Model) -> None:
+    request = BenchRequest(
+        k=2,
+        batch=3,
+        engine="onnxruntime",
+        threads=1,
+        round_s=0.01,
+        limits=False,
+        parts=False,
+        memory=False,
+    )
+    found = bench_as(model, request)
+    assert [(row.k, row.batch) for row in found.rows if not row.is_reference] == [(2, 3)]
+    assert BenchRequest(k=0.5).ks == BenchRequest(k="0.5").ks
+
+
 def test_an_interrupted_run_goes_on_with_the_threads_that_it_had(
     model: Model, tmp_path: Path
 ) -> None:
@@ -262,7 +278,7 @@ def test_an_interrupted_run_goes_on_with_the_threads_that_it_had(
     with with_threads(4):  # what a busy machine might find now
         results = sweep([replace(model, module=slow)], replace(asked, progress=told))
     assert results.environment["threads"] == 1
-    assert any(line.startswith("going on with an unfinished run") for line in told.lines)
+    assert any(line.startswith("continuing an unfinished run") for line in told.lines)
     assert not any("fastest" in line for line in told.lines)
 
 
@@ -373,7 +389,7 @@ def test_a_bundle_of_one_batch_size_is_measured_in_whole_batches_of_it(tmp_path:
     quick = ("--engine", "onnxruntime", "--rounds", "5", "--threads", "1")
     done = run("bench", out, "-o", report, "--data", data, *quick)
     assert done.code == 0, done.err
-    assert "of 6 inputs: 1 more are no batch of 3" in done.err
+    assert "of 6 inputs: 1 more do not fill a batch of 3" in done.err
     results = read(report / "results.json")
     assert {row.batch for row in results.rows} == {3}
     assert results.protocol["samples"] == 6
@@ -383,7 +399,7 @@ def test_a_bundle_of_one_batch_size_is_measured_in_whole_batches_of_it(tmp_path:
     assert graph.parity is not None and graph.parity.cosine > 1 - 1e-6
     np.savez(data, input=x[:2])
     few = run("bench", out, "-o", tmp_path / "few", "--data", data, *quick)
-    assert "runs batches of 3 inputs alone, and 2 are measured" in few.error
+    assert "only runs batches of 3 inputs, but 2 are measured" in few.error
 
 
 @pytest.mark.parametrize("sizes", ["1", "1,3"])

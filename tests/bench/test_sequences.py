@@ -16,7 +16,7 @@ from moexport.bench.prepare import data_of, in_phases
 from moexport.bench.request import BenchRequest
 from moexport.bench.runners.pytorch import PyTorch, untouched
 from moexport.common import registry
-from moexport.data.feeds import Array
+from moexport.data.batches import Array
 from moexport.errors import PluginError, UsageError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Host, Model
@@ -77,7 +77,7 @@ def test_other_models_have_no_phases_and_take_no_tokens(model: Model) -> None:
     plain = moexport.load(WEIGHTS)
     data = data_of(plain, BenchRequest(), {"tokens": 4})
     assert in_phases(Candidate("model", plain), data, None).phases == ()
-    with pytest.raises(UsageError, match="is no language model"):
+    with pytest.raises(UsageError, match="is not a transformers language model"):
         data_of(plain, BenchRequest(tokens=5), {})
 
 
@@ -85,5 +85,5 @@ def test_a_benchmark_whose_plugin_is_not_there_is_refused(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_found", tuple)
-    with pytest.raises(PluginError, match="nothing that is installed is called 'mine'"):
+    with pytest.raises(PluginError, match="no installed package provides 'mine'"):
         data_of(model, BenchRequest(), {})

@@ -17,7 +17,7 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.data.feeds import batches, labelled_batches, samples
+from moexport.data.feeds import batches, count, labelled_batches, named_batches, samples
 from moexport.errors import FeedError
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
@@ -158,17 +158,17 @@ FILES = {
     "text.npz": "not a readable .npz file",
     "cut.npz": "not a readable .npz file",
     "array.npz": "not a readable .npz file",
-    "empty.npz": "holds nothing, but no array 'input'",
-    "other.npz": "holds image, mask, label, but no array 'input'",
+    "empty.npz": "contains nothing, but no array 'input'",
+    "other.npz": "contains image, mask, label, but no array 'input'",
     "objects.npz": "objects.npz: holds Python objects (dtype object)",
     "scalar.npz": "not an array of inputs",
     "text.npy": "not a readable .npy file",
     "scalar.npy": "not an array of inputs",
     "archive.npy": "not a readable .npy file",
     "objects.npy": "objects.npy: holds Python objects (dtype object)",
-    "empty.npy": "the feed holds no inputs",
+    "empty.npy": "the feed contains no inputs",
     "table.csv": "not a readable .npy file",
-    "folder": "the folder holds no .npy file",
+    "folder": "the folder contains no .npy file",
     "words.npz": "not an array of inputs",
 }
 
@@ -185,13 +185,13 @@ def test_a_file_that_is_no_feed_says_so(kind: str, tmp_path: Path) -> None:
     [
         ("nowhere.npz", "no such feed"),
         ("nowhere", "no such feed"),
-        ("", "holds no .npy file"),
+        ("", "contains no .npy file"),
         ("no_such_module:x", "cannot be imported"),
         ("own_feeds:missing", "cannot be imported"),
         ("own_feeds:", "no such feed"),
         (":x", "no such feed"),
         ("own_broken:x", "cannot be imported (no such dataset)"),
-        ("own_feeds:nothing", "the feed holds no inputs"),
+        ("own_feeds:nothing", "the feed contains no inputs"),
         ("own_feeds:number", "is int, not an iterable"),
         ("own_feeds:broken", "the data set is not mounted"),
         ("own_feeds:wrong", "yields a dict without 'input'"),
@@ -307,8 +307,8 @@ def test_archives_that_were_joined_are_refused(tmp_path: Path) -> None:
     path = npz_of(tmp_path, input=X)
     whole = path.read_bytes()
     for data, said in (
-        (whole + whole, "begins behind the beginning"),
-        (b"text" + whole, "begins behind the beginning"),
+        (whole + whole, "begins after the start"),
+        (b"text" + whole, "begins after the start"),
         (whole + b"text", "ends before the file does"),
     ):
         path.write_bytes(data)
@@ -345,3 +345,42 @@ def test_a_header_that_nests_too_deep_is_no_lack_of_memory(tmp_path: Path) -> No
     path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
     with pytest.raises(FeedError, match="its header nests too deep"):
         list(batches(path, "input"))
+
+
+@pytest.mark.parametrize("name", ["input", "x"])
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_a_dict_of_arrays_is_a_feed_as_its_archive_is(
+    name: str, kind: Callable[[np.ndarray], Any], tmp_path: Path
+) -> None:
+    labels = np.arange(6)
+    np.savez(tmp_path / "data.npz", **{name: X, "label": labels})  # type: ignore[arg-type]
+    given = {name: kind(X), "label": kind(labels)}
+    for feed in (tmp_path / "data.npz", given):
+        (pair,) = labelled_batches(feed, "input")
+        np.testing.assert_array_equal(pair[0], X)
+        np.testing.assert_array_equal(pair[1], labels)
+    assert count(given, "input") == 6
+    np.testing.assert_array_equal(samples(given, "input", 4), X[:4])
+    assert [*next(named_batches(given, ["input"]))] == ["input"]
+
+
+def test_a_tensor_is_a_batch_and_not_a_row_each() -> None:
+    given = torch.from_numpy(X).requires_grad_()
+    (batch,) = batches(given, "input")
+    np.testing.assert_array_equal(batch, X)
+    (half,) = batches(given.bfloat16(), "input")
+    assert half.shape == X.shape and half.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "a dict of nothing, without 'input'"),
+        ({"a": X, "b": X}, "a dict of a, b, without 'input'"),
+        ({"input": "words"}, "not an array of inputs"),
+        ({"input": X, "label": np.zeros(5, int)}, "'label'"),
+    ],
+)
+def test_a_dict_that_is_no_feed_says_what_is_wrong(given: Any, words: str) -> None:
+    with pytest.raises(FeedError, match=words):
+        [*labelled_batches(given, "input")]

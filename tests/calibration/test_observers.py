@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.calibration.methods import HALF
-from moexport.data.feeds import Feed
+from moexport.data.batches import Feed
 from moexport.errors import CalibrationError
 from moexport.exporter.job import calibration_job
 from moexport.exporter.model import Model
@@ -165,7 +165,11 @@ def _fill(value: float) -> Callable[[SoftMoE], None]:
 
 @pytest.mark.parametrize(
     ("value", "says"),
-    [(np.nan, "holds NaN"), (np.inf, "holds (NaN|infinite values)"), (0.0, "is zero throughout")],
+    [
+        (np.nan, "contains NaN"),
+        (np.inf, "contains (NaN|infinite values)"),
+        (0.0, "is zero for all inputs"),
+    ],
 )
 def test_a_tensor_without_a_range_is_an_error_that_names_it(value: float, says: str) -> None:
     model = broken(_fill(value))

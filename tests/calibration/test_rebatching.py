@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
-from moexport.data.feeds import FeedHash, limited, rebatched, rebatched_pairs
-from moexport.data.shards import Fields
+from moexport.data.batches import Fields, limited, rebatched, rebatched_pairs
+from moexport.data.feeds import FeedHash
 
 X = np.random.default_rng(0).standard_normal((23, 3)).astype(np.float32)
 

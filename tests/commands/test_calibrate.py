@@ -16,7 +16,7 @@ import pytest
 from moexport.errors import CalibrationError, OutputError, UsageError
 from moexport.exporter.export import found_ranges
 from moexport.exporter.job import check_table, export_job
-from moexport.exporter.options import ExportOptions, PrecisionOptions, parse_k
+from moexport.exporter.options import ExportOptions
 from moexport.exporter.trace import trace
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
@@ -27,7 +27,7 @@ X = np.random.default_rng(0).standard_normal((12, 5, 32)).astype(np.float32)
 
 
 def int8(k: str) -> ExportOptions:
-    return ExportOptions(k=parse_k(k), target="ort-cpu", precision=PrecisionOptions("int8"))
+    return ExportOptions(k=k, target="ort-cpu", precision="int8")
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_an_export_takes_a_table_of_as_many_experts_or_more(table: Path) -> None
 
 
 def test_ranges_for_a_k_chosen_per_run_are_those_of_all_experts(feed: Path) -> None:
-    options = ExportOptions(k="input", precision=PrecisionOptions("int8"))
+    options = ExportOptions(k="input", precision="int8")
     job = export_job(moexport.load(WEIGHTS), options, data=feed)
     made = found_ranges(job, trace(job.model))
     assert made is not None
@@ -178,7 +178,7 @@ def test_an_edited_export_takes_its_ranges_from_data_and_no_table(
 
 def test_an_export_without_table_and_feed_says_what_to_give() -> None:
     with pytest.raises(UsageError) as caught:
-        export_job(moexport.load(WEIGHTS), ExportOptions(precision=PrecisionOptions("int8")))
+        export_job(moexport.load(WEIGHTS), ExportOptions(precision="int8"))
     assert "--data" in str(caught.value.hint)
 
 

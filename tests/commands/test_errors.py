@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moexport.calibration.table import CalibrationTable, Origin
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import DATA, VIT_SETS, read_case
 
@@ -123,8 +124,16 @@ def test_sizes_that_cannot_be_meant(
     ],
 )
 def test_options_that_cannot_be_meant(
-    options: tuple[str, ...], message: str, hint: str, tmp_path: Path
+    options: tuple[str, ...],
+    message: str,
+    hint: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("here"))
+    origin = Origin(model="", feed="", samples=1, k={}, method="minmax")
+    CalibrationTable(origin, {}).write(Path("t.json"))  # what is no table is refused first
     assert_refused(refuse(tmp_path, *options), message, hint)
 
 
@@ -132,15 +141,15 @@ def test_options_that_cannot_be_meant(
     ("arguments", "message"),
     [
         (("export",), "Missing argument 'MODEL'"),
-        (("export", "x.pt"), "Missing option '--output'"),
+        (("export", __file__), "Missing option '--output'"),
         (("explode",), "No such command 'explode'"),
         (("run", "b", "-o", "y.npz"), "Missing option '--input'"),
         (("run", "b", "-i", "x", "-o", "y", "--k", "two"), "Input should be a valid integer"),
         (("run", "b", "-i", "x", "-o", "y", "--threads", "0"), "greater than or equal to 1"),
-        (("bench", "x.pt", "-o", "d", "--batch", "0"), "--batch 0: not a list of sizes"),
-        (("bench", "x.pt", "-o", "d", "--batch", "a,2"), "--batch a,2: not a list of sizes"),
+        (("bench", __file__, "-o", "d", "--batch", "0"), "--batch 0: not a list of sizes"),
+        (("bench", __file__, "-o", "d", "--batch", "a,2"), "--batch a,2: not a list of sizes"),
         (
-            ("bench", "x.pt", "-o", "d", "--rounds", "1"),
+            ("bench", __file__, "-o", "d", "--rounds", "1"),
             "should be greater than or equal to 5",
         ),
     ],
@@ -202,7 +211,7 @@ def run_layer(bundle: Path, folder: Path, *options: str, x: object = None) -> Ou
 
 def test_run_asks_for_k_where_it_is_an_input(k_input: Path, tmp_path: Path) -> None:
     outcome = run_layer(k_input, tmp_path)
-    assert_refused(outcome, "takes k as an input, and none was given", "pass --k K")
+    assert_refused(outcome, "takes k as an input, but no k was given", "pass --k K")
 
 
 @pytest.mark.parametrize("k", ["0", "-1", "5"])
@@ -228,7 +237,7 @@ def test_run_refuses_k_where_it_is_baked(exported: Path, tmp_path: Path) -> None
 def test_run_lists_the_graphs_there_are(exported: Path, tmp_path: Path) -> None:
     x = np.zeros((1, 3, 32, 32), np.float32)
     outcome = run_layer(exported, tmp_path, "--graph", "dense", x=x)
-    assert_refused(outcome, "holds no graph 'dense'", "model.onnx, model-grouped.onnx")
+    assert_refused(outcome, "contains no graph 'dense'", "model.onnx, model-grouped.onnx")
     (tmp_path / "x.npz").unlink()
     assert run_layer(exported, tmp_path, "--graph", "grouped", x=x).code == 0
 
@@ -372,10 +381,10 @@ def test_an_empty_model_is_not_the_current_folder() -> None:
     "command",
     [
         ("export", LAYER, "-o", ""),
-        ("calibrate", LAYER, "--data", "x.npz", "-o", ""),
+        ("calibrate", LAYER, "--data", __file__, "-o", ""),
         ("run", "out", "-i", "x.npz", "-o", ""),
         ("bench", LAYER, "-o", ""),
-        ("specialise", LAYER, "--data", "x.npz", "-o", ""),
+        ("specialise", LAYER, "--data", __file__, "-o", ""),
         ("report", "results.json", "-o", ""),
         ("demo", "-o", ""),
         ("verify", ""),

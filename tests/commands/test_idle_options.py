@@ -6,16 +6,15 @@ asks for what is so anyway (`--no-engine`, a default), is not.
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from moexport.cli import COMMANDS
-from moexport.commands.options import flattened
+from moexport.commands.program import declared_command
 from moexport.tests.command import run
-from moexport.tests.recorded import DATA
+from moexport.tests.recorded import DATA, TABLE
 
 LAYER = DATA / "soft_moe_lucidrains" / "weights.pt"
 MUMOE = (DATA / "mumoe_cp" / "weights.pt", "--set", "act=entmax15", "--set", "rest=default")
@@ -28,7 +27,7 @@ CALIBRATE = ("calibrate", LAYER, "--data", "x.npz", "-o", "t.json")
 BENCH = ("bench", LAYER, "-o", "out")
 TUNE = ("tune", LAYER, "--data", "x.npz", "-o", "out")
 BUNDLES = ("bench", "bundle", "-o", "out")
-SPECIALISE = ("specialise", LAYER, "--data", "x.npz")
+SPECIALISE = ("specialise", LAYER, "--data", __file__)
 TRITON = ("triton", "bundle", "-o", "models")
 RUN = ("run", "bundle", "-i", "x.npz", "-o", "y.npz")
 
@@ -90,8 +89,8 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "min_retention": ((*EXPORT, "--min-retention", "0.9"),),
         "method": ((*EXPORT, "--method", "mse"),),
         "calibration": (
-            (*EXPORT, "--calibration", "t.json"),
-            (*EXPORT, "--precision", "bf16", "--target", "ort-cuda", "--calibration", "t.json"),
+            (*EXPORT, "--calibration", TABLE),
+            (*EXPORT, "--precision", "bf16", "--target", "ort-cuda", "--calibration", TABLE),
         ),
         "data": (
             (*EXPORT, "--data", "x.npz", "--no-verify"),
@@ -108,7 +107,7 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
     | {name: ((*EXPORT, *words),) for name, words in BUILDING.items()},
     "inspect": {
         name: (("inspect", "bundle", *words), ("inspect", "e.plan", *words))
-        for name, words in {**READING, "data": MEASURED["data"]}.items()
+        for name, words in {**READING, **{n: MEASURED[n] for n in ("data", "tokens")}}.items()
     }
     | {"trust_engine": (("inspect", LAYER, "--trust-engine"),)},
     "calibrate": {
@@ -124,6 +123,11 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "k": ((*RUN, "--k", "2"),),
         "threads": ((*RUN, "--engine", "tensorrt-rtx", "--threads", "2"),),
         "provider": ((*RUN, "--engine", "tensorrt-rtx", "--provider", "cuda"),),
+        "cuda_graphs": (
+            (*RUN, "--no-cuda-graphs"),
+            (*RUN, "--provider", "tensorrt", "--no-cuda-graphs"),
+            (*RUN, "--engine", "tensorrt-rtx", "--no-cuda-graphs"),
+        ),
         "device": ((*RUN, "--engine", "onnxruntime", "--device", "gpu"),),
         "cache": ((*RUN, "--runtime", "onnxruntime", "--cache", "cache"),),
         "trust_engine": ((*RUN, "--trust-engine"),),
@@ -133,6 +137,14 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
     "bench": {name: ((*BUNDLES, *words),) for name, words in READING.items()}
     | {name: ((*BUNDLES, *MEASURED[name]),) for name in ("lowering", "precision", "target")}
     | {name: ((*BENCH, *MEASURED[name]),) for name in ("pixels", "tokens")}
+    | {
+        "calibrate_data": ((*BENCH, "--calibrate-data", __file__),),
+        "calibration": ((*BENCH, "--calibration", TABLE),),
+        "quantize": (
+            (*BENCH, "--quantize", "all"),
+            (*BUNDLES, "--quantize", "all"),
+        ),
+    }
     | {
         "max_subsets": (
             (*BENCH, *MEASURED["max_subsets"]),
@@ -150,9 +162,9 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "on": ((*TUNE, "--on", "CPU"),),
     },
     "specialise": {
-        "family": (("specialise", "json:loads", "--data", "x.npz", *READING["family"]),),
-        "weights": (("specialise", LAYER, "--data", "x.npz", *READING["weights"]),),
-        "adapter": (("specialise", LAYER, "--data", "x.npz", *READING["adapter"]),),
+        "family": (("specialise", "json:loads", "--data", __file__, *READING["family"]),),
+        "weights": (("specialise", LAYER, "--data", __file__, *READING["weights"]),),
+        "adapter": (("specialise", LAYER, "--data", __file__, *READING["adapter"]),),
         "rewrite_class": ((*SPECIALISE, "--rewrite-class", "1"),),
         "rewrite_group": ((*SPECIALISE, "--rewrite-group", "a"),),
         "strength": ((*SPECIALISE, "--strength", "3"),),
@@ -171,7 +183,7 @@ ACTING = {
     | {"sensitivity", "ray"},
     # What a backend lacks and what its profiles leave no room for is refused in its own tests.
     "build": {"bundle", "target", "graph", "batch", "tokens", "dry_run", *BUILDING},
-    "verify": {"bundle", "atol", "rtol", "trust_engine"},
+    "verify": {"bundle", "atol", "rtol", "data", "trust_engine"},
     "run": {"bundle", "input_file", "graph", "batch_size", "engine", "check"},
     "generate": {
         "bundle",
@@ -212,7 +224,7 @@ ACTING = {
         "dry_run",
         "ray",
     },
-    "specialise": {"models", "config", "sets", "data", "layer", "group_by"},
+    "specialise": {"models", "config", "sets", "data", "layer", "k", "group_by", "examples"},
     # What a backend does not take, or what makes no batches, is refused in its own tests.
     "triton": {"bundles", "name", "backend", "device", "version", "instances", "threads"}
     | {"delay_us"},
@@ -225,7 +237,7 @@ ACTING = {
 
 @pytest.mark.parametrize("command", ACTING)
 def test_every_option_is_decided(command: str) -> None:
-    names = set(inspect.signature(flattened(COMMANDS[command].loaded)).parameters) - EVERYWHERE
+    names = {each.name for each in declared_command(COMMANDS[command]).params} - EVERYWHERE
     assert names == IDLE.get(command, {}).keys() | ACTING[command]
 
 
@@ -235,6 +247,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("idle")
     x = np.random.default_rng(0).standard_normal((4, 5, 32)).astype(np.float32)
     np.savez(folder / "x.npz", input=x)
+    (folder / "w.pt").write_bytes(b"")
+    (folder / "c.json").write_text("{}")
+    (folder / "e.plan").write_bytes(b"")
     assert run("export", LAYER, "-o", folder / "bundle").code == 0
     table = ("--data", folder / "x.npz", "-o", folder / "table.json")
     assert run("calibrate", LAYER, *table).code == 0
@@ -259,6 +274,7 @@ def test_an_option_that_would_do_nothing_is_refused(
     assert outcome.code == 2, outcome.err
     assert outcome.out == ""
     said = {"sets": "--set", "profiles": "--profile", "memory": "--no-memory"}
+    said |= {"cuda_graphs": "--no-cuda-graphs"}
     said |= {"compute_capabilities": "--compute-capability"}
     said |= {"engine": "engines?", "cache": "(engines|--cache)", "k": "k"}
     wanted = said.get(name, f"--{name.replace('_', '-')}")

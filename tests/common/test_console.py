@@ -19,10 +19,14 @@ from moexport.tests.terminal import Screen
     [
         (0, "0"),
         (999, "999"),
-        (1000, "1.0K"),
-        (318_200, "318.2K"),
-        (5.13e8, "513.0M"),
-        (2.3e12, "2300.0B"),
+        (1000, "1.00K"),
+        (318_200, "318K"),
+        (5.13e7, "51.3M"),
+        (2.318e9, "2.32B"),
+        (2.273e9, "2.27B"),
+        (9_996, "10.0K"),
+        (999_600, "1.00M"),
+        (2.3e12, "2.30T"),
     ],
 )
 def test_counts_have_one_decimal_and_a_magnitude(number: float, text: str) -> None:

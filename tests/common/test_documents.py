@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from moexport.common.documents import MOST_BYTES
 from moexport.errors import UsageError
-from moexport.exporter.checkpoints.load import parse_value, read_config
+from moexport.exporter.checkpoints.settings import parse_value, read_config
 from moexport.plugins.tune.recipe import read_recipe
 
 MERGES = "a0: &a0 {x: 1}\n" + "".join(

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from moexport.common import environment as module
 from moexport.common.environment import (
-    EnergyCounters,
     cpu_model,
-    energy_counters,
     environment,
     kernel_instructions,
     peak_memory_bytes,
@@ -70,25 +68,3 @@ def test_collecting_it_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_energy_is_that_of_all_packages_and_goes_on_where_a_counter_ends(tmp_path: Path) -> None:
-    files = []
-    for zone in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0"):  # the last is a part of one
-        (tmp_path / zone).mkdir()
-        (tmp_path / zone / "max_energy_range_uj").write_text("1000000\n")
-        files.append(tmp_path / zone / "energy_uj")
-        files[-1].write_text("900000\n")
-    counters = EnergyCounters(tmp_path)
-    files[0].write_text("950000\n")
-    files[1].write_text("100000\n")
-    files[2].write_text("999999\n")
-    assert counters.joules() == pytest.approx(0.05 + 0.2)
-    assert counters.joules() == 0
-
-
-def test_a_machine_without_counters_of_energy_says_so(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="no counters of energy"):
-        EnergyCounters(tmp_path)
-    counters, reason = energy_counters()
-    assert (counters is None) == bool(reason)

@@ -16,7 +16,7 @@ from moexport.common import files as pages
 from moexport.common.files import Reading, release
 from moexport.exporter.bundle.weights import WEIGHTS_FILE
 from moexport.exporter.checkpoints.load import load
-from moexport.exporter.export import export_plan
+from moexport.exporter.export import plan_job
 from moexport.exporter.inputs import parity_batches
 from moexport.exporter.job import export_job
 from moexport.exporter.options import ExportOptions
@@ -124,7 +124,7 @@ def test_a_checkpoint_is_loaded_written_and_run_a_part_at_a_time(
     with most_mapped_bytes() as loading:
         model = load(path, config={"num_heads": 4, "rest": "default"})
     job = export_job(model, ExportOptions(k=2))
-    planned = export_plan(job)
+    planned = plan_job(job)
     x = next(parity_batches(model, job.fixed, None, 1))
     (tmp_path / "bundle").mkdir()
     with most_mapped_bytes() as writing:

@@ -6,21 +6,12 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 from moexport.common import timing
-from moexport.common.environment import EnergyCounters
-from moexport.common.timing import (
-    Latency,
-    Protocol,
-    Round,
-    TimedCall,
-    differs,
-    measure,
-    summarise,
-)
+from moexport.common.latency import Latency, differs, summarise
+from moexport.common.timing import Protocol, Round, TimedCall, measure
 from moexport.errors import UsageError
 
 
@@ -202,21 +193,3 @@ def test_a_difference_below_the_spread_is_no_difference() -> None:
 def test_a_protocol_that_cannot_be_meant_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError):
         Protocol(**wrong)
-
-
-def test_the_energy_of_a_call_is_that_of_a_round_over_its_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    zone = tmp_path / "intel-rapl:0"
-    zone.mkdir()
-    (zone / "max_energy_range_uj").write_text("1000000000\n")
-    (zone / "energy_uj").write_text("0\n")
-
-    def call(_: int) -> None:
-        used = int((zone / "energy_uj").read_text())
-        (zone / "energy_uj").write_text(f"{used + 2_000_000}\n")
-
-    counters = EnergyCounters(tmp_path)
-    monkeypatch.setattr(timing, "energy_counters", lambda: (counters, ""))
-    measured = measure({"two": call}, Protocol(round_s=0.0, warmup=1, inputs=3))
-    assert measured.joules == {"two": pytest.approx(2.0)}

@@ -8,10 +8,10 @@ from importlib import metadata
 from typing import Any
 
 import pytest
-from moexport.common.versions import CACHES, RUN, graph_of, older, outside_of_what_was_run
+from moexport.common.libraries import CACHES, RUN, graph_of, older, outside_of_what_was_run
+from moexport.docs.sources import ROOT
 from moexport.plugins.token_routed.trace import _of_cache
 from moexport.tests.command import run
-from moexport.tests.docs.documents import ROOT
 
 NEWER = "torch 2.99 is newer than what was run: 2.15"
 

@@ -13,11 +13,14 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moexport.docs.sources import ROOT, pages
 from moexport.graphs.lowerings import all_names
 from moexport.tests.command import run
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "perf" / "README.md"))
+SITE = pages()
+"""The files of the site's pages by their addresses: those of plugins lie with the plugins."""
+
+PAGES = sorted((*ROOT.glob("*.md"), *SITE.values(), ROOT / "perf" / "README.md"))
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLAIN = re.compile(r"moexport [^|&;<>$`*?~#]*")
@@ -124,12 +127,3 @@ def pattern(line: str) -> re.Pattern[str]:
         else:
             tokens.append(LOWERING.sub(r"\\w+", re.escape(token)))
     return re.compile(r"\s+".join(tokens))
-
-
-def named_in_tables(text: str) -> list[tuple[list[str], list[str]]]:
-    """The rows of tables whose first cell has names in code: the names, and all cells."""
-    rows = [line.strip().strip("|").split(" | ") for line in text.splitlines() if line[:1] == "|"]
-    found = [
-        (re.findall(r"`([^`]+)`", cells[0]), [cell.strip() for cell in cells]) for cells in rows
-    ]
-    return [(names, cells) for names, cells in found if names]

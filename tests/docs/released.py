@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from moexport.tests.exporter.checkpoints.vmoe_writer import rows, whole, write
+from moexport.plugins.jax.tests.vmoe_writer import rows, whole, write
 from PIL import Image
 
 NAME = "vmoe_s32_last2_ilsvrc2012_randaug_light1_ft_ilsvrc2012"

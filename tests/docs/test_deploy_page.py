@@ -14,16 +14,23 @@ import numpy as np
 import onnxruntime
 import pytest
 from moexport.bench.engines import KINDS
+from moexport.docs.sources import ROOT
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.families import FAMILIES
 from moexport.exporter.model import TensorSpec
-from moexport.tests.docs.documents import ROOT, blocks
+from moexport.tests.docs.documents import SITE, Block, blocks
 from moexport.tests.docs.test_engine_pages import outcomes
 from moexport.tests.recorded import DATA, MUMOE, SOFT_MOE, read_case
 
 PAGE = ROOT / "docs" / "deploy.md"
+RUN = (PAGE, SITE["openvino.md"], SITE["triton.md"])
+"""Pages that are followed one after the other: the later ones use bundles of the first."""
 ROW = re.compile(r"\| `([\w-]+)` \| `(\w+)` (\w+) \(([^)]*)\) \| `(\w+)` (\w+) \(([^)]*)\) \|")
 TRITON = {"float32": "TYPE_FP32", "int64": "TYPE_INT64"}
+
+
+def typed() -> list[Block]:
+    return [block for page in RUN for block in blocks(page)]
 
 
 @pytest.mark.slow
@@ -36,7 +43,7 @@ def test_the_page_runs_and_its_triton_configuration_is_that_of_the_graph(
     np.savez(tmp_path / "test.npz", input=x)
     monkeypatch.chdir(tmp_path)
     configuration = openvino = ""
-    for block in blocks(PAGE):
+    for block in typed():
         if "openvino" in block.text and KINDS["openvino"].missing() is not None:
             continue
         if block.language == "bash":
@@ -56,7 +63,7 @@ def test_the_page_runs_and_its_triton_configuration_is_that_of_the_graph(
     np.testing.assert_allclose(served.run(None, {"input": x})[0], any_k, rtol=1e-4, atol=1e-5)
     assert (tmp_path / "models" / "vit" / "config.pbtxt").read_text().startswith(configuration)
     if openvino:
-        code = f"import numpy as np\n{openvino}\nnp.save('openvino.npy', scores)\n"
+        code = f"{openvino}\nnp.save('openvino.npy', scores)\n"
         subprocess.run([sys.executable, "-c", code], check=True)
         np.testing.assert_allclose(np.load("openvino.npy"), any_k, rtol=1e-4, atol=1e-5)
     ports = {"input": bundle.manifest.inputs, "output": bundle.manifest.outputs}

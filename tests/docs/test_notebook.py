@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moexport.tests.docs.documents import ROOT, Block, assert_printed
+from moexport.docs.sources import ROOT
+from moexport.tests.docs.documents import Block, assert_printed
 
 pytestmark = pytest.mark.slow
 

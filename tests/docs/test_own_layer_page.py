@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from moexport.tests.docs.documents import ROOT, assert_printed, blocks, run_block, type_block
+from moexport.docs.sources import ROOT
+from moexport.tests.docs.documents import SITE, assert_printed, blocks, run_block, type_block
 
-PAGE = ROOT / "docs" / "own-layer.md"
+PAGE = SITE["own-layer.md"]
 EXAMPLE = ROOT / "examples" / "own_layer.py"
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import typer
 from moexport.cli import app
-from moexport.tests.docs.documents import PAGES, ROOT, Block, blocks, lines, type_block
+from moexport.docs.sources import ROOT
+from moexport.tests.docs.documents import PAGES, Block, blocks, lines, type_block
 from moexport.tests.recorded import DATA
 
 COMMANDS = [

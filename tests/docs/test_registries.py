@@ -1,4 +1,4 @@
-"""What is listed in a registry of the code is listed in the documents, and nothing else."""
+"""What is in a registry of the code is described, installed and found where users look."""
 
 from __future__ import annotations
 
@@ -9,37 +9,17 @@ import pytest
 from moexport.bench.engines import KINDS
 from moexport.bench.request import BenchRequest
 from moexport.common.option import declared
+from moexport.docs.sources import ROOT
 from moexport.exporter.families import FAMILIES
-from moexport.graphs.targets import TARGETS
-from moexport.tests.docs.documents import ROOT, named_in_tables
 
 
 def page(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def table(text: str, heading: str) -> set[str]:
-    """The names in code that begin the rows of the table with this heading."""
-    (found,) = [part for part in text.split("\n\n") if part.startswith(f"| {heading} |")]
-    return {name for names, _ in named_in_tables(found.partition("\n")[2]) for name in names}
-
-
-def test_the_readme_lists_every_family() -> None:
-    assert table(page("README.md"), "family") == {*FAMILIES.names}
-
-
 @pytest.mark.parametrize("name", FAMILIES.names)
 def test_a_page_describes_every_family(name: str) -> None:
     assert f"`{name}`" in page("docs/families.md") + page("docs/mumoe.md")
-
-
-def test_the_readme_lists_every_target() -> None:
-    assert table(page("README.md"), "`--target`") == {*TARGETS.names}
-
-
-def test_the_pages_list_every_engine_of_bench() -> None:
-    pages = (page("docs/bench.md"), page("docs/token-routed.md"))
-    assert set.union(*(table(text, "engine") for text in pages)) == KINDS.keys()
 
 
 def test_the_help_of_bench_lists_every_engine() -> None:

@@ -19,10 +19,10 @@ from moexport.bench.engines import ONNXRUNTIME
 from moexport.bench.request import BenchRequest
 from moexport.bench.runners.candidates import from_bundle
 from moexport.bench.runners.exported import exported
+from moexport.docs.sources import ROOT
 from moexport.errors import ParityError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.model import Model
-from moexport.tests.docs.documents import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -47,9 +47,9 @@ SMALLER: dict[str, tuple[list[int], dict[str, int]]] = {
 """A k of each layer, and which of the network's own modules are to be told of it."""
 
 WITHOUT_A_K = {
-    "continuous": "gives each token all 16 experts and takes no k",
-    "switch": "gives each token 1 of 16 experts and takes no k",
-    "hash": "gives each token 1 of 16 experts and takes no k",
+    "continuous": "selects all 16 experts for each token and has no parameter k",
+    "switch": "selects 1 of 16 experts for each token and has no parameter k",
+    "hash": "selects 1 of 16 experts for each token and has no parameter k",
     "expert-choice": "the network around layer mixture.bank.experts chooses its experts",
 }
 
@@ -140,14 +140,14 @@ def test_a_mixture_without_a_k_is_refused_one(
 ) -> None:
     with pytest.raises(UsageError, match=WITHOUT_A_K[name]) as refused:
         moexport.export(loaded(name), tmp_path / "out", k=3)
-    assert "leave --k out" in (refused.value.hint or "")
+    assert "leave k=… out" in (refused.value.hint or "")
     assert not (tmp_path / "out").exists()
 
 
 def test_k_is_no_input_of_a_graph_that_holds_its_router(
     mixtures: ModuleType, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="--k input: the router of layer mixture"):
+    with pytest.raises(UsageError, match='k="input": the router of layer mixture'):
         moexport.export(loaded("noisy-top-k"), tmp_path / "out", k="input")
 
 

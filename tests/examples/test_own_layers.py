@@ -13,12 +13,13 @@ import moexport
 import numpy as np
 import pytest
 import torch
+from moexport.docs.sources import ROOT
 from moexport.errors import ParityError, UsageError
 from moexport.plugins.own_layers.adapters import adapter_of
-from moexport.tests.docs.documents import ROOT, blocks
-from moexport.tests.exporter.user_network import naive
+from moexport.plugins.own_layers.tests import naive
+from moexport.tests.docs.documents import SITE, blocks
 
-PAGE = ROOT / "docs" / "own-layer-examples.md"
+PAGE = SITE["own-layer-examples.md"]
 
 WHOLE_BATCH = ("outside", "capacity")
 """What these give for an input depends on the others of its batch."""
@@ -156,7 +157,7 @@ def test_no_k_per_run_where_the_router_is_the_users(
     name: str, example: ModuleType, tmp_path: Path
 ) -> None:
     del example
-    with pytest.raises(UsageError, match="--k"):
+    with pytest.raises(UsageError, match="k="):
         exported(name, tmp_path / "out", k="input")
 
 
@@ -168,7 +169,7 @@ def test_what_depends_on_the_batch_needs_its_size(
     model = moexport.load("own_layers:build", config={"layer": name})
     with pytest.raises(ParityError, match="depends on the others in its batch") as refused:
         moexport.export(model, tmp_path / "out")
-    assert "--batch" in str(refused.value.hint)
+    assert "batch=N" in str(refused.value.hint)
 
 
 def test_an_expert_with_a_third_map_is_refused(example: ModuleType) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.tests.docs.documents import ROOT
+from moexport.docs.sources import ROOT
 from moexport.tests.recorded import DATA
 
 PLUGIN = ROOT / "examples" / "plugin"
@@ -146,7 +146,7 @@ def test_what_it_does_not_do_is_said(site: Path, inputs: Path) -> None:
             ("export", str(CASE / "weights.pt"), "-o", "none", "--target", "reference"),
             "'reference' is not one of 'onnx', 'ort-cpu'",
         ),
-        (("verify", "own"), "target is 'reference', which nothing that is installed brings"),
+        (("verify", "own"), "target is 'reference', which no installed package provides"),
         (("run", "own", "-i", "x.npz", "-o", "none.npz"), "hint: install the plugin that runs it"),
         (("count", "out"), "No such command 'count'"),
     ],

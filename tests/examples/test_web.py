@@ -17,12 +17,12 @@ import moexport
 import numpy as np
 import pytest
 from moexport.bench.results import Accuracy, ModelInfo, Results, Row, write
-from moexport.common.timing import summarise
+from moexport.common.latency import summarise
+from moexport.docs.sources import ROOT
 from moexport.exporter import plan
 from moexport.graphs.targets import TARGETS, Precision
 from moexport.tests.bench.report import browser
 from moexport.tests.command import run
-from moexport.tests.docs.documents import ROOT
 from moexport.tests.recorded import RecordedCase, read_case
 
 WEB = ROOT / "examples" / "web"

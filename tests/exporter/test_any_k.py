@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moexport.errors import BundleError
-from moexport.exporter.bundle import parity_record
-from moexport.exporter.bundle.parity_record import Reference, Rounded
+from moexport.exporter.bundle import parity
+from moexport.exporter.bundle.parity import Reference, Rounded
 from moexport.tests.command import run
 from moexport.tests.exporter.bundle.test_bundle import change_reference, failed_checks, manifest
 from moexport.tests.recorded import many_experts, read_case
@@ -64,7 +64,7 @@ def test_a_record_of_several_k_is_read_as_it_was_written(tmp_path: Path) -> None
 def test_of_large_outputs_a_record_keeps_fewer_with_other_k(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parity_record, "MOST_BYTES_AT_A_K", 100)
+    monkeypatch.setattr(parity, "MOST_BYTES_AT_A_K", 100)
     of_several().save(tmp_path / "parity.npz")
     record = Reference.load(tmp_path / "parity.npz")
     assert len(record.x) == 3

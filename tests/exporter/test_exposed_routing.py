@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 import pytest
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.parity_record import PARITY_FILE, Reference
+from moexport.exporter.bundle.parity import PARITY_FILE, Reference
+from moexport.plugins.token_routed.tests.architectures import ARCHITECTURES, save
 from moexport.tests.command import run
-from moexport.tests.exporter.token_routed.architectures import ARCHITECTURES, save
 from moexport.tests.recorded import DATA, VIT_SETS, read_case
 
 VIT = (DATA / "soft_moe_vit" / "weights.pt", *VIT_SETS)

@@ -133,7 +133,7 @@ FORMS = {
     "double": (None, 0),
     "norm": ("MultiHeadAttention", 1),
     "norm_of_four_axes": ("MultiHeadAttention", 0),
-    "norm_of_one_gain": ("MultiHeadAttention", 0),
+    "norm_of_one_gain": ("MultiHeadAttention", 1),  # and a product with the gain
 }
 
 

@@ -57,7 +57,7 @@ def test_every_layer_and_level_is_listed(tmp_path: Path) -> None:
     rows = json.loads(outcome.out)["support"]
     assert [(row["level"], row["experts"]) for row in rows] == [(1, 16), (2, 4)]
     shown = run("inspect", levels.weights, *ENTMAX, "--data", tmp_path / "x.npz")
-    assert "Coefficients that are not zero" in shown.out
+    assert "Nonzero coefficients" in shown.out
 
 
 def test_the_cost_of_a_mumoe_is_the_same_for_every_k() -> None:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from moexport.exporter import measured_lowerings
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.runtimes import opened as open_graph
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.job import export_job
 from moexport.exporter.quantization.precision import apply_precision
+from moexport.exporter.session import Session, SessionOptions
 from moexport.exporter.trace import trace
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import RecordedCase, read_case
@@ -83,7 +86,7 @@ def test_the_fastest_measured_is_taken_and_the_figures_are_kept_and_shown(tmp_pa
 def test_what_is_predicted_to_be_far_slower_is_not_measured() -> None:
     case = read_case("soft_moe_vit")
     job = export_job(load(case.weights, config=case.config), target="ort-cpu", verify=False)
-    traced = trace(job.model, opset=job.options.opset, fixed=job.fixed)
+    traced = trace(job.model, opset=job.options.least_opset, fixed=job.fixed)
     numbers = apply_precision(job, traced, None)
     found = {}
     for within in (1.0, 1e9):
@@ -96,6 +99,25 @@ def test_what_is_predicted_to_be_far_slower_is_not_measured() -> None:
         found[within] = {each.lowering for each in group.candidates}
     assert found[1e9] == STANDARD
     assert found[1.0] < STANDARD
+
+
+def test_scores_that_an_export_shows_are_computed_in_what_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = read_case("soft_moe_vit")
+    outputs: dict[str, int] = {}
+
+    def opened(path: Path, options: SessionOptions) -> Session:
+        outputs[path.stem] = len(onnx.load(path, load_external_data=False).graph.output)
+        return open_graph(path, options)
+
+    monkeypatch.setattr(measured_lowerings, "opened", opened)
+    loaded = load(case.weights, config=case.config)
+    for shown, count in ((False, 1), ("scores", 4)):  # y, then D, C and the sums of its columns
+        job = export_job(loaded, k=2, lowering="tune", expose_routing=shown, verify=False)
+        traced = trace(job.model, opset=job.options.least_opset, fixed=job.fixed)
+        measured_lowerings.measure_lowerings(job, traced, apply_precision(job, traced, None))
+        assert outputs == dict.fromkeys(STANDARD, count)
 
 
 def test_layers_with_another_k_are_measured_apart_and_a_dry_run_tells(tmp_path: Path) -> None:

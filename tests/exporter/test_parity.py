@@ -11,9 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from moexport.exporter.bundle.parity_record import TOLERANCES, Parity, Reference, Rounded, describe
+from moexport.exporter.bundle.parity import (
+    TOLERANCES,
+    Comparison,
+    Parity,
+    Reference,
+    Rounded,
+    compare,
+    cosines,
+    describe,
+)
 from moexport.exporter.inputs import Inputs
-from moexport.exporter.parity import Comparison, compare, cosines
 from moexport.graphs.targets import Precision
 from moexport.tests.command import run
 from moexport.tests.recorded import read_case
@@ -282,9 +290,9 @@ def test_all_inputs_that_were_given_are_compared_and_the_first_are_kept(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--data", "x.npz", "--verify-samples", "0"), "--verify-samples 0: at least 1"),
+        (("--data", __file__, "--verify-samples", "0"), "--verify-samples 0: at least 1"),
         (
-            ("--data", "x.npz", "--verify-samples", "9", "--no-verify"),
+            ("--data", __file__, "--verify-samples", "9", "--no-verify"),
             "with --no-verify: nothing will be compared",
         ),
         (("--verify-samples", "9"), "it counts inputs of a feed, and there is none"),

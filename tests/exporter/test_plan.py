@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import moexport
 import pytest
+from moexport.exporter.bundle.manifest import LayerRecord
+from moexport.exporter.export import plan
+from moexport.exporter.job import export_job
+from moexport.exporter.options import ExportOptions
 from moexport.tests.command import run
 from moexport.tests.recorded import many_experts, read_case
 
@@ -92,3 +98,35 @@ def test_bench_refuses_what_the_graphs_of_export_do_not_run(tmp_path: Path) -> N
     outcome = run(*arguments, "--engine", "onnxruntime")
     assert outcome.code == 1
     assert "the target onnx does not run it" in outcome.error
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ExportOptions(layer_lowerings={"layr": ("dense", "measured")}),
+        ExportOptions(keep_floating=["layr"], precision="int8"),
+    ],
+    ids=["layer_lowerings", "keep_floating"],
+)
+def test_a_layer_that_the_model_does_not_have_is_refused_with_the_nearest(
+    options: ExportOptions,
+) -> None:
+    with pytest.raises(moexport.UsageError, match="no MoE layer is called 'layr'") as refused:
+        export_job(moexport.load(LAYER), options)
+    assert "did you mean 'layer'?" in str(refused.value.hint)
+
+
+def test_a_lowering_of_a_layer_is_refused_before_the_work_begins() -> None:
+    options = ExportOptions(layer_lowerings={"layer": ("fused", "")}, lowering="dense")
+    with pytest.raises(moexport.LoweringError, match="the target onnx does not run it"):
+        export_job(moexport.load(LAYER), options)
+
+
+def test_a_planned_layer_has_one_form_in_json(tmp_path: Path) -> None:
+    """The manifest has it, and a dry run prints it."""
+    (layer,) = plan(LAYER, tmp_path / "out", k=2).graphs[0].layers
+    assert {*layer.to_json(), "selected", "trained"} == {
+        field.name for field in fields(LayerRecord)
+    }
+    (shown,) = planned(LAYER)["model.onnx"]
+    assert shown == layer.to_json() | {"predicted_us": round(layer.predicted_us, 1)}

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import moexport
 import numpy as np
 import onnx
 import pytest
-from moexport.common.versions import outside_of_what_was_run
+from moexport.common.libraries import outside_of_what_was_run
+from moexport.errors import UsageError
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.inputs import TRACED_BATCH
 from moexport.exporter.session import Session, SessionOptions
+from moexport.graphs.sizes import TRACED_BATCH
 from moexport.tests.command import Outcome, run, run_program
 from moexport.tests.recorded import RecordedCase, read_case
 
@@ -157,11 +161,36 @@ def test_k_per_layer_is_kept_by_each_layer(tmp_path: Path) -> None:
     assert np.array_equal(np.sort(values[value], axis=1), case.chosen(2)[0])
 
 
-@pytest.mark.parametrize(("share", "k"), [("0.25", 4), ("1/2", 8), ("1.0", 16), ("0.001", 1)])
+@pytest.mark.parametrize(("share", "k"), [("0.25", 4), ("1/2", 8), ("n/1", 16), ("0.001", 1)])
 def test_a_share_of_the_experts_is_a_number_of_them(share: str, k: int, tmp_path: Path) -> None:
     outcome = export(read_case("soft_moe_mnist"), tmp_path, "--k", share)
     assert outcome.code == 0, outcome.err
     assert [layer.k for layer in Bundle.open(tmp_path / "out").manifest.layers] == [k]
+
+
+@pytest.mark.parametrize("text", ["1.0", "1.", "1.000", "+1.0"])
+def test_a_k_of_one_with_a_point_is_refused_with_both_spellings(text: str, tmp_path: Path) -> None:
+    outcome = export(read_case("soft_moe_mnist"), tmp_path, "--k", text)
+    assert outcome.code == 2
+    assert "--k 1 computes one expert, --k n all" in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("k", [1.0, np.float64(1), np.float32(1), Fraction(1)])
+def test_python_s_one_point_zero_is_refused_too(k: Any, tmp_path: Path) -> None:
+    model = moexport.load(read_case("soft_moe_mnist").weights)
+    with pytest.raises(UsageError, match="one expert, or all"):
+        moexport.export(model, tmp_path / "out", k=k)
+    with pytest.raises(UsageError, match="one expert, or all"):
+        moexport.bench(model, k=[k, 0.5])
+    bundle = moexport.export(model, tmp_path / "out", k="input")
+    x = read_case("soft_moe_mnist").x[:2]
+    if not isinstance(k, Fraction):
+        with pytest.raises(UsageError, match="one expert, or all"):
+            bundle.session()(x, k=k)
+    one, all_of_them = bundle.session()(x, k=1), bundle.session()(x, k=16)
+    assert np.abs(all_of_them - read_case("soft_moe_mnist").y()[:2]).max() < 1e-4
+    assert np.abs(one - all_of_them).max() > 1e-3
 
 
 def test_a_fixed_batch_is_a_constant_of_the_graph(tmp_path: Path) -> None:

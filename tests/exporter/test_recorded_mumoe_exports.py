@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.inputs import TRACED_BATCH, TRACED_SIZES
 from moexport.exporter.session import Session
+from moexport.graphs.sizes import TRACED_BATCH, TRACED_SIZES
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import MUMOE, RecordedCase, read_case
 

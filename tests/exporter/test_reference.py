@@ -142,7 +142,7 @@ def exported(
     factory: str, out: Path, example: np.ndarray = SMALL, **options: object
 ) -> moexport.Bundle:
     model = moexport.load(f"compared_networks:{factory}", example=example)
-    return moexport.export(model, out, **options)  # type: ignore[arg-type]
+    return moexport.export(model, out, **options)
 
 
 @pytest.mark.parametrize("k", ["n", 1])
@@ -170,7 +170,7 @@ def test_an_output_that_depends_on_the_batch_is_refused(
     """`centred` is traced as it is, `capacity` with the traced batch as a constant."""
     with pytest.raises(ParityError, match="depends on the others in its batch") as refused:
         exported(factory, tmp_path / "out", 10 * example)
-    assert "--batch N" in str(refused.value.hint)
+    assert "batch=N" in str(refused.value.hint)
     assert not (tmp_path / "out").exists()
 
 

@@ -13,17 +13,18 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from moexport.bench.runners.exported import depends_on_batch
 from moexport.errors import FeedError, ParityError, TraceError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import MANIFEST_FILE, FileRecord
-from moexport.exporter.bundle.parity_record import sized_file
-from moexport.exporter.inputs import AxisRange, again
+from moexport.exporter.bundle.parity import sized_file
+from moexport.exporter.inputs import again
 from moexport.exporter.job import calibration_job
 from moexport.exporter.model import Model
-from moexport.exporter.quantization.calibrate import calibrate
-from moexport.exporter.reference import depends_on_batch
+from moexport.exporter.quantization.calibrate import find_ranges
 from moexport.exporter.requests import CalibrateRequest
 from moexport.exporter.trace import HELD, Held, trace
+from moexport.graphs.sizes import AxisRange
 from moexport.tests.recorded import read_case
 from torch import Tensor, nn
 
@@ -144,8 +145,8 @@ def test_a_network_that_changes_within_the_batches_is_refused_with_the_size(
         with pytest.raises(UsageError, match=r"computes something else at a batch of 17") as told:
             moexport.export(loaded("above 16"), tmp_path / "out", batch=batch)
         opt = batch.split(":")[1]
-        assert f"--batch 1:{opt}:16 exports" in str(told.value.hint)
-        assert "--batch 17:17:" in str(told.value.hint)
+        assert f"batch=(1, {opt}, 16) exports" in str(told.value.hint)
+        assert "batch=(17, 17, " in str(told.value.hint)
     assert not (tmp_path / "out").exists()
 
 
@@ -187,7 +188,7 @@ def test_an_example_of_another_length_is_compared_with_the_tokens_of_the_range(
     model = loaded("tokens below 10")
     with pytest.raises(UsageError, match="something else with 10 tokens") as told:
         moexport.export(model, tmp_path / "out", tokens="3:9:20")
-    assert "--tokens 3:9:9" in str(told.value.hint)
+    assert "tokens=(3, 9, 9)" in str(told.value.hint)
     bundle = moexport.export(model, tmp_path / "out", tokens="3:9:9")
     for tokens in (3, 8, 9):
         assert off(bundle, model, inputs(2, tokens, 6)) < 1e-5, tokens
@@ -356,7 +357,7 @@ def test_tokens_beyond_a_branch_are_left_out_unless_they_were_asked_for(tmp_path
         moexport.run(bundle, tmp_path / "x.npy", tmp_path / "y.npz")
     with pytest.raises(UsageError, match="computes something else with 65 tokens") as told:
         moexport.export(model, tmp_path / "other", tokens="1:32:128")
-    assert "--tokens 1:32:64 exports" in str(told.value.hint)
+    assert "tokens=(1, 32, 64) exports" in str(told.value.hint)
     larger = moexport.export(model, tmp_path / "larger", tokens="65:80:128")
     for tokens in (65, 100, 128):
         assert off(larger, model, inputs(2, tokens, 32)) < 1e-5
@@ -400,7 +401,7 @@ def test_a_trace_tells_at_which_sizes_the_network_changes(tmp_path: Path) -> Non
     assert above.bounds["tokens"] == (65, None)
     with pytest.raises(ParityError, match=r"with 16 tokens model\.onnx differs") as told:
         moexport.export(wrapped(Whole), tmp_path / "out", tokens="1:10:100")
-    assert "--tokens 17:17:100 exports" in str(told.value.hint)
+    assert "tokens=(17, 17, 100) exports" in str(told.value.hint)
     with pytest.raises(ParityError, match=r"with 32 tokens model\.onnx differs"):
         moexport.export(wrapped(Whole), tmp_path / "out", tokens="17:17:100")
     assert not (tmp_path / "out").exists()
@@ -422,7 +423,7 @@ def test_ranges_are_those_of_the_batch_that_is_fixed(batch: int) -> None:
             model.untouched(part)
     hook.remove()
     request = CalibrateRequest(method="minmax")
-    table = calibrate(calibration_job(model, x, request, fixed={"batch": batch}))
+    table = find_ranges(calibration_job(model, x, request, fixed={"batch": batch}))
     range_ = table.ranges["head/Gemm/input"]
     wanted = torch.cat(seen)
     assert range_.low == pytest.approx(float(wanted.min()), rel=1e-5)
@@ -441,7 +442,7 @@ def test_int8_of_a_fixed_batch_is_as_close_as_for_any_other_layer(tmp_path: Path
 
 
 def test_a_layer_that_needs_many_tokens_is_calibrated_at_the_size_of_the_request() -> None:
-    table = calibrate(calibration_job(loaded("choosing"), inputs(38, 12, 6)))
+    table = find_ranges(calibration_job(loaded("choosing"), inputs(38, 12, 6)))
     assert "head/Gemm/input" in table.ranges
 
 

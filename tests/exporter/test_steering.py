@@ -144,7 +144,7 @@ def test_a_steered_bundle_is_measured_beside_the_untouched_model(tmp_path: Path)
         ("layer:3:1e39", "is not finite", "cluster centre", CP),
         ("layer:3:strong", "strong is not a strength", "LAYER:EXPERT:STRENGTH", CP),
         ("layer:3,layer:3:2", "this expert is named twice", "the sum", CP),
-        ("input", "no expert is named", "LAYER:EXPERT", CP),
+        ("input", "no expert to steer by is named", "LAYER:EXPERT", CP),
         ("layer:3:2,input", "its strength is given at run time", "leave :2 out", CP),
         ("blocks.2.mlp:1", "a soft-moe layer, whose experts have no", "only muMoE", VIT),
     ],
@@ -160,7 +160,7 @@ def test_a_steering_that_cannot_be_meant(
 
 @pytest.mark.parametrize(
     "options",
-    [("--target", "tensorrt-rtx"), ("--precision", "int8", "--data", "x.npz")],
+    [("--target", "tensorrt-rtx"), ("--precision", "int8", "--data", __file__)],
 )
 def test_strengths_at_run_time_are_refused_where_one_input_is_all(
     options: tuple[str, ...], tmp_path: Path
@@ -203,9 +203,9 @@ def test_a_recipe_may_be_steered_and_other_edits_beside_it_are_refused(tmp_path:
         {"edit": "steer", "layer": "layer", "expert": 3, "strength": 2.5}
     ]
     assert bundle.manifest.layers[0].k == 4
-    with pytest.raises(UsageError, match="--ablate with --recipe: the recipe already sets it"):
+    with pytest.raises(UsageError, match="ablate=… with recipe=…: the recipe already sets it"):
         moexport.export(model, tmp_path / "no", recipe=recipe, ablate="layer:3")
-    with pytest.raises(UsageError, match="--k with --recipe: the recipe already sets it"):
+    with pytest.raises(UsageError, match="k=… with recipe=…: the recipe already sets it"):
         moexport.export(model, tmp_path / "no", recipe=recipe, k=2)
 
 
@@ -223,10 +223,9 @@ def test_a_recipe_may_be_steered_and_other_edits_beside_it_are_refused(tmp_path:
 def test_what_a_recipe_sets_is_refused_before_it_is_parsed(option: str, value: object) -> None:
     """Nobody is told to add another option that the recipe excludes, too."""
     given: Any = {option: value}
-    with pytest.raises(UsageError, match="with --recipe: the recipe already sets it") as refused:
+    with pytest.raises(UsageError, match="with recipe=…: the recipe already sets it") as refused:
         moexport.export(not_loaded, "out", recipe="missing.yaml", **given)
-    spelled = f"--{option.replace('_', '-')}"
-    assert refused.value.hint == f"leave {spelled} out"
+    assert refused.value.hint == f"leave {option}=… out"
 
 
 def not_loaded() -> Model:

@@ -13,13 +13,14 @@ import moexport
 import onnx
 import onnx_ir as ir
 from moexport.errors import MoexportError
-from moexport.exporter.export import export_plan
-from moexport.exporter.inputs import DEFAULT_BATCH, AxisRange
+from moexport.exporter.export import plan_job
 from moexport.exporter.job import ExportJob, export_job
-from moexport.exporter.options import ExportOptions, PrecisionOptions, parse_k
+from moexport.exporter.options import ExportOptions
 from moexport.exporter.trace import trace
 from moexport.exporter.write import write_graphs
+from moexport.graphs.k import parse_k
 from moexport.graphs.lowerings import lowerings_of
+from moexport.graphs.sizes import DEFAULT_BATCH, AxisRange
 from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
 
 CASES = (*SOFT_MOE, *MUMOE)
@@ -121,8 +122,8 @@ class Lowering:
         options = ExportOptions(
             k=parse_k(setting["k"]),
             target=setting["target"],
-            lowerings=(setting["lowering"],),
-            precision=PrecisionOptions(name=setting["precision"]),
+            lowering=setting["lowering"],
+            precision=setting["precision"],
             calibration=self.table if setting["precision"] in ("int8", "fp8") else None,
             verify=False,
             renormalize=setting["more"] == "renormalize",
@@ -147,18 +148,21 @@ class Lowering:
         """Writes a setting's graphs and weights to a new folder; returns what they are."""
         folder.mkdir()
         job = self.job(setting)
-        key = json.dumps([dict(job.fixed), job.options.opset, job.traced_sizes])
+        key = json.dumps([dict(job.fixed), job.options.least_opset, job.traced_sizes])
         if key not in self._traces:
             self._traces[key] = trace(
-                job.model, opset=job.options.opset, fixed=dict(job.fixed), sizes=job.traced_sizes
+                job.model,
+                opset=job.options.least_opset,
+                fixed=dict(job.fixed),
+                sizes=job.traced_sizes,
             )
         traced = self._traces[key].clone()
         traced.meta.update(self._traces[key].meta)
-        plan = export_plan(job, traced=traced)
+        plan = plan_job(job, traced=traced)
         write_graphs(plan, folder)
         return {
             "choices": [
-                f"{layer.name} k={layer.k} {layer.choice.lowering.name}: {layer.choice.reason}"
+                f"{layer.name} k={layer.k} {layer.lowering.name}: {layer.reason}"
                 for graph in plan.graphs
                 for layer in graph.layers
             ],

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from moexport.plugins.token_routed.tests.test_vmoe_vit import config_file
+from moexport.plugins.token_routed.tests.test_vmoe_vit import read_case as read_jax_case
 from moexport.tests.command import run
-from moexport.tests.exporter.families.test_vmoe_vit import config_file
-from moexport.tests.exporter.families.test_vmoe_vit import read_case as read_jax_case
 from moexport.tests.golden.golden import RECORDED, check, compared, masked, without
 from moexport.tests.recorded import DATA, VIT_SETS, read_case
 

@@ -14,22 +14,22 @@ import numpy as np
 import pytest
 from moexport.bench.engines import KINDS, titles
 from moexport.bench.journal import Journal
-from moexport.bench.report import figures, sections
+from moexport.bench.report import charts, sections
 from moexport.cli import COMMANDS
-from moexport.commands.options import flattened
+from moexport.commands.program import declared_command
 from moexport.data.feeds import FeedHash
-from moexport.exporter.checkpoints import load
+from moexport.exporter.checkpoints import settings
 from moexport.exporter.families import all_names
 from moexport.exporter.job import calibration_job
 from moexport.exporter.model import fingerprint
-from moexport.exporter.options import parse_k, resolve_k
 from moexport.exporter.tensorrt.backends import BACKENDS
 from moexport.exporter.tensorrt.cache import engine_key
+from moexport.graphs.k import parse_k, resolve_k
 from moexport.graphs.lowerings import KINDS as KINDS_OF_LAYER
 from moexport.graphs.targets import TARGETS
+from moexport.plugins.token_routed.tests.test_vmoe_routed import loaded as routed_model
+from moexport.plugins.token_routed.tests.test_vmoe_vit import read_case as read_jax_case
 from moexport.plugins.tune.space import Point
-from moexport.tests.exporter.families.test_vmoe_routed import loaded as routed_model
-from moexport.tests.exporter.families.test_vmoe_vit import read_case as read_jax_case
 from moexport.tests.golden.golden import ROOT, check, compared
 from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
 
@@ -85,16 +85,12 @@ def test_signatures_of_what_users_call_are_as_recorded() -> None:
 def test_options_of_commands_are_as_recorded() -> None:
     commands = {
         name: {
-            parameter.name: _default(parameter.default)
-            for parameter in inspect.signature(flattened(command.loaded)).parameters.values()
+            parameter.name: "…" if parameter.required else repr(parameter.default)
+            for parameter in declared_command(command).params
         }
         for name, command in sorted((command.name, command) for command in COMMANDS)
     }
     check("options", commands)
-
-
-def _default(value: Any) -> str:
-    return "…" if value is inspect.Parameter.empty else repr(value)
 
 
 def orders() -> dict[str, Any]:
@@ -109,9 +105,8 @@ def orders() -> dict[str, Any]:
         "engines": list(KINDS),
         "titles": dict(titles()),
         "sections": [section.name for section in sections.all_sections()],
-        "colours": [*figures.COLOURS, figures.REFERENCE],
-        "markers": list(figures.MARKERS),
-        "kinds of configuration": dict(load.KINDS),
+        "symbols": list(charts.SYMBOLS),
+        "kinds of configuration": dict(settings.KINDS),
         "names": list(moexport.__all__),
     }
 

@@ -7,6 +7,7 @@ a kernel that ends the process is the last one named.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -246,6 +247,44 @@ def skip_norm() -> Iterator[Case]:
 def root_mean_square(x: np.ndarray, given: Arrays) -> Any:
     gain = wide(given, "gamma" if "gamma" in given else "scale")
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * gain
+
+
+def centred(given: Arrays) -> Any:
+    """A layer's norm of the sum of input, skip and bias."""
+    x = wide(given, "input") + wide(given, "skip") + wide(given, "bias")
+    x = x - x.mean(-1, keepdims=True)
+    unit = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    return unit * wide(given, "gamma") + wide(given, "beta")
+
+
+def skip_layer_norm() -> Iterator[Case]:
+    for shape in ((3, 7), (2, 3, 5), (1, 1, 64)):
+        rows = {name: floats(shape[-1]) for name in ("gamma", "beta", "bias")}
+        yield Case(
+            {"input": floats(*shape), "skip": floats(*shape), **rows},
+            centred,
+            {"epsilon": 1e-5},
+            frozenset(rows),
+            ("beta", "bias"),
+            outputs=("y", "", "", "sum"),
+        )
+
+
+def gelu_of_sum(given: Arrays, form: Callable[[np.ndarray], Any], names: tuple[str, str]) -> Any:
+    return form(wide(given, names[0]) + wide(given, names[1]))
+
+
+def gelu_erf(z: np.ndarray) -> Any:
+    return z / 2 * (1 + np.vectorize(math.erf)(z / 2**0.5))
+
+
+def biased_gelu(form: Callable[[np.ndarray], Any], names: tuple[str, str]) -> Iterator[Case]:
+    for shape in ((1,), (3, 7), (2, 3, 33)):
+        yield Case(
+            {names[0]: floats(*shape), names[1]: floats(shape[-1])},
+            partial(gelu_of_sum, form=form, names=names),
+            constants=frozenset({names[1]}),
+        )
 
 
 def norm() -> Iterator[Case]:
@@ -490,6 +529,8 @@ def integer_mixture() -> Iterator[Case]:
 
 CASES: Mapping[tuple[str, str], Callable[[], Iterator[Case]]] = {
     (MICROSOFT, "Attention"): attention,
+    (MICROSOFT, "BiasGelu"): partial(biased_gelu, gelu_erf, ("A", "B")),
+    (MICROSOFT, "FastGelu"): partial(biased_gelu, gelu_tanh, ("X", "bias")),
     (MICROSOFT, "GroupQueryAttention"): group_query_attention,
     (MICROSOFT, "MatMulIntegerToFloat"): integers_to_float,
     (MICROSOFT, "MatMulNBits"): blocks_of_bits,
@@ -497,6 +538,7 @@ CASES: Mapping[tuple[str, str], Callable[[], Iterator[Case]]] = {
     (MICROSOFT, "MultiHeadAttention"): multi_head_attention,
     (MICROSOFT, "QMoE"): integer_mixture,
     (MICROSOFT, "QuickGelu"): quick_gelu,
+    (MICROSOFT, "SkipLayerNormalization"): skip_layer_norm,
     (MICROSOFT, "SkipSimplifiedLayerNormalization"): skip_norm,
     ("", "Attention"): standard_attention,
     ("", "MatMulInteger"): integer_products,

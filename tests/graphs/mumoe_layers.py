@@ -14,12 +14,12 @@ import onnxruntime as ort
 import torch
 from moexport.exporter.families.mumoe import tensor_names
 from moexport.graphs.builder import Builder
+from moexport.graphs.edits import Rewrite
 from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights
 from moexport.graphs.layers.stored import MuMoELayer
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.precision.types import FP32, ComputeTypes
 from moexport.graphs.precision.weights import converted
-from moexport.graphs.rewrites import Rewrite
 from moexport.tests.exporter.families.reference import Array, gelu, layer_norm, softmax
 from torch import nn
 
@@ -134,6 +134,7 @@ def graph(
         spec,
         InMemory(arrays_of(layer, compute)),
         spec.experts if kept is None else kept,
+        record.build,
         tokens=tokens,
         compute=compute,
     )

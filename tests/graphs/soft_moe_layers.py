@@ -20,8 +20,8 @@ from moexport.graphs.layers.soft_moe import (
     SoftMoESpec,
     SoftMoEWeights,
 )
-from moexport.graphs.layers.stored import LayerOf, LayerTensors
-from moexport.graphs.lower import Lowered, LoweringRequest, lower
+from moexport.graphs.layers.stored import Layer, LayerTensors
+from moexport.graphs.lower import Lowered, lower
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.names import DOMAIN
 from moexport.graphs.precision.types import FP32, ComputeTypes
@@ -247,12 +247,18 @@ def _gelu_tanh(x: Array) -> Array:
     return np.asarray(0.5 * x * (1.0 + np.tanh(inner)))
 
 
+def _softmax(x: Array) -> Array:
+    powers = np.exp(x - x.max(axis=-1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
+
+
 _ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "relu": _relu,
     "gelu": _gelu,
     "gelu-tanh": _gelu_tanh,
     "silu": lambda x: np.asarray(x / (1.0 + np.exp(-x))),
     "relu2": lambda x: _relu(x) ** 2,
+    "softmax": _softmax,
     "identity": lambda x: x,
 }
 
@@ -282,16 +288,16 @@ def lowered(
     graph = ir.Graph([x], [y], nodes=[node], opset_imports={"": 20, DOMAIN: 1}, name="one_layer")
     if tensors is None:
         tensors = layer if compute == FP32 else ConvertedTensors(layer.parts(), compute)
-    stored = LayerOf(
+    stored = Layer(
         spec=spec,
         tensors=tensors,
         k=kept,
+        build=LOWERINGS[lowering].build,
         renormalize=renormalize,
         compute=compute,
         target=target,
     )
-    request = LoweringRequest(lowering=LOWERINGS[lowering], layer=stored)
-    return lower(ir.Model(graph, ir_version=10), {spec.name: request})
+    return lower(ir.Model(graph, ir_version=10), {spec.name: stored})
 
 
 def session(made: Lowered) -> ort.InferenceSession:

@@ -24,7 +24,7 @@ from moexport.perf.generation.engines import (
 )
 from moexport.perf.generation.gguf_files import write_gguf
 from moexport.perf.measure import keep, kept
-from moexport.tests.exporter.token_routed.test_generation import text_model
+from moexport.plugins.text.tests.test_generation import text_model
 from safetensors.torch import load_file
 
 NEW = 6

@@ -44,6 +44,6 @@ def test_an_export_peaked_below_its_weights_and_a_third() -> None:
 
 
 def test_the_page_shows_what_was_kept() -> None:
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "evidence" / "performance.md").read_text(encoding="utf-8")
     assert f"Measured on {measured_on(kept(KEPT))}." in page
     assert table(kept(KEPT)) in page

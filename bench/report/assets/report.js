@@ -4,17 +4,11 @@ const byId = id => document.getElementById(id);
 const data = JSON.parse(byId("data").textContent);
 // Python says what rows are called, claim and are exported by; the rest is read from the rows.
 const rows = data.results.rows.map((row, index) => ({ ...row, ...data.rows[index], index,
-  kept: row.accuracy?.retention ?? row.perplexity?.retention ?? null,
-  keptRange: row.accuracy?.retention_interval ?? row.perplexity?.retention_interval ?? null,
-  ms: row.latency_ms?.median ?? null, untouched: row.engine === "pytorch-eager" }));
+  keptRange: row.accuracy?.retention_interval ?? row.perplexity?.retention_interval
+    ?? row.regression?.retention_interval ?? null,
+}));
 const PARTS = { router: "router", dispatch: "dispatch", experts: "experts", combine: "combine",
   host: "rest of the network", runtime: "between nodes" };
-const SYMBOLS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x",
-  "pentagon", "hexagon", "star-diamond"];
-const GLYPHS = ["M2 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "M2.5 2.5h7v7h-7z", "M6 2l4.5 8h-9z",
-  "M6 1.5l4.5 4.5L6 10.5 1.5 6z", "M6 10l4.5-8h-9z", "M4.5 2h3v2.5H10v3H7.5V10h-3V7.5H2v-3h2.5z",
-  "M2 3.5l1.5-1.5L6 4.5 8.5 2 10 3.5 7.5 6 10 8.5 8.5 10 6 7.5 3.5 10 2 8.5 4.5 6z",
-  "M6 1.5l4.5 3.3-1.7 5.2H3.2L1.5 4.8z", "M3.5 2h5L11 6l-2.5 4h-5L1 6z", "M6 1l1.5 3.5L11 6 7.5 7.5 6 11 4.5 7.5 1 6l3.5-1.5z"];
 const FILTERS = { engine: "engine_name", precision: "precision", lowering: "lowering" };
 const DIGITS = { accuracy: 1, latency: 3 };
 
@@ -25,14 +19,9 @@ const percent = share => (100 * share).toFixed(1).replace(/\.0$/, "") + "%";
 // Two ends of an interval: with more digits where it is narrow.
 const between = ({ low, high }) => percent(low) !== percent(high) ? `${percent(low)} to ${percent(high)}`
   : `${(100 * low).toFixed(2)}% to ${(100 * high).toFixed(2)}%`;
+const speed = ratio => ratio.toFixed(ratio >= 20 ? 0 : ratio >= 1 ? 1 : 2) + "×";
 const number = value => value.toLocaleString("en", { maximumFractionDigits: 0 });
-// Plotly reads a little HTML in its texts; names out of files are no HTML.
-const plain = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");
-const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const tint = row => colour("--" + row.precision) || colour("--accent");
 const style = row => row.engine_name + (row.lowering ? ", " + row.lowering : "");
-const styles = unique(rows.filter(row => !row.untouched).map(style));
-const symbol = row => SYMBOLS[styles.indexOf(style(row)) % SYMBOLS.length];
 
 function element(tag, properties, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -106,7 +95,10 @@ function answer() {
   }
   const proven = known.filter(row => row.shown >= at / 100 - 1e-9), likely = known.filter(row => enough(row));
   if (proven.length) return deploy(proven, fastest(proven), `Deploy ${fastest(proven).claim}.`);
-  if (likely.length) return deploy(likely, fastest(likely), `${fastest(likely).claim}. ${unproven(fastest(likely))}.`);
+  if (likely.length) { // Of those that seem to keep enough, the one that is nearest to its proof.
+    const fewest = Math.min(...likely.map(missing)), row = fastest(likely.filter(each => missing(each) === fewest));
+    return deploy([row], row, `${row.claim}. ${unproven(row)}.`);
+  }
   const row = best(known);
   return deploy([row], row, `Nothing here keeps ${percent(at / 100)}. Nearest: ${row.claim}.`);
 }
@@ -115,16 +107,24 @@ const enough = row => row.kept >= threshold() / 100 - 1e-9;
 
 // What is said instead of an answer where rounds of the row, its base or a faster other disagree.
 function noVerdict(row, others) {
+  if (row.waited) return `No verdict: threads waited for a core ${(100 * row.waited).toFixed(0)}% of their time. Close other programs, or run again.`;
   const faster = others.filter(each => Math.min(...each.latency_ms.rounds) < row.ms);
   const most = Math.max(...[row, rows[row.base], ...faster].map(each => each?.spread ?? 0));
   return most > data.disagree ? `No verdict: times disagree by ${(100 * most).toFixed(0)}%. Close other programs, or run again.` : null;
 }
 
+// How many more inputs would show that a row keeps enough: 0 where it is shown.
+function missing(row) {
+  const keep = threshold() / 100, [seen] = row.samples;
+  if (row.kept === null || row.shown === null || row.shown >= keep - 1e-9) return 0;
+  return row.kept <= keep || !seen ? Infinity
+    : Math.max(1, Math.ceil(seen * ((row.kept - row.shown) / (row.kept - keep)) ** 2) - seen);
+}
+
 function unproven(row) {
-  const keep = threshold() / 100, [seen, unit] = row.samples;
-  if (row.kept === null || row.shown === null || row.shown >= keep - 1e-9) return "";
-  if (row.kept <= keep || !seen) return `Not proven: more ${unit} needed`;
-  const more = Math.max(1, Math.ceil(seen * ((row.kept - row.shown) / (row.kept - keep)) ** 2) - seen);
+  const more = missing(row), unit = row.samples[1];
+  if (!more) return "";
+  if (more === Infinity) return `Not proven: more ${unit} needed`;
   const step = 10 ** Math.max(0, String(more).length - 2);
   return `Not proven: about ${number(step * Math.ceil(more / step))} more ${unit} needed`;
 }
@@ -136,14 +136,22 @@ function caveat(row) {
   if (row.kept === null || goal() !== "accuracy") return "";
   const shownEnough = each => each.shown >= threshold() / 100 - 1e-9;
   if (answer().text.startsWith("No verdict")) {
-    const fit = [row, ...others].filter(shownEnough);
-    if (!fit.length) return "";
-    const fewest = least(fit, each => each.k);
-    return `By accuracy alone, k = ${fewest.k} of ${fewest.experts} is enough: ${fewest.keeps}.`;
+    const smaller = [row, ...others].filter(each => each.k < each.full_k);
+    const fit = smaller.filter(shownEnough), likely = smaller.filter(enough);
+    if (fit.length) {
+      const fewest = least(fit, each => each.k);
+      return `By accuracy alone, k = ${fewest.k} of ${fewest.experts} is enough: ${fewest.keeps}.`;
+    }
+    if (likely.length) {
+      const nearest = Math.min(...likely.map(missing));
+      const next = least(likely.filter(each => missing(each) === nearest), each => each.k);
+      return `By accuracy alone, k = ${next.k} of ${next.experts} ${next.keeps}. ${unproven(next)}.`;
+    }
+    return smaller.length ? `By accuracy alone, no smaller k keeps ${percent(threshold() / 100)}.` : "";
   }
   const faster = others.filter(each => each.ms < row.ms && enough(each) && unproven(each));
   if (faster.length && !unproven(row)) {
-    const next = least(faster, each => each.ms);
+    const fewest = Math.min(...faster.map(missing)), next = least(faster.filter(each => missing(each) === fewest), each => each.ms);
     return `Faster: ${next.claim}. ${unproven(next)}.`;
   }
   const fewer = others.filter(each => each.k < row.k);
@@ -160,26 +168,43 @@ const far = row => row.latency_ms && row.latency_ms.p99 > FAR * row.ms;
 
 function detail(row) {
   const base = rows[row.base];
-  let text = `${row.name}, ${row.sizes}: ${shown(row.ms)} ms`;
+  let text = `${row.name}, ${row.sizes}${row.bundle ? `, bundle ${row.bundle}` : ""}: ${shown(row.ms)} ms`;
   if (base && base.ms !== null && base !== row) text += ` against ${shown(base.ms)} ms in PyTorch`;
-  return text + ".";
+  return [text + ".", why(row)].filter(Boolean).join(" ");
+}
+
+// Why a row is the answer: it is the fastest of those that are shown to keep enough.
+function why(row) {
+  if (goal() !== "accuracy" || row !== answer().row || data.search || answer().text.startsWith("No verdict")) return "";
+  const list = candidates(), proven = list.filter(each => each.shown !== null && each.shown >= threshold() / 100 - 1e-9);
+  if (!proven.includes(row)) return "";
+  return `Why: of ${list.length} rows ${proven.length} are shown to keep ${percent(threshold() / 100)} by the lower end of the `
+    + "95% interval, and this is the fastest of them.";
 }
 
 // The decision: the fastest row of each k, and the untouched model; what is the same in all is said once.
 const bytes = value => value >= 1e9 ? (value / 1e9).toFixed(2) + " GB" : value >= 1e6 ? (value / 1e6).toFixed(1) + " MB"
   : (value / 1e3).toFixed(1) + " kB";
 const within95 = (value, range, text) => range ? [text(value), `${text(range.low)} to ${text(range.high)}`] : text(value);
-const CHOICES = [
+// A mean and its standard deviation, which has as many decimals, or three digits where it is larger.
+function plusMinus({ mean, std }) {
+  const text = shown(mean), decimals = (text.split(".")[1] ?? "").length, rounded = std.toFixed(decimals);
+  if (std && !Number(rounded)) return `${text} ± ${Number(std.toPrecision(1))}`;
+  return `${text} ± ${std > mean ? shown(std) : rounded}`;
+}
+const CHOICES = [ // The first three are what a phone shows.
+  ["Median ms", row => row.ms, (value, row) => [shown(value), plusMinus(row.latency_ms)], "", "mean ± std"],
+  ["vs all experts", row => rows[row.base] === row ? null : row.gain, speed],
+  ["Kept", row => row.kept, (value, row) => row.shown === null || row.shown === value ? percent(value)
+    : [percent(value), `≥ ${percent(Math.floor(1e3 * row.shown + 1e-9) / 1e3)}`]],
   ["Accuracy", row => row.accuracy?.top1 ?? null, (value, row) => within95(value, row.accuracy.top1_interval, percent)],
+  ["R²", row => row.regression?.r2 ?? null, value => value.toFixed(4)],
   ["Perplexity", row => row.perplexity?.value ?? null,
     (value, row) => within95(value, row.perplexity.interval, each => each.toPrecision(4))],
-  ["Kept", row => row.kept, (value, row) => row.shown === null || row.shown === value ? percent(value)
-    : [percent(value), `at least ${percent(Math.floor(1e3 * row.shown + 1e-9) / 1e3)}`]],
-  ["Median ms", row => row.ms, shown], ["p99 ms", row => row.latency_ms.p99, shown],
+  ["p99 ms", row => row.latency_ms.p99, shown],
   ["Tokens/s", row => row.tokens_per_s, value => number(value)],
   ["Inputs/s", row => row.tokens_per_s === null ? row.throughput : null, value => number(value)],
-  ["vs all experts", row => row.gain, (value, row) => rows[row.base] === row ? "" : speed(value)],
-  ["vs PyTorch", row => row.speed, (value, row) => rows[row.base] === row ? "" : (row.told ? "" : "≈ ") + speed(value)],
+  ["vs PyTorch", row => rows[row.base] === row ? null : row.speed, (value, row) => (row.told ? "" : "≈ ") + speed(value)],
   ["On disk", row => row.disk_bytes, bytes], ["Memory", row => row.peak_memory_mb, value => number(value) + " MB"],
   ["Runs in", row => row.name, (_, row) => row.untouched ? "PyTorch" : [row.engine_name,
     row.name.replace(row.engine_name, "").replace(/^, /, "")], "text"],
@@ -193,8 +218,9 @@ function decision(chosen) {
   const told = CHOICES.filter(([, value]) => own.some(row => value(row) !== null));
   const same = own.length > 1 ? told.filter(([, value]) => own.every(row => value(row) === value(own[0]))) : [];
   const columns = told.filter(each => !same.includes(each));
-  const head = ["k", ...columns.map(([name]) => name)].map((name, i) =>
-    element("th", { scope: "col", textContent: name, className: columns[i - 1]?.[3] ?? "" }));
+  const small = text => text ? [element("small", { textContent: text })] : [];
+  const head = [["k"], ...columns].map(([name, , , kind, below]) =>
+    element("th", { scope: "col", className: kind ?? "" }, name, ...small(below)));
   const body = all.map(row => {
     const label = row.untouched ? "PyTorch" : `${row.k} of ${row.experts}`;
     const pick = row.untouched ? label : element("button", { type: "button", className: "pick", textContent: label,
@@ -202,9 +228,8 @@ function decision(chosen) {
     return element("tr", { className: row === chosen ? "chosen" : row.untouched ? "reference" : "" },
       element("th", { scope: "row" }, pick), ...columns.map(([name, value, text, kind]) => {
         const found = value(row), bad = name === "p99 ms" && far(row);
-        const [main, small] = [found === null ? "–" : text(found, row)].flat();
-        return element("td", { className: `${kind ?? ""} ${bad ? "bad" : found === null ? "quiet" : ""}` }, main,
-          ...small ? [element("small", { textContent: small })] : []);
+        const [main, below] = [found === null ? "–" : text(found, row)].flat();
+        return element("td", { className: `${kind ?? ""} ${bad ? "bad" : found === null ? "quiet" : ""}` }, main, ...small(below));
       }));
   });
   byId("decision").replaceChildren(element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
@@ -217,81 +242,80 @@ function decision(chosen) {
     + "Other programs ran, or threads waited for each other: run again, or give fewer --threads." : "";
 }
 
-const speed = ratio => ratio.toFixed(ratio >= 20 ? 0 : ratio >= 1 ? 1 : 2) + "×";
-
-// Charts.
-const config = { displayModeBar: false };
+// Charts: Vega-Lite specifications that Python has made, drawn with these rows and parameters.
 const width = host => document.documentElement.classList.contains("print") ? 690 : host.clientWidth;
+const hint = element("div", { className: "hint", hidden: true });
 
-function axis(extra) {
-  if (extra.title) extra.title.standoff = 10;
-  return { gridcolor: colour("--faint"), linecolor: colour("--faint"), zeroline: false,
-    fixedrange: true, ...extra };
-}
-
-function draw(id, traces, layout, label) {
+function draw(id, spec, list, params, label) {
   const host = byId(id);
   host.setAttribute("role", "img");
   host.setAttribute("aria-label", label);
-  Plotly.react(id, traces, { showlegend: false, margin: { l: 72, r: 14, t: 12, b: 46 },
-    paper_bgcolor: "transparent", plot_bgcolor: "transparent", hovermode: "closest",
-    font: { color: colour("--soft"), size: 12, family: "system-ui, sans-serif" },
-    hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--faint"), align: "left",
-      namelength: 0, font: { color: colour("--ink"), size: 12 } },
-    width: width(host), height: host.clientHeight, ...layout }, config);
-  if (!host.picks) {
-    host.on("plotly_click", event => {
-      const index = event.points[0]?.customdata;
-      if (index !== undefined && !rows[index].untouched) change({ row: String(index) });
+  const size = { width: width(host), height: host.clientHeight };
+  if (!size.width) return; // folded
+  if (host.spec !== spec) {
+    host.view?.finalize();
+    const made = vegaLite.compile({ ...spec, ...size, autosize: { type: "fit", contains: "padding" } }).spec;
+    const names = made.marks.map(mark => mark.name);
+    const labelled = list.some(row => row.label) && names.includes(BESIDE);
+    if (labelled) place(made.marks.find(mark => mark.name === "chart_labels_marks"), names);
+    host.spec = spec;
+    host.view = new vega.View(vega.parse(made), { renderer: "svg" }).tooltip(point).initialize(host);
+    // Vega cannot place labels beside marks of which it never had one.
+    if (labelled) host.view.data("rows", [{ ...list[0], index: -1, level: false }]).width(size.width).height(size.height).run();
+    host.view.addEventListener("click", (_, item) => {
+      const row = rows[item?.datum?.index];
+      if (row && !row.untouched) change({ row: String(row.index) });
     });
-    host.picks = true;
   }
+  const all = { keep: null, bound: null, chosen: -1, ticks: [], of: "", ...params };
+  for (const [name, value] of Object.entries(all)) host.view.signal(name, value);
+  host.view.width(size.width).height(size.height).data("rows", list.map(row => ({ ...row }))).run();
 }
 
-function told(row) {
-  const lines = [`<b>${plain(row.name)}</b>`, `k = ${row.k} of ${row.experts}, ${row.sizes}`,
-    `${shown(row.ms)} ms` + (row.speed === null ? "" : `, ${speed(row.speed)}`)];
-  if (row.kept !== null) lines.push(`${percent(row.kept)} kept`);
-  if (row.tokens_per_s !== null) lines.push(`${number(row.tokens_per_s)} tokens/s`);
-  if (row.same !== null) lines.push(`same experts: ${percent(row.same)}`);
-  return lines.join("<br>");
+// A label goes where it hides neither a mark, nor another label, nor a bar.
+const BESIDE = "chart_points_marks";
+function place(mark, names) {
+  const sides = ["top-right", "top-left", "bottom-right", "bottom-left", "right", "left", "top", "bottom"];
+  mark.from = { data: BESIDE };
+  mark.encode = { update: { text: { signal: "datum.datum.label || ''" }, fill: { signal: "datum.datum.label_ink || datum.datum.ink" }, fontSize: { value: 12 } } };
+  mark.transform = [{ type: "label", size: { signal: "[width, height]" }, anchor: [...sides, ...sides, ...sides],
+    offset: [2, 22, 42].flatMap(each => sides.map(() => each)), sort: { field: "datum.front", order: "descending" },
+    avoidMarks: names.filter(name => /ring|bars/.test(name)) }];
 }
 
-const marks = (list, extra) => ({ text: list.map(told), customdata: list.map(row => row.index),
-  hovertemplate: "%{text}<extra></extra>", ...extra });
-const ring = (x, y, extra) => ({ x: [x], y: [y], mode: "markers", hoverinfo: "skip", name: "answer",
-  cliponaxis: false, marker: { symbol: "circle-open", size: 20, color: colour("--ink"),
-    line: { width: 2.5 } }, ...extra });
-
-// 1, 2, 5, 10, …: ticks of a logarithmic axis that read as numbers.
-function steps(low, high) {
-  const tickvals = [];
-  for (let power = Math.floor(low); power <= Math.ceil(high); power++) {
-    for (const digit of high - low > 2.5 ? [1] : [1, 2, 5]) {
-      const at = Math.log10(digit) + power;
-      if (at >= low && at <= high) tickvals.push(digit * 10 ** power);
-    }
-  }
-  return { tickvals, ticktext: tickvals.map(value => String(Number(value.toPrecision(1)))) };
+// Names are text, never HTML.
+function point(_, event, item, text) {
+  hint.hidden = !text;
+  if (!text) return;
+  hint.textContent = text;
+  hint.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - hint.offsetWidth - 8)) + "px";
+  hint.style.top = Math.max(4, Math.min(event.clientY + 14, innerHeight - hint.offsetHeight - 8)) + "px";
 }
 
 // The threshold as a share that a chart shows; one far below all rows would flatten them.
-const shownThreshold = () => goal() === "accuracy" && threshold() >= 50 ? threshold() / 100 : 1;
-// An axis of shares whose ticks differ as written.
-const shares = range => ({ range, tickformat: range[1] - range[0] < 0.045 ? ".1%" : ".0%" });
+const shownThreshold = () => goal() === "accuracy" && threshold() >= 50 ? threshold() / 100 : null;
 
 // What can be deployed: rows that keep about what is asked, and faster ones that come near.
 const NEAR = 0.05;
+const LISTED = 4; // So many others are named below the chart.
+const near = row => row.kept >= (shownThreshold() ?? 1) - NEAR;
 function zoomed(known, chosen) {
-  const own = known.filter(row => !row.engine.startsWith("pytorch"));
-  const near = own.filter(row => row.kept >= shownThreshold() - NEAR || row === chosen);
-  const most = Math.max(...near.map(row => row.ms));
-  const others = known.filter(row => !own.includes(row) && row.ms <= 1.5 * most && row.kept >= shownThreshold() - NEAR);
-  return near.length ? [...near, ...others] : known;
+  const own = known.filter(row => !row.engine.startsWith("pytorch") && (near(row) || row === chosen));
+  const most = Math.max(...own.map(row => row.ms));
+  const others = known.filter(row => row.engine.startsWith("pytorch") && row.ms <= 1.5 * most && near(row));
+  return own.length ? [...own, ...others] : known;
 }
 
-const bars = (above, below, extra) => ({ type: "data", symmetric: false, thickness: 1.2, width: 3,
-  array: above.map(v => Math.max(0, v)), arrayminus: below.map(v => Math.max(0, v)), ...extra });
+// Of rows those that no other beats.
+function frontOf(list) {
+  const found = [];
+  for (const row of [...list].sort((a, b) => a.ms - b.ms || b.kept - a.kept)) {
+    if (!found.length || row.kept > found.at(-1).kept) found.push(row);
+  }
+  return found;
+}
+
+const RUN_INKS = ["--dispatch", "--router", "--combine", "--host"]; // No precision has them.
 
 function deploy(chosen) {
   const judged = timed().filter(row => row.kept !== null);
@@ -300,204 +324,63 @@ function deploy(chosen) {
   const known = zoomed(judged, chosen), away = judged.filter(row => !known.includes(row));
   byId("keep-option").textContent = `${quality()} kept, at least`;
   byId("deploy-title").textContent = `What can be deployed: ${quality()} over latency`;
-  byId("deploy-away").textContent = away.length ? `Outside of the chart: ${away.sort((a, b) => a.ms - b.ms).map(row =>
-    `${row.untouched ? "PyTorch" : at(row)} (${shown(row.ms)} ms, ${percent(row.kept)})`).join("; ")}.` : "";
-  const frontOf = list => {
-    const found = [];
-    for (const row of [...list].sort((a, b) => a.ms - b.ms || b.kept - a.kept)) {
-      if (!found.length || row.kept > found.at(-1).kept) found.push(row);
-    }
-    return found;
-  };
+  const listed = away.sort((a, b) => a.ms - b.ms).slice(0, away.length > LISTED ? LISTED - 1 : LISTED)
+    .map(row => `${row.untouched ? "PyTorch" : at(row)} (${shown(row.ms)} ms, ${percent(row.kept)})`);
+  if (away.length > LISTED) listed.push(`and ${away.length - LISTED + 1} others, which the table of rows has`);
+  byId("deploy-away").textContent = away.length ? `Outside of the chart: ${listed.join("; ")}.` : "";
   const front = frontOf(known);
-  const runs = data.runs.map((run, i) => ({ ...run, ink: RUN_INKS[i % RUN_INKS.length], rows: run.rows.filter(row =>
-    String(row.batch) === state.batch && row.phase === state.phase && row.kept >= shownThreshold() - NEAR
-    && (row.model === state.model || !run.rows.some(each => each.model === state.model))
-    && !row.name.startsWith("PyTorch")) }));
-  const beside = runs.flatMap(run => run.rows);
   // The axes hold the points, and the bars but for outliers.
-  const left = row => Math.max(0.6 * row.ms, Math.min(...row.latency_ms.rounds));
-  const right = row => Math.min(1.6 * row.ms, Math.max(...row.latency_ms.rounds));
-  const low = row => Math.max(row.keptRange?.low ?? row.kept, row.kept - 2 * NEAR);
-  const high = row => Math.min(row.keptRange?.high ?? row.kept, row.kept + 2 * NEAR);
-  const logs = [...known.flatMap(row => [left(row), right(row)]), ...beside.map(row => row.ms)].map(Math.log10);
-  const side = 0.06 * Math.max(0.4, Math.max(...logs) - Math.min(...logs));
-  const x = [Math.min(...logs) - side, Math.max(...logs) + side];
-  const kept = [...known.flatMap(row => [low(row), high(row)]), ...beside.map(row => row.kept), shownThreshold()];
-  const room = 0.07 * Math.max(0.02, Math.max(...kept) - Math.min(...kept));
-  const y = [Math.max(-0.02, Math.min(...kept) - room), Math.max(...kept) + room];
-  const line = (list, extra) => ({ x: list.map(row => row.ms), y: list.map(row => row.kept), mode: "lines", hoverinfo: "skip",
-    ...extra });
-  const traces = [line(front, { name: "front", line: { color: colour("--soft"), width: 1.5, shape: "hv" } })];
-  for (const name of unique(known.map(row => row.name))) {
-    const group = known.filter(row => row.name === name);
-    const on = row => front.includes(row);
-    const mark = row => row.untouched ? "star" : symbol(row) + (on(row) ? "" : "-open");
-    const color = group[0].untouched ? colour("--reference") : tint(group[0]);
-    traces.push(marks(group, { x: group.map(row => row.ms), y: group.map(row => row.kept), name, mode: "markers",
-      marker: { color, size: group.map(row => row.untouched ? 13 : on(row) ? 10 : 8), symbol: group.map(mark),
-        line: { width: group.map(row => on(row) ? 0 : 1.5) } },
-      error_x: bars(group.map(row => right(row) - row.ms), group.map(row => row.ms - left(row)), { color }),
-      error_y: bars(group.map(row => high(row) - row.kept), group.map(row => row.kept - low(row)), { color }) }));
-  }
-  for (const run of runs.filter(each => each.rows.length)) {
-    const color = colour(run.ink);
-    traces.push(line(frontOf(run.rows), { name: run.name, line: { color, width: 1.5, shape: "hv", dash: "dot" } }),
-      { ...line(run.rows), mode: "markers", name: run.name, marker: { color, size: 9, symbol: "x-thin", line: { width: 2, color } },
-        hoverinfo: undefined, hovertemplate: "%{text}<extra></extra>", text: run.rows.map(row => `<b>${plain(run.name)}</b><br>${
-          plain(row.name)}<br>${shown(row.ms)} ms, ${percent(row.kept)} kept`) });
-  }
-  if (chosen && chosen.kept !== null) traces.push(ring(chosen.ms, chosen.kept));
-  const bound = { type: "line", line: { color: colour("--accent"), width: 1.2, dash: "dash" } };
-  const at_ = threshold();
-  const shapes = goal() === "accuracy"
-    ? [{ ...bound, xref: "paper", x0: 0, x1: 1, y0: at_ / 100, y1: at_ / 100 }]
-    : at_ > 0 && at_ < Infinity ? [{ ...bound, yref: "paper", y0: 0, y1: 1, x0: at_, x1: at_ }] : [];
-  draw("deploy", traces, { shapes, annotations: labels("deploy", known, front, x, y),
-    xaxis: axis({ type: "log", range: x, title: { text: "median latency, ms (log)" }, ...steps(...x) }),
-    yaxis: axis({ ...shares(y), title: { text: `${quality()} kept` } }) },
-  `Accuracy over latency of ${known.length} rows; on the front: ` + front.map(row =>
-    `${row.untouched ? "PyTorch" : "k = " + row.k} ${shown(row.ms)} ms ${percent(row.kept)}`).join("; "));
-}
-
-const RUN_INKS = ["--bf16", "--fp8", "--int4", "--dispatch"];
-
-// k at the points: a label goes where it hides neither a mark nor another label, or away.
-function labels(id, known, front, x, y) {
-  const wide = width(byId(id)) - 86, height = byId(id).clientHeight - 58;
-  const place = row => [wide * (Math.log10(row.ms) - x[0]) / (x[1] - x[0]),
-    height * (y[1] - row.kept) / (y[1] - y[0])];
-  const taken = known.map(row => place(row)).map(([px, py]) => [px - 6, py - 6, px + 6, py + 6]);
-  const found = [];
-  const order = [...front, ...known.filter(row => row.untouched || !front.includes(row))];
-  for (const row of unique(order)) {
-    const text = row.untouched ? "PyTorch" + (row.on_gpu ? ", GPU" : "") : String(row.k);
-    const half = 3.7 * text.length + 2, [px, py] = place(row);
-    // Beside the bars, not on them.
-    for (const [dx, dy] of [[half + 7, -12], [-half - 7, -12], [half + 7, 12], [-half - 7, 12]]) {
-      const box = [px + dx - half, py + dy - 8, px + dx + half, py + dy + 8];
-      if (box[0] < 0 || box[1] < 0 || box[2] > wide || box[3] > height) continue;
-      if (taken.some(b => b[0] < box[2] && box[0] < b[2] && b[1] < box[3] && box[1] < b[3])) continue;
-      taken.push(box);
-      found.push({ x: Math.log10(row.ms), y: row.kept, text, showarrow: false, xshift: dx, yshift: -dy,
-        font: { size: 12, color: colour(front.includes(row) ? "--ink" : "--soft") } });
-      break;
-    }
-  }
-  return found;
+  const own = known.map(row => ({ ...row, front: front.includes(row), label_ink: `var(--${front.includes(row) ? "ink" : "soft"})`,
+    label: row.untouched ? "PyTorch" + (row.on_gpu ? ", GPU" : "") : String(row.k),
+    ms_low: Math.max(0.6 * row.ms, row.ms_low), ms_high: Math.min(1.6 * row.ms, row.ms_high),
+    kept_low: Math.max(row.kept - 2 * NEAR, row.kept_low), kept_high: Math.min(row.kept + 2 * NEAR, row.kept_high) }));
+  const others = data.runs.flatMap((run, i) => {
+    const list = run.rows.filter(row => String(row.batch) === state.batch && row.phase === state.phase && near(row)
+      && (row.model === state.model || !run.rows.some(each => each.model === state.model)) && !row.name.startsWith("PyTorch"));
+    return list.map(row => ({ ...row, front: frontOf(list).includes(row), run: run.name, symbol: data.symbols[6],
+      ink: `var(${RUN_INKS[i % RUN_INKS.length]})`,
+      hover: `${run.name}\n${row.name}\n${shown(row.ms)} ms, ${percent(row.kept)} kept` }));
+  });
+  const at_ = threshold(), timeBound = goal() === "latency" && at_ > 0 && at_ < Infinity;
+  draw("deploy", data.charts.deploy, [...own, ...others],
+    { chosen: chosen?.index, keep: shownThreshold(), bound: timeBound ? at_ : null },
+    `Accuracy over latency of ${known.length} rows; on the front: ` + front.map(row =>
+      `${row.untouched ? "PyTorch" : "k = " + row.k} ${shown(row.ms)} ms ${percent(row.kept)}`).join("; "));
 }
 
 // Latencies that are far apart are drawn by factors, unless the reader says otherwise.
-function logarithmic() {
-  const all = timed().map(row => row.ms);
-  return state.log ? state.log === "1" : Math.max(...all) > 6 * Math.min(...all);
-}
-
-// Where the latency axis ends: above every median, and every bar that is no outlier.
-function topOf(list) {
-  const highest = Math.max(...list.map(row => row.ms));
-  return 1.06 * Math.max(highest, Math.min(1.5 * highest,
-    Math.max(...list.map(row => Math.max(...row.latency_ms.rounds)))));
-}
+const farApart = values => Math.max(...values) > 6 * Math.min(...values);
+const logarithmic = () => state.log ? state.log === "1" : farApart(timed().map(row => row.ms));
 
 // An engine's rows by k: one line where every k has one lowering, else a line for each.
-function series(list) {
-  return unique(list.map(row => row.engine_name + row.precision)).flatMap(key => {
-    const here = list.filter(row => row.engine_name + row.precision === key).sort((a, b) => a.k - b.k);
-    return unique(here.map(row => row.k)).length === here.length ? [here]
-      : unique(here.map(row => row.name)).map(name => here.filter(row => row.name === name));
+function lined(list) {
+  const keyed = row => row.engine_name + row.precision;
+  return list.map(row => {
+    const here = list.filter(each => !each.untouched && keyed(each) === keyed(row));
+    return { ...row, line: unique(here.map(each => each.k)).length === here.length ? keyed(row) : row.name };
   });
 }
 
-const quality = () => rows.some(row => row.perplexity) ? "perplexity" : "accuracy";
+const quality = () => rows.some(row => row.perplexity) ? "perplexity"
+  : rows.some(row => row.regression) ? "R²" : "accuracy";
 
-// Lines with the same values stand beside one another: those over k by a part of the axis' margin.
-const aside = (k, pad, index) => k * 2 ** (0.4 * pad * index);
+const ascending = values => unique(values).sort((a, b) => a - b);
 
 function overK(chosen) {
   const list = candidates(), all = timed();
   byId("overk-figure").hidden = !list.length;
   if (!list.length) return;
-  const ks = unique(list.map(row => row.k)).sort((a, b) => a - b);
-  const both = all.some(row => row.kept !== null), log = logarithmic();
+  const ks = ascending(list.map(row => row.k)), both = all.some(row => row.kept !== null);
   byId("overk-title").textContent = "Latency" + (both ? ` and ${quality()}` : "") + " by k";
-  byId("overk").classList.toggle("double", both);
-  const pad = 0.04 * Math.max(1, Math.log2(ks.at(-1) / ks[0]));
-  const x = [Math.log10(ks[0]) - pad, Math.log10(ks.at(-1)) + pad], ends = x.map(v => 10 ** v);
-  const top = log ? Infinity : topOf(all), dash = colour("--reference");
-  const named = series(list), lines = [];
-  const traces = [];
-  const across = (value, row, yaxis) => traces.push({ x: ends, y: [value, value], yaxis, mode: "lines",
-    name: row.name, text: [told(row), told(row)], hovertemplate: "%{text}<extra></extra>",
-    line: { color: dash, width: 1.8, dash: "dash" } });
-  for (const row of references()) {
-    const rounds = row.latency_ms.rounds;
-    const edge = (value, extra) => ({ x: ends, y: [value, value], mode: "lines", line: { width: 0 },
-      hoverinfo: "skip", ...extra });
-    traces.push(edge(Math.min(...rounds)), edge(Math.min(Math.max(...rounds), top),
-      { fill: "tonexty", fillcolor: colour("--band") }));
-    across(row.ms, row, "y");
-    if (both && row.kept !== null) across(row.kept, row, "y2");
-  }
-  for (const precision of unique(all.map(row => row.precision))) {
-    const limits = new Map(all.filter(row => row.precision === precision && row.limit_ms)
-      .map(row => [row.k, row.limit_ms]).sort((a, b) => a[0] - b[0]));
-    if (limits.size > 1) traces.push({ x: [...limits.keys()], y: [...limits.values()], mode: "lines",
-      text: [...limits.values()].map(ms => `limit of the machine, ${plain(precision)}: ${shown(ms)} ms`),
-      hovertemplate: "%{text}<extra></extra>", line: { color: tint({ precision }), width: 1.2, dash: "dot" } });
-  }
-  for (const group of named) {
-    const look = { color: tint(group[0]), dash: group[0].engine.startsWith("pytorch") ? "dot" : "solid", width: 1.8 };
-    const high = group.map(row => Math.max(...row.latency_ms.rounds));
-    traces.push(marks(group, { x: group.map(row => row.k), y: group.map(row => row.ms), name: group[0].name,
-      mode: "lines+markers", line: look, marker: { color: look.color, symbol: group.map(symbol), size: 7 },
-      error_y: bars(group.map((row, i) => Math.min(high[i], top) - row.ms),
-        group.map(row => row.ms - Math.min(...row.latency_ms.rounds))) }));
-    const cut = group.filter((row, i) => high[i] > top);
-    if (cut.length) traces.push({ x: cut.map(row => row.k), y: cut.map(() => 0.965 * top), mode: "markers",
-      hoverinfo: "skip", name: "cut", marker: { symbol: "triangle-up", size: 8, color: look.color } });
-  }
-  if (both) {
-    // A line whose points another of its precision has is not drawn: its marks would hide each other.
-    const value = row => `${row.precision} ${row.k} ${row.kept.toFixed(6)}`;
-    for (const group of named.map(each => each.filter(row => row.kept !== null))
-      .sort((a, b) => b.length - a.length)) {
-      const held = lines.some(each => group.every(row => each.map(value).includes(value(row))));
-      if (!held && group.length) lines.push(group);
-    }
-    // Precisions mostly agree: beside one another all can be seen.
-    lines.forEach((group, index) => traces.push(marks(group, { yaxis: "y2",
-      x: group.map(row => aside(row.k, pad, index)), y: group.map(row => row.kept), name: group[0].name,
-      mode: "lines+markers", line: { color: tint(group[0]), width: 1.8 },
-      marker: { color: tint(group[0]), symbol: group.map(symbol), size: 7 },
-      error_y: bars(group.map(row => (row.keptRange?.high ?? row.kept) - row.kept),
-        group.map(row => row.kept - (row.keptRange?.low ?? row.kept))) })));
-  }
-  if (chosen) {
-    traces.push(ring(chosen.k, chosen.ms));
-    const place = lines.findIndex(each => each.some(row => ["precision", "k", "kept"].every(one => row[one] === chosen[one])));
-    if (both && chosen.kept !== null) traces.push(ring(aside(chosen.k, pad, Math.max(0, place)), chosen.kept, { yaxis: "y2" }));
-  }
-  const kept = all.filter(row => row.kept !== null);
-  const low = Math.min(shownThreshold(), ...kept.map(row => Math.min(row.kept, row.keptRange?.low ?? 1)));
-  const high = Math.max(1, ...kept.map(row => Math.max(row.kept, row.keptRange?.high ?? 0)));
-  const room = 0.08 * Math.max(0.02, high - low);
-  const yaxis = axis({ title: { text: "median latency, ms" }, domain: both ? [0.54, 1] : [0, 1] });
-  if (log) {
-    const logs = all.map(row => Math.log10(row.ms)), y = [Math.min(...logs) - 0.1, Math.max(...logs) + 0.15];
-    Object.assign(yaxis, { type: "log", range: y, ...steps(...y) });
-  } else yaxis.range = [0, top];
-  const shapes = !both || goal() !== "accuracy" ? [] : [{ type: "line", yref: "y2", xref: "paper", x0: 0, x1: 1,
-    y0: threshold() / 100, y1: threshold() / 100, line: { color: colour("--accent"), width: 1.2, dash: "dash" } }];
-  draw("overk", traces, { shapes, yaxis, ...both && { yaxis2: axis({ domain: [0, 0.46],
-    ...shares([Math.max(-0.02, low - room), high + room]), title: { text: `${quality()} kept` } }) },
-    xaxis: axis({ type: "log", range: x, tickvals: ks, ticktext: ks.map(String), anchor: both ? "y2" : "y",
-      showgrid: true, title: { text: `experts computed, k of ${list[0].experts}` } }) },
-  "Latency" + (both ? ` and ${quality()}` : "") + ` for k = ${ks.join(", ")}; the table below holds the numbers`);
+  byId("overk-kept").hidden = !both;
+  const params = { chosen: chosen?.index, ticks: ks, of: `experts computed, k of ${list[0].experts}` };
+  const told = `for k = ${ks.join(", ")}; the table below holds the numbers`;
+  draw("overk", data.charts[logarithmic() ? "ms_log" : "ms"], lined(all), params, `Latency ${told}`);
+  if (both) draw("overk-kept", data.charts.kept, lined(all), { ...params, keep: shownThreshold() }, `What is kept of ${quality()} ${told}`);
 }
 
 function throughput(chosen) {
-  const batches = unique(sized().map(row => row.batch)).sort((a, b) => a - b);
+  const batches = ascending(sized().map(row => row.batch));
   const figure = byId("throughput-figure");
   figure.hidden = batches.length < 2 || !chosen;
   figure.parentElement.classList.toggle("single", figure.hidden);
@@ -505,42 +388,18 @@ function throughput(chosen) {
   const rate = row => row.tokens_per_s ?? row.throughput ?? 1000 * row.batch / row.ms;
   const unit = chosen.tokens_per_s === null ? "inputs/s" : "tokens/s";
   const usable = sized().filter(row => row.ms !== null && inPhase(row) && fits(row));
-  const lines = [[`k = ${chosen.k}`, row => row.k === chosen.k, tint(chosen), "solid"],
+  const alike = row => row.engine_name === chosen.engine_name && row.precision === chosen.precision;
+  const lines = [[`k = ${chosen.k}`, row => row.k === chosen.k && alike(row), chosen.ink, [1, 0]],
     [chosen.full_k < chosen.experts ? "as trained" : "all experts",
-      row => row.k === row.full_k && chosen.k < row.full_k, tint(chosen), "dot"]]
-    .map(([name, wanted, ...look]) => [name, usable.filter(row => wanted(row)
-      && row.engine_name === chosen.engine_name && row.precision === chosen.precision), ...look]);
-  lines.push(["PyTorch", usable.filter(row => row.untouched && row.on_gpu === (rows[chosen.base]?.on_gpu ?? false)),
-    colour("--reference"), "dash"]);
-  const traces = [];
-  for (const [name, list, color, dash] of lines) {
-    const best = batches.map(batch => list.filter(row => row.batch === batch))
-      .filter(here => here.length).map(here => least(here, row => -rate(row)));
-    if (best.length) traces.push(marks(best, { x: best.map(row => row.batch), y: best.map(rate), name,
-      mode: "lines+markers+text", line: { color, dash, width: 1.8 }, marker: { color, size: 7 },
-      text: best.map(row => told(row) + `<br>${number(rate(row))} ${unit}`),
-      textfont: { color, size: 12 }, hovertemplate: "%{text}<extra></extra>" }));
-  }
-  // Names stand at the end where the lines are further apart.
-  const apart = place => {
-    const ends = traces.map(trace => Math.log(trace.y.at(place))).sort((a, b) => a - b);
-    return Math.min(...ends.slice(1).map((value, i) => value - ends[i]));
-  };
-  const end = apart(0) > apart(-1) ? 0 : -1;
-  for (const trace of traces) {
-    const last = (trace.y.length + end) % trace.y.length;
-    trace.texttemplate = trace.y.map((_, i) => i === last ? `\u2002${trace.name}\u2002` : "");
-    const rises = trace.y.at(-1) > trace.y[0];  // the name is beside its line, not on it
-    trace.textposition = end ? (rises ? "top left" : "bottom left") : (rises ? "bottom right" : "top right");
-  }
-  traces.push(ring(chosen.batch, rate(chosen)));
-  const logs = traces.flatMap(trace => trace.y).map(Math.log10), y = [Math.min(...logs) - 0.4, Math.max(...logs) + 0.3];
-  const ends = [batches[0], batches.at(-1)].map(Math.log10), pad = 0.06 * (ends[1] - ends[0]);
-  draw("throughput", traces, {
-    xaxis: axis({ type: "log", range: [ends[0] - pad, ends[1] + pad], tickvals: batches,
-      ticktext: batches.map(String), title: { text: "batch" } }),
-    yaxis: axis({ type: "log", range: y, ...steps(...y), title: { text: `${unit} (log)` } }) },
-  "Throughput by batch: " + traces.slice(0, -1).map(trace => `${trace.name}: ${trace.y.map(number).join(", ")}`).join("; "));
+      row => row.k === row.full_k && chosen.k < row.full_k && alike(row), chosen.ink, [2, 3]],
+    ["PyTorch", row => row.untouched && row.on_gpu === (rows[chosen.base]?.on_gpu ?? false), "var(--reference)", [5, 4]]];
+  const all = lines.flatMap(([line, wanted, ink, dash]) => batches.map(batch => usable.filter(row => row.batch === batch && wanted(row)))
+    .filter(here => here.length).map(here => here.includes(chosen) ? chosen : least(here, row => -rate(row)))
+    .map((row, i, best) => ({ ...row, line, ink, dash, rate: rate(row), symbol: data.symbols[0], label: i === best.length - 1 ? line : "",
+      hover: `${row.hover}\n${number(rate(row))} ${unit}` })));
+  draw("throughput", data.charts.throughput, all, { chosen: chosen.index, ticks: batches, of: `${unit} (log)` },
+    "Throughput by batch: " + unique(all.map(row => row.line)).map(line =>
+      `${line}: ${all.filter(row => row.line === line).map(row => number(row.rate)).join(", ")}`).join("; "));
 }
 
 // How long the calls of the selected row took: bins of equal factors.
@@ -548,23 +407,13 @@ function percentiles(chosen) {
   const latency = chosen?.latency_ms, counts = latency?.counts ?? [];
   byId("percentiles-figure").hidden = !counts.length;
   if (!counts.length) return;
-  const factor = Math.log(latency.max / latency.min), edge = i => latency.min * Math.exp(factor * i / counts.length);
-  const place = ms => counts.length * Math.log(ms / latency.min) / factor - 0.5;
-  const stops = [0, 0.25, 0.5, 0.75, 1].map(part => part * counts.length);
-  const marks = [["median", latency.median], ["p99", latency.p99]];
-  draw("percentiles", [{ type: "bar", x: counts.map((_, i) => i), y: counts, marker: { color: tint(chosen) }, name: "calls",
-    text: counts.map((count, i) => `${shown(edge(i))} to ${shown(edge(i + 1))} ms: ${number(count)} calls`), textposition: "none",
-    hovertemplate: "%{text}<extra></extra>" }], { bargap: 0.06,
-    shapes: marks.map(([, ms]) => ({ type: "line", yref: "paper", x0: place(ms), x1: place(ms), y0: 0, y1: 1,
-      line: { color: colour("--ink"), width: 1.2, dash: "dot" } })),
-    annotations: marks.map(([name, ms], i) => ({ x: place(ms), yref: "paper", y: 1 - 0.13 * i, text: `${name} ${shown(ms)}`,
-      showarrow: false, xanchor: place(ms) > counts.length / 2 ? "right" : "left", xshift: place(ms) > counts.length / 2 ? -4 : 4,
-      font: { color: colour("--ink"), size: 12 } })),
-    xaxis: axis({ showgrid: false, range: [-0.7, counts.length - 0.3], tickvals: stops.map(at => at - 0.5),
-      ticktext: stops.map(at => shown(edge(at))), title: { text: "ms (log)" } }),
-    yaxis: axis({ title: { text: `calls of ${number(latency.n)} (log)` }, type: "log",
-      range: [-0.15, Math.log10(Math.max(...counts)) + 0.45], ...steps(0, Math.log10(Math.max(...counts))) }) },
-  "Latency: " + ["min", "median", "p90", "p95", "p99", "max"].map(each => `${each} ${shown(latency[each])} ms`).join(", "));
+  const factor = Math.log(latency.max / latency.min) || 1, edge = i => latency.min * Math.exp(factor * i / counts.length);
+  const bins = counts.map((calls, i) => ({ calls, low: edge(i), high: edge(i + 1), ink: chosen.ink,
+    hover: `${shown(edge(i))} to ${shown(edge(i + 1))} ms: ${number(calls)} calls` }));
+  const marks = ["median", "p99"].map((name, i) => ({ label: `${name} ${shown(latency[name])}`, at: latency[name],
+    above: Math.max(...counts) * (i ? 1.8 : 4.5), right: Math.log(latency[name] / latency.min) > factor / 2 }));
+  draw("percentiles", data.charts.calls, [...bins, ...marks], { of: `calls of ${number(latency.n)} (log)` },
+    "Latency: " + ["min", "median", "p90", "p95", "p99", "max"].map(each => `${each} ${shown(latency[each])} ms`).join(", "));
 }
 
 // Tokens per second in each phase, and perplexity, over k: a line for each engine and precision.
@@ -572,50 +421,22 @@ function tokens(chosen) {
   const list = sized().filter(row => String(row.batch) === state.batch && row.tokens_per_s !== null && fits(row));
   byId("tokens-card").hidden = !list.length;
   if (!list.length) return;
-  for (const phase of ["decode", "prefill"]) {
-    const here = list.filter(row => row.phase === phase);
-    const rates = row => row.latency_ms.rounds.map(ms => row.tokens_per_s * row.ms / ms);
-    tokensOverK(phase, here, row => row.tokens_per_s, row => [Math.min(...rates(row)), Math.max(...rates(row))],
-      "tokens/s", here.find(row => chosen && row.name === chosen.name && row.k === chosen.k));
-  }
+  for (const phase of ["decode", "prefill"]) tokensOverK(phase, list.filter(row => row.phase === phase), "rate", chosen);
   // Quality does not depend on the phase. PyTorch's rows have that of the graphs in FP32.
   const judged = list.filter(row => row.perplexity && row.phase === list[0].phase);
   const graphs = judged.filter(row => row.untouched || !row.engine.startsWith("pytorch"));
-  tokensOverK("perplexity", graphs.some(row => !row.untouched) ? graphs : judged, row => row.perplexity.value,
-    row => row.perplexity.interval ? [row.perplexity.interval.low, row.perplexity.interval.high] : [row.perplexity.value,
-      row.perplexity.value], "perplexity", judged.find(row => chosen && row.name === chosen.name && row.k === chosen.k));
+  tokensOverK("perplexity", graphs.some(row => !row.untouched) ? graphs : judged, "ppl", chosen);
 }
 
-function tokensOverK(id, list, value, range, title, chosen) {
+function tokensOverK(id, list, field, chosen) {
   byId(`tokens-${id}-figure`).hidden = !list.length;
   if (!list.length) return;
-  const ks = unique(list.map(row => row.k)).sort((a, b) => a - b), traces = [];
-  const pad = 0.06 * Math.max(1, Math.log2(ks.at(-1) / ks[0]));
-  const x = [Math.log10(ks[0]) - pad, Math.log10(ks.at(-1)) + pad];
-  const own = list.filter(row => !row.untouched);
-  for (const row of list.filter(each => each.untouched)) {
-    traces.push({ x: x.map(v => 10 ** v), y: [value(row), value(row)], mode: "lines", name: row.name,
-      text: [told(row), told(row)], hovertemplate: "%{text}<extra></extra>",
-      line: { color: colour("--reference"), width: 1.8, dash: "dash" } });
-  }
-  series(own).forEach((group, index) => {
-    const color = tint(group[0]), dash = group[0].engine.startsWith("pytorch") ? "dot" : "solid";
-    traces.push(marks(group, { x: group.map(row => aside(row.k, pad, index)), y: group.map(value), name: group[0].name,
-      mode: "lines+markers", line: { color, dash, width: 1.8 }, marker: { color, symbol: group.map(symbol), size: 7 },
-      error_y: bars(group.map(row => range(row)[1] - value(row)), group.map(row => value(row) - range(row)[0])) }));
-  });
-  const place = series(own).findIndex(group => group.includes(chosen));
-  if (chosen) traces.push(ring(aside(chosen.k, pad, Math.max(0, place)), value(chosen)));
-  const ends = list.flatMap(range), logs = [Math.log10(Math.min(...ends)), Math.log10(Math.max(...ends))];
-  const far = logs[1] - logs[0] > Math.log10(6), room = 0.08 * Math.max(0.02, logs[1] - logs[0]);
-  const y = [logs[0] - room, logs[1] + room], span = Math.max(...ends) - Math.min(...ends);
-  const low = title === "perplexity" ? Math.min(...ends) - 0.12 * span - 0.01 : 0;
-  draw(`tokens-${id}`, traces, {
-    xaxis: axis({ type: "log", range: x, tickvals: ks, ticktext: ks.map(String),
-      title: { text: `experts for a token, k of ${list[0].experts}` } }),
-    yaxis: axis(far ? { type: "log", range: y, ...steps(...y), title: { text: `${title} (log)` } }
-      : { range: [low, Math.max(...ends) + 0.12 * span + 0.01], title: { text: title } }) },
-  `${title} of ${id} by k: ` + own.map(row => `k = ${row.k} ${row.short} ${shown(value(row))}`).join("; "));
+  const far = farApart(list.flatMap(row => [row[`${field}_low`], row[`${field}_high`]]));
+  const same = list.find(row => chosen && row.name === chosen.name && row.k === chosen.k);
+  draw(`tokens-${id}`, data.charts[far ? field + "_log" : field], lined(list), { chosen: same?.index,
+    ticks: ascending(list.map(row => row.k)), of: `experts for a token, k of ${list[0].experts}` },
+  `${field === "rate" ? "tokens/s" : "perplexity"} of ${id} by k: `
+    + list.filter(row => !row.untouched).map(row => `k = ${row.k} ${row.short} ${shown(row[field])}`).join("; "));
 }
 
 function routing() {
@@ -640,14 +461,9 @@ function routing() {
 
 function stacked(id, names, series, unit, label) {
   byId(id).style.height = Math.max(130, 28 * names.length + 66) + "px";
-  const long = Math.min(220, 14 + 6.3 * Math.max(...names.map(name => name.length)));
-  draw(id, series.map(({ name, ink, values }) => ({ type: "bar", orientation: "h", y: names.map((_, i) => i),
-    x: values, name, marker: { color: colour(ink) }, textposition: "none",
-    text: values.map((value, i) => `${plain(names[i])}<br>${name}: ${shown(value)} ${unit.split(" ")[0]}`),
-    hovertemplate: "%{text}<extra></extra>" })), { barmode: "stack", bargap: 0.3,
-    margin: { l: long, r: 12, t: 8, b: 44 }, xaxis: axis({ title: { text: unit }, rangemode: "tozero" }),
-    yaxis: axis({ autorange: "reversed", showgrid: false, tickvals: names.map((_, i) => i),
-      ticktext: names.map(name => plain(name.length > 34 ? name.slice(0, 33) + "…" : name)) }) }, label);
+  const parts = series.flatMap(({ name, ink, values }, order) => values.map((value, i) => ({ place: i, order, value, ink: `var(${ink})`,
+    hover: `${names[i]}\n${name}: ${shown(value)} ${unit.split(" ")[0]}` })));
+  draw(id, data.charts.stacked, parts, { ticks: names, of: unit }, label);
 }
 
 function key(id, entries) {
@@ -659,19 +475,19 @@ function key(id, entries) {
   }));
 }
 
-const box = ink => `<i style="background: var(${ink})"></i>`;
+const box = ink => `<i style="background: ${ink}"></i>`;
 const at = row => `${row.short}, k = ${row.k}`;
 
+const glyph = (path, ink = "currentColor") =>
+  `<svg width="12" height="12" viewBox="-1.2 -1.2 2.4 2.4" aria-hidden="true"><path d="${path}" fill="${ink}"/></svg>`;
+const REFERENCE = ["PyTorch, untouched", `<svg width="14" height="12" aria-hidden="true"><path d="M0 6h14"
+  stroke="var(--reference)" stroke-width="2" stroke-dasharray="4 2.5"/></svg>`];
+
 function legend() {
-  const list = candidates(), named = unique(list.map(style));
-  const glyph = name => `<svg width="12" height="12" aria-hidden="true"><path d="${
-    GLYPHS[styles.indexOf(name) % GLYPHS.length]}" fill="currentColor"/></svg>`;
-  key("legend", [...unique(list.map(row => row.precision)).map(name =>
-    [name.toUpperCase(), box(/^\w+$/.test(name) ? "--" + name : "--accent")]),
-    ...named.map(name => [name, glyph(name)]),
-    ...references().length ? [["PyTorch, untouched", `<svg width="14" height="12" aria-hidden="true"><path d="M0 6h14"
-      stroke="var(--reference)" stroke-width="2" stroke-dasharray="4 2.5"/></svg>`]] : [],
-    ...data.runs.map((run, i) => [run.name, box(RUN_INKS[i % RUN_INKS.length])])]);
+  const list = candidates(), one = of => unique(list.map(of)).map(value => list.find(row => of(row) === value));
+  key("legend", [...one(row => row.precision).map(row => [row.precision.toUpperCase(), box(row.ink)]),
+    ...one(style).map(row => [style(row), glyph(row.symbol)]), ...references().length ? [REFERENCE] : [],
+    ...data.runs.map((run, i) => [run.name, box(`var(${RUN_INKS[i % RUN_INKS.length]})`)])]);
 }
 
 function parts(chosen) {
@@ -679,7 +495,7 @@ function parts(chosen) {
   byId("parts-card").hidden = !all.length;
   if (!all.length) return;
   const inks = Object.keys(PARTS);
-  key("parts-key", inks.map(part => [PARTS[part], box("--" + part)]));
+  key("parts-key", inks.map(part => [PARTS[part], box(`var(--${part})`)]));
   const sum = (row, wanted) => row.parts.filter(wanted).reduce((total, part) => total + part.ms, 0);
   stacked("parts", all.map(at), inks.map(part => ({ name: PARTS[part], ink: "--" + part,
     values: all.map(row => sum(row, p => p.part === part)) })), "ms a call, as profiled", "Time by part, for every graph");
@@ -694,7 +510,7 @@ function memory() {
   const all = [...references(), ...candidates()].filter(row => row.peak_memory_mb !== null);
   byId("memory-card").hidden = !all.length;
   if (!all.length) return;
-  key("memory-key", [["runtime alone", box("--runtime")], ["model and batch", box("--experts")]]);
+  key("memory-key", [["runtime alone", box("var(--runtime)")], ["model and batch", box("var(--experts)")]]);
   const held = all.map(row => row.runtime_memory_mb ?? 0);
   stacked("memory", all.map(row => row.untouched ? row.name : at(row)), [
     { name: "runtime alone", ink: "--runtime", values: held },
@@ -706,22 +522,24 @@ function memory() {
 const time = (name, field) => [name, row => row.latency_ms?.[field] ?? null, shown, "extra"];
 const COLUMNS = [
   ["k", row => row.k, null], ["Median ms", row => row.ms, shown],
+  ["Engine", row => row.name, String, "text wrap"],
   ["Speed", row => row.speed, (value, row) => rows[row.base] === row ? "1×" : (row.told ? "" : "≈ ") + speed(value)],
-  ["Kept", row => row.kept, percent], ["Engine", row => row.name, String, "text wrap"],
+  ["Kept", row => row.kept, percent],
   ["Phase", row => row.phase, String, "text"], ["Tokens/s", row => row.tokens_per_s, number],
   ["Batch", row => row.batch, String], ["Model", row => row.model, String, "text"],
   ...data.gpu ? [[data.gpu, row => row.device_ms?.median ?? null, shown]] : [],
-  ["Top-1", row => row.accuracy?.top1 ?? null, value => (100 * value).toFixed(2) + "%"],
+  [rows.some(row => row.accuracy?.attributes?.length) ? "Accuracy" : "Top-1", row => row.accuracy?.top1 ?? null, value => (100 * value).toFixed(2) + "%"],
   ["Top-5", row => row.accuracy?.top5 ?? null, value => (100 * value).toFixed(2) + "%", "extra"],
   ["Perplexity", row => row.perplexity?.value ?? null, value => value.toPrecision(4)],
+  ["R²", row => row.regression?.r2 ?? null, value => value.toFixed(4)],
   ["Same experts", row => row.same, percent],
   ["× limit", row => row.ms && row.limit_ms ? row.ms / row.limit_ms : null,
-    value => value < 1 ? "limit does not hold" : value.toFixed(value < 10 ? 1 : 0), "wrap"],
+    value => value < 1 ? "limit does not hold" : value.toFixed(value < 10 ? 1 : 0), "narrow"],
   ["Spread", row => row.spread, value => (100 * value).toFixed(0) + "%"],
   time("p90", "p90"), time("p95", "p95"), time("p99", "p99"), time("Min", "min"), time("Max", "max"),
   time("Mean", "mean"), time("Std", "std"), ["Calls", row => row.latency_ms?.n ?? null, number, "extra"],
-  ["J per call", row => row.joules, shown, "extra"],
   ["Inputs/s", row => row.throughput, number], ["Memory MB", row => row.peak_memory_mb, number],
+  ["Bundle", row => row.bundle, String, "text"],
 ].filter(([name, value]) => rows.some(row => value(row) !== null));
 // What tells the rows apart that are shown.
 const telling = some => COLUMNS.filter(([name, value]) => ["k", "Median ms", "Engine"].includes(name) || some.length < 2
@@ -784,6 +602,9 @@ function table(chosen) {
   byId("rows").replaceChildren(element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
 }
 
+// Texts of more letters are broken into lines.
+const LONG = 32;
+
 // What does not change with the controls.
 function still() {
   byId("disturbed").textContent = data.disturbed;
@@ -793,8 +614,16 @@ function still() {
   byId("method").replaceChildren(listed(data.method),
     ...data.absent.length ? [element("h3", { textContent: "Not measured" }), listed(data.absent)] : [],
     ...data.again ? [element("h3", { textContent: "Reproduce" }), element("pre", { textContent: data.again })] : []);
-  byId("tables").replaceChildren(...data.tables.map(card => element("section", { className: "card", id: card.id },
-    element("h2", { textContent: card.title }),
+  for (const card of data.tables) {
+    const chart = document.getElementById(`${card.id}-card`), made = section(card);
+    if (chart) chart.after(made); // What a chart draws stands below it in numbers.
+    else byId(card.first ? "answers" : "tables").append(made);
+  }
+}
+
+function section(card) {
+  return element("details", { className: "card", id: card.id, open: card.open },
+    element("summary", {}, element("h2", { textContent: card.title })),
     ...card.intro.map(text => element("p", { className: "note", textContent: text })),
     ...card.tables.flatMap(({ title: name, heads, groups }) => [
       ...name ? [element("h3", { textContent: name })] : [],
@@ -802,14 +631,14 @@ function still() {
         element("thead", {}, element("tr", {}, ...heads.map((text, i) =>
           element("th", { scope: "col", textContent: text, className: i ? "" : "text" })))),
         ...Object.entries(groups).map(([group, lines]) => element("tbody", {},
-          element("tr", {}, element("th", { scope: "rowgroup", colSpan: heads.length, textContent: group })),
+          element("tr", {}, element("th", { scope: "rowgroup", colSpan: heads.length }, element("span", { textContent: group }))),
           ...lines.map(cells => element("tr", {}, ...cells.map((cell, i) => {
             const [text, kind] = Array.isArray(cell) ? cell : [cell, ""], heat = kind.match(/^heat-(\d)$/)?.[1];
-            const made = element("td", { textContent: text, className: `${heat ? "heat" : kind} ${i ? "" : "text"} ${text.length > 60 ? "long" : ""}` });
+            const made = element("td", { textContent: text, className: `${heat ? "heat" : kind} ${i ? "" : "text"} ${text.length > LONG ? "long" : ""}` });
             if (heat) made.style.setProperty("--heat", heat);
             return made;
           })))))))]),
-    ...card.notes.map(text => element("p", { className: "note", textContent: text })))));
+    ...card.notes.map(text => element("p", { className: "note", textContent: text })));
 }
 
 function fill(id, values, label = String, every = "all") {
@@ -854,10 +683,11 @@ function controls() {
 }
 
 function render() {
-  if (typeof Plotly === "undefined") return; // Not unpacked yet.
+  if (typeof vegaLite === "undefined") return; // Not unpacked yet.
   controls();
   const found = answer(), picked = candidates().find(row => String(row.index) === state.row);
   const chosen = picked ?? found.row;
+  byId("subject").textContent = state.model;
   byId("summary").textContent = picked && picked !== found.row ? `Selected: ${picked.claim}.` : found.text;
   byId("caveat").textContent = picked && picked !== found.row ? `Recommended: ${found.text}` : chosen ? caveat(chosen) : "";
   byId("detail").textContent = chosen ? detail(chosen) : "";
@@ -896,26 +726,32 @@ byId("controls").onsubmit = event => event.preventDefault();
 byId("copy").onclick = () => navigator.clipboard?.writeText(byId("command").textContent);
 byId("csv").onclick = () => save("results.csv", "text/csv", data.csv);
 byId("json").onclick = () => save("results.json", "application/json", JSON.stringify(data.results, null, 1) + "\n");
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", render);
 let resized = 0;
 addEventListener("resize", () => { cancelAnimationFrame(resized); resized = requestAnimationFrame(render); });
 addEventListener("hashchange", () => { restore(); render(); });
 // Paper is light and as wide as A4, whatever the screen is.
+let folded = [];
 for (const [name, on] of [["beforeprint", true], ["afterprint", false]]) {
   addEventListener(name, () => {
     document.documentElement.classList.toggle("print", on);
+    if (on) folded = [...document.querySelectorAll("details:not([open])")];
+    for (const each of folded) each.open = on;
     render();
   });
 }
+// What is folded has no width to be drawn in.
+document.addEventListener("toggle", event => event.target.open && render(), true);
 
-// plotly.js is in the page compressed: a third of its size.
+// Vega and Vega-Lite are in the page compressed: a third of their size.
 async function start() {
   restore();
   still();
-  const packed = Uint8Array.from(atob(byId("plotly").textContent), letter => letter.charCodeAt(0));
+  const packed = Uint8Array.from(atob(byId("vega").textContent), letter => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   document.head.append(element("script", { textContent: await new Response(stream).text() }));
+  document.body.append(hint);
   render();
+  await Promise.all([...document.querySelectorAll(".chart")].map(host => host.view?.runAsync()));
   document.documentElement.dataset.drawnMs = performance.now().toFixed(0);
 }
 

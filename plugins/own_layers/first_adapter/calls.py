@@ -12,17 +12,18 @@ if TYPE_CHECKING:
     from .search import FirstAdapter
 
 
-def adapt_as(source: str, request: AdaptRequest) -> FirstAdapter:
+@takes(AdaptRequest)
+def adapt(source: str, request: AdaptRequest) -> FirstAdapter:
     """Returns a first adapter for the layer that `package.module:Class` makes, as Python code.
 
-    It is found by trying and compared with the layer; what was not recognised is `missing`.
+    It is found by trials and compared with the layer; `missing` is the unrecognised part.
     """
     check_pytorch("trying a layer")
-    from ....exporter.checkpoints.load import read_config
-    from .search import first_adapter, sizes_of
+    from ....exporter.checkpoints.settings import read_config
+    from .search import SECONDS, first_adapter, sizes_of
 
     sizes = sizes_of(request.batch, request.tokens)
-    return first_adapter(source, read_config(None, request.sets), sizes, request.progress)
-
-
-adapt = takes(AdaptRequest)(adapt_as)
+    seconds = SECONDS if request.seconds is None else request.seconds
+    return first_adapter(
+        source, read_config(request.config, request.sets), sizes, request.progress, seconds
+    )

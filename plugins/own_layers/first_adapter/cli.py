@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ....commands.options import Verbosity, output_option, typed_source
-from ....common.console import show
-from ....errors import CheckError
-from .calls import adapt_as
+from ....commands.options import (
+    Quiet,
+    Verbose,
+    option_for,
+    output_option,
+    typed_setting,
+    typed_source,
+)
+from ....common.console import Console, show
+from ....errors import CheckError, OutputError
+from ....exporter.requests import SIZES
+from .calls import adapt as first_adapter
 from .request import AdaptRequest
 
 
@@ -23,15 +30,30 @@ def adapt(
             metavar="LAYER", parser=typed_source, help="The layer: package.module:Class."
         ),
     ],
-    request: AdaptRequest,
+    sets: Annotated[
+        list[str] | None,
+        option_for(AdaptRequest, "sets", metavar="KEY=VALUE", parser=typed_setting),
+    ] = None,
+    batch: Annotated[str | None, option_for(AdaptRequest, "batch", metavar=SIZES)] = None,
+    tokens: Annotated[str | None, option_for(AdaptRequest, "tokens", metavar=SIZES)] = None,
+    time: Annotated[str | None, option_for(AdaptRequest, "time", metavar="TIME")] = None,
     output: Annotated[Path | None, output_option("FILE.py", "The file of the adapter.")] = None,
-    verbosity: Verbosity,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Write a first adapter for a layer of your own, compared with what the layer gives."""
-    from ....common.writing import write_text
+    """Write a first adapter for a layer of your own, checked against the layer's outputs."""
+    from ....common.writing import check_file, write_text
 
-    with verbosity.console() as console:
-        adapter = adapt_as(layer, replace(request, progress=console))
+    if output is not None:
+        check_file(output)
+        if output.exists() and not force:
+            raise OutputError(f"{output}: a file exists there", hint="--force replaces it")
+    with Console(verbose=verbose, quiet=quiet) as console:
+        request = AdaptRequest(
+            sets=sets or (), batch=batch, tokens=tokens, time=time, progress=console
+        )
+        adapter = first_adapter(layer, request)
     if output is None:
         show(adapter.code)
     else:

@@ -1,15 +1,16 @@
-"""What adapters may look like around a reading of the experts, as text, and what they give.
+"""The candidates for an adapter around a reading of the experts, as text, and their results.
 
-A text is run as a user's would be. What is cheap to know beforehand is looked at first: for experts
-that a router chooses, whether some weights of theirs give y at all.
+A text runs like a user's adapter. Cheap checks come first: for experts
+that a router chooses, whether any weights of theirs can produce y.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from time import process_time
 from typing import Any
 
 import torch
@@ -27,39 +28,50 @@ from .readings import ExpertsReading, code_of, further_inputs
 from .start import joined
 
 USERS_CODE = (MoexportError, RuntimeError, AttributeError, TypeError, ValueError, LookupError)
-"""What a guess may fail with: it is none of this layer then."""
+"""The exceptions of a wrong guess: it does not describe this layer."""
 
 ClampBounds = tuple[float | None, float | None]
 """The bounds of a clamp."""
 
 
 def distance(expected: Tensor, actual: Tensor | None) -> float:
-    """How far off a result is, in the input where that is most; infinite where it is none."""
+    """The largest error of a result over its inputs; infinite if it is no result."""
     if actual is None or actual.shape != expected.shape:
         return inf
     return max(difference(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 SAID_EVERY = 50
-"""So many forms are tried between two lines that say so."""
+"""The number of forms tried between two lines of progress."""
+
+
+class OutOfTimeError(Exception):
+    """A search has used up its time."""
 
 
 class FormCount:
-    """How many forms were tried of one reading, and how near the nearest is."""
+    """The number of forms tried for one reading, and the error of the best.
 
-    def __init__(self, progress: Progress, what: str) -> None:
+    `ends` is the CPU time (`time.process_time`) after which no form is tried.
+    """
+
+    def __init__(self, progress: Progress, what: str, ends: float = inf) -> None:
         self.forms, self.nearest = 0, inf
-        self._progress, self._what = progress, what
+        self._progress, self._what, self._ends = progress, what, ends
         self.say("its forward is read")
 
     def say(self, doing: str) -> None:
-        """Says what is done now."""
+        """Reports the current step; raises `OutOfTimeError` if there is no time for it."""
+        if process_time() > self._ends:
+            raise OutOfTimeError
         self._progress.step(f"{self._what}: {doing}")
 
     def add(self, off: float = inf) -> None:
-        """Counts a form, which is this far off."""
+        """Counts a form with this error; raises `OutOfTimeError` as `say` does."""
         self.forms += 1
         self.nearest = min(self.nearest, off)
+        if process_time() > self._ends:
+            raise OutOfTimeError
         if self.forms % SAID_EVERY == 0:
             self.say(f"{self.forms} forms")
 
@@ -76,11 +88,11 @@ class Guess:
 
     @property
     def further(self) -> dict[str, Tensor]:
-        """What the layer is given after its tokens, by name."""
+        """The layer's arguments after its tokens, by name."""
         return dict(zip(further_inputs(self.layer), self.call.further, strict=False))
 
     def described(self, body: str) -> Description | None:
-        """Returns what the text of an adapter returns; None where it does not run."""
+        """Runs the text of an adapter and returns its result; None if it does not run."""
         import moexport
 
         known: dict[str, Any] = {"moexport": moexport, "torch": torch, "F": nn.functional}
@@ -92,7 +104,7 @@ class Guess:
         return described
 
     def result(self, description: Description | None, call: LayerCall) -> Tensor | None:
-        """Returns what a description gives for a call; None where it does not run."""
+        """Returns a description's result for a call; None if it does not run."""
         if description is None:
             return None
         with torch.no_grad():
@@ -105,12 +117,12 @@ class Guess:
                 return None
 
     def off(self, body: str) -> float:
-        """How far off a text is from what the layer gives; infinite where it does not run."""
+        """A text's distance from the layer's result; infinite if it does not run."""
         return distance(self.call.y, self.result(self.described(body), self.call))
 
     @property
     def others(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that are none of the experts', by the code that reads them."""
+        """The parameters outside the experts, by the code that reads them."""
         return [
             (code_of(self.layer, name), p)
             for name, p in self.layer.named_parameters()
@@ -130,7 +142,7 @@ class Guess:
 
     @property
     def masks(self) -> list[str]:
-        """What is True at tokens that do not count, as code."""
+        """A mask that is True at ignored tokens, as code."""
         named = self.further.items()
         return [turn + n for n, v in named if v.dtype == torch.bool for turn in ("~", "")]
 
@@ -165,7 +177,7 @@ def call_text(name: str, options: Sequence[str]) -> str:
 
 
 def clamped(code: str, limit: ClampBounds | None) -> str:
-    """Code with a clamp behind it."""
+    """Code followed by a clamp."""
     if limit is None:
         return code
     low, high = limit
@@ -197,9 +209,18 @@ CORRECTED = (
     "scores = {logits}.{squash}\nindex = (scores + {bias}).topk({k}, dim=-1).indices\n"
     "w = scores.gather(-1, index)\nw = w / w.sum(dim=-1, keepdim=True)\nexperts(x, index, w)",
 )
-"""Ways with a bias that decides the choice and is in no weight."""
+"""Ways with a bias that affects the choice, but no weight."""
 
 SHARED_ACTIVATIONS = ("F.gelu", "F.relu", "F.silu")
+
+GATE_ACTIVATIONS = (
+    *("F.relu({})", "F.gelu({})", "torch.tanh({})", "F.silu({})", "{}", "torch.sigmoid({})"),
+    *("F.leaky_relu({})", "F.elu({})"),
+)
+"""The functions that may be between the two maps of a router."""
+
+CodeOfMap = tuple[str, int, int]
+"""A linear map as code of `{}`, and the widths of its input and of its output."""
 
 MOST_ADDED = 200
 
@@ -251,7 +272,7 @@ class RoutedForms:
     def __init__(self, guess: Guess) -> None:
         self.guess = guess
         self.right_experts = False
-        """Whether some weights of the experts give y, whatever makes them."""
+        """Whether any weights of the experts produce y, regardless of their origin."""
         self._known: dict[str, Any] = {"layer": guess.layer, "torch": torch, "F": nn.functional}
         self._known |= {"x": guess.call.x} | guess.further
 
@@ -269,7 +290,7 @@ class RoutedForms:
 
     @torch.no_grad()
     def matching(self) -> Iterator[RoutedForm]:
-        """Yields the forms that give y, the simplest first."""
+        """Yields the forms that produce y, the simplest first."""
         guess = self.guess
         x, y = guess.call.x, guess.call.y
         if not self.fits:
@@ -327,14 +348,14 @@ class RoutedForms:
                         yield replace(plain, gate=gate, form=form, added=added, scale=scale, k=k)
 
     def _value(self, code: str) -> Any:
-        """What code gives with the layer and its inputs; None where it does not run."""
+        """The value of code with the layer and its inputs; None if it does not run."""
         try:
             return eval(code, self._known)
         except USERS_CODE:
             return None
 
     def _weights(self, gate: str, form: str, k: str) -> Tensor | None:
-        """The weights [..., n] of all experts that a way to choose gives."""
+        """The weights [..., n] of all experts for a way to choose."""
         *steps, last = form.format(logits=gate, k=k).splitlines()
         known = dict(self._known)
         try:
@@ -349,7 +370,7 @@ class RoutedForms:
         return dense.scatter(-1, index, w) if w.shape == index.shape else None
 
     def _outputs(self, h: Tensor, activation: str) -> Tensor | None:
-        """What every expert gives for the tokens, [..., n, o]."""
+        """Every expert's outputs for the tokens, [..., n, o]."""
         from ..descriptions import ExpertsDescription
 
         more: dict[str, Any] = {"activation": activation} if activation else {}
@@ -403,34 +424,78 @@ class RoutedForms:
             elif not isinstance(module, nn.Linear) and self._gives_logits(module, x, n):
                 maps.append(path)
                 yield from (f"{code_of(guess.layer, path)}({value})" for value in seen)
+        yield from self._two_layer_gates(seen)
         inside = {id(p) for path in maps for p in guess.layer.get_submodule(path).parameters()}
-        for (matrix, p), given in itertools.product(guess.others, seen):
-            if id(p) in inside:
+        for code, given, width in self._matrices(inside):
+            if (given, width) == (d, n):
+                yield from (code.format(value) for value in seen)
+
+    def _two_layer_gates(self, seen: Sequence[str]) -> Iterator[str]:
+        """Yields routers of two linear maps that the layer holds one by one, as code of `{x}`."""
+        layer, n, d = self.guess.layer, self.guess.reading.count, self.guess.reading.dim
+        maps: list[CodeOfMap] = []
+        inside: set[int] = set()
+        for path, module in layer.named_modules():
+            weights = {id(p) for p in module.parameters()}
+            if isinstance(module, nn.Linear) and not weights & self.guess.reading.own:
+                out, given = module.weight.shape
+                maps.append((f"{code_of(layer, path)}({{}})", given, out))
+                inside |= weights
+        maps += self._matrices(inside)
+        between = [*GATE_ACTIVATIONS, *self._modules_between()]
+        for (first, given, width), (second, middle, out) in itertools.permutations(maps, 2):
+            if (given, middle, out) == (d, width, n):
+                for act, value in itertools.product(between, seen):
+                    yield second.format(act.format(first.format(value)))
+
+    def _matrices(self, inside: Collection[int]) -> Iterator[CodeOfMap]:
+        """Yields maps by matrices outside of modules, with each vector that may be a bias.
+
+        `inside` are the ids of the parameters of modules that are maps themselves.
+        """
+        held = [(code, p) for code, p in self.guess.others if id(p) not in inside]
+        vectors = [(code, len(p)) for code, p in held if p.ndim == 1]
+        for code, p in held:
+            if p.ndim != 2:
                 continue
-            if p.shape == (d, n):
-                yield f"({given} @ {matrix})"
-            if p.shape == (n, d):
-                yield f"({given} @ {matrix}.T)"
+            rows, columns = p.shape
+            for matrix, given, width in ((code, rows, columns), (f"{code}.T", columns, rows)):
+                yield f"({{}} @ {matrix})", given, width
+                for bias in (name for name, size in vectors if size == width):
+                    yield f"({{}} @ {matrix} + {bias})", given, width
+
+    def _modules_between(self) -> Iterator[str]:
+        """Yields the layer's own activations and norms, which a function may follow, as code."""
+        layer, reading = self.guess.layer, self.guess.reading
+        for path, module in layer.named_modules():
+            if not path or path.split(".")[0] in reading.uses or [*module.children()]:
+                continue
+            if isinstance(module, nn.Linear):
+                continue
+            code = f"{code_of(layer, path)}({{}})"
+            yield code
+            if [*module.parameters()]:
+                yield from (act.format(code) for act in GATE_ACTIVATIONS if act != "{}")
 
     @staticmethod
     def _gives_logits(module: nn.Module, x: Tensor, n: int) -> bool:
-        """Whether a module makes a number for each expert of tokens: a router of several maps."""
+        """Whether a module computes a number per expert from tokens: a router of several maps."""
         if isinstance(module, nn.ModuleList | nn.ModuleDict) or not [*module.parameters()]:
             return False
         try:
             logits = module(x)
-        except Exception:  # noqa: BLE001  a module may want anything
+        except Exception:  # noqa: BLE001  a module may take any arguments
             return False
         return isinstance(logits, Tensor) and logits.shape == (*x.shape[:-1], n)
 
     def _ks(self) -> list[str]:
-        """The numbers that may be k, as code, and none."""
+        """The candidates for k, as code, and none."""
         n, numbers = self.guess.reading.count, self.guess.numbers()
         held = [code for code, value in numbers.items() if value.is_integer() and 0 < value < n]
         return ["", *held, *(str(k) for k in range(1, min(n, 5)) if not held)]
 
     def _addends(self, h: str) -> list[tuple[str, Tensor]]:
-        """What may be added to the experts' sum, as code, and what it is for the call."""
+        """Terms that may be added to the experts' sum, as code, with their values for a call."""
         guess, zero = self.guess, torch.zeros_like(self.guess.call.y)
         parts = [*self._shared_modules(), *self._shared_maps()]
         gates = [
@@ -456,7 +521,7 @@ class RoutedForms:
         return found
 
     def _shared_modules(self) -> Iterator[str]:
-        """Modules of their own that may be shared experts, and lists of them, of `{h}`."""
+        """Separate modules that may be shared experts, and lists of them, of `{h}`."""
         guess = self.guess
         inside: list[str] = []
         for path, module in guess.layer.named_modules():
@@ -506,7 +571,7 @@ def _spanned(target: Tensor, outputs: Tensor) -> bool:
 
 
 def _named(ratio: float, numbers: dict[str, float]) -> list[str]:
-    """The code of a factor: none for 1, else the numbers of the layer that are it."""
+    """The code of a factor: empty for 1, else the layer's numbers with this value."""
     if ratio == 1.0:
         return [""]
     return [code for code, value in numbers.items() if abs(value - ratio) <= 1e-4 * abs(ratio)]

@@ -1,4 +1,4 @@
-"""What was found for a layer before, in the user's own cache folder: a search takes a while."""
+"""Keeps earlier findings for a layer in the user's cache folder, because a search takes time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -22,7 +22,7 @@ from .seen import own_files
 
 
 def key_of(layer: nn.Module, source: str, config: Mapping[str, Any], sizes: TriedSizes) -> str:
-    """Returns what a search depends on, as a hash: code, arguments, sizes, and the values made."""
+    """Returns a hash of a search's inputs: code, arguments, sizes, and generated values."""
     own = sorted(own_files(layer))
     folders = {Path(file).parent for file in own}
     modules = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
@@ -41,26 +41,40 @@ def key_of(layer: nn.Module, source: str, config: Mapping[str, Any], sizes: Trie
     return digest.hexdigest()
 
 
+MOST_KEPT = 200
+"""Layers whose adapters are kept: those that were searched last."""
+
+
 def kept_adapter(key: str) -> dict[str, Any] | None:
-    """Returns what was kept under a key; None from a file that others may have written."""
+    """Returns the entry of a key; None if it is missing or damaged.
+
+    None from a file that others may have written, too.
+    """
     file = _file(key)
     if file is None or not file.is_file() or why_not_private(file.parents[1]) is not None:
         return None
     content = object_in(file)
-    if not isinstance(content.get("code"), str):
+    lists = {name: content.get(name) for name in ("missing", "notes")}
+    if not isinstance(content.get("code"), str) or not all(map(_are_texts, lists.values())):
         return None
-    lists = {name: tuple(map(str, content.get(name, ()))) for name in ("missing", "notes")}
-    return {"code": content["code"], **lists}
+    return {"code": content["code"], **{name: tuple(content[name]) for name in lists}}
+
+
+def _are_texts(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def keep_adapter(key: str, **found: Any) -> None:
-    """Keeps what was found under a key, if there is a place for it."""
+    """Keeps the findings under a key, if the cache folder can be written."""
     file = _file(key)
     if file is None:
         return
     with suppress(OSError, OutputError):  # a cache is no promise
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_text(json.dumps(found, indent=1) + "\n", file)
+        kept = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
+        for old in kept[:-MOST_KEPT]:
+            old.unlink(missing_ok=True)
 
 
 def _file(key: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Which parts of a layer may be its experts, and what it may be called with."""
+"""Finds the parts of a layer that may be its experts, and arguments to call it with."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TABLES = (nn.ModuleDict, nn.ParameterDict)
 MOST_READINGS = 12
 
 INPUTS, TOKENS = 3, 7
-"""Those that a layer is tried on where no other numbers are given."""
+"""Those that a layer is tried on if no other numbers are given."""
 
 SMALL = 1e-3
-"""The last input is multiplied by it: short tokens tell normalisations apart."""
+"""The last input is multiplied by it: short tokens distinguish normalisations."""
 
 
 def code_of(layer: nn.Module, path: str) -> str:
@@ -49,10 +49,10 @@ def code_of(layer: nn.Module, path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsReading:
-    """What may be the experts of a layer, as arguments of a description.
+    """A candidate for a layer's experts, as arguments of a description.
 
-    `words` say it to the user; `problem` says why they cannot be read. `uses` are the names of the
-    layer's attributes that hold them, and `own` the ids of their parameters.
+    `words` describe it to the user; `problem` is the reason if they cannot be read. `uses` are the
+    names of the layer's attributes that hold them, and `own` the ids of their parameters.
     """
 
     keywords: str
@@ -68,13 +68,13 @@ class ExpertsReading:
 
     @property
     def listed(self) -> bool:
-        """Whether they are modules, whose forward says the activation."""
-        return "experts" in self.arguments
+        """Whether they are modules, whose forward determines the activation."""
+        return all(isinstance(part, nn.Module) for part in self.arguments.get("experts", [None]))
 
 
 def readings_of(layer: nn.Module) -> list[ExpertsReading]:
-    """Returns what may be the experts, the likeliest first; FamilyError where nothing may."""
-    found = [*_listed(layer), *_stacked(layer)]
+    """Returns the candidates for the experts, the likeliest first; FamilyError if none."""
+    found = [*_listed(layer), *_paired(layer), *_stacked(layer)]
     found = sorted(found, key=lambda reading: _unlikely(reading, found, layer))[:MOST_READINGS]
     if found:
         return found
@@ -89,7 +89,7 @@ def readings_of(layer: nn.Module) -> list[ExpertsReading]:
 def _unlikely(
     reading: ExpertsReading, others: Sequence[ExpertsReading], layer: nn.Module
 ) -> tuple[bool | int, ...]:
-    """What speaks against a reading: the least of it comes first."""
+    """Returns a sort key: a reading with fewer signs against it sorts first."""
     around = [p.shape for p in layer.parameters() if id(p) not in reading.own]
     bare = reading.listed and all(is_map(part) for part in reading.arguments["experts"])
     routers = bare and any(
@@ -143,6 +143,43 @@ def _listed(layer: nn.Module) -> Iterator[ExpertsReading]:
                 arguments={"experts": parts},
             )
         )
+
+
+def _paired(layer: nn.Module) -> Iterator[ExpertsReading]:
+    """Experts whose maps lie in a list for each map: `zip(layer.up, layer.down)`, or three lists.
+
+    The first map's output is the last one's input; of three maps, the first two have equal sizes.
+    """
+    lists = [
+        (path, list(module))
+        for path, module in layer.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and all(map(is_map, module))
+    ]
+    for number in (2, 3):
+        for chosen in itertools.permutations(lists, number):
+            names, parts = [path for path, _ in chosen], [maps for _, maps in chosen]
+            if len({len(maps) for maps in parts}) > 1:
+                continue
+            shapes = [tuple(int(n) for n in maps[0].weight.shape) for maps in parts]  # type: ignore[union-attr]
+            if shapes[-1][1] != shapes[0][0] or {*shapes[:-1]} != {shapes[0]}:
+                continue
+            codes = ", ".join(code_of(layer, path) for path in names)
+            held = [parameter for one in itertools.chain(*parts) for parameter in one.parameters()]
+            firsts = [_called(name, LAST) for name in names[:-1]]
+            odd = sum(firsts) - _called(names[-1], LAST) + (number > 2 and _called(names[0], UP))
+            yield _checked(
+                ExpertsReading(
+                    keywords=f"experts=[*zip({codes}, strict=True)]",
+                    words=f"{' and '.join(names)} as the maps of {len(parts[0])} experts",
+                    count=len(parts[0]),
+                    dim=int(shapes[0][1]),
+                    own=frozenset(map(id, held)),
+                    uses=frozenset(name.split(".")[0] for name in names),
+                    arguments={"experts": [*zip(*parts, strict=True)]},
+                    matrices=number,
+                    odd=odd,
+                )
+            )
 
 
 def _values(module: nn.Module, code: str) -> str:
@@ -270,7 +307,7 @@ def _biased(
 
 
 LAST, UP = ("down", "w2", "wo", "out", "proj", "second", "value"), ("up", "w3")
-"""What people call the last matrix of an expert, and that which a gate multiplies."""
+"""Usual names of an expert's last matrix, and of the one that a gate multiplies."""
 
 
 def _called(path: str, words: Sequence[str]) -> bool:
@@ -334,7 +371,7 @@ def called(
 
 
 def call_of(layer: nn.Module, args: tuple[Any, ...]) -> LayerCall:
-    """Returns a call of the layer with these; raises what it raises, and ValueError for NaN."""
+    """Calls the layer with these arguments; raises its errors, and ValueError for NaN."""
     with torch.no_grad():
         returned = layer(*(value.clone() for value in args))
     y = result_of(returned)
@@ -349,7 +386,7 @@ def call_of(layer: nn.Module, args: tuple[Any, ...]) -> LayerCall:
 
 
 def _widths(layer: nn.Module, reading: ExpertsReading) -> list[int]:
-    """The likeliest width of the tokens, and others: the layer may split it, or map it first."""
+    """The most likely width of the tokens, then others: the layer may split or map it first."""
     linears = [int(m.weight.shape[1]) for m in layer.modules() if isinstance(m, nn.Linear)]
     numbers = [
         value
@@ -361,14 +398,14 @@ def _widths(layer: nn.Module, reading: ExpertsReading) -> list[int]:
 
 
 def further_inputs(layer: nn.Module) -> list[str]:
-    """Returns what the forward of a layer must be given after its tokens."""
+    """Returns the required arguments of a layer's forward after its tokens."""
     parameters = [*inspect.signature(layer.forward).parameters.values()][1:]
     wanted = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in wanted and p.default is Parameter.empty]
 
 
 def optional_inputs(layer: nn.Module) -> list[str]:
-    """Returns what the forward of a layer may be given after its tokens, and need not."""
+    """Returns the optional arguments of a layer's forward after its tokens."""
     parameters = [*inspect.signature(layer.forward).parameters.values()][1:]
     return [p.name for p in parameters if p.default is not Parameter.empty]
 

@@ -1,12 +1,14 @@
-"""What is asked of a first adapter. Importing this loads nothing."""
+"""The options of `adapt`. Importing this loads nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ....common.option import Request, option
-from ....exporter.requests import SIZES
+from ....common.text import parse_seconds
+from ....graphs.sizes import Sizes, parse_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,17 +20,32 @@ class AdaptRequest(Request):
         "An argument of the layer: --set dim=64. input_shape=12,64 is what it is tried on.",
         unset="none",
         flag="--set",
-        metavar="KEY=VALUE",
     )
-    batch: str | int | None = option(
+    config: Mapping[str, Any] | None = option(
+        None, "The arguments of the layer, by their names.", unset="none", in_shell=False
+    )
+    batch: Sizes | None = option(
         None,
         "The batch sizes that the layer is tried with, each of the three.",
         unset="3, and 1 and 8 if the layer takes them",
-        metavar=SIZES,
     )
-    tokens: str | int | None = option(
+    tokens: Sizes | None = option(
         None,
         "The same for the number of tokens, without input_shape.",
         unset="7, and 16 if the layer takes them",
-        metavar=SIZES,
     )
+    time: str | float | None = option(
+        None, "The time of the processor that the search may take, 10min.", unset="60s"
+    )
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for an invalid value."""
+        for sizes, spelling in ((self.batch, "--batch"), (self.tokens, "--tokens")):
+            if sizes is not None:
+                parse_range(sizes, spelling)
+        _ = self.seconds
+
+    @property
+    def seconds(self) -> float | None:
+        """The time that the search may take."""
+        return None if self.time is None else parse_seconds(self.time, "--time", "s")

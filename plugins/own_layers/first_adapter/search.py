@@ -1,16 +1,19 @@
-"""A first adapter for a layer: its experts are read, and what is around them is guessed.
+"""A first adapter for a layer: reads its experts, and guesses the computation around them.
 
-Each guess is a text that is run as a user's would be, and compared with what the layer gives. One
-that matches is the adapter; without one it is said which part was not recognised, and the layer's
-own forward is the start of an adapter.
+Each guess is a text that runs like a user's adapter and is compared with the layer's result. One
+that matches is the adapter; without one, the message names the part that was not recognised, and
+the layer's own forward is the start of an adapter.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from inspect import Parameter
 from math import inf
+from time import process_time
 from typing import Any
 
 import torch
@@ -18,13 +21,22 @@ from torch import nn
 
 from ....common.console import Progress, Silent
 from ....common.threads import with_threads
-from ....common.user_code import module_made
-from ....errors import ParityError, UsageError
-from ....exporter.inputs import parse_range
+from ....data.user_code import callable_named, module_made
+from ....errors import FamilyError, ParityError, UsageError
+from ....graphs.sizes import Sizes, parse_range
 from ..calls import changed_buffers
 from ..examples import INPUT_SHAPE
+from ..expert_forms import PAIRS
 from ..mismatch import CLOSE, TOLERANCE, difference
-from .forms import ClampBounds, FormCount, Guess, RoutedForm, RoutedForms, call_text
+from .forms import (
+    ClampBounds,
+    FormCount,
+    Guess,
+    OutOfTimeError,
+    RoutedForm,
+    RoutedForms,
+    call_text,
+)
 from .kept import keep_adapter, kept_adapter, key_of
 from .readings import ExpertsReading, TriedSizes, call_of, called, optional_inputs, readings_of
 from .seen import WatchedForward
@@ -32,7 +44,10 @@ from .soft_forms import SoftForms
 from .start import joined, start_of
 from .tries import Tries
 
-ARGUMENTS = "--set gives its arguments: --set dim=64 --set num_experts=8"
+STACKED = "w1=, b1=, w2= and b2=, stacked: w1 is [n, in, hidden], w2 [n, hidden, out]"
+
+SECONDS = 60.0
+"""The default limit of CPU time for a search."""
 
 MOST_NEARLY = 4
 """Texts that match usual inputs alone, and are tried with limits that the layer has."""
@@ -42,8 +57,8 @@ MOST_NEARLY = 4
 class FirstAdapter:
     """An adapter as Python code.
 
-    `missing` says what was not recognised, empty where it matches. `notes` say what the layer's
-    forward also has and no input reached, so that the adapter may lack it.
+    `missing` is the part that was not recognised, empty if it matches. `notes` tell what the
+    layer's forward also has and no input reached, so that the adapter may lack it.
     """
 
     code: str
@@ -56,35 +71,57 @@ def first_adapter(
     config: Mapping[str, Any],
     sizes: TriedSizes | None = None,
     progress: Progress | None = None,
+    seconds: float = SECONDS,
 ) -> FirstAdapter:
     """Returns an adapter for the layer that `package.module:Class` makes with `config`.
 
-    Raises UsageError where it cannot be made or called, and FamilyError where it holds no experts.
+    No more than some `seconds` of the processor are taken. Raises UsageError if it cannot be
+    made, or does not accept the requested sizes.
     """
     sizes, progress = sizes or TriedSizes(), progress or Silent()
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
     torch.manual_seed(0)
-    layer = module_made(source, "a layer", arguments, ARGUMENTS)
+    layer = module_made(source, "a layer", arguments, arguments_of(source))
     layer = layer.float().eval().requires_grad_(False)
     for parameter in layer.parameters():  # zeros and ones hide what multiplies and adds
         if parameter.ndim < 2 or float(parameter.std()) == 0:
             parameter.data.add_(0.3 * torch.randn_like(parameter))
     key = key_of(layer, source, config, sizes)
-    known = kept_adapter(key)
+    ended = f"{key[:24]}-{seconds:g}s"  # what another time may find is kept apart
+    known = kept_adapter(key) or kept_adapter(ended)
     if known is not None:
         progress.step(f"{source} was searched before: its result is taken again")
         return FirstAdapter(**known)
     # The layers are small: more threads than one take longer, on a busy machine far longer.
     with with_threads(1):
-        found = _Search(layer, config.get(INPUT_SHAPE), sizes, source, progress).result()
-    keep_adapter(key, code=found.code, missing=found.missing, notes=found.notes)
+        search = _Search(layer, config.get(INPUT_SHAPE), sizes, source, progress, seconds)
+        found = search.result()
+    keep_adapter(
+        ended if search.ended else key, code=found.code, missing=found.missing, notes=found.notes
+    )
     return found
 
 
-def sizes_of(batch: str | int | None, tokens: str | int | None) -> TriedSizes:
+def arguments_of(source: str) -> str:
+    """Returns how the arguments of a layer's class are given, by their own names."""
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    try:
+        signature = inspect.signature(callable_named(source, "a layer"))
+    except (TypeError, ValueError):
+        return "--set KEY=VALUE gives its arguments"
+    taken = [each for each in signature.parameters.values() if each.kind in kinds]
+    if not taken:
+        return f"{source} takes no arguments by name"
+    needed = [each.name for each in taken if each.default is Parameter.empty]
+    others = ", ".join(str(each.replace(annotation=Parameter.empty)) for each in taken)
+    shown = " ".join(f"--set {name}=…" for name in needed or [taken[0].name])
+    return f"it takes {others}: {shown}"
+
+
+def sizes_of(batch: Sizes | None, tokens: Sizes | None) -> TriedSizes:
     """Returns the sizes to try a layer with, by `--batch` and `--tokens` as they were given."""
     batches, lengths = (
-        None if given is None else parse_range(str(given), option)
+        None if given is None else parse_range(given, option)
         for given, option in ((batch, "--batch"), (tokens, "--tokens"))
     )
     usual = TriedSizes()
@@ -98,16 +135,17 @@ def sizes_of(batch: str | int | None, tokens: str | int | None) -> TriedSizes:
 
 @dataclass(slots=True)
 class _Tried:
-    """What became of one reading of the experts.
+    """The result for one reading of the experts.
 
-    `nearly` are texts that match usual inputs, with the inputs that they do not match and how far
-    off they are for them.
+    `whole`: all forms were tried. `nearly` are texts that match usual inputs, with the inputs that
+    they do not match and how far off they are for them.
     """
 
     guess: Guess
     watched: WatchedForward
     right_experts: bool = False
     fits: bool = True
+    whole: bool = False
     nearly: list[tuple[str, str, float]] = field(default_factory=list)
 
 
@@ -115,36 +153,61 @@ class _Search:
     """The guesses for one layer, for one reading of its experts after the other."""
 
     def __init__(
-        self, layer: nn.Module, shape: object, sizes: TriedSizes, source: str, progress: Progress
+        self,
+        layer: nn.Module,
+        shape: object,
+        sizes: TriedSizes,
+        source: str,
+        progress: Progress,
+        seconds: float,
     ) -> None:
         self.layer, self.shape, self.sizes = layer, shape, sizes
-        self.source, self.progress = source, progress
+        self.source, self.progress, self.seconds = source, progress, seconds
+        self.ends, self.ended = process_time() + seconds, False
 
     def result(self) -> FirstAdapter:
-        """Returns the first guess that matches, or a start with what is missing."""
-        readings = readings_of(self.layer)
+        """Returns the first guess that matches, or a start that names the missing part."""
+        try:
+            readings = readings_of(self.layer)
+        except FamilyError as error:
+            return self._bare_start(error)
         tried: list[_Tried] = []
-        refused: UsageError | None = None
+        refused: UsageError | ParityError | None = None
         for reading in readings:
             if reading.problem is not None:
                 continue
             try:
                 one = self._guess(reading)
-            except UsageError as error:
+                tried.append(one)
+                found = self._matching(one)
+            except (UsageError, ParityError) as error:
+                if self.sizes.asked_batches or self.sizes.asked_tokens:
+                    raise  # other sizes may be taken
                 refused = refused or error
                 continue
-            tried.append(one)
-            found = self._matching(one)
+            except OutOfTimeError:
+                self.ended = True
+                break
             if found is not None:
                 return FirstAdapter(self._whole(found), (), tuple(self._notes(one.watched)))
-        if refused is not None and not tried:
-            raise refused
+        why = [] if refused is None or tried else [f"{refused.message} ({refused.hint})"]
+        why += [self._out_of_time(tried)] if self.ended else []
         nearly = next((one for one in tried if one.nearly), None)
-        return self._start(tried, readings) if nearly is None else self._nearly(nearly)
+        found_so_far = self._start(tried, readings) if nearly is None else self._nearly(nearly)
+        return replace(found_so_far, missing=(*why, *found_so_far.missing))
+
+    def _out_of_time(self, tried: Sequence[_Tried]) -> str:
+        """The parts of the search that were left out, and how to continue it."""
+        forms = sum(one.guess.count.forms for one in tried)
+        return (
+            f"the search ended after {self.seconds:g} s of the processor and {forms} forms, of "
+            f"which none matches: --time {2 * self.seconds:g}s searches for longer"
+        )
 
     def _start(self, tried: Sequence[_Tried], readings: Sequence[ExpertsReading]) -> FirstAdapter:
         """The layer's own forward as a start, and why nothing better was found."""
-        reading = tried[0].guess.reading if tried else readings[0]
+        fit = (each for each in readings if each.problem is None)
+        reading = tried[0].guess.reading if tried else next(fit, readings[0])
         start = start_of(self.layer, reading)
         lines = [*start.before, f"def forward({start.parameters}):", joined(start.lines), ""]
         call = call_text("moexport.Experts", [reading.keywords, "forward=forward"])
@@ -153,8 +216,32 @@ class _Search:
         code = self._whole("\n".join([*lines, call]), start.imports)
         return FirstAdapter(code, tuple(missing[:MOST_SAID]))
 
+    def _bare_start(self, error: FamilyError) -> FirstAdapter:
+        """The layer's own forward if no part of it was recognised as its experts."""
+        reading = ExpertsReading(
+            keywords="experts=[...]",
+            words="",
+            count=0,
+            dim=0,
+            own=frozenset(),
+            uses=frozenset(self._likely_experts()),
+            arguments={},
+        )
+        start = start_of(self.layer, reading)
+        lines = [*start.before, f"def forward({start.parameters}):", joined(start.lines), ""]
+        lines += [f"# Name the experts: {PAIRS};", f"# or {STACKED}."]
+        body = "\n".join([*lines, "return moexport.Experts(experts=[...], forward=forward)"])
+        return FirstAdapter(self._whole(body, start.imports), (error.message,))
+
+    def _likely_experts(self) -> list[str]:
+        """The attributes that are called experts; else all that hold weights and are no router."""
+        names = [name.partition(".")[0] for name, _ in self.layer.named_parameters()]
+        called = [name for name in names if "expert" in name.lower()]
+        routers = ("gate", "rout")
+        return called or [n for n in names if not any(word in n.lower() for word in routers)]
+
     def _guess(self, reading: ExpertsReading) -> _Tried:
-        """A reading with a call that the layer takes; raises UsageError where it takes none."""
+        """A reading with a call that the layer takes; raises UsageError if it takes none."""
         watched = WatchedForward(self.layer)
         call = called(self.layer, reading, self.shape, self.sizes, self.source)
         before = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
@@ -168,7 +255,8 @@ class _Search:
                 f"too{because}",
                 hint="noise, and changes of buffers, belong into training alone: if self.training",
             )
-        count = FormCount(self.progress, f"trying {self.source} with {reading.words}")
+        what = f"trying {self.source} with {reading.words}"
+        count = FormCount(self.progress, what, self.ends)
         return _Tried(Guess(self.layer, reading, call, self.source, count), watched)
 
     def _matching(self, one: _Tried) -> str | None:
@@ -176,22 +264,24 @@ class _Search:
         guess = one.guess
         tries = Tries(guess, self.sizes, one.watched)
         routed, soft = RoutedForms(guess), SoftForms(guess)
-        candidates = self._candidates(routed, soft)
         limits, nearly = one.watched.limits, 0
-        for text, form in candidates:
-            if guess.off(text) > CLOSE:
-                continue
-            fails = tries.fails(text)
-            if fails is None:
-                return text
-            one.nearly.append((text, *fails))
-            for limited in self._limited(routed, soft, form, limits):
-                if guess.off(limited) <= CLOSE and tries.fails(limited) is None:
-                    return limited
-            nearly += 1
-            if nearly == MOST_NEARLY:
-                break
-        one.right_experts, one.fits = routed.right_experts, routed.fits
+        try:
+            for text, form in self._candidates(routed, soft):
+                if guess.off(text) > CLOSE:
+                    continue
+                fails = tries.fails(text)
+                if fails is None:
+                    return text
+                one.nearly.append((text, *fails))
+                for limited in self._limited(routed, soft, form, limits):
+                    if guess.off(limited) <= CLOSE and tries.fails(limited) is None:
+                        return limited
+                nearly += 1
+                if nearly == MOST_NEARLY:
+                    break
+            one.whole = True
+        finally:  # also where the time is over
+            one.right_experts, one.fits = routed.right_experts, routed.fits
         return None
 
     @staticmethod
@@ -249,13 +339,13 @@ class _Search:
 
 
 MOST_SAID = 2
-"""Readings of the experts of which it is said what became of them."""
+"""Readings of the experts that are reported with their results."""
 
 MOST_LISTED = 6
 
 
 def _said(one: _Tried) -> str:
-    """What became of a reading, in words."""
+    """The result for a reading, in words."""
     guess = one.guess
     read, count = f"moexport read {guess.reading.words}", guess.count
     given = ", ".join(guess.further)
@@ -270,6 +360,8 @@ def _said(one: _Tried) -> str:
             f"{around}: {read}; {count.forms} usual forms were tried, and the nearest is off by "
             f"{count.nearest:.2g} of max|y|"
         )
+    if not one.whole:
+        return f"{around}: {read}, and not all forms were tried"
     if not one.fits:
         x, y = list(guess.call.x.shape), list(guess.call.y.shape)
         return f"{around}: {read}, and no usual form gives {y} for {x}"

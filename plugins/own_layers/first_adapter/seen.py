@@ -1,7 +1,7 @@
-"""What a layer's own forward did not do while it was tried: limits, masks and branches.
+"""Finds limits, masks and branches of a layer's forward that no trial input reached.
 
 An adapter is compared with the layer on some inputs. What none of them reaches may be missing in
-the adapter, and nobody would know.
+the adapter without notice.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class WatchedForward(TorchFunctionMode):
         return returned
 
     def _place(self, name: str) -> Place | None:
-        """The user's line that the call is in; None where it is in none of the layer's files."""
+        """The user's line that the call is in; None if it is in none of the layer's files."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename not in self._files:
             frame = frame.f_back
@@ -124,7 +124,7 @@ class WatchedForward(TorchFunctionMode):
         return local
 
     def unreached(self) -> list[str]:
-        """Returns what no call reached: limits, masks of one value, and branches."""
+        """Returns the limits, masks of one value, and branches that no call reached."""
         said = [
             place.said
             for place in self.places.values()

@@ -1,4 +1,4 @@
-"""What adapters of Soft MoE layers may look like, as text: by their options, or as a forward."""
+"""Candidates for adapters of Soft MoE layers, as text: by their options, or as a forward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..descriptions import Description, SoftMoEDescription, held_by
+from ..descriptions import Description, SoftMoEDescription, contents_of
 from ..mismatch import CLOSE
 from .forms import USERS_CODE, ClampBounds, Guess, call_text, clamped, distance
 from .readings import code_of
@@ -19,7 +19,7 @@ MOST_WIDTH = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Phi:
-    """What the tokens may be multiplied with, [d, n, p], as code, and its bias."""
+    """A matrix that may multiply the tokens, [d, n, p], as code, and its bias."""
 
     code: str
     bias: str = ""
@@ -45,7 +45,7 @@ ENDS = (
     "x + y.masked_fill({mask}[..., None], 0)",
     "(x + y).masked_fill({mask}[..., None], 0)",
 )
-"""What is returned of y where a mask says which tokens count."""
+"""The returned part of y if a mask selects tokens."""
 
 AXES = {
     "all slots": "logits.flatten(2).softmax(dim=-1).view_as(logits)",
@@ -63,14 +63,14 @@ class SoftForms:
         self.guess = guess
 
     def matching(self) -> Iterator[SoftForm]:
-        """Yields the forms that give y, those with the fewest options first."""
+        """Yields the forms that produce y, those with the fewest options first."""
         guess = self.guess
         if guess.call.further:
             for form in self._masked():
                 if self._seen(form.text) <= CLOSE:
                     yield form
             return
-        held, found = held_by(guess.layer), {}
+        held, found = contents_of(guess.layer), {}
         for phi, norm in itertools.product(self.phis(), ["", *guess.norms]):
             options = [f"phi={phi.code}", *([f"bias={phi.bias}"] if phi.bias else [])]
             options += [guess.reading.keywords, *([f"norm={norm}"] if norm else [])]
@@ -191,11 +191,11 @@ class SoftForms:
             f'slots = torch.einsum("bmd,bmnp->bnpd", x, {dispatch})',
             f"return experts(slots, combine={combine})",
         ]
-        # What a Soft MoE's experts compute unless it is said.
+        # The default activation of a Soft MoE's experts.
         return self.guess.text(lines, "gelu")
 
     def phis(self) -> Iterator[Phi]:
-        """Yields what the tokens may be multiplied with, and what of it with a bias."""
+        """Yields the matrices that may multiply the tokens, and those with a bias."""
         guess = self.guess
         d, n = guess.reading.dim, guess.reading.count
         raw: list[str] = []

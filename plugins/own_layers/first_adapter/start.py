@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TypeGuard
 
 from torch import nn
 
@@ -22,6 +24,8 @@ CALLS = (
 )
 
 MARK = "  # <- experts"
+
+ATTRIBUTE = re.compile(r"\.(\w+)")
 
 EXPERTS, LAYER = "experts", "layer"
 
@@ -78,19 +82,21 @@ class _OwnForward:
             (tree,) = ast.parse(text).body
         except (OSError, TypeError, SyntaxError, ValueError):
             return None
-        if not isinstance(tree, ast.FunctionDef) or "super(" in text or not tree.args.args:
+        if not isinstance(tree, ast.FunctionDef) or not tree.args.args:
+            return None
+        if "super(" in text and "forward" not in vars(kind):  # of a class that is not imported
             return None
         place = f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}, line {first}"
         return cls(tree, text, kind, place)
 
     @property
     def name(self) -> str:
-        """What the forward calls the layer: `self`."""
+        """The forward's name for the layer: `self`."""
         return self.tree.args.args[0].arg
 
     @property
     def parameters(self) -> str:
-        """The parameters after the layer, without what their annotations say."""
+        """The parameters after the layer, without their annotations."""
         arguments = copy.deepcopy(self.tree.args)
         del arguments.args[0]
         for node in ast.walk(arguments):
@@ -135,28 +141,28 @@ class _OwnForward:
                 yield line, node.col_offset, end, whole
             elif isinstance(node, ast.Attribute) and node.attr != self._whole_name(node.attr):
                 yield line, end - len(node.attr.encode()), end, self._whole_name(node.attr)
+        for call in ast.walk(self.tree):
+            if _is_super(call) and not call.args:  # which Python reads in a class alone
+                line, end = call.end_lineno or call.lineno, call.end_col_offset or 0
+                yield line, call.col_offset, end, f"super({self.cls.__name__}, {whole})"
 
     def _whole_name(self, name: str) -> str:
-        """What Python makes of a name in a class that begins with two underscores."""
+        """Python's form of a name in a class that begins with two underscores."""
         if not name.startswith("__") or name.endswith("__"):
             return name
         return f"_{self.cls.forward.__qualname__.split('.')[-2].lstrip('_')}{name}"
 
     def _uses(self, node: ast.AST, uses: frozenset[str]) -> bool:
         """Whether an attribute of the layer is its experts, or a method that uses them."""
-        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+        if not isinstance(node, ast.Attribute):
             return False
-        if node.value.id != self.name:
+        of_bases = _is_super(node.value)
+        of_layer = isinstance(node.value, ast.Name) and node.value.id == self.name
+        if not of_layer and not of_bases:
             return False
         name = self._whole_name(node.attr)
-        if name in uses:
-            return True
-        method = getattr(self.cls, name, None)
-        try:
-            text = inspect.getsource(method) if callable(method) else ""
-        except (OSError, TypeError):
-            return False
-        return any(f".{name}" in text for name in uses)
+        kinds = self.cls.__mro__[1 if of_bases else 0 :]
+        return name in uses or _method_uses(kinds, name, uses, set())
 
     def imports(self) -> Iterator[str]:
         """Yields the imports of the module's names that the body uses."""
@@ -182,6 +188,29 @@ class _OwnForward:
                 yield f"import {value.__name__} as {name}"
         if own:
             yield f"from {self.cls.__module__} import {', '.join(own)}"
+
+
+def _is_super(node: ast.AST) -> TypeGuard[ast.Call]:
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+    )
+
+
+def _method_uses(kinds: Sequence[type], name: str, uses: frozenset[str], seen: set[str]) -> bool:
+    """Whether the method of the first of these classes that has it uses attributes of the layer.
+
+    Methods that it calls count, but for those in `seen`.
+    """
+    method = next((vars(kind)[name] for kind in kinds if name in vars(kind)), None)
+    if method is None or name in seen:
+        return False
+    seen.add(name)
+    try:
+        text = inspect.getsource(method)
+    except (OSError, TypeError):
+        return False
+    named = set(ATTRIBUTE.findall(text))
+    return bool(named & uses) or any(_method_uses(kinds, other, uses, seen) for other in named)
 
 
 def joined(lines: Sequence[str], indent: str = "    ") -> str:

@@ -19,7 +19,7 @@ from .readings import TriedSizes, call_of, resized
 from .seen import WatchedForward
 
 SCALES = ((0.1, 1.0), (10.0, 1.0), (100.0, 1.0), (1.0, 10.0), (1.0, 100.0))
-"""Factors of the inputs, and of the parameters that are none of the experts'."""
+"""Factors of the inputs, and of the parameters outside the experts."""
 
 APART = 1e-3
 """How far off a text may be, as a share of max|y|, beyond what rounding of the inputs changes."""
@@ -111,7 +111,7 @@ class Tries:
                 yield one
 
     def _try(self, words: str, weights: float, args: tuple[Tensor, ...]) -> Try | None:
-        """A call of the layer, with what rounding does to it; None where it gives no numbers."""
+        """A call of the layer, with what rounding does to it; None if it gives no numbers."""
         self._guess.count.say(f"it is called with {words}")
         generator = torch.Generator().manual_seed(3)
         layer, x = self._guess.layer, args[0]

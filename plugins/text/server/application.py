@@ -1,8 +1,8 @@
-"""The ASGI application that answers clients: completions, chats, and how the server is.
+"""The ASGI application for clients: completions, chats, health and metrics.
 
 Clients may be hostile: the size of a request is limited before it is read, its text is parsed and
-made tokens of outside the event loop, texts are computed a token each in turn, and a client that
-goes away leaves nothing behind.
+tokenised outside the event loop, texts are computed in turn, one token each, and a client that
+disconnects leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from .turns import Turns
 from .watched import LEFT, TEXT, WatchedRequests
 
 MOST_TEXTS = 64
-"""Texts that are written at once, each with a cache."""
+"""The largest number of texts at once, each with a cache."""
 
 LEAST_BODY = 1 << 20
 BODY_TOKEN = 16
-"""Bytes of a request at most: so many for each token of the context, and a MiB at least."""
+"""The largest size of a request: these bytes for each token of the context, and at least a MiB."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-"""Gives the system what was freed: the C library of Linux keeps the room of small caches."""
+"""Returns freed memory to the system: the C library of Linux keeps that of small caches."""
 
 TRIM_S = 0.5
 
 RETRY = {"Retry-After": "1"}
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-"""What a server that listens at one of these is called: another name is one that an attacker's
-name server has for this machine."""
+"""The names of a server that listens at one of these; an attacker's name server could give this
+machine another name."""
 
 
 def application(model: TextModel, name: str, most: int, host: str = "0.0.0.0") -> WatchedRequests:
-    """Returns the server's ASGI application; a text has `most` tokens at most.
+    """Returns the server's ASGI application; a text has at most `most` tokens.
 
-    One that listens at a `host` of this machine alone answers requests that name it so.
+    If it listens at a `host` of this machine only, it answers only requests with that name.
     """
     service = _Service(model, name, most, local=is_local(host))
     hosts = [*LOOPBACK, host] if service.local else ["*"]
@@ -116,7 +116,7 @@ class _Service:
         self._reading, self._computing = CapacityLimiter(1), CapacityLimiter(1)
 
     def give_back(self) -> None:
-        """Gives freed memory back to the system soon, once for all requests that end meanwhile."""
+        """Returns freed memory to the system soon, once for all requests that end meanwhile."""
         if _trim is not None and (self._trimming is None or self._trimming.when() < self._now()):
             self._trimming = asyncio.get_running_loop().call_later(TRIM_S, _trim, 0)
 
@@ -125,7 +125,7 @@ class _Service:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place among the texts that are written at once."""
+        """Takes one of the places for texts."""
         if self.texts >= MOST_TEXTS:
             raise _BusyError(f"{MOST_TEXTS} texts are being written: try again")
         self.texts += 1
@@ -137,18 +137,19 @@ class _Service:
     async def read(
         self, request: Request, *, chat: bool
     ) -> tuple[Asked, list[int], GenerateRequest]:
-        """Returns what a request asks for and the tokens of its prompt."""
+        """Returns a request and the tokens of its prompt."""
         body = await request.body()
 
         def tokens() -> tuple[Asked, list[int]] | MoexportError:
             try:
                 return self.model.prompts.completion(body, self.name, self._most, chat=chat)
             except MoexportError as cause:
-                # Raised here it would refer to itself, by way of the future that waits for it, and
+                # Raised here it would refer to itself, through the future that waits for it, and
                 # its frames would keep the body until cycles are collected.
                 return cause.with_traceback(None)
 
-        # Short ones do not wait for long ones, and nothing is read for a client that has left.
+        # Short ones do not wait for long ones, and nothing is read for a client that has
+        # disconnected.
         async with self._readings.turn((len(body), 0.0)):
             if await request.is_disconnected():
                 raise ClientDisconnect
@@ -164,14 +165,14 @@ class _Service:
     async def start(
         self, client: Request, ids: list[int], request: GenerateRequest
     ) -> GeneratedText:
-        """Begins a text, unless the client has left while it waited."""
+        """Begins a text, unless the client disconnected while it waited."""
         async with self._turns.turn((len(ids) + request.max_tokens, 0.0)):
             if await client.is_disconnected():
                 raise ClientDisconnect
             return await to_thread.run_sync(self.model.start, ids, request, limiter=self._computing)
 
     async def pieces(self, text: GeneratedText, most: int) -> AsyncGenerator[str]:
-        """The pieces of a text of `most` tokens, an empty one where a step makes none."""
+        """The pieces of a text of `most` tokens, an empty one if a step makes none."""
         while text.finish is None:
             took = text.first_token_s + text.decode_s
             async with self._turns.turn((text.prompt_tokens + most, took), text):
@@ -186,7 +187,7 @@ class _Completions:
         self._service, self._chat = service, chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Writes a text for a request; however that ends, its cache is freed."""
+        """Writes a text for a request; always frees its cache at the end."""
         response: Response
         try:
             await self._answer(Request(scope, receive), scope, receive, send)
@@ -235,7 +236,7 @@ class _Completions:
 
 
 def _check_sender(request: Request, *, local: bool) -> None:
-    """Refuses what a page of another site sends with its reader's browser, and other than JSON."""
+    """Refuses requests from other sites' pages in a browser, and bodies other than JSON."""
     origin = request.headers.get("origin")
     if local and origin is not None:
         try:

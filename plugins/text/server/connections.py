@@ -1,4 +1,4 @@
-"""Connections of clients that send slowly or not at all: there is an end to them, and room beside.
+"""Limits connections of clients that send slowly or not at all.
 
 Uvicorn limits the time between requests, not that of a request's head and body.
 """
@@ -12,23 +12,24 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_CONNECTIONS = 256
-"""Of clients at once, where the system lets a process have four times as many files."""
+"""The largest number of clients at once, if the system allows a process four times as many files.
+"""
 
 RECEIVE_S = 20.0
-"""For a request to be received, head and body."""
+"""The time to receive a request, head and body."""
 
 GRACE_S = 1.0
-"""For a request to arrive before its connection makes room for another: until then there may be
-twice as many."""
+"""The time after which a connection without a request may be closed for another: until then there
+may be twice as many."""
 
 LINGER_S = 2.0
-"""For a client to read the answer to a request that was refused before all of it was received."""
+"""The time for a client to read the answer to a request that was refused before it was received."""
 
 
 class Connection(H11Protocol):
-    """A client's connection: it is closed where a request takes too long to be received.
+    """A client's connection: it is closed if a request takes too long to be received.
 
-    Where there are too many, the one that has been receiving for longest makes room.
+    If there are too many, the one that has been receiving for longest is closed.
     """
 
     _opened = 0.0
@@ -87,7 +88,7 @@ def _idle(connection: Any) -> bool:
 
 
 def most_connections() -> int:
-    """Returns how many connections there may be: each is a file of this process."""
+    """Returns the largest number of connections: each is a file of this process."""
     if sys.platform == "win32":
         return MOST_CONNECTIONS
     import resource

@@ -1,4 +1,4 @@
-"""OpenAI's protocol: what a client may ask for, and how it is answered."""
+"""OpenAI's protocol: requests and answers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..request import GenerateRequest
 
 MOST_STOPS = 8
 STOP_CHARACTERS = 256
-"""Of each text to stop at: every token is compared with all of them."""
+"""The limit for each stop text: every token is compared with all of them."""
 
 PASSED_OVER = frozenset(
     ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 )
-"""Fields that change no text."""
+"""Fields that are ignored, as they change no text."""
 
 NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
@@ -37,7 +37,7 @@ NEUTRAL: Mapping[str, Any] = {
     "response_format": {"type": "text"},
     "tool_choice": "none",
 }
-"""Values that ask for nothing, of fields that this server does not have."""
+"""Values that request nothing, for fields that this server does not have."""
 
 
 FAILED = "the server failed; its log has a line about it"
@@ -45,22 +45,22 @@ FAILED = "the server failed; its log has a line about it"
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Whether a stream ends with what it took."""
+    """Whether a stream ends with its usage."""
 
     include_usage: bool = False
 
 
 class WrittenText(Protocol):
-    """What a reply tells of a text that is generated."""
+    """The properties of a generated text that a reply contains."""
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens the prompt has."""
+        """The number of tokens of the prompt."""
         ...
 
     @property
     def tokens(self) -> int:
-        """How many tokens were generated."""
+        """The number of generated tokens."""
         ...
 
     @property
@@ -71,7 +71,7 @@ class WrittenText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a client asks for; the names are the protocol's, `top_k` apart."""
+    """A client's request; the names are the protocol's, except `top_k`."""
 
     model: str = ""
     prompt: str | list[str] | None = None
@@ -88,11 +88,11 @@ class Asked:
 
     @property
     def usage(self) -> bool:
-        """Whether a stream ends with what it took."""
+        """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def request(self, most: int) -> GenerateRequest:
-        """Returns how to generate it, with `most` tokens; `UsageError` for what cannot be."""
+        """Returns the options for at most `most` tokens; raises `UsageError` for invalid ones."""
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         longest: int | None = getattr(self, name)
         if longest is not None and not 1 <= longest <= most:
@@ -114,9 +114,9 @@ class Asked:
     def content(
         self, *, chat: bool, most: int, reads: frozenset[str]
     ) -> str | list[dict[str, str]]:
-        """Returns the prompt or the messages, `most` of them, with what the template `reads`.
+        """Returns the prompt or up to `most` messages, with the fields that the template `reads`.
 
-        Raises `UsageError` for another number of prompts than one, and for what is no text.
+        Raises `UsageError` unless there is exactly one prompt, and it is text.
         """
         wanted, other = ("messages", "prompt") if chat else ("prompt", "messages")
         if getattr(self, wanted) is None:
@@ -129,31 +129,31 @@ class Asked:
             return [_message(said, f"messages[{i}]", reads) for i, said in enumerate(self.messages)]
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
         if len(prompts) != 1:
-            raise UsageError(f"prompt: {len(prompts)} prompts, and one text is expected")
+            raise UsageError(f"prompt: {len(prompts)} prompts, but one text is expected")
         return prompts[0]
 
 
 class NoSuchModelError(UsageError):
-    """A request is for another model than the one that is served."""
+    """A request for a model that is not served."""
 
 
 SERVED = PASSED_OVER | {field.name for field in fields(Asked)}
 
 
 def asked(body: bytes) -> Asked:
-    """Returns what a body asks for; `UsageError` for what is no request or is not served."""
+    """Parses a body; raises `UsageError` for an invalid or unsupported request."""
     try:
         data = msgspec.json.decode(body)  # in one step, however many values there are
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as cause:
         raise UsageError(f"the request is not valid JSON: {str(cause)[:200]}") from cause
     if not isinstance(data, dict):
-        raise UsageError("the request is no object")
+        raise UsageError("the request is not an object")
     _check_served({name: data[name] for name in data if name not in SERVED}, "")
     return from_data(Asked, data, "the request", error=UsageError)
 
 
 def in_protocol(error: MoexportError) -> str:
-    """Returns an error's message with the protocol's names where it has those of options."""
+    """Returns an error's message with the protocol's names in place of options."""
     message = error.message
     for name in declared(GenerateRequest):
         message = message.replace(spelled(GenerateRequest, name), name)
@@ -161,7 +161,7 @@ def in_protocol(error: MoexportError) -> str:
 
 
 def _check_served(data: Mapping[str, Any], at: str) -> None:
-    """Raises `UsageError` for a field that asks for what this server does not do."""
+    """Raises `UsageError` for a field that this server does not support."""
     for name, value in data.items():
         empty = value is None or value is False or value in ("", [], {})
         neutral = not isinstance(value, bool) and name in NEUTRAL and value == NEUTRAL[name]
@@ -172,10 +172,10 @@ def _check_served(data: Mapping[str, Any], at: str) -> None:
 
 
 def _message(said: Mapping[str, Any], at: str, reads: frozenset[str]) -> dict[str, str]:
-    """What a template gets of a message: its role, its content and other texts that it reads."""
+    """The fields of a message for a template: role, content and other texts that it reads."""
     role = said.get("role")
     if not (isinstance(role, str) and role):
-        raise UsageError(f"{at}.role: it is no text")
+        raise UsageError(f"{at}.role: it is not text")
     texts = {
         name: value
         for name, value in said.items()
@@ -187,23 +187,23 @@ def _message(said: Mapping[str, Any], at: str, reads: frozenset[str]) -> dict[st
 
 
 def _content(content: Any, at: str) -> str:
-    """What a message says, which may be in parts; `UsageError` for what is no text."""
+    """The content of a message, which may be in parts; raises `UsageError` unless it is text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise UsageError(f"{at}.content: it is no text")
+        raise UsageError(f"{at}.content: it is not text")
     parts = [
         part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         for part in content
     ]
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) < len(parts):
-        raise UsageError(f"{at}.content: a part is no text, and the model takes text alone")
+        raise UsageError(f"{at}.content: a part is not text, but the model takes only text")
     return "".join(texts)
 
 
 class ReplyForm:
-    """How the protocol writes one answer, or the parts of it."""
+    """The protocol's form of one answer, or of its parts."""
 
     def __init__(self, *, chat: bool, stream: bool, model: str) -> None:
         self.chat = chat
@@ -234,9 +234,9 @@ class ReplyForm:
 async def events(
     form: ReplyForm, text: WrittenText, pieces: AsyncIterator[str], *, usage: bool
 ) -> AsyncIterator[str]:
-    """A stream's events: the pieces, the reason of its end, and what it took where that is asked.
+    """A stream's events: the pieces, the reason of its end, and its usage if requested.
 
-    It was answered with success by then: what fails later is an event of its own.
+    The status was a success by then: a later failure is an event of its own.
     """
     try:
         async for piece in pieces:

@@ -1,4 +1,4 @@
-"""A language model served by OpenAI's protocol: completions and chats, whole or streamed."""
+"""Serves a language model by OpenAI's protocol: completions and chats, whole or streamed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..generate import TextModel
 from ..request import ServeRequest
 
 CLOSING_S = 1
-"""So long texts that are being written may go on when the server is told to end."""
+"""How long texts may continue when the server shuts down."""
 
 
 def serve(bundle: Bundle, request: ServeRequest) -> None:
@@ -36,7 +36,7 @@ def serve(bundle: Bundle, request: ServeRequest) -> None:
         ws="none",
         lifespan="off",
         log_level="error",
-        access_log=False,  # `WatchedRequests` writes a line a request, when it ends
+        access_log=False,  # `WatchedRequests` writes a line for each request, when it ends
         proxy_headers=False,
         server_header=False,
         backlog=most_connections(),  # asyncio accepts all of them before it closes any
@@ -45,7 +45,7 @@ def serve(bundle: Bundle, request: ServeRequest) -> None:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises `UsageError` where nothing can listen at a port."""
+    """Raises `UsageError` if a port is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.create_server((host, port), family=family):

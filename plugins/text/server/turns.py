@@ -1,4 +1,4 @@
-"""Who is next: one at a time, and what is short does not wait for all that is long."""
+"""Gives turns to several texts, one at a time, with priority for short ones."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     import anyio
 
 SHARE = 0.8
-"""Of the time, for the smallest."""
+"""The share of the time for the smallest."""
 
 KEPT_S = 0.002
 """How long the smallest may take to come back for its next turn before another has it."""
 
 
 Size = tuple[float, float]
-"""What a text may take at the most, in tokens, and among equals the seconds that it has taken."""
+"""The largest size of a text, in tokens, and among equals the seconds that it has taken."""
 
 
 class Returning(Protocol):
-    """One that comes again for turns until it has ended, as `GeneratedText` does."""
+    """An object that takes turns until it has ended, as `GeneratedText` does."""
 
     @property
     def finish(self) -> object:
-        """What has ended it; None before."""
+        """Why it ended; None before."""
         ...
 
 
@@ -40,25 +40,25 @@ class _WaitingText:
 
 @dataclass(slots=True)
 class Turns:
-    """Turns of several that are at work at once.
+    """Turns of several texts that are generated at once.
 
-    Four fifths of the time are for the smallest, such as the text of which the fewest tokens are
-    asked for, however many others there are; in the rest it goes by order of arrival.
+    Four fifths of the time are for the smallest, such as the text with the fewest requested tokens,
+    however many others there are; the rest is in order of arrival.
     """
 
     _waiting: list[_WaitingText] = field(default_factory=list)
     _busy: bool = False
     _by_size: bool = False
     _ahead: float = 0.0
-    """The seconds that went by size more than their share, since there was a choice."""
+    """The seconds beyond their share that went by size, since there was a choice."""
     _kept_for: Returning | None = None
     _kept: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def turn(self, size: Size, owner: Returning | None = None) -> AsyncIterator[None]:
-        """Waits for the turn of one that has a size, and gives it on at the end.
+        """Waits for a turn, and passes it on at the end.
 
-        An `owner` comes again: where it is the smallest, its next turn is kept a while.
+        An `owner` comes again: if it is the smallest, its next turn is reserved for a while.
         """
         chosen = True  # among several
         if self._kept is not None and self._kept_for is owner:
@@ -92,7 +92,7 @@ class Turns:
         self._waiting.append(waiting)
         try:
             await waiting.turn.wait()
-        except BaseException:  # its client has gone
+        except BaseException:  # its client has disconnected
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
             else:  # the turn was given to it meanwhile
@@ -108,7 +108,7 @@ class Turns:
         self._kept, self._kept_for = None, None
 
     def _give_up(self) -> None:
-        """The smallest has not come back: its wait was its own time."""
+        """The smallest did not come back: its wait was its own time."""
         self._end_keeping()
         self._count(KEPT_S, by_size=True)
         self._next()

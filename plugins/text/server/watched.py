@@ -1,4 +1,4 @@
-"""What a server's owner sees of it: a line of log for each request, and counts for Prometheus."""
+"""The server's log, a line for each request, and its counts for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from ..generate import GeneratedText
 
 SEND_S = 30.0
-"""For a client to read a part of its answer."""
+"""The time for a client to read a part of its answer."""
 
 TEXT = "moexport.text"
-"""The key of a request's scope that holds the text which is written for it."""
+"""The key of a request's scope that holds its text."""
 
 LEFT = 499
-"""The status of a request whose client left before it was answered; nginx writes it so too."""
+"""The status of a request whose client disconnected before the answer; nginx uses it, too."""
 
 OTHER = "other"
-"""The path of requests for what there is not: clients choose the names."""
+"""The path of requests for unknown paths: clients choose the names."""
 
 log = logging.getLogger("moexport.serve")
 
 
 class WatchedRequests:
-    """Passes requests on to an application; each is counted, and ends within a time and a line."""
+    """Passes requests on to an application, counts them, and limits and logs each."""
 
     def __init__(self, app: Any) -> None:
         self._app: ASGIApp = app
@@ -41,7 +41,7 @@ class WatchedRequests:
         self._seconds = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request; a fault ends with a line of log instead of a traceback."""
+        """Answers a request; an error ends with a line of log instead of a traceback."""
         from anyio import fail_after
 
         if scope["type"] != "http":
@@ -61,7 +61,7 @@ class WatchedRequests:
         except TimeoutError:
             fault = f" (the client has read nothing for {SEND_S:.0f} s)"
         except Exception as cause:  # noqa: BLE001 - whatever it is, the server goes on
-            fault = f" ({_told(cause)})"
+            fault = f" ({_describe_error(cause)})"
         finally:
             self._ended(scope, status, perf_counter() - begun, fault)
 
@@ -89,7 +89,7 @@ class WatchedRequests:
         )
 
     def metrics(self, **gauges: float) -> str:
-        """Returns all counts, as Prometheus reads them."""
+        """Returns all counts in the format of Prometheus."""
         lines = ["# TYPE moexport_requests_total counter"]
         lines += [
             f'moexport_requests_total{{path="{path}",status="{status}"}} {count}'
@@ -107,8 +107,8 @@ class WatchedRequests:
         return "\n".join([*lines, ""])
 
 
-def _told(error: BaseException) -> str:
-    """An error in one line: its kind, what it tells, and where it comes from."""
+def _describe_error(error: BaseException) -> str:
+    """An error in one line: its kind, message and origin."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next

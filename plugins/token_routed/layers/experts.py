@@ -1,9 +1,8 @@
-"""Token-routed experts in PyTorch: their arithmetic alone, for a choice that the graph around made.
+"""Token-routed experts in PyTorch: the arithmetic for a choice that the surrounding graph made.
 
-A router, whatever it is, gives each token k experts and a weight for each; this layer computes
-y_t = Σ_j weights[t, j] · expert_{index[t, j]}(x_t). It is the reference that exported graphs are
-compared with, so it loops over experts; what is exported is written independently, in
-`plugins.token_routed.lowerings`.
+A router gives each token k experts and a weight for each; this layer computes y_t = Σ_j weights[t,
+j] · expert_{index[t, j]}(x_t). It is the reference that exported graphs are compared with, so it
+loops over experts; the exported form is written independently, in `plugins.token_routed.lowerings`.
 """
 
 from __future__ import annotations
@@ -38,26 +37,26 @@ from ....graphs.layers.expert import (
 from ....graphs.names import SELECTED
 
 Gate = Literal["none", "concatenated", "interleaved"]
-"""`none`: act(x·w1 + b1); else act(gate)·up, with the columns of x·w1 + b1 as [gate, up], or in
-turn: gate, up, gate, up, …"""
+"""`none`: act(x·w1 + b1); else act(gate)·up, with the columns of x·w1 + b1 as [gate, up], or
+interleaved: gate, up, gate, up, …"""
 
 WeightsOn = Literal["output", "input"]
-"""Whether a weight multiplies what its expert returns, or what it is given."""
+"""Whether a weight multiplies an expert's output or its input."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """Sizes and behaviour of the experts of one layer, without their weights.
 
-    `experts` is n, and `k` how many of them a token got in training. Experts of one map have no
-    `hidden`, which is 0. See `AroundMaps` for what is around the maps. With a gate, `limit` bounds
+    `experts` is n, and `k` the number of experts of a token in training. Experts of one map have no
+    `hidden`, which is 0. See `AroundMaps` for what surrounds the maps. With a gate, `limit` bounds
     the gate from above and the other half to −limit … limit before the activation, and `up_offset`
-    is added to that half. With `post_norm` what an expert returns is multiplied by a scale [o] and
-    then divided by its root mean square.
+    is added to that half. With `post_norm` an expert's output is multiplied by a scale [o] and then
+    divided by its root mean square.
 
-    Where experts have a capacity, tokens come in groups of `group`, and of each an expert computes
-    `capacities[k - 1]` at most: a choice that was dropped is given as expert + n, and weighs 0.
-    With `rounded` tokens are rounded to BF16 for the experts, and what these return.
+    If experts have a capacity, tokens come in groups of `group`, of which an expert computes at
+    most `capacities[k - 1]`: a dropped choice is given as expert + n, and has weight 0. With
+    `rounded` the experts' inputs and outputs are rounded to BF16.
     """
 
     kind: ClassVar[Kind] = "experts"
@@ -105,7 +104,7 @@ class ExpertsSpec:
 
     @property
     def trained_k(self) -> int:
-        """What the router chose in training."""
+        """The k of the training."""
         return self.k
 
     @property
@@ -115,14 +114,14 @@ class ExpertsSpec:
 
     @property
     def inner(self) -> int:
-        """Columns of an expert's first matrix: h, 2h with a gate, o where there is no second."""
+        """Columns of an expert's first matrix: h, 2h with a gate, o if there is no second."""
         if self.linear:
             return self.out
         return self.hidden if self.gate == "none" else 2 * self.hidden
 
     @property
     def parameters_per_expert(self) -> int:
-        """Weights of one expert, biases not counted."""
+        """Weights of one expert, without biases."""
         return self.dim * self.inner + self.hidden * self.out
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
@@ -133,15 +132,15 @@ class ExpertsSpec:
         }
 
     def bytes_read(self, k: int) -> int:
-        """FP32 bytes of the weights of k experts: what one token reads."""
+        """FP32 bytes of the weights of k experts, which one token reads."""
         return 4 * k * self.parameters_per_expert
 
     def quantized_bytes(self, k: int) -> int:
-        """FP32 bytes of the same weights: INT8 takes both matrices of an expert."""
+        """FP32 bytes of the same weights: INT8 quantises both matrices of an expert."""
         return self.bytes_read(k)
 
     def choices(self) -> dict[str, str]:
-        """The chosen experts, int64 [t, k]: here a value of the graph around the layer."""
+        """The chosen experts, int64 [t, k]: a value of the surrounding graph."""
         return {"": SELECTED}
 
 
@@ -149,10 +148,10 @@ class ExpertsSpec:
 class ExpertsWeights:
     """The weights of one layer, in canonical orientation.
 
-    `w1` holds n matrices [d, inner] and `w2` n matrices [h, o], or None; transposed views of a
-    checkpoint's tensors will do, of any float type. `b1` [n, inner] and `b2` [n, o] may be None.
-    With a gate the columns of `w1` and `b1` lie as the spec's `gate` says. `scale` [o] belongs to
-    `post_norm`.
+    `w1` holds n matrices [d, inner] and `w2` n matrices [h, o], or None; they may be transposed
+    views of a checkpoint's tensors, of any float type. `b1` [n, inner] and `b2` [n, o] may be None.
+    With a gate the columns of `w1` and `b1` are in the order of the spec's `gate`. `scale` [o]
+    belongs to `post_norm`.
     """
 
     w1: Matrices
@@ -166,8 +165,7 @@ class ExpertsWeights:
 class Experts(MoELayer):
     """The experts of one layer: x [t, d], index [t, k] and weights [t, k] to [t, o].
 
-    A smaller k is a narrower index, which the router around the layer makes: `keep` says nothing
-    here.
+    A smaller k is a narrower index from the router; `keep` has no effect here.
     """
 
     spec: ExpertsSpec
@@ -231,7 +229,7 @@ class Experts(MoELayer):
         return outputs * torch.rsqrt(square + spec.post_norm_eps)
 
     def activate(self, hidden: Tensor) -> Tensor:
-        """What is between an expert's matrices: [r, inner] to [r, h]."""
+        """The operation between an expert's matrices: [r, inner] to [r, h]."""
         spec = self.spec
         if spec.gate == "none":
             return activated(hidden, spec.activation, spec.alpha)
@@ -244,9 +242,9 @@ class Experts(MoELayer):
         return activated(gate, spec.activation, spec.alpha) * (up + spec.up_offset)
 
     def choices(self, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, RoutingDecision]:
-        """Returns what the layer was given, ascending.
+        """Returns the layer's index, ascending.
 
-        How clearly it was chosen only the router knows, so the margin is infinite.
+        The margin is infinite, as only the router knows it.
         """
         del x, weights
         margin = torch.full(index.shape[:1], torch.inf)
@@ -264,7 +262,7 @@ class Experts(MoELayer):
             if weight is not None:
                 sizes = {"w1": (spec.dim, spec.inner), "w2": (spec.hidden, spec.out)}
                 size = sizes.get(key, (spec.inner if key in inner else spec.out,))
-                # With a first map of zeros, too, no number overflows before the last one.
+                # If the first map is zero, too, no number overflows before the last one.
                 unnormed = spec.linear or spec.hidden_norm is None
                 last = key in outer or (unnormed and key in ("w1", "b1"))
                 yield StoredPart(
@@ -282,7 +280,7 @@ class Experts(MoELayer):
                 matrix = torch.cat([matrix[..., ::2], matrix[..., 1::2]], dim=-1)
             if scaled and self.scale is not None:
                 matrix = matrix * self.scale.float()
-            # An expert whose last map is zero contributes nothing, and costs what it did.
+            # An expert whose last map is zero contributes nothing, at the same cost.
             if last and expert in self.edits.ablated_in(0):
                 matrix = torch.zeros_like(matrix)
             yield matrix.numpy()

@@ -1,1 +1,1 @@
-"""How token-routed experts are computed in a target's ops: one module per way."""
+"""Lowerings of token-routed experts: one module per way to compute them."""

@@ -9,7 +9,7 @@ from functools import partial
 import onnx_ir as ir
 
 from ....graphs.builder import Builder
-from ....graphs.layers.stored import LayerOf
+from ....graphs.layers.stored import Layer
 from ....graphs.lowerings.experts import (
     activation,
     constants_of,
@@ -25,15 +25,16 @@ from ....graphs.names import (
     OUTPUT,
 )
 from ....graphs.precision.products import Linear, operand, product, scaled_rows
-from ....graphs.routing import one_hot_experts
+from ....graphs.routing import is_expert, one_hot_experts
+from ....graphs.targets import TARGETS
 from ..layers.experts import ExpertsSpec
 
-ExpertsLayer = LayerOf[ExpertsSpec]
+ExpertsLayer = Layer[ExpertsSpec]
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
-    """Rows as a product takes them; a unit of a row is worth `scale` [r, 1], 1 where it is None."""
+    """The rows of a product; a unit of a row is worth `scale` [r, 1], or 1 if it is None."""
 
     values: ir.Value
     scale: ir.Value | None = None
@@ -42,7 +43,7 @@ class ScaledRows:
 def routed(b: Builder, layer: ExpertsLayer) -> tuple[ir.Value, ir.Value]:
     """The chosen experts [t, k], int64, and their weights [t, k] as FP32.
 
-    A choice that was dropped is one of its expert with a weight of 0.
+    A dropped choice has its expert's number and weight 0.
     """
     index = layer.routed[0]
     if layer.spec.capacities:
@@ -65,8 +66,18 @@ def pair_weights(b: Builder, layer: ExpertsLayer) -> ir.Value:
 
 
 def chosen(b: Builder, layer: ExpertsLayer) -> ir.Value:
-    """Adds 1 where a choice is of an expert, [t, k, n]; one that was dropped is of none."""
+    """Adds a mask [t, k, n]: 1 for a chosen expert; a dropped choice has none."""
     return one_hot_experts(b, layer.routed[0], layer.spec.experts)
+
+
+def outputs_type(layer: ExpertsLayer) -> ir.DataType:
+    """The float type of the experts' outputs and of their weighted sum.
+
+    It is FP32, except for a runtime whose 16-bit products accumulate in FP32, and in which a cast
+    is another kernel launch.
+    """
+    wide = layer.spec.post_norm or layer.spec.rounded or not TARGETS[layer.target].launches
+    return ir.DataType.FLOAT if wide else layer.compute.inner
 
 
 def token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
@@ -78,13 +89,13 @@ def token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
 
 
 def first_rows(b: Builder, layer: ExpertsLayer, rows: ir.Value) -> ScaledRows:
-    """Rows [..., d] as the first product takes them."""
+    """The input of the first product for rows [..., d]."""
     b.tap(EXPERT_INPUT, rows)
     return _prepared(b, layer, "experts.w1", rows, "experts/rows")
 
 
 def second_rows(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ScaledRows:
-    """Rows [..., h] as the second product takes them."""
+    """The input of the second product for rows [..., h]."""
     b.tap(EXPERT_HIDDEN, hidden)
     return _prepared(b, layer, "experts.w2", hidden, f"{name}/hidden")
 
@@ -100,7 +111,7 @@ def _prepared(b: Builder, layer: ExpertsLayer, key: str, rows: ir.Value, name: s
 def products(
     b: Builder, layer: ExpertsLayer, expert: int, which: str, rows: ir.Value, name: str
 ) -> ir.Value:
-    """Adds one expert's product with `w1` or `w2`, its bias with it where `finished` adds none."""
+    """Adds one expert's product with `w1` or `w2`, with its bias if `finished` adds none."""
     constant, w = constants_of(b, layer, expert), f"w{which}"
     bias = None if _apart(layer) else constant(f"b{which}")
     linear = Linear(
@@ -126,9 +137,9 @@ def finished(
     experts: int | ir.Value | None,
     name: str,
 ) -> ir.Value:
-    """Adds what a product still needs: the scales of its rows, the bias, and what follows a map.
+    """Adds the rest of a map: the scales of its rows, the bias, and what follows the map.
 
-    The bias is that of one expert, of each row's own [r], or of all, [n, 1, ·], for None.
+    The bias is one expert's, each row's own [r], or for None all experts', [n, 1, ·].
     """
     y = raw if scale is None else b.op("Mul", raw, scale, name=f"{name}_unscaled")
     key = f"experts.b{which}"
@@ -183,7 +194,7 @@ def both_products(
 
 
 def activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ir.Value:
-    """Adds what is between an expert's matrices: [..., inner] to [..., h]."""
+    """Adds the operation between an expert's matrices: [..., inner] to [..., h]."""
     spec, inner = layer.spec, layer.compute.inner
     if spec.gate == "none":
         return activation(b, layer, hidden, spec.activation, f"{name}/hidden", spec.alpha)
@@ -199,14 +210,14 @@ def activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ir
 
 
 def all_experts(b: Builder, layer: ExpertsLayer, tokens: ir.Value) -> ir.Value:
-    """Adds every expert on all tokens [t, d], or on rows of its own [n, t, d]: [n, t, o], FP32."""
+    """Adds every expert on all tokens [t, d], or on its own rows [n, t, d]: [n, t, o]."""
     rows, multiply = first_rows(b, layer, tokens), partial(stacked_products, b, layer)
     return normalised(b, layer, both_products(b, layer, rows, multiply, None))
 
 
 def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
-    """Adds the post-norm, where the layer has one, and returns the outputs [..., o] as FP32."""
-    wide = b.cast(outputs, layer.compute.inner, ir.DataType.FLOAT, "experts/outputs_wide")
+    """Adds the post-norm, if the layer has one; the outputs [..., o] have `outputs_type`."""
+    wide = b.cast(outputs, layer.compute.inner, outputs_type(layer), "experts/outputs_wide")
     if layer.spec.rounded:
         wide = b.rounded(wide, ir.DataType.FLOAT, "experts/outputs")
     if not layer.spec.post_norm:
@@ -221,7 +232,7 @@ def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
 def pair_rows(
     b: Builder, layer: ExpertsLayer, x: ir.Value, index: ir.Value, weights: ir.Value
 ) -> ir.Value:
-    """Adds each token once for each expert that it chose, [t·k, d], weighted where the input is."""
+    """Adds each token once for each expert it chose, [t·k, d]; weighted if the input is."""
     spec = layer.spec
     tokens = b.op("Unsqueeze", token_rows(b, layer, x), b.ints(1), name="dispatch/token")
     if spec.weights_on == "input":
@@ -235,7 +246,6 @@ def pair_rows(
 
 
 def _sizes(b: Builder, index: ir.Value) -> ir.Value:
-    """The shape [t, k] of an index."""
     return b.op("Shape", index, name="combine/sizes")
 
 
@@ -250,7 +260,7 @@ def by_token(
 ) -> ir.Value:
     """Adds y [t, o] for the experts' outputs [t·k, o], in the order of the pairs.
 
-    `zeroed`: those of choices that were dropped are zeros.
+    `zeroed`: those of dropped choices are zeros.
     """
     outputs = normalised(b, layer, outputs)
     shape = b.op("Concat", _sizes(b, index), b.ints(layer.spec.out), axis=0, name="combine/shape")
@@ -264,15 +274,16 @@ def by_token(
 
 
 def weighted_sum(b: Builder, layer: ExpertsLayer, outputs: ir.Value, weights: ir.Value) -> ir.Value:
-    """Adds y [t, o] for outputs [t, j, o] and weights [t, j]."""
-    rows = b.op("Unsqueeze", weights, b.ints(1), name="combine/weights")
+    """Adds y [t, o] for outputs [t, j, o] and FP32 weights [t, j]."""
+    narrow = b.cast(weights, ir.DataType.FLOAT, outputs_type(layer), "combine/weights_narrow")
+    rows = b.op("Unsqueeze", narrow, b.ints(1), name="combine/weights")
     summed = b.op("MatMul", rows, outputs, name="combine/sums")
     return output(b, layer, b.op("Squeeze", summed, b.ints(1), name="combine/tokens"))
 
 
 def output(b: Builder, layer: ExpertsLayer, y: ir.Value) -> ir.Value:
-    """Adds the layer's result in the type that the graph around it takes."""
-    return b.cast(y, ir.DataType.FLOAT, layer.y_type, OUTPUT)
+    """Adds the layer's result in the type that the surrounding graph takes."""
+    return b.cast(y, outputs_type(layer), layer.y_type, OUTPUT)
 
 
 def by_expert(b: Builder, one_hot: ir.Value, values: ir.Value | None) -> ir.Value:
@@ -284,30 +295,52 @@ def by_expert(b: Builder, one_hot: ir.Value, values: ir.Value | None) -> ir.Valu
     return b.op("ReduceSum", spread, b.ints(1), keepdims=0, name="router/by_expert")
 
 
-def chosen_alone(b: Builder, outputs: ir.Value, one_hot: ir.Value) -> ir.Value:
-    """Adds the outputs [t, n, o] of all experts, zeros where a token did not choose the expert.
+def shares_by_expert(b: Builder, layer: ExpertsLayer, weights: ir.Value) -> ir.Value:
+    """Adds the weight [t, n] of each expert for each token, 0 if it was not chosen."""
+    own = is_expert(b, layer.routed[0], layer.spec.experts)
+    column = b.op("Unsqueeze", weights, b.ints(2), name="router/weights")
+    spread = b.op("Where", own, column, b.number(0.0), name="router/one_hot_weights")
+    return b.op("ReduceSum", spread, b.ints(1), keepdims=0, name="router/by_expert")
 
-    By a choice and not by a product with zero: what is left out may be infinite.
+
+def weighted_alone(
+    b: Builder, layer: ExpertsLayer, outputs: ir.Value, shares: ir.Value
+) -> ir.Value:
+    """Adds the outputs [t, n, o] of all experts, zeros if a token has no weight for the expert.
+
+    It selects instead of multiplying by zero, because unused outputs may be infinite.
+    """
+    none = b.op("Equal", shares, b.number(0.0), name="router/unweighted")
+    column = b.op("Unsqueeze", none, b.ints(2), name="combine/left_out")
+    zero = b.number(0.0, outputs_type(layer))
+    return b.op("Where", column, zero, outputs, name="combine/kept_outputs")
+
+
+def chosen_alone(b: Builder, layer: ExpertsLayer, outputs: ir.Value, one_hot: ir.Value) -> ir.Value:
+    """Adds the outputs [t, n, o] of all experts, zeros if a token did not choose the expert.
+
+    It selects instead of multiplying by zero, because unused outputs may be infinite.
     """
     counts = b.op("ReduceSum", one_hot, b.ints(1), keepdims=0, name="router/choices_by_expert")
     kept = b.op("Cast", counts, to=ir.DataType.BOOL.value, name="router/chosen")
-    return _where(b, outputs, kept)
+    return _where(b, layer, outputs, kept)
 
 
 def kept_alone(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
-    """Adds the outputs [t, k, o] of the choices, zeros for those that were dropped."""
+    """Adds the outputs [t, k, o] of the choices, zeros for dropped ones."""
     if not layer.spec.capacities:
         return outputs
     kept = b.op("Less", layer.routed[0], b.integer(layer.spec.experts), name="router/kept_choices")
-    return _where(b, outputs, kept)
+    return _where(b, layer, outputs, kept)
 
 
-def _where(b: Builder, outputs: ir.Value, kept: ir.Value) -> ir.Value:
-    """Adds FP32 outputs [t, j, o] where `kept` [t, j] is true, and zeros elsewhere."""
+def _where(b: Builder, layer: ExpertsLayer, outputs: ir.Value, kept: ir.Value) -> ir.Value:
+    """Adds outputs [t, j, o] where `kept` [t, j] is true, and zeros elsewhere."""
     column = b.op("Unsqueeze", kept, b.ints(2), name="combine/kept")
-    return b.op("Where", column, outputs, b.number(0.0), name="combine/kept_outputs")
+    zero = b.number(0.0, outputs_type(layer))
+    return b.op("Where", column, outputs, zero, name="combine/kept_outputs")
 
 
 def joined(b: Builder, parts: Sequence[ir.Value], name: str, axis: int = 0) -> ir.Value:
-    """Adds the parts, one after the other."""
+    """Concatenates the parts."""
     return b.op("Concat", *parts, axis=axis, name=name)

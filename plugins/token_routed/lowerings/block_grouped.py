@@ -1,6 +1,7 @@
-"""`block-grouped`: pairs of a token and an expert in padded tiles, one matrix gathered for each.
+"""`block-grouped`: (token, expert) pairs in padded tiles, with one gathered matrix per tile.
 
-Every shape follows from the inputs' alone, as engines need it (`graphs.lowerings.block_grouped`).
+Every shape depends only on the inputs' shapes, as engines need it
+(`graphs.lowerings.block_grouped`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from ....graphs.lowerings.block_grouped import (
     tiles_at_most,
     tiles_us,
 )
-from ....graphs.lowerings.cost import expert_bytes, machine_for
+from ....graphs.lowerings.cost import expert_bytes, machine_for, rates_of
 from ....graphs.lowerings.experts import stacked_linear
 from ....graphs.precision.products import product
 from ....graphs.targets import SERVER_GPU, Machine
 from ..layers.experts import ExpertsSpec
 from .arithmetic import ExpertsLayer, both_products, by_token, first_rows, pair_rows, routed
-from .cost import ExpertsWork, between_us, combine_us
+from .cost import ExpertsPlan, between_us, combine_us
 
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
@@ -66,44 +67,44 @@ def _products(
 
 
 def _tile_for(layer: ExpertsLayer) -> int:
-    """The tile that is predicted to be fastest for a prompt: one token fills none anyway."""
+    """The tile that is predicted to be fastest for a prompt: a single token fills no tile."""
     spec, precision = layer.spec, costed_precision(layer.compute)
-    work = ExpertsWork(spec, spec.k, 1, spec.typical_tokens[-1], precision)
-    return best_tile(work, machine_for(layer.target, precision))
+    plan = ExpertsPlan(spec, spec.k, 1, spec.typical_tokens[-1], precision)
+    return best_tile(plan, machine_for(layer.target, precision))
 
 
-def best_tile(work: ExpertsWork, machine: Machine) -> int:
+def best_tile(plan: ExpertsPlan, machine: Machine) -> int:
     """Returns the tile with the lowest predicted time, the smaller of equals."""
-    return min(TILES, key=lambda tile: (_experts_us(work, machine, tile), tile))
+    return min(TILES, key=lambda tile: (_experts_us(plan, machine, tile), tile))
 
 
-def _experts_us(work: ExpertsWork, machine: Machine, tile: int) -> float:
-    tiles = tiles_at_most(work.selections, 1, work.spec.experts, tile)
-    return tiles_us(work, machine, tile, tiles) + between_us(work, tiles * tile, machine)
+def _experts_us(plan: ExpertsPlan, machine: Machine, tile: int) -> float:
+    tiles = tiles_at_most(plan.selections, 1, plan.spec.experts, tile)
+    return tiles_us(plan, machine, tile, tiles) + between_us(plan, tiles * tile, machine)
 
 
-def _prompt(work: ExpertsWork) -> ExpertsWork:
-    """The work that the tile is chosen for."""
-    return replace(work, batch=1, tokens=work.spec.typical_tokens[-1])
+def _prompt(plan: ExpertsPlan) -> ExpertsPlan:
+    """The sizes for which the tile is chosen."""
+    return replace(plan, batch=1, tokens=plan.spec.typical_tokens[-1])
 
 
 def _unable(spec: ExpertsSpec) -> str | None:
     normed = spec.hidden_norm is not None or spec.out_norm is not None
-    return "its tiles know no normalisation within an expert" if normed else None
+    return "its tiles do not support a normalisation within an expert" if normed else None
 
 
-def copied_bytes(work: ExpertsWork) -> float:
-    """Every tile copies the expert that it is for."""
-    tile = best_tile(_prompt(work), SERVER_GPU.rates["fp32"])
-    return expert_bytes(work, tiles_at_most(work.selections, 1, work.spec.experts, tile))
+def copied_bytes(plan: ExpertsPlan) -> float:
+    """The bytes of copied weights: every tile copies its expert."""
+    tile = best_tile(_prompt(plan), rates_of(SERVER_GPU)["fp32"])
+    return expert_bytes(plan, tiles_at_most(plan.selections, 1, plan.spec.experts, tile))
 
 
-def predict_us(work: ExpertsWork, machine: Machine) -> float:
+def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
     """The copies of the tiles' weights, the tiles' rows, and the counting of places."""
     return (
-        _experts_us(work, machine, best_tile(_prompt(work), machine))
-        + work.selections * work.spec.experts * machine.sort_us
-        + combine_us(work, work.selections, machine)
+        _experts_us(plan, machine, best_tile(_prompt(plan), machine))
+        + plan.selections * plan.spec.experts * machine.sort_us
+        + combine_us(plan, plan.selections, machine)
         + SORTING_NODES * machine.node_us
     )
 

@@ -7,7 +7,7 @@ import onnx_ir as ir
 from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf
 from ....graphs.lowerings.conditional import chosen_at_all, split, zero_rows
-from ....graphs.lowerings.cost import packing_us
+from ....graphs.lowerings.cost import packing_us, waiting_us
 from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
 from .arithmetic import (
@@ -21,13 +21,14 @@ from .arithmetic import (
     first_rows,
     joined,
     normalised,
+    outputs_type,
     pair_weights,
     products,
     second_rows,
     token_rows,
     weighted_sum,
 )
-from .cost import ExpertsWork, combine_us, one_by_one_us
+from .cost import ExpertsPlan, combine_us, one_by_one_us
 
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
@@ -53,7 +54,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     outputs = []
     for e, wanted in enumerate(chosen_at_all(b, mask, n)):
         run, skip = b.nested(f"experts/{e}/run"), b.nested(f"experts/{e}/skip")
-        nothing = zero_rows(skip, tokens, layer.spec.out, ir.DataType.FLOAT)
+        nothing = zero_rows(skip, tokens, layer.spec.out, outputs_type(layer))
         expert_rows = rows
         if own is not None:
             expert_rows = first_rows(run, layer, run.op("Mul", tokens, own[e], name="weighted"))
@@ -70,11 +71,11 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         b.op("Unsqueeze", y, b.ints(1), name=f"combine/expert_{e}") for e, y in enumerate(outputs)
     ]
     outputs_by_token = joined(b, by_token, "combine/outputs", axis=1)
-    return weighted_sum(b, layer, chosen_alone(b, outputs_by_token, one_hot), shares)
+    return weighted_sum(b, layer, chosen_alone(b, layer, outputs_by_token, one_hot), shares)
 
 
 def _expert(b: Builder, layer: ExpertsLayer, e: int, rows: ScaledRows) -> ir.Value:
-    """All tokens through one expert: [t, o], FP32."""
+    """All tokens through one expert: [t, o]."""
     raw = products(b, layer, e, "1", rows.values, "products")
     first = finished(b, layer, "1", raw, rows.scale, e, "products")
     if layer.spec.linear:
@@ -85,17 +86,20 @@ def _expert(b: Builder, layer: ExpertsLayer, e: int, rows: ScaledRows) -> ir.Val
 
 
 NODES = 8
-"""Those of an expert, beside its `If`."""
+"""Nodes of an expert, without its `If`."""
 
 
-def predict_us(work: ExpertsWork, machine: Machine) -> float:
-    """The chosen experts are read once and compute every token; a branch per expert."""
-    n, active = work.spec.experts, work.expected_active
+def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
+    """The predicted time: chosen experts are read once and compute every token.
+
+    Each expert has a branch.
+    """
+    n, active = plan.spec.experts, plan.expected_active
     return (
-        one_by_one_us(work, active, work.choosers * active, machine)
-        + packing_us(work, active, work.choosers, machine)  # in every run, within a branch
-        + combine_us(work, work.choosers * n, machine)
-        + n * (machine.branch_us + NODES * machine.node_us)
+        one_by_one_us(plan, active, plan.choosers * active, machine)
+        + packing_us(plan, active, plan.choosers, machine)  # in every run, within a branch
+        + combine_us(plan, plan.choosers * n, machine)
+        + n * (machine.branch_us + waiting_us(NODES, machine))
     )
 
 
@@ -103,6 +107,7 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="conditional",
     summary="an If per expert: all tokens through it if any chose it, else skipped",
     needs=lambda target: target.branches,
+    branches=True,
     build=build,
     predict_us=predict_us,
 )

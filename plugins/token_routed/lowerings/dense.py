@@ -1,11 +1,11 @@
-"""`dense`: every expert computes every token, and what was not chosen is left out."""
+"""`dense`: every expert computes every token; the outputs that were not chosen are left out."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
 from ....graphs.builder import Builder
-from ....graphs.lowerings.base import LoweringOf, no_int4
+from ....graphs.lowerings.base import LoweringOf, no_blocks
 from ....graphs.targets import TARGETS, Machine
 from ..layers.experts import ExpertsSpec
 from .arithmetic import (
@@ -15,26 +15,34 @@ from .arithmetic import (
     chosen,
     chosen_alone,
     pair_weights,
+    shares_by_expert,
     token_rows,
+    weighted_alone,
     weighted_sum,
 )
-from .cost import ExpertsWork, all_experts_us, combine_us
+from .cost import ExpertsPlan, all_experts_us, combine_us
 
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """Adds the layer with the experts as the outer axis of batched MatMuls."""
-    one_hot, weights = chosen(b, layer), pair_weights(b, layer)
-    shares = by_expert(b, one_hot, weights)
-    tokens = token_rows(b, layer, x)
+    weights, tokens = pair_weights(b, layer), token_rows(b, layer, x)
+    one_hot: ir.Value | None = None
     if layer.spec.weights_on == "input":
-        tokens = weighted_tokens(b, layer, tokens, shares)
+        one_hot = chosen(b, layer)
+        tokens = weighted_tokens(b, layer, tokens, by_expert(b, one_hot, weights))
         shares = by_expert(b, one_hot, None)
-    elif not TARGETS[layer.target].broadcasts:
+    else:
+        shares = shares_by_expert(b, layer, weights)
+    if one_hot is None and not TARGETS[layer.target].broadcasts:
         copies = b.ints(layer.spec.experts, 1, 1)
         tokens = b.op("Expand", tokens, copies, name="dispatch/tokens")  # [n, t, d]
     outputs = all_experts(b, layer, tokens)
     by_token = b.op("Transpose", outputs, perm=[1, 0, 2], name="combine/outputs")  # [t, n, o]
-    return weighted_sum(b, layer, chosen_alone(b, by_token, one_hot), shares)
+    if one_hot is None:
+        kept = weighted_alone(b, layer, by_token, shares)
+    else:
+        kept = chosen_alone(b, layer, by_token, one_hot)
+    return weighted_sum(b, layer, kept, shares)
 
 
 def weighted_tokens(
@@ -47,11 +55,11 @@ def weighted_tokens(
     return b.op("Mul", tokens, columns, name="dispatch/weighted")
 
 
-def predict_us(work: ExpertsWork, machine: Machine) -> float:
-    """Every expert is read and computes every token, whatever k is."""
+def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
+    """The predicted time: every expert is read and computes every token, for any k."""
     return (
-        all_experts_us(work, work.choosers, machine)
-        + combine_us(work, work.choosers * work.spec.experts, machine)
+        all_experts_us(plan, plan.choosers, machine)
+        + combine_us(plan, plan.choosers * plan.spec.experts, machine)
         + 16 * machine.node_us
     )
 
@@ -61,5 +69,5 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     summary="all experts on all tokens in batched MatMuls; what was not chosen is left out",
     build=build,
     predict_us=predict_us,
-    no_kernel=no_int4,
+    no_kernel=no_blocks,
 )

@@ -1,64 +1,98 @@
-"""`fused`: ONNX Runtime's `com.microsoft.MoE`, or `QMoE` for integers, each pair a row of its own.
+"""`fused`: ONNX Runtime's `com.microsoft.MoE`, or `QMoE` for integers.
 
-The op routes by itself, from logits. Here every pair of a token and an expert is a row, whose
-logits send it to that expert with a weight of exactly 1; the weights that the graph around it
-gives, of whatever sign, follow.
+The op routes by itself, from logits: it weights the k experts of a row by the softmax over their
+logits. If the weights from the surrounding graph are known to be positive, each token is one row
+and its logits are the logarithms of these weights: the softmax returns each one's share of their
+sum, by which the output is multiplied. The CPU's kernels are slower that way, so there it is used
+only for integers, and on the input for weights that only they have.
 
-`QMoE` takes weights as well, and a token once for all its experts, but leaves out an expert whose
-weight is negative: it is given them where they come of a softmax or of the like.
+Otherwise every (token, expert) pair is a row, whose logits send it to that expert with a weight of
+exactly 1; the weights, of any sign, are applied after.
 
-`QMoE` has a fast kernel for weights in blocks alone, and rounds a row block by block. INT8 has one
+`QMoE` has a fast kernel only for weights in blocks, and rounds a row block by block. INT8 has one
 scale for a column: the scale of all its blocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 
-from ....common.versions import ROUTED_WEIGHTS, older
+from ....common.libraries import ROUTED_WEIGHTS, older
 from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf
 from ....graphs.lowerings.cost import PACKED_ROWS, expert_bytes, expert_macs, stacked_us, stream_us
-from ....graphs.lowerings.fused import (
+from ....graphs.lowerings.moe_op import (
     EXPONENTIAL,
-    KERNELS,
-    NEVER,
     OP_ACTIVATIONS,
+    OpExperts,
     around_maps,
+    block_of_columns,
+    grouped_read_us,
     has_op,
     inexact_gelu,
+    kernels_after_first,
+    moe_node,
+    never,
+    other_gelu_on_cuda,
+    other_size_on_cuda,
     other_width,
+    takes_integers,
 )
-from ....graphs.names import MICROSOFT
-from ....graphs.precision.products import INT8_ROWS
-from ....graphs.precision.types import block_of
 from ....graphs.targets import TARGETS, Machine, Precision, Target
 from ..layers.experts import ExpertsSpec
-from .arithmetic import ExpertsLayer, by_token, output, pair_rows, routed, token_rows
-from .cost import ExpertsWork, combine_us
+from .arithmetic import (
+    ExpertsLayer,
+    by_token,
+    output,
+    outputs_type,
+    pair_rows,
+    routed,
+    token_rows,
+)
+from .cost import ExpertsPlan, combine_us
 
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """Adds the layer around one fused node."""
     index, weights = routed(b, layer)
-    if _weights_itself(layer):
-        spread = _spread(b, layer, index, weights)  # whose k largest are those chosen
-        assert isinstance(layer.k, int)
-        return output(b, layer, _node(b, layer, token_rows(b, layer, x), spread, layer.k))
-    rows = pair_rows(b, layer, x, index, weights)
-    outputs = _node(b, layer, rows, _logits(b, layer, index))
-    return by_token(b, layer, outputs, index, weights)
+    experts = _experts(layer.spec)
+    if not _weights_itself(layer):
+        rows = pair_rows(b, layer, x, index, weights)
+        outputs = moe_node(b, layer, experts, rows, _logits(b, layer, index))
+        return by_token(b, layer, outputs, index, weights)
+    assert isinstance(layer.k, int)
+    rows = token_rows(b, layer, x)
+    spread = _spread(b, layer, index, weights)  # whose k largest are the chosen ones
+    if TARGETS[layer.target].on_cpu:
+        return output(b, layer, moe_node(b, layer, experts, rows, spread, layer.k, weights=spread))
+    logits = _log_weights(b, layer, spread)
+    shares = moe_node(b, layer, experts, rows, logits, layer.k)
+    if _sums_to_one(layer.routed[1]):
+        return output(b, layer, shares)
+    total = b.op("ReduceSum", weights, b.ints(1), keepdims=1, name="combine/total_weight")
+    narrow = b.cast(total, ir.DataType.FLOAT, outputs_type(layer), "combine/total_narrow")
+    return output(b, layer, b.op("Mul", shares, narrow, name="combine/weighted"))
+
+
+def _experts(spec: ExpertsSpec) -> OpExperts:
+    return OpExperts(
+        spec.activation,
+        spec.gate != "none",
+        alpha=spec.alpha,
+        offset=spec.up_offset,
+        limit=spec.limit,
+    )
 
 
 def _weights_itself(layer: ExpertsLayer) -> bool:
-    """Whether the op may weight the experts' outputs and sum them up."""
-    spec = layer.spec
+    """Whether the op may weight the experts' outputs and sum them."""
+    spec, on_cpu = layer.spec, TARGETS[layer.target].on_cpu
     summed = spec.weights_on == "output" and not (spec.post_norm or spec.rounded)
+    dropped = bool(spec.capacities) and not on_cpu  # whose outputs may be infinite
     known = isinstance(layer.k, int) and layer.k <= spec.experts
-    return _integers(layer) is not None and summed and known and _positive(layer.routed[1])
+    here = takes_integers(layer) or not on_cpu
+    return here and summed and not dropped and known and _positive(layer.routed[1])
 
 
 MOVING = ("Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Expand", "ReduceSum")
@@ -66,7 +100,7 @@ CHOOSING = ("Gather", "GatherElements", "GatherND", "TopK")
 
 
 def _positive(value: ir.Value | None) -> bool:
-    """Whether no number of a value can be negative, by the nodes that made it."""
+    """Whether a value is never negative, judged by the nodes that made it."""
     node = None if value is None else value.producer()
     if node is None:
         tensor = None if value is None else value.const_value
@@ -84,10 +118,26 @@ def _positive(value: ir.Value | None) -> bool:
             return False
 
 
-def _spread(b: Builder, layer: ExpertsLayer, index: ir.Value, weights: ir.Value) -> ir.Value:
-    """Each token's weight of each expert [t, n], in the fewest nodes: a token alone waits for each.
+def _sums_to_one(value: ir.Value | None) -> bool:
+    """Whether each token's weights are divided by their sum, judged by the nodes that made them."""
+    node = None if value is None else value.producer()
+    if node is None or node.domain:
+        return False
+    if node.op_type in ("Cast", "Softmax"):
+        last = node.attributes.get_int("axis", -1) in (-1, 1)
+        return last if node.op_type == "Softmax" else _sums_to_one(node.inputs[0])
+    total = node.inputs[1].producer() if node.op_type == "Div" and node.inputs[1] else None
+    if total is None or total.op_type != "ReduceSum" or total.inputs[0] is not node.inputs[0]:
+        return False
+    axes = None if len(total.inputs) < 2 or total.inputs[1] is None else total.inputs[1].const_value
+    return axes is not None and axes.numpy().tolist() in ([-1], [1])
 
-    An expert that was chosen twice has both weights.
+
+def _spread(b: Builder, layer: ExpertsLayer, index: ir.Value, weights: ir.Value) -> ir.Value:
+    """Each token's weight of each expert [t, n], in as few nodes as possible.
+
+    In decoding, every node adds to the latency. An expert that was chosen twice has the sum of both
+    weights.
     """
     tokens = b.op("Shape", index, start=0, end=1, name="router/tokens")
     shape = b.op("Concat", tokens, b.ints(layer.spec.experts), axis=0, name="router/shape")
@@ -103,118 +153,28 @@ def _spread(b: Builder, layer: ExpertsLayer, index: ir.Value, weights: ir.Value)
     )
 
 
+def _log_weights(b: Builder, layer: ExpertsLayer, spread: ir.Value) -> ir.Value:
+    """Logits [t, n] whose softmax over a token's experts is each one's share of their weights.
+
+    They are divided by the largest weight, whose logarithm is then 0: in 16 bits a logarithm near 0
+    has the smallest rounding error, and errors of small weights matter little.
+    """
+    peak = b.op("ReduceMax", spread, b.ints(1), keepdims=1, name="router/largest")
+    share = b.op("Div", spread, peak, name="router/of_largest")
+    log = b.op("Log", share, name="router/logarithms")
+    chosen = b.op("Greater", spread, b.number(0.0), name="router/weighted")
+    other = b.number(never(layer.target))
+    logits = b.op("Where", chosen, log, other, name="router/logits")
+    return b.cast(logits, ir.DataType.FLOAT, layer.compute.inner, "router/logits_narrow")
+
+
 def _logits(b: Builder, layer: ExpertsLayer, index: ir.Value) -> ir.Value:
     """Logits [t·k, n] that send each row to its expert."""
-    inner = layer.compute.inner
+    inner, other = layer.compute.inner, never(layer.target)
     column = b.op("Reshape", index, b.ints(-1, 1), name="experts/expert_of_row")
     experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64))
     own = b.op("Equal", column, experts, name="experts/one_hot")
-    return b.op("Where", own, b.number(0.0, inner), b.number(NEVER, inner), name="experts/logits")
-
-
-def _node(
-    b: Builder, layer: ExpertsLayer, rows: ir.Value, logits: ir.Value, k: int | None = None
-) -> ir.Value:
-    """The op on rows [r, d]: [r, o].
-
-    With k the logits are the weights of k experts, and what the others of a row have is zero.
-    """
-    spec, integers = layer.spec, _integers(layer)
-    options: dict[str, int | float | str] = {
-        "k": 1 if k is None else k,
-        "normalize_routing_weights": int(k is None),
-    }
-    if spec.gate == "none":
-        options["activation_type"] = OP_ACTIVATIONS[spec.activation]
-    else:
-        options |= {"activation_type": "swiglu", "swiglu_fusion": 1}
-        options |= {"activation_alpha": spec.alpha, "activation_beta": spec.up_offset}
-        if spec.limit is not None:
-            options["swiglu_limit"] = spec.limit
-    inputs: list[ir.Value | None] = [rows, logits]
-    for which in ("1", "2"):
-        inputs.append(_matrices(b, layer, f"w{which}"))
-        if integers is not None:
-            inputs.append(_scales(b, layer, f"w{which}", integers.block))
-        bias = f"experts.b{which}"
-        if layer.tensors.has(bias):
-            inputs.append(_in_turn(b, layer, layer.stacked(b, bias), f"b{which}"))
-        else:
-            inputs.append(None)
-    if integers is not None:
-        options |= {"expert_weight_bits": integers.bits, "accuracy_level": INT8_ROWS}
-        if integers.block is not None:
-            options["block_size"] = integers.block
-    if k is not None:
-        inputs += [None] * (ROUTER_WEIGHTS - len(inputs)) + [logits]
-    op = "MoE" if integers is None else "QMoE"
-    return b.op(op, *inputs, domain=MICROSOFT, name="experts/outputs", **options)
-
-
-ROUTER_WEIGHTS = 14
-"""The place of the weights among the inputs of `QMoE`."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Integers:
-    """The weights that `QMoE` takes: their bits, and how many of a column share a block."""
-
-    bits: int
-    block: int | None
-
-
-def _integers(layer: ExpertsLayer) -> _Integers | None:
-    blocked = layer.compute.blocked
-    if blocked is not None:
-        return _Integers(blocked.bits, blocked.block)
-    return None if layer.compute.quantized is None else _Integers(8, _block(layer.spec))
-
-
-def _block(spec: ExpertsSpec) -> int | None:
-    """The block of INT8; None where no size divides both matrices, which are slow then."""
-    return block_of("kernel", (spec.dim, spec.hidden), bits=8)
-
-
-def _matrices(b: Builder, layer: ExpertsLayer, key: str) -> ir.Value:
-    """The matrices of all experts as the op wants them, [n, out, in]; folded when it is loaded."""
-    n, out = layer.spec.experts, layer.spec.inner if key == "w1" else layer.spec.out
-    weight = layer.stacked(b, f"experts.{key}")
-    if layer.compute.blocked is not None:  # [n, out, blocks, bytes]
-        turned = b.op("Reshape", weight, b.ints(n, out, -1), name=f"experts/{key}_by_output")
-        return _in_turn(b, layer, turned, key)
-    quantized = layer.compute.quantized
-    if quantized is not None and not quantized.weights.zero_point:
-        # The op takes them plus 128: of a byte, that is its first bit turned over.
-        byte = ir.DataType.UINT8
-        unsigned = b.op("Cast", weight, to=byte.value, name=f"experts/{key}_bytes")
-        first_bit = b.constant(np.array(128, dtype=np.uint8))
-        weight = b.op("BitwiseXor", unsigned, first_bit, name=f"experts/{key}_unsigned")
-    turned = b.op("Transpose", weight, perm=[0, 2, 1], name=f"experts/{key}_by_output")
-    return _in_turn(b, layer, turned, key)
-
-
-def _scales(b: Builder, layer: ExpertsLayer, key: str, block: int | None) -> ir.Value:
-    """The scales of a matrix's columns, or of their blocks, [n, out, blocks]."""
-    scale = layer.stacked(b, f"experts.{key}.scale")
-    if layer.compute.blocked is None and block is not None:
-        n, out = layer.spec.experts, layer.spec.inner if key == "w1" else layer.spec.out
-        blocks = (layer.spec.dim if key == "w1" else layer.spec.hidden) // block
-        column = b.op("Unsqueeze", scale, b.ints(2), name=f"experts/{key}_scale_columns")
-        shape = b.ints(n, out, blocks)
-        scale = b.op("Expand", column, shape, name=f"experts/{key}_scale_blocks")
-    return _in_turn(b, layer, scale, f"{key}.scale")
-
-
-def _in_turn(b: Builder, layer: ExpertsLayer, value: ir.Value, key: str) -> ir.Value:
-    """With a gate, [n, 2h, …] of the first product with the outputs of gate and up in turn."""
-    n, h = layer.spec.experts, layer.spec.hidden
-    if layer.spec.gate == "none" or key.startswith(("w2", "b2")):
-        return value
-    halves = b.op("Reshape", value, b.ints(n, 2, h, -1), name=f"experts/{key}_halves")
-    pairs = b.op("Transpose", halves, perm=[0, 2, 1, 3], name=f"experts/{key}_pairs")
-    flat = value.shape is not None and len(value.shape) == 2  # a bias, or a scale of each column
-    shape = b.ints(n, 2 * h) if flat else b.ints(n, 2 * h, -1)
-    return b.op("Reshape", pairs, shape, name=f"experts/{key}_in_turn")
+    return b.op("Where", own, b.number(0.0, inner), b.number(other, inner), name="experts/logits")
 
 
 def _unable(spec: ExpertsSpec) -> str | None:
@@ -230,47 +190,54 @@ def _unable(spec: ExpertsSpec) -> str | None:
 
 
 def _no_kernel(precision: Precision, target: Target) -> str | None:
-    """The op has integers in the form written for a CPU."""
     record, integers = TARGETS[target], precision in ("int8", "int4")
-    if precision not in record.moe and not (integers and record.on_cpu):
+    if precision not in record.moe and not (integers and (record.on_cpu or record.weight_only)):
         return f"com.microsoft.MoE has no {precision.upper()} kernel there"
-    if integers and not record.new_kernels:
+    if integers and record.on_cpu and not record.new_kernels:
         return "com.microsoft.QMoE takes the experts' weights in no onnxruntime-web up to 1.30"
     if integers and older("onnxruntime", ROUTED_WEIGHTS):
         return "com.microsoft.QMoE takes the experts' weights from ONNX Runtime 1.31 on"
     return None
 
 
+def _unfit(spec: ExpertsSpec, precision: Precision, target: Target) -> str | None:
+    return other_gelu_on_cuda(spec, precision, target) or other_size_on_cuda(
+        spec, precision, target
+    )
+
+
 INTEGER_READ, INTEGER_MACS = 0.75, 2.3
-"""What `QMoE` takes in INT8 to read an expert, and to compute a row, in times of what the products
-of `grouped` take: measured beside it from 1 to 256 tokens, in one thread of one machine."""
+"""The time that `QMoE` in INT8 takes to read an expert and to compute a row, relative to the
+products of `grouped`: measured from 1 to 256 tokens, in one thread of one machine."""
 
 
-def predict_us(work: ExpertsWork, machine: Machine) -> float:
-    """The chosen experts are read once and compute the rows that chose them, in one node.
+def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
+    """The predicted time: chosen experts are read once and compute their rows, in one node.
 
-    The CPU's sends every row to its expert by a softmax over all of them, in one thread, packs
-    FP32 weights anew in every run, and goes over the rows and over what the activation takes number
-    by number. Integer weights are packed when they are loaded, and the rate of INT8 has all in it
-    that a row takes.
+    The CPU's kernel sends every row to its expert by a softmax over all of them, in one thread,
+    packs FP32 weights again in every run, and loops over the rows and the activation's inputs one
+    number at a time. Integer weights are packed when they are loaded, and the INT8 rate includes
+    the whole cost of a row.
     """
-    spec, rows = work.spec, work.selections
+    spec, rows = plan.spec, plan.selections
     passes = 1 if spec.activation in ("relu", "identity") else EXPONENTIAL
-    read = stacked_us(work, work.expected_active, PACKED_ROWS, machine)
-    macs = expert_macs(work, rows) / machine.macs_per_us
-    if work.precision == "int8":
-        size, layer = (expert_bytes(work, n) for n in (work.expected_active, spec.experts))
-        read = INTEGER_READ * stream_us(work, size, layer, machine.bytes_per_us, machine)
+    read = stacked_us(plan, plan.expected_active, PACKED_ROWS, machine)
+    macs = expert_macs(plan, rows) / machine.macs_per_us
+    if machine.reads_once:
+        read = grouped_read_us(spec, plan.expected_active, machine)
+    elif plan.precision == "int8":
+        size, layer = (expert_bytes(plan, n) for n in (plan.expected_active, spec.experts))
+        read = INTEGER_READ * stream_us(plan, size, layer, machine.bytes_per_us, machine)
         macs *= INTEGER_MACS
-        if _block(spec) is None:  # unpacked to floats in every run
+        if block_of_columns(spec) is None:  # unpacked to floats in every run
             read += size * machine.number_us
     return (
         read
         + macs
         + rows * spec.experts * machine.routing_us
         + rows * (4 * spec.dim + passes * spec.hidden) * machine.scalar_us
-        + combine_us(work, rows, machine)
-        + (12 + (KERNELS if machine.reads_once else 0)) * machine.node_us
+        + combine_us(plan, rows, machine)
+        + (12 + (kernels_after_first(rows) if machine.reads_once else 0)) * machine.node_us
     )
 
 
@@ -283,4 +250,5 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     unable=_unable,
     no_kernel=_no_kernel,
     inexact=inexact_gelu,
+    unfit=_unfit,
 )

@@ -1,8 +1,8 @@
-"""`grouped`: the pairs of a token and an expert are sorted by expert; each computes its own.
+"""`grouped`: the (token, expert) pairs are sorted by expert; each expert computes its own.
 
 An expert's weights are constants of 2-D products, which runtimes pack once. An expert that no token
-chose gets zero rows, which costs next to nothing. What is between the two products is done once for
-all rows, so that an expert costs two nodes.
+chose gets zero rows, which costs next to nothing. The operation between the two products is done
+once for all rows, so an expert costs two nodes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf
+from ....graphs.lowerings.cost import waiting_us
 from ....graphs.lowerings.grouped import inverse, sorted_by_expert
 from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
@@ -28,15 +29,15 @@ from .arithmetic import (
     routed,
     token_rows,
 )
-from .cost import ExpertsWork, combine_us, one_by_one_us
+from .cost import ExpertsPlan, combine_us, one_by_one_us
 
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """The pairs of a token and an expert, sorted by expert; those that were dropped are left out.
+    """The (token, expert) pairs, sorted by expert, without the dropped ones.
 
-    `order` [r] says which pair of the t·k a row is of, `token` [r] and `expert` [r] which token and
-    expert; `counts` [n] how many rows each expert has.
+    `order` [r] is the number of a row's pair among the t·k; `token` [r] and `expert` [r] are its
+    token and expert; `counts` [n] is each expert's number of rows.
     """
 
     order: ir.Value
@@ -76,7 +77,7 @@ def _sorted_pairs(b: Builder, layer: ExpertsLayer, index: ir.Value) -> _Pairs:
 def _with_dropped(
     b: Builder, layer: ExpertsLayer, outputs: ir.Value, order: ir.Value, index: ir.Value
 ) -> ir.Value:
-    """The outputs [r, o] at the places of their pairs [t·k, o], and zeros for what was dropped."""
+    """The outputs [r, o] at the places of their pairs [t·k, o], and zeros for dropped ones."""
     pairs = b.op("Size", index, name="group/all_pairs")
     count = b.op("Unsqueeze", pairs, b.ints(0), name="group/all_pair_count")
     shape = b.op("Concat", count, b.ints(layer.spec.out), axis=0, name="group/all_pairs_shape")
@@ -87,7 +88,7 @@ def _with_dropped(
 
 
 def _token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value, pairs: _Pairs) -> ScaledRows:
-    """The tokens of the pairs; they become integers, where they do, before they are copied."""
+    """The tokens of the pairs; if they become integers, that is before they are copied."""
     rows = first_rows(b, layer, token_rows(b, layer, x))
     values = b.op("Gather", rows.values, pairs.token, axis=0, name="dispatch/rows")
     if rows.scale is None:
@@ -126,7 +127,7 @@ def _by_expert(
 
 
 def _chosen(b: Builder, index: ir.Value) -> ir.Value:
-    """K, as the graph around the layer chose it: a constant where its index has a fixed width."""
+    """The graph's k: a constant if the index has a fixed width."""
     k = None if index.shape is None else index.shape[1]
     if isinstance(k, int):
         return b.integer(k)
@@ -135,26 +136,29 @@ def _chosen(b: Builder, index: ir.Value) -> ir.Value:
 
 
 NODES = 20
-"""Those that sort, gather and combine."""
+"""Nodes that sort, gather and combine."""
 
 
-def predict_us(work: ExpertsWork, machine: Machine) -> float:
-    """The chosen experts are read once and compute the rows that chose them; n chains of nodes."""
-    spec, pairs = work.spec, work.selections
-    # Rows are gathered, joined twice and put back.
+def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
+    """The predicted time: chosen experts are read once and compute their rows.
+
+    There are n chains of nodes.
+    """
+    spec, pairs = plan.spec, plan.selections
+    # Rows are gathered, concatenated twice and put back.
     moved = pairs * (spec.dim + spec.inner + 2 * spec.out)
     return (
-        one_by_one_us(work, work.expected_active, pairs, machine)
-        + combine_us(work, pairs, machine)
+        one_by_one_us(plan, plan.expected_active, pairs, machine)
+        + combine_us(plan, pairs, machine)
         + pairs * spec.experts * machine.sort_us
         + moved * machine.number_us
-        + (2 * spec.experts + NODES) * machine.node_us
+        + waiting_us(2 * spec.experts + NODES, machine)
     )
 
 
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="grouped",
-    summary="sorts the tokens' choices by expert; each expert computes its rows, none in no time",
+    summary="sorts the tokens' choices by expert; each expert computes its rows",
     needs=lambda target: target.data_sizes,
     build=build,
     predict_us=predict_us,

@@ -1,4 +1,4 @@
-"""Token-routed experts as a kind of layer: the record by which the core finds it."""
+"""Token-routed experts as a kind of layer, registered with the core."""
 
 from __future__ import annotations
 

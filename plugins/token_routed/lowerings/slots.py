@@ -1,7 +1,7 @@
-"""`slots`: experts with a capacity compute their slots alone, in batched products of fixed sizes.
+"""`slots`: experts with a capacity compute only their slots, in batched products of fixed sizes.
 
 Each group of tokens has C slots for each expert, whatever is chosen: the experts compute n·C rows a
-group, k times the capacity factor for a token and not n. Only the number of groups may vary, as
+group, which is k times the capacity factor per token, not n. Only the number of groups may vary, as
 engines need it.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ....graphs.builder import Builder
-from ....graphs.lowerings.base import LoweringOf, no_int4
+from ....graphs.lowerings.base import LoweringOf, no_blocks
 from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
 from .arithmetic import (
@@ -22,7 +22,7 @@ from .arithmetic import (
     token_rows,
     weighted_sum,
 )
-from .cost import ExpertsWork, all_experts_us, combine_us
+from .cost import ExpertsPlan, all_experts_us, combine_us
 
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
@@ -43,7 +43,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     back = b.op("Reshape", outputs, b.ints(n, -1, capacity, spec.out), name="slots/outputs")
     back = b.op("Transpose", back, perm=[1, 0, 2, 3], name="slots/outputs_by_group")
     back = b.op("Reshape", back, b.ints(-1, slots, spec.out), name="slots/outputs_of_group")
-    # What was dropped reads some slot, which is left out.
+    # A dropped choice reads some slot, which is left out.
     some = b.op("Min", slot, b.integer(slots - 1), name="slots/some_slot")
     place = b.op("Unsqueeze", some, b.ints(2), name="slots/place")
     picked = b.op("GatherND", back, place, batch_dims=1, name="slots/outputs_of_pair")
@@ -52,15 +52,16 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
 
 
 def _sizes(spec: ExpertsSpec, k: object) -> tuple[int, int, int]:
-    """K, S and C."""
-    assert isinstance(k, int) and spec.group is not None, "a router chooses as many as it was asked"
+    assert isinstance(k, int) and spec.group is not None, (
+        "a router chooses the number that it was set to"
+    )
     return k, spec.group, spec.capacities[k - 1]
 
 
 def _slot_of_pair(b: Builder, chosen: ir.Value, n: int, capacity: int) -> ir.Value:
-    """The slot of each pair of a token and an expert, [G, S·k]; n·C for one that was dropped.
+    """The slot of each (token, expert) pair, [G, S·k]; n·C for a dropped one.
 
-    Which of an expert's slots it is makes no difference: they are taken in the pairs' order.
+    The order of an expert's slots makes no difference; they are in the pairs' order.
     """
     column = b.op("Unsqueeze", chosen, b.ints(2), name="slots/expert_column")
     experts = b.constant(np.arange(n, dtype=np.int64))
@@ -76,7 +77,7 @@ def _slot_of_pair(b: Builder, chosen: ir.Value, n: int, capacity: int) -> ir.Val
 
 
 def _token_of_slot(b: Builder, slot: ir.Value, group: int, k: int, slots: int) -> ir.Value:
-    """The token of its group that each slot holds, [G, n·C, 1]; the first where it holds none."""
+    """The token of its group that each slot holds, [G, n·C, 1]; the first for an empty slot."""
     groups = b.op("Shape", slot, start=0, end=1, name="slots/group_count")
     shape = b.op("Concat", groups, b.ints(slots + 1), axis=0, name="slots/table_shape")
     table = b.op("Expand", b.integer(0), shape, name="slots/empty")
@@ -98,22 +99,26 @@ def _by_expert(
     return b.op("Reshape", turned, b.ints(n, -1, width), name=f"{name}/rows")
 
 
-def predict_us(work: ExpertsWork, machine: Machine) -> float:
-    """Every expert is read and computes all of its slots."""
-    spec, n = work.spec, work.spec.experts
-    _, group, capacity = _sizes(spec, work.k)
-    rows = max(1, work.choosers // group) * capacity
+def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
+    """The predicted time: every expert is read and computes all of its slots."""
+    spec, n = plan.spec, plan.spec.experts
+    _, group, capacity = _sizes(spec, plan.typical_k)
+    rows = max(1, plan.choosers // group) * capacity
     return (
-        all_experts_us(work, rows, machine)
-        + combine_us(work, work.selections, machine)
-        + work.selections * n * machine.sort_us
+        all_experts_us(plan, rows, machine)
+        + combine_us(plan, plan.selections, machine)
+        + plan.selections * n * machine.sort_us
         + n * rows * (spec.dim + spec.out) * machine.number_us
         + 32 * machine.node_us
     )
 
 
 def _unable(spec: ExpertsSpec) -> str | None:
-    return None if spec.capacities else "its experts have no capacity: each computes what chose it"
+    return (
+        None
+        if spec.capacities
+        else "its experts have no capacity: each computes every token that chose it"
+    )
 
 
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
@@ -122,5 +127,5 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     build=build,
     predict_us=predict_us,
     unable=_unable,
-    no_kernel=no_int4,
+    no_kernel=no_blocks,
 )

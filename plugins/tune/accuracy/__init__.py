@@ -1,1 +1,1 @@
-"""What a model keeps of the untouched one: the data in two halves, the measure, the proof."""
+"""How much quality a candidate keeps: the data split, the metric, the confirmation."""

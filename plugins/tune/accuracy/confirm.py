@@ -1,4 +1,4 @@
-"""The other half of the data: read once, to say which of the points hold what was asked."""
+"""Confirmation: the other half of the data is read once, to decide which points pass."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....bench.metrics import Z, inputs_needed
+from ....bench.metrics import Z, inputs_needed, wilson
 from ....bench.runners.base import first_of
 from ....bench.runners.pytorch import untouched
 from ....common.console import Progress
-from ....common.timing import Latency, Protocol
+from ....common.latency import Latency
+from ....common.timing import Protocol
 from ....errors import CheckError, FeedError, MoexportError
 from ....exporter.model import Model
 from ...service.findings import ServiceFindings
 from ..budget import protocol_for
-from ..graphs import Graphs, times_as_long
+from ..graphs import Graphs, median_ratio
 from ..prepare import SearchJob
 from ..recipe import LayerRecipe
 from ..shards import Batch
@@ -30,21 +31,21 @@ from .holdout import Holdout
 from .quality import Quality
 
 MOST_SERVED = 4
-"""Points that are served at the most, where a rate was asked for: the fastest that hold."""
+"""The largest number of points whose request rate is measured: the fastest confirmed ones."""
 
 MOST = 8
-"""Points that are confirmed at the most: each is a graph that is open."""
+"""The largest number of points that are confirmed. Each keeps a graph open."""
 
 
 class ContractError(CheckError):
-    """What was asked does not hold, or cannot be shown to."""
+    """The bounds are not met, or the data cannot show that they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """A point and what it keeps on the half that the search did not see.
+    """A point and the quality that it keeps on the confirming half.
 
-    `promising`: it stands in the second of the two `Sequences`.
+    `promising`: the point is in the second of the two `Sequences`.
     """
 
     trial: Trial
@@ -54,10 +55,11 @@ class Confirmed:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The points to confirm, in two orders that the search's half alone decides.
+    """The points to confirm, in two orders that depend on the search's half only.
 
-    `conservative` begins with the model as trained and goes on from the safest to the riskiest.
-    `promising` begins with the point that promises most, and goes on to faster ones.
+    `conservative` starts with the model as trained and goes on from the safest point to the
+    riskiest. `promising` starts with the point of the largest expected gain and goes on to faster
+    ones.
     """
 
     conservative: tuple[Trial, ...]
@@ -70,10 +72,11 @@ class Sequences:
 
 
 def worth_confirming(trials: Sequence[Trial]) -> list[Trial]:
-    """Returns the points that faster ones do not beat in all of three things, the fastest first.
+    """Returns the points that no faster point dominates, the fastest first.
 
-    These are what is kept, the lower end of its interval, and how little the outputs moved. Ties
-    stay: of points that keep as much on the search's half those that compute more are the surer.
+    A point is dominated if a faster one is better in three things: kept quality, the lower end of
+    its interval, and how little the outputs moved. Ties stay: of points that keep the same on the
+    search's half, those that compute more are safer.
     """
     worth: list[Trial] = []
     best = [-math.inf] * 3
@@ -93,12 +96,12 @@ def sequences_of(
     *,
     base_meets: bool = True,
 ) -> Sequences:
-    """Returns the points to confirm, those that keep enough on the search's half.
+    """Returns the points to confirm: those that keep enough on the search's half.
 
-    `base_meets`: the model as trained meets the bounds of time and size itself, so that only what
-    is faster is worth confirming. What promises most is the gain in speed, of which a factor counts
-    as another, times the probability that the other half shows what the search's did. Some slower
-    points are taken, evenly over the factors of time: if that one fails, they are what is left.
+    `base_meets`: the model as trained meets the bounds of time and size, so only faster points are
+    worth confirming. The expected gain of a point is the logarithm of its speedup times the
+    probability that the confirming half shows what the search's half did. Some slower points,
+    spread evenly over the logarithm of time, are the fallback if that point fails.
     """
     others = [trial for trial in front if trial.point != base.point]
     if keep is None:
@@ -127,7 +130,7 @@ def sequences_of(
 
 
 def _apart(trials: Sequence[Trial], fast: float, slow: float, count: int) -> list[Trial]:
-    """Returns so many points whose times are evenly between two, by their factors."""
+    """`count` points whose times are spread evenly, on a logarithmic scale, between two points."""
     left = list(trials)
     spread = []
     for ms in np.geomspace(fast, slow, count + 2)[1:-1]:
@@ -139,16 +142,16 @@ def _apart(trials: Sequence[Trial], fast: float, slow: float, count: int) -> lis
 
 
 def _likely(quality: Quality, keep: float) -> float:
-    """The probability that as many other inputs show that a share is kept, as these do."""
+    """The probability that equally many other inputs confirm `keep`, given these."""
     kept, low = _without_luck(quality)
     return NormalDist().cdf(Z * (low - keep) / (math.sqrt(2) * max(1e-9, kept - low)))
 
 
 def _without_luck(quality: Quality) -> tuple[float, float]:
-    """What is kept, and the lower end of its interval, where no more than all can be kept.
+    """The kept share and the lower end of its interval, capped at 1.
 
-    A few more right answers than the untouched model has come of many candidates, and of training
-    on the inputs that are asked.
+    A few more right answers than the untouched model has are luck: there were many candidates, and
+    the substitutes were trained on these inputs.
     """
     luck = max(0.0, quality.kept - 1)
     return quality.kept - luck, quality.low - luck
@@ -157,7 +160,7 @@ def _without_luck(quality: Quality) -> tuple[float, float]:
 def confirmed(
     graphs: Graphs, sequences: Sequences, holdout: Holdout, progress: Progress
 ) -> list[Confirmed]:
-    """Returns what each point keeps on the confirming half, which is read once, for all of them."""
+    """Returns what each point keeps on the confirming half, which is read once for all points."""
     base, metric = untouched(graphs.base.model), graphs.metric
     listed = sequences.trials
     progress.step("confirming", total=holdout.confirming_count, unit="inputs")
@@ -183,12 +186,12 @@ def confirmed(
 
 
 def holding(points: Sequence[Confirmed], keep: float | None) -> list[Confirmed]:
-    """Returns the points that hold: in each sequence those before the first that does not.
+    """Returns the points that pass: in each sequence those before the first failure.
 
-    The lower end of a 95% interval errs in 2.5% of cases. In a sequence whose order was fixed
-    before, and which the first failure ends, none is passed wrongly in more; two of them err in 5%
-    at the most (Bonferroni). This is fixed sequence testing with two starts, Angelopoulos et al.,
-    Learn then Test, 2021.
+    The lower end of a 95% interval is wrong in 2.5% of cases. In a sequence whose order was fixed
+    before, and which the first failure ends, the chance that any point passes wrongly is no larger;
+    for two sequences it is at most 5% (Bonferroni). This is fixed sequence testing with two starts,
+    Angelopoulos et al., Learn then Test, 2021.
     """
     held: list[Confirmed] = []
     for promising in (False, True):
@@ -202,7 +205,7 @@ def holding(points: Sequence[Confirmed], keep: float | None) -> list[Confirmed]:
 
 
 def shortfall(point: Confirmed, keep: float) -> ContractError:
-    """Returns the error that says what is short, and how many inputs would decide."""
+    """Returns the error of a point that is not confirmed, with how many inputs would decide."""
     quality = point.quality
     said = (
         f"--keep {keep:.4g}: not confirmed: {quality.kept:.2%} is kept on {quality.inputs} inputs "
@@ -213,9 +216,9 @@ def shortfall(point: Confirmed, keep: float) -> ContractError:
 
 
 def would_decide(quality: Quality, keep: float) -> str:
-    """Returns in words how many inputs would show that a share is kept, if any."""
+    """Describes how many inputs would show that a share is kept."""
     if quality.kept <= keep:
-        return f"more inputs would not show it: ask for less, --keep {quality.low:.3g} holds here"
+        return f"more inputs would not help: lower --keep; {quality.low:.3g} holds here"
     needed = inputs_needed(quality.inputs, quality.kept, quality.low, keep)
     return (
         f"about {2 * math.ceil(needed)} inputs in --data, half of them to confirm, would decide; "
@@ -224,7 +227,7 @@ def would_decide(quality: Quality, keep: float) -> str:
 
 
 def front_of(trials: Sequence[Trial]) -> list[Trial]:
-    """Returns the points that no other beats in both time and what is kept, the slowest first."""
+    """Returns the points that no other beats in both time and kept quality, the slowest first."""
     front: list[Trial] = []
     for trial in sorted(trials, key=lambda trial: (trial.ms, -trial.quality.kept)):
         if not front or trial.quality.kept > front[-1].quality.kept:
@@ -233,13 +236,13 @@ def front_of(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def with_ms(trial: Trial, ms: float) -> Trial:
-    """Returns a look with the time that a longer measurement found."""
+    """Returns a trial with the time of a longer measurement."""
     return replace(trial, ms=ms)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found: every look, the front, what was timed again, and where it began.
+    """The outcome of a search: every trial, the front, the longer timings and the model as trained.
 
     `protocol` is how the `latencies` were measured.
     """
@@ -260,7 +263,7 @@ def shortlist(
     base: Trial,
     choices: dict[str, tuple[LayerRecipe, ...]],
 ) -> SearchResult:
-    """Returns what a search found; the points to confirm are timed again, for longer."""
+    """Returns the outcome of a search; times the points to confirm again, for longer."""
     candidates = [*graphs.trials.values()]
     room = _points(job, base, timed=False)
     within = [trial for trial in candidates if job.within(trial)] or candidates
@@ -271,11 +274,11 @@ def shortlist(
     first = latencies[base.point.key]
     timed = {
         trial.point.key: with_ms(
-            trial, first.median * times_as_long(latencies[trial.point.key], first)
+            trial, first.median * median_ratio(latencies[trial.point.key], first)
         )
         for trial in again
     }
-    faster = timed[base.point.key].ms / base.ms  # all others are told beside the base
+    faster = timed[base.point.key].ms / base.ms  # all other times are relative to the base
     trials = [timed.get(trial.point.key, with_ms(trial, faster * trial.ms)) for trial in candidates]
     within = [trial for trial in trials if job.within(trial)] or trials
     front = front_of(within)
@@ -293,9 +296,9 @@ def shortlist(
 
 @dataclass(frozen=True, slots=True)
 class ContractResult:
-    """All points that were confirmed, and those that hold, the best answer to the request first.
+    """All confirmed points, and those that meet the bounds, the best first.
 
-    `services` is what the fastest of them serve, where that is what was asked.
+    `services` are the request rates of the fastest ones, if `--scenario` asks for them.
     """
 
     confirmed: list[Confirmed]
@@ -304,8 +307,8 @@ class ContractResult:
 
 
 def contract(job: SearchJob, result: SearchResult, progress: Progress) -> ContractResult:
-    """Confirms the front on the other half; raises `ContractError` where nothing holds."""
-    keep = job.request.keep
+    """Confirms the front on the other half; raises `ContractError` if no point meets the bounds."""
+    keep = job.request.kept
     most = _points(job, result.base, timed=True)
     sequences = _sequences(job, result.timed, result.base, most)
     done = job.journal.pieces("confirmed")
@@ -345,7 +348,7 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
 
 
 def _points(job: SearchJob, base: Trial, *, timed: bool) -> int:
-    """How many points there is time to confirm, the model as trained among them."""
+    """The number of points that there is time to confirm, the model as trained included."""
     clock = job.clock
     if not math.isfinite(clock.left):
         return MOST
@@ -354,65 +357,81 @@ def _points(job: SearchJob, base: Trial, *, timed: bool) -> int:
 
 
 def _sequences(job: SearchJob, trials: Sequence[Trial], base: Trial, most: int) -> Sequences:
-    """The points to confirm, in order, of which the model as trained may meet the bounds."""
-    keep, meets = job.request.keep, job.within(base)
+    """The points to confirm, in order."""
+    keep, meets = job.request.kept, job.within(base)
     return sequences_of(trials, base, keep, most, base_meets=meets)
 
 
 def check_same(job: SearchJob, trial: Trial, result: SearchResult) -> None:
-    """Raises where the substitutes of a point that was looked at are not what they were."""
+    """Raises if the substitutes of a trial changed since it was measured."""
     if result.graphs.substitutes.digest(trial.point) != trial.substitutes:
         raise ContractError(
-            f"{job.folder / FOLDER}: what takes the places of experts is gone or changed "
-            "since it was confirmed",
+            f"{job.folder / FOLDER}: the substitutes for the removed experts were changed or "
+            "deleted since they were confirmed",
             hint=f"remove {job.folder} and search again",
         )
 
 
 def _nearest(job: SearchJob, held: Sequence[Confirmed]) -> MoexportError:
-    """The error that says what comes nearest to bounds that nothing meets."""
+    """The error when nothing meets the bounds; names the nearest point."""
     request = job.request
 
     def beyond(point: Confirmed) -> float:
         slow = point.trial.ms / (request.latency_ms or math.inf)
-        return max(slow, point.trial.bytes / (request.bytes or math.inf))
+        return max(slow, point.trial.bytes / (request.most_bytes or math.inf))
 
     nearest = min(held, key=beyond).trial
     bounds = []
     if request.latency_ms is not None:
         bounds.append(f"--max-latency {request.latency_ms:g}ms")
-    if request.bytes is not None:
-        bounds.append(f"--max-bytes {request.bytes}")
-    keep = "" if request.keep is None else f"--keep {request.keep:g} with "
+    if request.most_bytes is not None:
+        bounds.append(f"--max-bytes {request.most_bytes}")
+    keep = "" if request.kept is None else f"--keep {request.kept:g} with "
     return ContractError(
-        f"{keep}{' and '.join(bounds)}: nothing that was found meets it; the nearest takes "
+        f"{keep}{' and '.join(bounds)}: no point that was found meets this; the nearest takes "
         f"{nearest.ms:.3g} ms and {nearest.bytes} bytes and keeps {nearest.quality.kept:.2%}",
-        hint="ask for less, or let the search take longer",
+        hint="relax the bounds, or raise --time",
     )
 
 
 def contract_record(job: SearchJob, chosen: Confirmed) -> dict[str, Any]:
-    """Returns what was asked and what was confirmed, for recipe and manifest."""
+    """Returns the bounds and the confirmed result, for recipe and manifest."""
     request, quality = job.request, chosen.quality
     return {
         "metric": job.metric.title or job.metric.name,
         "asked": {
-            "keep": request.keep,
+            "keep": request.kept,
             "latency_ms": request.latency_ms,
             "scenario": request.scenario,
-            "bytes": request.bytes,
+            "bytes": request.most_bytes,
         },
         "kept": quality.kept,
         "interval": [quality.low, quality.high],
         "inputs": quality.inputs,
-        "batch": request.batch.opt,
+        **_shares(job, quality),
+        "batch": request.batches.opt,
         "latency_ms": chosen.trial.ms,
         "bytes": chosen.trial.bytes,
     }
 
 
+def _shares(job: SearchJob, quality: Quality) -> dict[str, Any]:
+    """The accuracy with its 95% interval, and PyTorch's on the same inputs.
+
+    Empty for other metrics.
+    """
+    if job.metric.name != "accuracy" or job.metric.each_output:
+        return {}
+    interval = wilson(quality.score * quality.inputs, quality.inputs)
+    return {
+        "accuracy": quality.score,
+        "accuracy_interval": [interval.low, interval.high],
+        "untouched_accuracy": quality.untouched,
+    }
+
+
 def reasons(model: Model, trial: Trial) -> dict[str, str]:
-    """Returns what each layer got, in words."""
+    """Describes the choice for each layer."""
     specs = {name: layer.spec for name, layer in model.layers.items()}
     return {
         name: f"tuned: {choice.text(specs[name].experts)}, {trial.lowerings[name]}"

@@ -1,4 +1,4 @@
-"""The data in two halves: one that the search sees, and one that is read once, to confirm."""
+"""The data in two halves: the search uses one; the other is read once, to confirm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ....bench.data import InputsAndLabels, Labelled, LabelledData
 from ....bench.runners.base import first_of
 from ....bench.runners.pytorch import outputs_of, untouched
 from ....common.console import Progress
-from ....data.feeds import Array, Labels
+from ....data.batches import Array, Labels
 from ....errors import FeedError
 from ....exporter.inputs import Inputs
 from ....exporter.job import ExportJob
@@ -21,31 +21,34 @@ from ..budget import UNTOUCHED_SHARE, Clock
 
 SEED = 20
 BLOCK = 4096
-"""Inputs whose side is drawn at once: the same for the same place, however long the data are."""
+"""Inputs are assigned to halves in blocks of this size, so an input's half does not depend on the
+data's length."""
 
 BATCH = 64
 
 BATCH_BYTES = 1 << 27
-"""Of the outputs of a batch: those of language models hold the scores of all words."""
+"""The largest size of one batch of outputs: language models return scores of the whole vocabulary.
+"""
 
 OUTPUT_BYTES = 1 << 30
-"""What the untouched model's outputs may take: those of language models are large."""
+"""The largest size of the untouched model's outputs: those of language models are large."""
 
 LEAST = 512
-"""Inputs that a search sees, whatever its time, if there are as many."""
+"""The search uses at least this many inputs, if there are as many, whatever its time limit."""
 
 MANY, MANY_S = 4096, 20.0
-"""Inputs beyond which a search sees more only while the untouched model has taken so long."""
+"""Beyond `MANY` inputs the search adds more only while the untouched model has run less than
+`MANY_S`."""
 
-SEEN = 8192
-SEEN_BYTES = 1 << 30
-"""The most inputs, and bytes of them, that the search holds."""
+MOST_HELD = 8192
+MOST_HELD_BYTES = 1 << 30
+"""The largest number of inputs, and of bytes, that the search keeps in memory."""
 
 
 def searched(first: int, count: int) -> Array:
-    """Returns for the inputs from `first` on which are of the search's half, bool [count].
+    """Returns which of `count` inputs from `first` on are in the search's half, bool [count].
 
-    Of each pair of neighbours one is drawn, so that data in any order are halved evenly.
+    One input of each pair of neighbours is drawn, so data in any order are split evenly.
     """
     sides = []
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
@@ -58,9 +61,9 @@ def searched(first: int, count: int) -> Array:
 
 @dataclass(frozen=True)
 class Holdout:
-    """Labelled data, of which `search` is one half, and `confirming` yields the other.
+    """Labelled data in two halves: `search` is in memory, `confirming` yields the other.
 
-    Of more than `SEEN` inputs the search holds the first of its half alone.
+    If the search's half has more than `MOST_HELD` inputs, only the first of them are kept.
     """
 
     data: Labelled
@@ -79,7 +82,7 @@ class Holdout:
             held_bytes += sum(array.nbytes for array in arrays.values())
             if y is not None:
                 labels.append(y)
-            if held >= SEEN or held_bytes >= SEEN_BYTES:
+            if held >= MOST_HELD or held_bytes >= MOST_HELD_BYTES:
                 break
         if held < 1:
             raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")
@@ -93,17 +96,17 @@ class Holdout:
         return Holdout(data=data, search=seen)
 
     def fewer(self, count: int) -> Holdout:
-        """Returns the same halves, of which the search's holds its first `count` inputs."""
+        """Returns the same halves with only the first `count` inputs in the search's half."""
         return replace(self, search=self.search.head(count))
 
     @property
     def confirming_count(self) -> int | None:
-        """How many inputs confirm; None where only reading them would tell."""
+        """The number of confirming inputs; None if the length of the data is unknown."""
         total = self.data.samples
         return None if total is None else int((~searched(0, total)).sum())
 
     def confirming(self) -> Iterator[InputsAndLabels]:
-        """Yields the other half in batches."""
+        """Yields the confirming half in batches."""
         yield from _of_side(self.data, searching=False)
 
 
@@ -117,30 +120,29 @@ def _of_side(data: Labelled, *, searching: bool) -> Iterator[InputsAndLabels]:
 
 
 def rows_of(x: Inputs, rows: slice | Array) -> Inputs:
-    """Returns some of a batch's inputs."""
     if isinstance(x, np.ndarray):
         return np.ascontiguousarray(x[rows])
     return {name: np.ascontiguousarray(array[rows]) for name, array in x.items()}
 
 
 def in_batches(data: LabelledData, size: int) -> Iterator[tuple[slice, Inputs, Labels | None]]:
-    """Yields all of some data in batches, each with its place among them."""
+    """Yields data in batches, each with its slice of rows."""
     for rows, (x, labels) in zip(data.batches(size), data.stream(size), strict=True):
         yield rows, x, labels
 
 
 def batch_size(outputs: Array) -> int:
-    """Returns how many inputs run at once, whose outputs are known: some, or all of them."""
+    """Returns a batch size for outputs of this size."""
     return max(1, min(BATCH, BATCH_BYTES // max(1, outputs[:1].nbytes)))
 
 
 def untouched_outputs(
     model: Model, data: LabelledData, progress: Progress, clock: Clock, job: ExportJob
 ) -> Array:
-    """Returns what the untouched model gives for the search's half.
+    """Returns the untouched model's outputs for the search's half.
 
-    Where time is short, or outputs are large, it is run on the first inputs alone, in batches of a
-    size that the graphs of `job` take.
+    If time is short or outputs are large, only the first inputs are run, in batches of a size that
+    the graphs of `job` accept.
     """
     together = job.least_batch
     base, parts = untouched(model), []

@@ -1,15 +1,23 @@
-"""What is kept of the untouched model's quality, with a paired 95% interval."""
+"""How much of the untouched model's quality is kept, with a paired 95% interval."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from ....bench.measure.answers import (
+    AnswerCounts,
+    AnswerScores,
+    PairedScores,
+    are_attributes,
+    check_attributes,
+    per_output,
+)
 from ....bench.metrics import (
     NegativeLogLikelihood,
     SequenceLosses,
@@ -20,26 +28,31 @@ from ....bench.metrics import (
     wilson,
 )
 from ....bench.runners.base import first_of
-from ....common.user_code import callable_named
-from ....data.feeds import IGNORED, Array, Labels, check_classes
+from ....data.batches import IGNORED, Array, Labels
+from ....data.feeds import check_classes
+from ....data.user_code import callable_named
 from ....errors import FeedError, UsageError
+from ....exporter.bundle.parity import cosines
 from ....exporter.inputs import Inputs
-from ....exporter.parity import cosines
 from .holdout import Holdout, batch_size, in_batches
 
-MetricName = Literal["accuracy", "perplexity", "agreement", "function"]
+MetricName = Literal["accuracy", "r2", "perplexity", "agreement", "function"]
+
+R2 = "r2"
 
 Function = Callable[[Array, Labels | None], Array]
-"""A user's own metric: outputs [b, …] and labels to a score of each input [b], more is better."""
+"""A user's metric: maps outputs [b, …] and labels to a score of each input [b]; higher is better.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What is kept of the untouched model's quality over some inputs: 1 is all.
+    """The share of the untouched model's quality that is kept over some inputs: 1 is all.
 
     `low` and `high` are the ends of the 95% interval, paired input by input. `shift` is how far the
-    outputs themselves moved: what ranks candidates that classify alike. `score` is the mean of the
-    metric itself and `untouched` that of the untouched model; `tokens` are those of token models.
+    outputs moved: it ranks candidates that classify alike. `score` is the mean of the metric and
+    `untouched` that of the untouched model; `tokens` are those of token models. `answers` holds the
+    metrics of labels with one number for each output.
     """
 
     kept: float
@@ -50,14 +63,16 @@ class Quality:
     score: float = 0.0
     untouched: float = 0.0
     tokens: int = 0
+    answers: AnswerScores = AnswerScores()
+    untouched_answers: AnswerScores = AnswerScores()
 
 
 @dataclass(frozen=True, slots=True)
 class Tally(Sums):
-    """Sums over some inputs of scores, of the untouched model's, and of their products.
+    """Sums over some inputs of scores, of the untouched model's scores, and of their products.
 
-    `tokens` are the losses of token models, which are judged by perplexity; `base` is then the
-    summed loss of the untouched model.
+    `tokens` are losses of token models, whose metric is perplexity; `base` is then the summed loss
+    of the untouched model. `answers` are the sums for labels with one number for each output.
     """
 
     inputs: int = 0
@@ -68,24 +83,28 @@ class Tally(Sums):
     both: float = 0.0
     shift: float = 0.0
     tokens: NegativeLogLikelihood = field(default_factory=NegativeLogLikelihood)
+    answers: AnswerCounts = field(default_factory=AnswerCounts)
+    base_answers: AnswerCounts = field(default_factory=AnswerCounts)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What quality is: a name, and a function of the user's own where it is none of ours.
+    """A metric: a built-in name, or a user's function.
 
-    `tokens`: inputs are sequences, and each of their tokens has class scores of its own.
+    `tokens`: inputs are sequences, and each token has its own class scores. `each_output`: labels
+    have one number for each output, as attributes or regression targets do.
     """
 
     name: MetricName
     function: Function | None = None
     title: str = ""
     tokens: bool = False
+    each_output: bool = False
 
     def tally(self, y: Array, base: Array, x: Inputs, labels: Labels | None) -> Tally:
         """Returns the sums of a batch: outputs y and those of the untouched model, [b, …].
 
-        Raises `FeedError` for labels or scores that cannot be.
+        Raises `FeedError` for invalid labels or scores.
         """
         y, base = one_per_sample(y), one_per_sample(base)
         moved = self._shift(y, base)
@@ -97,6 +116,22 @@ class Metric:
             tokens = NegativeLogLikelihood.of(own_losses, base_losses)
             losses = float(base_losses.nll.sum())
             return Tally(inputs=len(y), base=losses, shift=moved, tokens=tokens)
+        if self.each_output:
+            pair = None if labels is None else per_output(y, labels, where="--data")
+            assert pair is not None  # `metric_for` has seen such labels
+            own_numbers, wanted = pair
+            base_numbers = base.reshape(own_numbers.shape)
+            counts = (
+                # All labels decide which metric applies (`metric_for`), not those of one batch.
+                replace(
+                    AnswerCounts.of(each, wanted, base_numbers),
+                    binary=self.name == "accuracy" and are_attributes(wanted),
+                    one_hot=0,
+                )
+                for each in (own_numbers, base_numbers)
+            )
+            answers, of_base = counts
+            return Tally(inputs=len(y), shift=moved, answers=answers, base_answers=of_base)
         own, theirs = self._scores(y, base, labels), self._scores(base, base, labels)
         return Tally(
             inputs=len(y),
@@ -109,7 +144,7 @@ class Metric:
         )
 
     def quality(self, tally: Tally) -> Quality:
-        """Returns what is kept; raises `FeedError` where there is nothing to keep."""
+        """Returns the kept share; raises `FeedError` if the untouched model's score is 0."""
         n = tally.inputs
         moved = tally.shift / n
         if self.name == "perplexity":
@@ -126,12 +161,9 @@ class Metric:
                 untouched=perplexity.value * perplexity.retention,
                 tokens=perplexity.tokens,
             )
-        if tally.base <= 0:
-            raise FeedError(
-                f"--metric {self.title or self.name}: the untouched model scores {tally.base:g} on "
-                f"{n} inputs, so there is nothing to keep",
-                hint="are the labels this model's classes, counted from 0?",
-            )
+        if self.each_output:
+            return self._of_each_output(tally)
+        self._check_base(tally.base, n)
         kept = tally.own / tally.base
         if self.name == "agreement" and not self.tokens:
             share = wilson(round(tally.own), n)
@@ -141,8 +173,9 @@ class Metric:
             pair = score_interval(both, round(tally.base) - both, round(tally.own) - both)
             low, high = pair.low, pair.high
         else:
-            half = _half_width(tally, kept)
-            low, high = kept - half, kept + half
+            pair = _paired(tally).kept_interval
+            assert pair is not None  # the untouched model has a score
+            low, high = pair.low, pair.high
         return Quality(
             kept=kept,
             low=low,
@@ -153,20 +186,55 @@ class Metric:
             untouched=tally.base / n,
         )
 
-    def needed(self, keep: float, share: float) -> int | None:
-        """Returns how many inputs must confirm, if all agree, before `keep` can be shown.
+    def _check_base(self, base: float, inputs: int) -> None:
+        if base <= 0:
+            raise FeedError(
+                f"--metric {self.title or self.name}: the untouched model scores {base:g} on "
+                f"{inputs} inputs, so there is nothing to keep",
+                hint="are the labels those of this model: classes counted from 0, attributes, or "
+                "the numbers that it predicts?",
+            )
 
-        `share` is the untouched model's accuracy; None where no number can be told beforehand.
+    def _of_each_output(self, tally: Tally) -> Quality:
+        """The kept share of the mean accuracy over attributes, or of R²."""
+        own = tally.answers.answers(tally.base_answers)
+        base = tally.base_answers.answers(tally.base_answers)
+        if own.accuracy is None and self.name == "accuracy":
+            raise FeedError(
+                "--data: some of its labels are 0 or 1 as attributes are, and others are not",
+                hint="save attributes as 0 and 1; --metric r2 for other numbers",
+            )
+        score = _score(own)
+        untouched = _score(base)
+        self._check_base(untouched, tally.inputs)
+        judged = own.accuracy or own.regression
+        interval = None if judged is None else judged.retention_interval
+        assert interval is not None  # the untouched model has a score
+        return Quality(
+            kept=score / untouched,
+            low=interval.low,
+            high=interval.high,
+            shift=tally.shift / tally.inputs,
+            inputs=tally.inputs,
+            score=score,
+            untouched=untouched,
+            answers=own,
+            untouched_answers=base,
+        )
+
+    def needed(self, keep: float, share: float) -> int | None:
+        """Returns how many confirming inputs are needed, if all agree, to show `keep`.
+
+        `share` is the untouched model's accuracy; the result is None if no number is known before.
         """
-        if self.tokens:  # how much one input tells depends on its tokens
+        if self.tokens:  # the information in an input depends on its tokens
             return None
-        if self.name == "function":
+        if self.name == "function" or self.each_output:
             return None
         right = share if self.name == "accuracy" else 1.0
         return math.ceil(Z**2 * keep / (1 - keep) / max(right, 1e-9)) + 1
 
     def _scores(self, y: Array, base: Array, labels: Labels | None) -> Array:
-        """A score [b] of each input."""
         if self.function is not None:
             return _own_scores(self.title, self.function, y, labels)
         wanted = base.argmax(axis=-1) if self.name == "agreement" else labels
@@ -183,14 +251,18 @@ class Metric:
         """How far outputs moved, summed over inputs: the divergence of class scores, or 1 − cos."""
         if self.name == "function":
             return float((1 - cosines(y, base)).sum())
+        if self.name == "r2":
+            return float(((y - base).astype(np.float64) ** 2).reshape(len(y), -1).mean(1).sum())
+        if self.each_output:
+            return _yes_or_no_divergence(base, y)
         if not self.tokens:
             return _divergence(base, y)
-        # One by one: in double precision, a language model's scores take twice their room.
+        # One input at a time: in float64 a language model's scores take twice the memory.
         return sum(_divergence(*pair) for pair in zip(base[:, None], y[:, None], strict=True))
 
 
 def check_enough(metric: Metric, keep: float | None, holdout: Holdout, outputs: Array) -> None:
-    """Raises `FeedError` where no outcome could show what is to be kept."""
+    """Raises `FeedError` if even the best outcome could not show `keep`."""
     if keep is None:
         return
     search = holdout.search
@@ -201,45 +273,53 @@ def check_enough(metric: Metric, keep: float | None, holdout: Holdout, outputs: 
         ),
         start=Tally(),
     )
-    metric.quality(scores)
-    needed = metric.needed(keep, scores.base / scores.inputs)
+    found = metric.quality(scores)
+    needed = metric.needed(keep, found.untouched)
     count = holdout.confirming_count
     if needed is not None and count is not None and count < needed:
         raise FeedError(
-            f"--data: {count} of its inputs confirm, and to show that {keep:.4g} is kept "
+            f"--data: {count} of its inputs confirm; to show that {keep:.4g} is kept "
             f"takes at least {needed}, if all agree",
             hint=f"give at least {2 * needed} inputs, half of them to confirm, or ask for less",
         )
 
 
 def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | None) -> Metric:
-    """Returns the metric that is asked for, or that the data allow.
+    """Returns the metric that the user asks for, or the one that the data allow.
 
-    `outputs` are the untouched model's for inputs x. Raises `UsageError` for one that does not go
-    with them, `FeedError` for labels that are of one class.
+    `outputs` are the untouched model's for inputs x. Raises `UsageError` for a metric that does not
+    fit them, `FeedError` if all labels are the same.
     """
     classes = one_per_sample(outputs)
     main = first_of(x)
     of_ids = main.dtype.kind in "iu" and main.ndim == 2 and outputs.ndim == 3
     tokens = of_ids and (labels is None or labels.ndim == 2)
+    numbers = None
+    if labels is not None and not (name is not None and ":" in name):
+        numbers = per_output(outputs, labels[: len(outputs)], ids=of_ids, where="--data")
+    if numbers is not None and name in (None, "accuracy", R2):
+        return _each_output(name, numbers[1])
     if name is None:
         name = "perplexity" if tokens else "agreement" if labels is None else "accuracy"
         if classes.ndim != 2 and not tokens:
             raise UsageError(
-                f"--metric: the model's outputs {outputs.shape} are no class scores, so what is to "
-                "be kept must be said",
+                f"--metric: the model's outputs {outputs.shape} are not class scores, so a metric "
+                "is needed",
                 hint="--metric package.module:function scores each input by its outputs and labels",
             )
     if ":" in name:
         return Metric("function", callable_named(name, "a metric"), name)
     if name not in ("accuracy", "perplexity", "agreement"):
+        known = "accuracy, r2, perplexity, agreement, or package.module:function"
         raise UsageError(
-            f"--metric {name}: there is no such metric",
-            hint="accuracy, perplexity, agreement, or package.module:function",
+            f"--metric {name}: the data have no number for each output"
+            if name == R2
+            else f"--metric {name}: there is no such metric",
+            hint=f"--data with labels (batch, {classes.shape[-1]})" if name == R2 else known,
         )
     if name == "perplexity" and not tokens:
         raise UsageError(
-            f"--metric perplexity: the model's outputs {outputs.shape} do not foretell tokens",
+            f"--metric perplexity: the model's outputs {outputs.shape} are not token predictions",
             hint="use accuracy or agreement",
         )
     if name == "accuracy":
@@ -254,17 +334,32 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
         check_classes(counted, classes.shape[-1], "--data")
         if len(np.unique(counted)) < 2:
             raise FeedError(
-                f"--data: all {labels.size} labels are of one class, so accuracy says nothing",
+                f"--data: all {labels.size} labels are of one class, so accuracy cannot be "
+                "measured",
                 hint="give inputs of every class, mixed",
             )
-    known: Any = name
-    return Metric(known, title=name, tokens=tokens)
+    of_metric: Any = name
+    return Metric(of_metric, title=name, tokens=tokens)
+
+
+def _each_output(name: str | None, labels: Labels) -> Metric:
+    """The metric of labels [b, o]: accuracy of attributes, R² of other numbers."""
+    if name == "accuracy" or (name is None and are_attributes(labels)):
+        check_attributes(labels, "--data")
+        if (labels == labels[0]).all():
+            raise FeedError(
+                f"--data: all {len(labels)} inputs have the same labels, so accuracy cannot be "
+                "measured",
+                hint="give inputs with each attribute and without, mixed",
+            )
+        return Metric("accuracy", title="accuracy", each_output=True)
+    return Metric("r2", title="R²", each_output=True)
 
 
 def _own_scores(title: str, function: Function, y: Array, labels: Labels | None) -> Array:
     try:
         scores = np.asarray(function(y, labels), dtype=np.float64)
-    except Exception as error:  # the user's code may fail in any way
+    except Exception as error:  # user code may raise anything
         raise UsageError(
             f"--metric {title}: it failed: {type(error).__name__}: {error}",
             hint="it takes outputs [b, …] and labels, and returns a score of each input [b]",
@@ -283,16 +378,30 @@ def _own_scores(title: str, function: Function, y: Array, labels: Labels | None)
     return scores
 
 
-def _half_width(tally: Tally, ratio: float) -> float:
-    """Half of the interval of a ratio of two means over the same inputs (delta method).
+def _score(answers: AnswerScores) -> float:
+    if answers.accuracy is not None:
+        return answers.accuracy.top1
+    return 0.0 if answers.regression is None else answers.regression.r2
 
-    One more input is added that only one of the two scores, so that two which agree on every input
-    still get a width.
-    """
-    n, mean = tally.inputs, tally.base / tally.inputs
-    residual = tally.own_squares - 2 * ratio * tally.both + ratio**2 * tally.base_squares
-    variance = (max(0.0, residual) + mean**2) / (n * max(1, n - 1))
-    return Z * math.sqrt(variance) / mean
+
+def _paired(tally: Tally) -> PairedScores:
+    return PairedScores(
+        inputs=tally.inputs,
+        own=tally.own,
+        base=tally.base,
+        own_squares=tally.own_squares,
+        base_squares=tally.base_squares,
+        both=tally.both,
+    )
+
+
+def _yes_or_no_divergence(base: Array, y: Array) -> float:
+    """The mean over attributes of the divergence of two binary decisions, summed over inputs."""
+    p, q = (torch.from_numpy(x).double() for x in (base, y))
+    yes = p.sigmoid() * (torch.nn.functional.logsigmoid(p) - torch.nn.functional.logsigmoid(q))
+    no = (-p).sigmoid() * (torch.nn.functional.logsigmoid(-p) - torch.nn.functional.logsigmoid(-q))
+    apart = (yes + no).nan_to_num(nan=math.inf)
+    return float(apart.reshape(len(y), -1).mean(dim=1).sum())
 
 
 def _divergence(base: Array, y: Array) -> float:

@@ -1,1 +1,1 @@
-"""What a search found, in a results file and in a report."""
+"""The outcome of a search in a results file and in a report."""

@@ -1,4 +1,4 @@
-"""What a search found, as frozen data that goes into `results.json`."""
+"""The outcome of a search as frozen data for `results.json`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ....graphs.targets import Runtime
 from ..recipe import LayerRecipe
 
 TUNING = "tuning"
-"""Where a search stands among the analyses of `results.json`."""
+"""The name of a search among the analyses of `results.json`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontPoint:
-    """One point that was found: its time for a batch, its size, and what it keeps.
+    """One point: its time for a batch, its size, and the quality it keeps.
 
-    `searched` is on the half that the search saw, `confirmed` on the other: None where it was not
-    looked at there. `text` has the layers in words; files of before hold a list of them.
+    `searched` is the interval on the search's half, `confirmed` on the other (None if the point was
+    not confirmed). `text` describes the layers; older files hold a list of them.
     """
 
     ms: float
@@ -41,9 +41,9 @@ class FrontPoint:
 
 @dataclass(frozen=True, slots=True)
 class TuningRecord:
-    """A search: what was asked, by which metric, on how many inputs, and every point it found.
+    """A search: its bounds, metric and numbers of inputs, and every point it found.
 
-    `recipe` is the file that exports the chosen one again.
+    `recipe` is the file that exports the chosen point again.
     """
 
     model: str
@@ -60,10 +60,7 @@ class TuningRecord:
 
     @property
     def fastest(self) -> dict[Runtime, FrontPoint]:
-        """The fastest point of each runtime that keeps enough: a confirmed one, if there is any.
-
-        Others were looked at by the search alone.
-        """
+        """The fastest point of each runtime that keeps enough: a confirmed one if there is any."""
         found: dict[Runtime, FrontPoint] = {}
         for runtime in dict.fromkeys(point.runtime for point in self.points):
             own = [point for point in self.points if point.runtime == runtime]
@@ -78,7 +75,7 @@ class TuningRecord:
 
     @property
     def why_runtime(self) -> str:
-        """Why the chosen point runs where it does, in a sentence; empty with one runtime."""
+        """A sentence on why the chosen point uses its runtime; empty if there was one runtime."""
         if len({point.runtime for point in self.points}) < 2:
             return ""
         reasons = (
@@ -90,14 +87,14 @@ class TuningRecord:
 
 
 def title_of(runtime: Runtime) -> str:
-    """Returns what readers know a runtime by: its name where nothing here brings it."""
+    """Returns the runtime's title, or its name if it is not installed."""
     return RUNTIMES[runtime].title if runtime in RUNTIMES else runtime
 
 
 def tuning_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> TuningRecord | None:
-    """Returns the search among the analyses of a results file, None where there is none.
+    """Returns the search among the analyses of a results file, None if there is none.
 
-    Raises ResultsError that names the file and the field that cannot be read.
+    Raises ResultsError with the file and the field that cannot be read.
     """
     if TUNING not in analyses:
         return None

@@ -1,12 +1,12 @@
-"""What a search found in a report: the record by which the core finds it."""
+"""The section of the report about a search, and its registration with the core."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ....bench.report.charts import SYMBOLS, ink_of, trade
 from ....bench.report.content import (
     Cell,
     PageChart,
@@ -24,7 +24,6 @@ API = 1
 
 
 def _decision(results: Results) -> RowDecision | None:
-    """What the search was asked, and what it has chosen."""
     search = tuning_in(results.analyses)
     if search is None:
         return None
@@ -39,7 +38,7 @@ def _decision(results: Results) -> RowDecision | None:
 
 
 def _bounds_text(search: TuningRecord) -> str:
-    """What a search was asked for."""
+    """The bounds of a search, as a sentence."""
     bounds = []
     if search.keep is not None:
         bounds.append(f"to keep {percent(search.keep)} of the {search.metric}")
@@ -48,13 +47,13 @@ def _bounds_text(search: TuningRecord) -> str:
     if search.max_bytes is not None:
         bounds.append(f"to take {size(search.max_bytes)} at the most")
     return (
-        f"Asked was {' and '.join(bounds)}; confirmed on {search.confirming:,} inputs that the "
-        "search did not see."
+        f"The bundle had {' and '.join(bounds)}; the result is confirmed on "
+        f"{search.confirming:,} inputs that the search did not see."
     )
 
 
 def _search(results: Results) -> SectionContent | None:
-    """The points that a search found on its front, and those that were confirmed."""
+    """The points on the front, and those that were confirmed."""
     search = tuning_in(results.analyses)
     if search is None:
         return None
@@ -95,17 +94,37 @@ def _interval_text(interval: Interval) -> str:
 
 
 def _points(results: Results) -> dict[str, Any] | None:
-    """What the page draws of a search: every point, with what hovering over it says."""
+    """Every point with its tooltip, for the page."""
     search, shown = tuning_in(results.analyses), sections(results)
     if search is None:
         return None
+    precisions = dict.fromkeys(map(_precision, search.points))
     return {
         "keep": search.keep,
-        "metric": search.metric,
-        "points": [asdict(point) | {"told": _hover_lines(point)} for point in search.points],
+        "keys": [(name.upper(), ink_of(name)) for name in precisions],
+        "chart": trade(f"{search.metric} kept"),
+        "points": [_point(index, point) for index, point in enumerate(search.points)],
+        "chosen": next((i for i, point in enumerate(search.points) if point.chosen), None),
         "answer": summary(shown[0]) if shown else "",
         "told": caveat(shown[0]) if shown else "",
     }
+
+
+def _point(index: int, point: FrontPoint) -> dict[str, Any]:
+    """A point of the chart; those on the front have their interval."""
+    bars = {"kept_low": point.searched.low, "kept_high": point.searched.high}
+    return {
+        **{"index": index, "ms": point.ms, "kept": point.kept, "front": point.front},
+        **{"ink": ink_of(_precision(point)), "symbol": SYMBOLS[0]},
+        **{"hover": "\n".join(_hover_lines(point)), **(bars if point.front else {})},
+    }
+
+
+def _precision(point: FrontPoint) -> str:
+    """The precision whose colour a point has: that of integers where any layer has them."""
+    layers = point.layers.values() if isinstance(point.layers, dict) else ()
+    names = [*(layer.precision for layer in layers), point.around]
+    return next((name for name in names if name and name != "fp32"), "fp32")
 
 
 def _hover_lines(point: FrontPoint) -> list[str]:

@@ -1,1 +1,1 @@
-"""What takes the places of experts that are dropped or merged for good: fitted, then trained."""
+"""Arrays that replace removed or merged experts: fitted, then trained."""

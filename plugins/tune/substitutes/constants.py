@@ -1,9 +1,8 @@
-"""Which experts of a Soft MoE layer go first, and the constants that take their places.
+"""The order in which experts of a Soft MoE layer are removed, and the constants that replace them.
 
-A dropped expert leaves a constant expert (Jin et al., MoE++, 2024): each of its slots gives one
-vector, whatever it is given. The vectors are those with which the layer's outputs on the search's
-half differ least from what they were (least squares). As C is unchanged, a token still gets of them
-what the router says.
+A removed expert becomes a constant expert (Jin et al., MoE++, 2024): each of its slots returns one
+vector, whatever its input. Least squares choose the vectors with which the layer's outputs on the
+search's half change least. C is unchanged, so a token still weights them as the router decides.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from torch import Tensor
 from ....graphs.layers.soft_moe import SoftMoE
 
 RANKED = 64
-"""Inputs by which experts are ranked. Constants are fitted to at least so many."""
+"""Inputs by which experts are ranked. Constants are fitted to at least as many."""
 
 ROWS = 16
-"""Tokens that constants are fitted to, for each of the layer's slots."""
+"""Tokens that constants are fitted to, for each slot of the layer."""
 
 MOST_SLOTS = 4096
-"""Of so many slots the constants are fitted together; of more, each alone."""
+"""Up to this many slots the constants are fitted together; beyond it, each alone."""
 
 RIDGE = 1e-3
-"""How strongly constants are drawn to those of each slot alone, beside what the inputs say."""
+"""The ridge penalty towards the constants of each slot alone."""
 
 
 class ConstantExperts:
-    """The constants of a layer's experts, whichever of them stay.
+    """The constants of a layer's experts, for any subset that stays.
 
-    `tokens` [b, m, d], in batches, are what the layer is given.
+    `tokens` [b, m, d], in batches, are the layer's inputs.
     """
 
     def __init__(self, layer: SoftMoE, tokens: Sequence[Tensor]) -> None:
@@ -41,14 +40,14 @@ class ConstantExperts:
         self._alone: Tensor | None = None
 
     def kept(self, size: int) -> tuple[int, ...]:
-        """Returns the experts that stay where so many do, ascending."""
+        """Returns the experts that stay in a subset of `size`, ascending."""
         if not self._order:
-            self._order = given_up(self._products(self._of_slots()))[::-1]
+            self._order = removal_order(self._products(self._of_slots()))[::-1]
         return tuple(sorted(self._order[:size]))
 
     @torch.inference_mode()
     def fitted(self, experts: tuple[int, ...]) -> np.ndarray:
-        """Returns what the slots of the others give, [n − e, p, o], where some experts stay."""
+        """Returns the outputs of the removed experts' slots, [n − e, p, o]."""
         spec = self._layer.spec
         dropped = [e for e in range(spec.experts) if e not in {*experts}]
         alone = self._of_slots()
@@ -69,9 +68,9 @@ class ConstantExperts:
 
     @torch.inference_mode()
     def _of_slots(self) -> Tensor:
-        """The best constant of each slot if it alone had one, [n, p, o] float64.
+        """The best constant of each slot if only that slot had one, [n, p, o] float64.
 
-        It is the mean of what it gives, each input weighted by the squares of its column of C.
+        It is the mean of the slot's outputs, each input weighted by the squares of its column of C.
         """
         if self._alone is None:
             spec = self._layer.spec
@@ -86,9 +85,9 @@ class ConstantExperts:
 
     @torch.inference_mode()
     def _products(self, alone: Tensor) -> Tensor:
-        """Products [n, n] of what goes missing with each expert when its constants take over.
+        """Products [n, n] of the errors when each expert is replaced by its constants.
 
-        Outputs are sums over experts, so that they say what goes missing with a set of them.
+        Outputs are sums over experts, so the products give the error of any set of experts.
         """
         n = self._layer.spec.experts
         products, left = torch.zeros(n, n, dtype=torch.float64), RANKED
@@ -101,7 +100,7 @@ class ConstantExperts:
         return products
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields what all experts give, [b, n, p, o], and C, [b, m, n, p], of enough inputs."""
+        """Yields all experts' outputs, [b, n, p, o], and C, [b, m, n, p], for enough inputs."""
         spec = self._layer.spec
         inputs = rows = 0
         for x in self._tokens:
@@ -111,11 +110,11 @@ class ConstantExperts:
                 return
 
 
-def given_up(products: Tensor) -> tuple[int, ...]:
-    """The order in which experts go: at each step the one that adds least to what is missing.
+def removal_order(products: Tensor) -> tuple[int, ...]:
+    """The order of removal: at each step the expert that adds least to the error.
 
-    `products` [n, n] are those of what goes missing with each expert; without a set R of them it is
-    Σ products[R, R].
+    `products` [n, n] are the errors' products; without a set R of experts the error is Σ
+    products[R, R].
     """
     left = list(range(len(products)))
     crossed = torch.zeros(len(products), dtype=products.dtype)  # Σ over R of products[e, R]

@@ -1,8 +1,8 @@
-"""Training what takes the places of experts until the whole model answers as the untouched one.
+"""Trains the substitutes so that the whole model's outputs match the original's.
 
-Least squares bring a layer's own outputs near (`constants.py`), but most directions of those matter
-little to what the model says. No labels are used: the target is what the untouched model gives
-(Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015).
+Least squares bring a layer's own outputs near (`constants.py`), but most directions of those
+outputs matter little to the model's answer. No labels are used: the target is the untouched model's
+output (Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015).
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ....bench.runners.pytorch import PyTorch
-from ....data.feeds import Array
+from ....data.batches import Array
 from ....exporter.inputs import Inputs
-from ....exporter.reference import first_output
+from ....exporter.reference import all_outputs
 
 STEPS = 1200
-"""Batches that are trained on, at the most."""
+"""The largest number of batches to train on."""
 
 FEWEST = 25
 """With time for fewer steps than this, nothing is trained."""
 
 STEP = 4.0
-"""About how many times as long as running a batch a step of the training takes."""
+"""The estimated time of a training step, in runs of a batch."""
 
 RATE = 0.1
-"""How far a number moves in the first steps, as a share of the numbers' mean size."""
+"""The first steps' size, as a share of the numbers' mean size."""
 
 SMALLER = 4.0
-"""By how much smaller the steps get where a training has led to no numbers any more."""
+"""The factor for the step size after a training diverged."""
 
 EVALUATIONS, EVALUATIONS_SHARE = 4, 0.15
-"""How often the batches that are held out are asked on the way, and what of the time that takes."""
+"""The number of evaluations on the held-out batches, and their share of the time."""
 
 HELD_OUT = 5
-"""One of so many batches is held out: they say which of the looks is best."""
+"""One of this many batches is held out; the held-out batches decide which evaluation is best."""
 
 MOST_HELD = 32
-"""Batches that are held out, at the most."""
+"""The largest number of held-out batches."""
 
 Samples = Sequence[tuple[Inputs, Array]]
 """Batches of inputs with the untouched model's outputs [b, …]."""
@@ -58,13 +58,12 @@ def distil(
     seconds: float,
     other: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Returns the arrays of some parameters of a model, which are trained in place.
+    """Trains some parameters of a model in place, for at most `seconds`; returns their arrays.
 
-    They begin as they came, or as the `other` arrays, whichever do better on what is held out.
-
-    It takes so many `seconds`, or less. The loss is the Kullback-Leibler divergence of class scores
-    where outputs are such (`scores`), else their squared distance. What is returned did best on
-    batches that were held out: the parameters as they began where training has not helped.
+    The training starts from the parameters or from the `other` arrays, whichever have the smaller
+    loss on held-out batches. The loss is the Kullback-Leibler divergence if outputs are class
+    scores (`scores`), else the squared distance. The returned arrays did best on the held-out
+    batches: the initial ones if training did not help.
     """
     began = time.monotonic()
     held = samples[::HELD_OUT]
@@ -89,7 +88,8 @@ def distil(
         parameter.requires_grad_(True)
     step = evaluations = 0
     while evaluations < EVALUATIONS:
-        # The steps get smaller as the time goes: what they take is known only afterwards.
+        # The step size falls with the elapsed time, since the time of a step is known only
+        # afterwards.
         done = min(1.0, max(step / STEPS, (time.monotonic() - began) / seconds))
         evaluating = done * EVALUATIONS >= evaluations + 1
         for group, size in zip(optimiser.param_groups, sizes, strict=True):
@@ -106,10 +106,10 @@ def distil(
                 loss.backward()  # type: ignore[no-untyped-call]
                 value = float(loss.detach())
         except RuntimeError:
-            if not step:  # a network that was written without gradients in mind
+            if not step:  # a network that does not support gradients
                 return best
-            value = math.nan  # some operations take none
-        if not math.isfinite(value):  # the steps were too large
+            value = math.nan  # some operations have none
+        if not math.isfinite(value):  # the step was too large
             _set(parameters, best)
             optimiser, rate = _optimiser(parameters), rate / SMALLER
         elif evaluating and value < least:
@@ -121,7 +121,7 @@ def distil(
 
 
 def longest_s(batch_s: float) -> float:
-    """Returns about how long a training takes at most, with so long for a batch."""
+    """Returns about how long a training takes at most, given the seconds of a batch."""
     return STEPS * STEP * batch_s
 
 
@@ -151,7 +151,7 @@ def _mean_loss(model: PyTorch, samples: Samples, *, scores: bool) -> float:
 
 
 def _loss(model: PyTorch, x: Inputs, base: Array, *, scores: bool) -> Tensor:
-    y, wanted = first_output(model.module(*model.tensors(x))), torch.from_numpy(base)
+    y, wanted = all_outputs(model.module(*model.tensors(x)))[0], torch.from_numpy(base)
     if not scores:
         return F.mse_loss(y, wanted)
     own, theirs = (outputs.flatten(0, -2).log_softmax(dim=-1) for outputs in (y, wanted))

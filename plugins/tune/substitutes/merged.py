@@ -1,9 +1,9 @@
-"""One expert in place of all of a muMoE layer: the start of a training that makes it fit.
+"""One expert in place of all experts of a muMoE layer: the start of a training.
 
-Merging the experts of a trained mixture into one layer and training that on what the mixture gives
-is known from Xue et al., One Student Knows All Experts Know (2022). A muMoE layer's experts are
-slices of one tensor, so that their mean, weighted by the coefficients that tokens give them, is one
-matrix for each tensor; least squares bring it nearer to what the tensor gives.
+Xue et al., One Student Knows All Experts Know (2022), merge the experts of a trained mixture into
+one layer and train it on the mixture's outputs. A muMoE layer's experts are slices of one tensor,
+so their mean, weighted by the tokens' coefficients, is one matrix for each tensor; least squares
+bring it nearer to the tensor's outputs.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 from ....graphs.layers.mumoe import FactorisedSpec, MuMoE, contract
 
 WIDEST = 4096
-"""Of wider inputs the mean is taken as it is."""
+"""For wider inputs the mean is taken without least squares."""
 
 ROWS = 16
 """Tokens that a matrix is fitted to, for each of its rows."""
 
 RIDGE = 1e-3
-"""How strongly a matrix is drawn to the mean of the experts, beside what the inputs say."""
+"""The ridge penalty towards the mean of the experts."""
 
 
 @torch.inference_mode()
 def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray, ...]:
     """Returns a matrix [d + 1, o] for each tensor of a layer, the bias last.
 
-    `tokens` [b, m, d], in batches, are what the layer is given.
+    `tokens` [b, m, d], in batches, are the layer's inputs.
     """
     specs = layer.spec.tensors
     totals = [torch.zeros(n, dtype=torch.float64) for n in layer.spec.levels]
-    sums = {index: _Sums(spec) for index, spec in enumerate(specs) if spec.dim <= WIDEST}
+    sums = {index: _LeastSquares(spec) for index, spec in enumerate(specs) if spec.dim <= WIDEST}
     rows, wanted = 0, ROWS * (1 + max((specs[index].dim for index in sums), default=0))
     for x in tokens:
         coefficients, products = layer.products(x)
@@ -67,8 +67,8 @@ def _mean(spec: FactorisedSpec, factors: Sequence[Tensor], means: list[Tensor]) 
     return torch.cat((outputs[:-1] - outputs[-1], outputs[-1:]))
 
 
-class _Sums:
-    """What least squares need of a tensor's inputs z [r, d] and outputs y [r, o]: zᵀz and zᵀy."""
+class _LeastSquares:
+    """The sums for least squares of inputs z [r, d] and outputs y [r, o]: zᵀz and zᵀy."""
 
     def __init__(self, spec: FactorisedSpec) -> None:
         size = spec.dim + 1
@@ -81,7 +81,7 @@ class _Sums:
         self.product += z.T @ y
 
     def fitted(self, matrix: Tensor) -> Tensor:
-        """What to add to a matrix [d + 1, o] so that the inputs give outputs nearer to those."""
+        """The correction to a matrix [d + 1, o] that brings its outputs nearer to y."""
         missing = self.product - self.square @ matrix
         square = self.square.clone()
         ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)

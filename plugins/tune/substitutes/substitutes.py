@@ -1,8 +1,8 @@
-"""What takes the places of experts: fitted for each layer, then trained for a whole model.
+"""Arrays that replace experts: fitted for each layer, then trained for a whole model.
 
-Dropped experts of a Soft MoE layer leave constants (`constants.py`), those of a muMoE layer are
-merged into one (`merged.py`). Least squares bring a layer's own outputs near what they were;
-the training (`distill.py`) looks at what the whole model says. What was trained is kept in a file.
+Removed experts of a Soft MoE layer become constants (`constants.py`); those of a muMoE layer are
+merged into one (`merged.py`). Least squares bring a layer's own outputs near the original ones; the
+training (`distill.py`) uses the whole model's output. Trained arrays are kept in a file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ....bench.runners.pytorch import PyTorch
 from ....common.files import sha256
 from ....common.writing import make_folder, whole_file
-from ....exporter.edits import Edits, MergedExperts
 from ....exporter.model import Model, edited
+from ....graphs.edits import Edits, MergedExperts
 from ....graphs.layers.base import algorithm_1
 from ....graphs.layers.mumoe import MuMoE
 from ....graphs.layers.soft_moe import SoftMoE
@@ -33,18 +33,18 @@ from .distill import Samples, distil
 from .merged import merged_matrices
 
 FOLDER = "substitutes"
-"""In a search's folder: what was trained."""
+"""The folder of trained arrays, in the search's folder."""
 
 NamedArrays = dict[str, np.ndarray]
-"""By the names of `Edits.substitutes`."""
+"""Arrays by the names of `Edits.substitutes`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a model was seen to do on some inputs, in batches: to fit to.
+class Recording:
+    """Recorded inputs and outputs of a model, in batches, to fit to.
 
-    `tokens` [b, m, d] are what each layer is given; `samples` the inputs with the untouched model's
-    outputs, which are class scores or not.
+    `tokens` [b, m, d] are each layer's inputs; `samples` the inputs with the untouched model's
+    outputs; `scores` is whether those are class scores.
     """
 
     tokens: Mapping[str, Sequence[Tensor]]
@@ -53,17 +53,17 @@ class Seen:
 
 
 class Substitutes:
-    """What takes the places of a model's experts, fitted when it is first asked for.
+    """The arrays that replace a model's experts, fitted on first use.
 
-    What was trained is kept in the search's `folder`, so that a search that goes on has the same;
-    the training for another model goes on from it where that is nearer. `seconds` is how long the
+    Trained arrays are kept in the search's `folder`, so a resumed search has the same ones; the
+    training for another model starts from them if they are nearer. `seconds` returns how long the
     training for one point may take now.
     """
 
     def __init__(
-        self, model: Model, seen: Seen, folder: Path, seconds: Callable[[], float]
+        self, model: Model, recording: Recording, folder: Path, seconds: Callable[[], float]
     ) -> None:
-        self._model, self._seen, self._seconds = model, seen, seconds
+        self._model, self._recording, self._seconds = model, recording, seconds
         self._folder = folder / FOLDER
         self._constants: dict[str, ConstantExperts] = {}
         self._fitted: dict[tuple[str, tuple[int, ...]], NamedArrays] = {}
@@ -71,14 +71,11 @@ class Substitutes:
         self._trained: dict[tuple[str, tuple[int, ...]], Path] = {}
 
     def kept(self, name: str, size: int) -> tuple[int, ...]:
-        """Returns the experts of a Soft MoE layer that stay where so many do, ascending."""
+        """Returns the experts of a Soft MoE layer that stay in a subset of `size`, ascending."""
         return self._of_soft_moe(name).kept(size)
 
     def fitted(self, name: str, choice: LayerRecipe) -> NamedArrays:
-        """Returns what takes the places of a layer's experts, by least squares.
-
-        Nothing where all of them stay.
-        """
+        """Returns the arrays for a layer by least squares; empty if all experts stay."""
         if not choice.fewer:
             return {}
         key = name, choice.experts
@@ -87,25 +84,26 @@ class Substitutes:
         return self._fitted[key]
 
     def fitted_to(self, point: Point) -> NamedArrays:
-        """Returns what takes the places of the experts of a whole model, by least squares."""
+        """Returns the arrays for a whole model by least squares."""
         fits = (self.fitted(name, choice) for name, choice in point.layers)
         return {name: array for arrays in fits for name, array in arrays.items()}
 
     def trained_for(self, point: Point) -> NamedArrays:
-        """Returns what takes the places of the experts of a whole model, trained for it."""
+        """Returns the arrays for a whole model, trained for it."""
         if not point.fewer:
             return {}
         path = self._place(point)
-        if self._last is None or self._last[0] != path:  # of large layers not all are held
+        # large layers' arrays are not all kept in memory
+        if self._last is None or self._last[0] != path:
             arrays = _read(path)
             if not arrays:
-                elsewhere = self._trained_elsewhere(point)
+                elsewhere = self._trained_in_others(point)
                 arrays = self._written(path, self._train(point, elsewhere, self._seconds()))
             self._last = path, arrays
         return self._last[1]
 
     def train_further(self, point: Point, seconds: float) -> bool:
-        """Goes on with the training for a point; returns whether that has helped."""
+        """Continues the training for a point; returns whether that helped."""
         before = self.trained_for(point)
         after = self._train(point, before, seconds)
         if all(np.array_equal(after[name], before[name]) for name in before):
@@ -115,11 +113,11 @@ class Substitutes:
         return True
 
     def shared(self, point: Point, other: Point) -> bool:
-        """Whether two points have what was trained in common: they differ in precision alone."""
+        """Whether two points share trained arrays: they differ in precision only."""
         return self._place(point) == self._place(other)
 
     def digest(self, point: Point) -> str:
-        """Returns the SHA-256 of what was trained for a point; empty where nothing was."""
+        """Returns the SHA-256 of a point's trained arrays; empty if there are none."""
         path = self._place(point)
         return sha256(path) if path.is_file() else ""
 
@@ -127,32 +125,32 @@ class Substitutes:
         if not choice.merged:
             return {name: self._of_soft_moe(name).fitted(choice.experts)}
         layer = self._model.layers[name]
-        assert isinstance(layer, MuMoE), "only the experts of those are merged"
-        matrices = merged_matrices(layer, self._seen.tokens[name])
-        return Edits(merged=(MergedExperts(name, matrices),)).substitutes
+        assert isinstance(layer, MuMoE), "only muMoE experts can be merged"
+        matrices = merged_matrices(layer, self._recording.tokens[name])
+        return Edits((MergedExperts(name, matrices),)).substitutes
 
     def _of_soft_moe(self, name: str) -> ConstantExperts:
         if name not in self._constants:
             layer = self._model.layers[name]
-            assert isinstance(layer, SoftMoE), "only those have experts to drop"
-            self._constants[name] = ConstantExperts(layer, self._seen.tokens[name])
+            assert isinstance(layer, SoftMoE), "only Soft MoE experts can be removed"
+            self._constants[name] = ConstantExperts(layer, self._recording.tokens[name])
         return self._constants[name]
 
     def _train(self, point: Point, before: NamedArrays, seconds: float) -> NamedArrays:
-        """Trains from the fit, or from what was trained `before` where that does better."""
-        # Copies: what is trained in place must not be where the next training starts.
+        """Trains from the fit, or from the arrays trained `before` if those are better."""
+        # Copies: training is in place and must not move the start of the next one.
         start = {name: array.copy() for name, array in self.fitted_to(point).items()}
         edits = edits_of(point).with_substitutes(start)
         changed = edited(self._model, edits)
         model = PyTorch(changed.module, changed.inputs)
-        seen = self._seen
+        recording = self._recording
         with algorithm_1(changed.module, point.k):
             trained = _parameters(changed, edits)
             arrays = distil(
                 model,
                 trained,
-                seen.samples,
-                scores=seen.scores,
+                recording.samples,
+                scores=recording.scores,
                 seconds=seconds,
                 other=start | before if before else None,
             )
@@ -160,8 +158,8 @@ class Substitutes:
         self._trained |= {(n, c.experts): path for n, c in point.layers if c.fewer}
         return arrays
 
-    def _trained_elsewhere(self, point: Point) -> NamedArrays:
-        """What was last trained for each layer as it is here, in another model."""
+    def _trained_in_others(self, point: Point) -> NamedArrays:
+        """The arrays last trained for each of these layers, in another model."""
         arrays: NamedArrays = {}
         for name, choice in point.layers:
             path = self._trained.get((name, choice.experts)) if choice.fewer else None
@@ -182,7 +180,7 @@ class Substitutes:
 
 
 def _read(path: Path) -> NamedArrays:
-    """What was trained before; nothing where the file is not there, or damaged."""
+    """The trained arrays; empty if the file is missing or damaged."""
     try:
         return load_file(path)
     except (SafetensorError, OSError):
@@ -190,15 +188,17 @@ def _read(path: Path) -> NamedArrays:
 
 
 def _parameters(model: Model, edits: Edits) -> dict[str, nn.Parameter]:
-    """What takes the places of experts in a model, by the names of `Edits.substitutes`."""
+    """The parameters of a model that replace experts, by the names of `Edits.substitutes`."""
     layers, parameters = model.layers, {}
     for kept in edits.kept:
         layer = layers[kept.layer]
-        assert isinstance(layer, SoftMoE) and layer.constants is not None, "it was given some"
+        assert isinstance(layer, SoftMoE) and layer.constants is not None, (
+            "the edits gave it constants"
+        )
         parameters[kept.layer] = layer.constants
     for merged in edits.merged:
         layer = layers[merged.layer]
-        assert isinstance(layer, MuMoE), "only the experts of those are merged"
+        assert isinstance(layer, MuMoE), "only muMoE experts can be merged"
         for index in range(len(layer.spec.tensors)):
             (parameters[merged.key(index)],) = layer.factors(index)
     return parameters

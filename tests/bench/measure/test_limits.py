@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,10 @@ import moexport
 import numpy as np
 import pytest
 import torch
+from moexport.bench.measure.gpu_rates import GpuProbes
 from moexport.bench.measure.roofline import (
+    NO_GPU_INTEGERS,
+    NO_GPU_RATES,
     Limits,
     Products,
     Rates,
@@ -19,14 +23,16 @@ from moexport.bench.measure.roofline import (
     work_of,
 )
 from moexport.bench.plan import Candidate, Case, GraphSource, IntegerLinear
-from moexport.bench.results import Workload
+from moexport.bench.results import Row, Workload
 from moexport.bench.runners.base import Runner
-from moexport.common.timing import Measured
+from moexport.common.latency import summarise
+from moexport.common.timing import Measured, Protocol, measure
 from moexport.exporter.model import Model
 from moexport.tests.bench.loaders import Made
 from moexport.tests.recorded import read_case
 from torch import Tensor, nn
 
+ON_GPU = Rates(stream_gb_s=1e3, matmul_gflop_s=100.0, fp16_gflop_s=1000.0, gpu=True)
 RATES = Rates(stream_gb_s=10.0, matmul_gflop_s=100.0, int8_gop_s=400.0)
 X = np.zeros((1, 1, 28, 28), np.float32)
 ROW = Case("digits", "onnxruntime", k=2, experts=4, lowering="grouped")
@@ -90,9 +96,12 @@ def test_bf16_has_its_own_rate_in_openvino_alone(model: Model) -> None:
 
 
 def test_a_row_without_a_limit_says_why(limits: Limits, model: Model) -> None:
-    on_gpu = limits.of(replace(ROW, provider="cuda"), GRAPH, 1, RATES)
+    none = limits.gpu_rates(Measured({}, {}))  # the rows of these limits run on the CPU
+    on_gpu = limits.of(replace(ROW, provider="cuda"), GRAPH, 1, none)
     assert on_gpu.work is not None and on_gpu.limit_ms is None
-    assert on_gpu.reason == "the rates of a GPU are not measured"
+    assert on_gpu.reason == NO_GPU_RATES
+    integers = limits.of(replace(ROW, provider="cuda", precision="int8"), GRAPH, 1, ON_GPU)
+    assert integers.limit_ms is None and integers.reason == NO_GPU_INTEGERS
     untold = replace(GRAPH, integers=(IntegerLinear("head/Gemm", None, (8, 10)),))
     backbone = limits.of(replace(ROW, precision="int8"), untold, 1, RATES)
     assert backbone.work is None and "how many rows head/Gemm multiplies" in str(backbone.reason)
@@ -112,6 +121,42 @@ def test_a_row_without_a_limit_says_why(limits: Limits, model: Model) -> None:
     uncounted = Limits(Candidate("own", own), X, [ROW]).of(ROW, None, 1, RATES)
     assert uncounted.work is None and uncounted.limit_ms is None
     assert "does not count the operations of" in str(uncounted.reason)
+
+
+def test_a_row_on_a_gpu_has_the_limit_of_that_gpu(limits: Limits) -> None:
+    """Its FP16 products at their own rate, half of the bytes; routing in FP32."""
+    case = replace(ROW, provider="cuda")
+    wide = limits.of(case, GRAPH, 1, ON_GPU)
+    assert wide.limit_ms == limits.of(ROW, GRAPH, 1, replace(RATES, stream_gb_s=1e3)).limit_ms
+    short = limits.of(replace(case, precision="fp16"), GRAPH, 1, ON_GPU)
+    assert wide.work is not None and short.work is not None
+    assert short.work.bytes == wide.work.bytes / 2
+    computing = replace(ON_GPU, stream_gb_s=1e9)
+    slow = limits.of(case, GRAPH, 1, computing)
+    fast = limits.of(replace(case, precision="fp16"), GRAPH, 1, computing)
+    assert slow.limit_ms is not None and fast.limit_ms is not None
+    assert 0.1 <= fast.limit_ms / slow.limit_ms < 1.0
+
+
+def test_the_probes_of_a_gpu_tell_what_they_moved_and_multiplied() -> None:
+    """Run on the CPU, where their clock is the wall's."""
+    probes = GpuProbes("cpu", stream_bytes=1 << 16, squares={"fp32": 8, "fp16": 16})
+    found = measure(probes.calls, Protocol(round_s=0.0, warmup=1))
+    assert found.failures == {}
+    assert found.device.keys() == probes.calls.keys()
+    ms = dict.fromkeys(probes.calls, 0.5)
+    rates = probes.rates(ms)
+    assert rates == {
+        "stream_gb_s": 2 * (1 << 16) / 0.5 / 1e6,  # a copy reads and writes
+        "matmul_gflop_s": 2 * 8**3 / 0.5 / 1e6,
+        "fp16_gflop_s": 2 * 16**3 / 0.5 / 1e6,
+    }
+
+
+def test_a_row_on_a_gpu_is_as_far_from_its_limit_as_the_gpu_says(row: Callable[..., Row]) -> None:
+    on_gpu = row(4, 2.0, 1.0, provider="cuda", device_ms=summarise([[0.5]] * 5), limit_ms=0.25)
+    assert on_gpu.over_limit == pytest.approx(2.0)
+    assert replace(on_gpu, device_ms=None).over_limit == pytest.approx(8.0)
 
 
 def test_what_stays_in_a_cache_has_the_rate_of_as_many_bytes(limits: Limits) -> None:

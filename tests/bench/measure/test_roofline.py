@@ -17,11 +17,11 @@ from moexport.bench.measure.roofline import (
     limit_ms,
     work_of,
 )
-from moexport.common.timing import summarise
+from moexport.common.latency import summarise
 from moexport.errors import TraceError
 from moexport.exporter.model import Model
 from moexport.graphs.layers.soft_moe import SoftMoESpec
-from moexport.graphs.lowerings.cost import WorkOf
+from moexport.graphs.lowerings.base import LayerPlan
 from moexport.tests.recorded import DATA, VIT_CONFIG, read_case
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ def test_a_part_takes_the_longer_of_moving_and_computing() -> None:
 
 
 def test_bf16_is_multiplied_at_its_own_rate_but_for_routing() -> None:
-    work = WorkOf(SPEC, k=2, batch=1, tokens=5)
+    work = LayerPlan(SPEC, k=2, batch=1, tokens=5)
     routing, experts = layer_parts(work, number_bytes=2, arithmetic="bf16")
     assert (routing.arithmetic, experts.arithmetic) == ("fp32", "bf16")
     rates = replace(RATES, stream_gb_s=1e9, bf16_gflop_s=300.0)
@@ -56,17 +56,17 @@ def test_parts_wait_for_each_other() -> None:
 
 
 def test_a_layers_parts_hold_all_its_multiply_adds_and_only_the_kept_experts_weights() -> None:
-    parts = list(layer_parts(WorkOf(SPEC, k=2, batch=3, tokens=5)))
+    parts = list(layer_parts(LayerPlan(SPEC, k=2, batch=3, tokens=5)))
     assert sum(part.macs for part in parts) == 3 * sum(SPEC.macs(5, 2).values())
     routing, experts = parts
     assert routing.bytes == 4 * 3 * 5 * (16 + 16)
     assert experts.bytes == 4 * 6 * 2 * 16 * 32  # 3 inputs choose at most 6 of 8 experts
-    whole = list(layer_parts(WorkOf(SPEC, k=2, batch=100, tokens=5)))[1]
+    whole = list(layer_parts(LayerPlan(SPEC, k=2, batch=100, tokens=5)))[1]
     assert whole.bytes == 4 * 8 * 2 * 16 * 32
 
 
 def test_int8_experts_move_a_quarter_and_compute_integers() -> None:
-    work = WorkOf(SPEC, k=2, batch=1, tokens=5)
+    work = LayerPlan(SPEC, k=2, batch=1, tokens=5)
     full, quarter = (list(layer_parts(work, int8_experts=int8))[1] for int8 in (False, True))
     assert quarter.bytes * 4 == full.bytes
     assert (quarter.arithmetic, full.arithmetic) == ("int8", "fp32")

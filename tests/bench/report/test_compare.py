@@ -14,7 +14,7 @@ from moexport.bench.report.page import html, payload
 from moexport.bench.report.sections import all_sections, contents
 from moexport.bench.report.text import to_csv, to_markdown
 from moexport.bench.results import Results, Row, write
-from moexport.common.timing import summarise
+from moexport.common.latency import summarise
 from moexport.errors import MoexportError, UsageError
 from moexport.tests.command import run
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import pytest
@@ -27,12 +28,13 @@ from moexport.bench.results import (
     from_json,
     write,
 )
-from moexport.common.timing import Latency, summarise
+from moexport.common.latency import Latency, summarise
+from moexport.tests.bench.conftest import accuracy
 from moexport.tests.bench.report.browser import Browser, browser, missing
 
 RowMaker = Callable[..., Row]
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
-CHARTS = ("deploy", "overk", "throughput", "percentiles", "parts", "layers", "memory")
+CHARTS = ("deploy", "overk", "overk-kept", "throughput", "percentiles", "parts", "layers", "memory")
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,11 +92,15 @@ def _slower(row: Row) -> Latency | None:
 
 def points(window: Browser, chart: str) -> int:
     """How many marks and bars a chart shows."""
-    marks = f"#{chart} .scatterlayer .point, #{chart} .barlayer .point path"
+    marks = f"#{chart} .chart_points_marks path, #{chart} .mark-rect.chart_bars_marks path"
     return int(window.run("return document.querySelectorAll(arguments[0]).length", marks))
 
 
 BLOCKS = "main p, main h1, main h2, main figcaption, .chart, table, .tiles"
+UNFOLDED = (
+    "return [...document.querySelectorAll('details:not([hidden]) .chart')]"
+    ".every(each => !each.view || each.querySelector('svg').clientWidth === each.clientWidth)"
+)
 DRAWN = "return document.documentElement.dataset.drawnMs"
 
 
@@ -103,6 +109,8 @@ def shown(window: Browser, page: Path, width: str = "desktop", state: str = "") 
     window.resize(*WIDTHS[width])
     window.open(page, state)
     assert window.wait(DRAWN)
+    window.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    assert window.wait(UNFOLDED)
     return window
 
 
@@ -120,14 +128,31 @@ def choose(window: Browser, name: str, value: str, event: str = "change") -> Non
     )
 
 
-def ring(window: Browser, chart: str) -> list[list[float]]:
-    """Where a chart marks the answer: [x, y] of every ring."""
+def ring(window: Browser, chart: str, x: str, y: str) -> list[list[float]]:
+    """Where a chart marks the answer: x and y of every ring."""
     found: list[list[float]] = window.run(
-        "return document.getElementById(arguments[0]).data.filter(t => t.name === 'answer')"
-        ".map(t => [t.x[0], t.y[0]])",
+        "return [...document.querySelectorAll(`#${arguments[0]} .chart_ring_marks path`)]"
+        ".map(ring => ring.__data__.datum).map(row => [row[arguments[1]], row[arguments[2]]])",
+        *(chart, x, y),
+    )
+    return found
+
+
+def drawn(window: Browser, chart: str, keep: str) -> list[dict[str, Any]]:
+    """The rows of a chart for which an expression of JavaScript holds."""
+    found: list[dict[str, Any]] = window.run(
+        "return document.getElementById(arguments[0]).view.data('rows')"
+        f".filter(row => {keep}).map(row => ({{...row}}))",
         chart,
     )
     return found
+
+
+def domain(window: Browser, chart: str, axis: str) -> list[float]:
+    """Where an axis of a chart begins and ends."""
+    scale = "return document.getElementById(arguments[0]).view.scale(`chart_${arguments[1]}`)"
+    ends: list[float] = window.run(f"{scale}.domain()", chart, axis)
+    return ends
 
 
 def overlaps(window: Browser, scope: str) -> list[str]:
@@ -159,16 +184,8 @@ def test_charts_are_drawn_and_the_console_is_clean(
     overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert window.run(overflow) <= 0
     assert overlaps(window, BLOCKS) == []
-    for chart in ("deploy", "overk"):
-        words = (
-            ".annotation-text",
-            ".xtick",
-            ".ytick",
-            ".textpoint text",
-            ".g-ytitle",
-            ".g-y2title",
-        )
-        assert overlaps(window, ", ".join(f"#{chart} {each}" for each in words)) == [], chart
+    for chart in ("deploy", "overk", "overk-kept", "throughput"):
+        assert overlaps(window, f"#{chart} text:not([opacity='0'])") == [], chart
     shot = pictures / f"report-{width}-{scheme}.png"
     window.screenshot(shot)
     picture = matplotlib.image.imread(shot)
@@ -200,13 +217,15 @@ def test_the_threshold_moves_the_answer_its_mark_and_the_command(
 ) -> None:
     shown(window, page)
     assert text(window, "summary").startswith("Deploy k = 4 of 16 in FP32: 2.0 times the speed")
-    assert ring(window, "deploy") == [[1.0, 0.992]]
-    assert ring(window, "overk") == [[4, 1.0], [4, 0.992]]
+    assert ring(window, "deploy", "ms", "kept") == [[1.0, 0.992]]
+    assert ring(window, "overk", "x", "ms") == [[4, 1.0]]
+    assert ring(window, "overk-kept", "x", "kept") == [[4, 0.992]]
     assert "--k 4 " in text(window, "command")
     choose(window, "at", "75", "input")
     assert text(window, "summary").startswith("Deploy k = 2 of 16 in FP32: 4.0 times the speed")
-    assert ring(window, "deploy") == [[0.5, 0.8]]
-    assert ring(window, "overk") == [[2, 0.5], [2, 0.8]]
+    assert ring(window, "deploy", "ms", "kept") == [[0.5, 0.8]]
+    assert ring(window, "overk", "x", "ms") == [[2, 0.5]]
+    assert ring(window, "overk-kept", "x", "kept") == [[2, 0.8]]
     assert "--k 2 " in text(window, "command")
     choose(window, "at", "100.5", "input")
     assert text(window, "summary").startswith("Nothing here keeps 100.5%. Nearest: k = 16 of 16")
@@ -224,29 +243,25 @@ def test_the_threshold_moves_the_answer_its_mark_and_the_command(
 
 def test_a_chart_joins_what_nothing_beats(window: Browser, page: Path) -> None:
     shown(window, page)
-    front = window.run(
-        "const t = document.getElementById('deploy').data.find(t => t.name === 'front');"
-        "return [t.x, t.y]"
-    )
-    assert front == [[1.0, 2.0], [0.992, 1.0]]  # k = 2 keeps 80% and is no choice
-    assert window.run("return document.getElementById('deploy').layout.xaxis.type") == "log"
+    front = sorted((row["ms"], row["kept"]) for row in drawn(window, "deploy", "row.front"))
+    assert front == [(1.0, 0.992), (2.0, 1.0)]  # k = 2 keeps 80% and is no choice
+    lines = "return document.querySelectorAll('#deploy .chart_front_marks path').length"
+    assert window.run(lines) == 1
+    kind = "return document.getElementById('deploy').view.scale('chart_x').type"
+    assert window.run(kind) == "log"
 
 
 def test_the_chart_of_the_decision_is_zoomed_to_what_can_be_deployed(
     window: Browser, page: Path
 ) -> None:
     shown(window, page)
-    axes = window.run(
-        "const l = document.getElementById('deploy').layout;"
-        "return [l.xaxis.range.map(v => 10 ** v), l.yaxis.range]"
-    )
-    (left, right), (low, high) = axes
+    (left, right), (low, high) = domain(window, "deploy", "x"), domain(window, "deploy", "y")
     assert 0.9 < left < 1.0 and 3.1 < right < 3.5
     assert 0.98 < low < 0.99 and 1.0 < high < 1.01
     assert text(window, "deploy-away") == "Outside of the chart: grouped, k = 2 (0.500 ms, 80%)."
-    for direction in ("xerror", "yerror"):
-        drawn = f"return document.querySelectorAll('#deploy path.{direction}').length"
-        assert window.run(drawn) >= 5
+    for axis in "xy":
+        bars = f"return document.querySelectorAll('#deploy .chart_bars_{axis}_marks line').length"
+        assert window.run(bars) >= 5
     choose(window, "at", "75", "input")
     assert "k = 2" not in text(window, "deploy-away")
 
@@ -273,19 +288,165 @@ def test_the_decision_is_one_table_with_a_row_for_each_k(
     shown(window, tmp_path / "report.html")
     head, *lines = cells(window, "decision")
     assert head == [
-        *("k", "Accuracy", "Kept", "Median ms", "p99 ms", "Inputs/s", "vs all experts"),
+        *("k", "Median msmean ± std", "vs all experts", "Kept", "Accuracy", "p99 ms", "Inputs/s"),
         *("vs PyTorch", "Memory"),
     ]
     assert [line[0] for line in lines] == ["PyTorch", "16 of 16", "4 of 16"]
     assert lines[2] == [
-        *("4 of 16", "89.3%85.5% to 92%", "99.2%at least 99.1%", "1.00", "1.01", "1,000"),
-        *("2.0×", "3.1×", "64 MB"),
+        *("4 of 16", "1.001.00 ± 0.01", "2.0×", "99.2%≥ 99.1%", "89.3%85.5% to 92%"),
+        *("1.01", "1,000", "3.1×", "64 MB"),
     ]
     # What is the same for every k is said once.
     assert text(window, "decision-same") == (
         "The same for every k: on disk 1.3 MB; runs in ONNX Runtime, grouped."
     )
     assert text(window, "decision-far") == ""
+
+
+def test_no_cell_of_the_decision_is_empty(window: Browser, page: Path) -> None:
+    shown(window, page)
+    assert all(cell.strip() for line in cells(window, "decision") for cell in line)
+
+
+def test_a_phone_shows_what_runs_beside_latency(window: Browser, page: Path) -> None:
+    shown(window, page, "phone")
+    ends = window.run(
+        "return [...document.querySelectorAll('#rows thead th')].slice(0, 3)"
+        ".map(each => [each.textContent, each.getBoundingClientRect().right])"
+    )
+    assert [name for name, _ in ends] == ["k", "Median ms", "Engine"]
+    assert all(right <= WIDTHS["phone"][0] for _, right in ends)
+
+
+TICKS = (
+    "return [...document.querySelectorAll(`#${arguments[0]} .role-axis`)]"
+    ".map(axis => [...axis.querySelectorAll('.role-axis-label text')]).filter(all => all.length)"
+    "[arguments[1]].filter(each => each.getAttribute('opacity') !== '0')"
+    ".map(each => each.textContent)"
+)
+
+
+@pytest.mark.parametrize("least_ms", [0.0471, 0.93, 180.0])
+@pytest.mark.parametrize("factor", [1.04, 1.5, 3.0, 40.0])
+def test_axes_have_ticks_that_differ(
+    window: Browser, results: Results, row: RowMaker, tmp_path: Path, least_ms: float, factor: float
+) -> None:
+    wide = replace(accuracy(1.0), retention_interval=Interval(0.975, 1.016))
+    rows = (
+        results.rows[0],
+        row(16, least_ms * factor, 1.0, accuracy=wide),
+        row(4, least_ms, 0.99, accuracy=wide),
+    )
+    write_report(replace(results, rows=rows), tmp_path / "report.html")
+    shown(window, tmp_path / "report.html")
+    for chart in ("deploy", "overk", "overk-kept", "percentiles"):
+        for axis in (0, 1):
+            ticks = window.run(TICKS, chart, axis)
+            assert len(set(ticks)) == len(ticks), (chart, axis, ticks)
+            least = {"overk": 2, "overk-kept": 2, "percentiles": 1}.get(chart, 3)
+            assert len(ticks) >= least, (chart, axis, ticks)
+        labels = f"#{chart} .role-axis-label text:not([opacity='0'])"
+        assert overlaps(window, labels) == [], chart
+
+
+def test_what_lies_outside_of_the_chart_is_listed_in_short(
+    window: Browser, results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    far = [row(k, 0.1 * k, 0.5) for k in (1, 2, 3, 5, 6, 7)]
+    write_report(replace(results, rows=(*results.rows[:2], *far)), tmp_path / "report.html")
+    shown(window, tmp_path / "report.html")
+    assert text(window, "deploy-away") == (
+        "Outside of the chart: grouped, k = 1 (0.100 ms, 50%); grouped, k = 2 (0.200 ms, 50%); "
+        "grouped, k = 3 (0.300 ms, 50%); and 4 others, which the table of rows has."
+    )
+
+
+def test_names_of_points_do_not_lie_on_their_bars(
+    window: Browser, results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    wide = replace(accuracy(1.0), retention_interval=Interval(0.97, 1.02))
+    rows = [results.rows[0], row(16, 2.0, 1.0, accuracy=wide)]
+    rows += [
+        row(8, ms, 0.99, accuracy=replace(wide, retention=kept), precision=name)
+        for ms, kept, name in ((1.0, 0.992, "fp32"), (1.02, 0.99, "int8"))
+    ]
+    write_report(replace(results, rows=tuple(rows)), tmp_path / "report.html")
+    shown(window, tmp_path / "report.html")
+    on_bars = window.run(
+        "const boxes = name => [...document.querySelectorAll(`#deploy ${name}`)]"
+        ".map(each => each.getBoundingClientRect());"
+        "return boxes('.chart_labels_marks text').filter(r => boxes('.chart_bars_y_marks line')"
+        ".some(s =>"
+        " r.left + 1 < s.right && s.left < r.right - 1 && r.top + 3 < s.bottom"
+        " && s.top < r.bottom - 3)).length"
+    )
+    named = "return [...document.querySelectorAll('#deploy .chart_labels_marks text')]"
+    named += ".filter(each => each.getAttribute('opacity') !== '0').length"
+    assert window.run(named) == 3
+    assert on_bars == 0
+
+
+def test_the_page_names_its_model_and_machine(
+    window: Browser, results: Results, tmp_path: Path
+) -> None:
+    other = [replace(each, model="other") for each in results.rows]
+    machine = results.environment | {"cpu": {"model": "A CPU"}, "threads": 2}
+    both = replace(results, rows=(*results.rows, *other), environment=machine)
+    write_report(both, tmp_path / "report.html")
+    shown(window, tmp_path / "report.html")
+    head = "return document.querySelector('.eyebrow').textContent"
+    assert "digits" in window.run(head)
+    assert "A CPU, 2 threads" in window.run(head)
+    choose(window, "model", "other")
+    assert text(window, "subject") == "other"
+    # The answers of all models stand before the charts, and are not folded.
+    place = "return document.getElementById(arguments[0]).getBoundingClientRect().top"
+    assert window.run(place, "models") < window.run(place, "charts")
+    window.open(tmp_path / "report.html")
+    assert window.wait(DRAWN)
+    assert window.run("return document.getElementById('models').open")
+
+
+def test_a_phone_shows_latency_gain_and_what_is_kept(window: Browser, page: Path) -> None:
+    shown(window, page, "phone")
+    ends = window.run(
+        "return [...document.querySelectorAll('#decision thead th')].slice(0, 4)"
+        ".map(each => [each.textContent, each.getBoundingClientRect().right])"
+    )
+    assert [name for name, _ in ends] == ["k", "Median msmean ± std", "vs all experts", "Kept"]
+    assert all(right <= WIDTHS["phone"][0] for _, right in ends)
+
+
+def test_details_are_folded_until_they_are_asked_for_or_printed(
+    window: Browser, page: Path
+) -> None:
+    window.resize(*WIDTHS["desktop"])
+    window.open(page, "")
+    assert window.wait(DRAWN)
+    folded = "return [...document.querySelectorAll('details:not([open])')].map(each => each.id)"
+    closed = window.run(folded)
+    assert {"parts-card", "memory-card", "parity", "method-card"} <= {*closed}
+    window.run("dispatchEvent(new Event('beforeprint'))")
+    assert window.run(folded) == []
+    window.run("dispatchEvent(new Event('afterprint'))")
+    assert window.run(folded) == closed
+
+
+def test_the_limits_lie_inside_the_chart_and_the_answer_has_its_reason(
+    window: Browser, results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    rows = (
+        results.rows[0],
+        *(row(k, ms, 1.0, limit_ms=ms / 40) for k, ms in ((16, 2.0), (4, 0.2), (2, 0.1))),
+    )
+    write_report(replace(results, rows=rows), tmp_path / "report.html")
+    shown(window, tmp_path / "report.html")
+    low, _ = domain(window, "overk", "y")
+    least = min(row["limit"] for row in drawn(window, "overk", "row.limit"))
+    assert low <= least == pytest.approx(0.1 / 40)
+    lines = "return document.querySelectorAll('#overk .chart_limits_marks path').length"
+    assert window.run(lines) == 1
+    assert "Why: of 3 rows 3 are shown to keep 99%" in text(window, "detail")
 
 
 @pytest.mark.parametrize("name", ["decision", "rows"])
@@ -322,6 +483,7 @@ def test_disturbed_times_give_no_verdict_on_the_page_either(
     assert text(window, "caveat") == caveat(sections(changed)[0])
     chosen = next(line for line in cells(window, "decision") if line[0] == "4 of 16")
     assert "×" not in "".join(chosen)
+    assert "Why" not in text(window, "detail")
 
 
 def test_one_row_has_a_histogram_of_its_calls(
@@ -331,12 +493,10 @@ def test_one_row_has_a_histogram_of_its_calls(
     rows = (*results.rows[:2], row(4, 1.0, 1.0, latency_ms=summarise([calls] * 5)))
     write_report(replace(results, rows=rows), tmp_path / "report.html")
     shown(window, tmp_path / "report.html")
-    drawn = window.run(
-        "const t = document.getElementById('percentiles').data; return [t[0].type, t[0].y]"
-    )
-    assert drawn[0] == "bar"
-    assert sum(drawn[1]) == 5 * len(calls)
-    marks = "return [...document.querySelectorAll('#percentiles .annotation-text')]"
+    bins = drawn(window, "percentiles", "row.calls")
+    assert points(window, "percentiles") == len(bins) > 2
+    assert sum(each["calls"] for each in bins) == 5 * len(calls)
+    marks = "return [...document.querySelectorAll('#percentiles .chart_labels_marks text')]"
     assert window.run(f"{marks}.map(a => a.textContent)") == ["median 1.00", "p99 3.22"]
 
 
@@ -347,11 +507,10 @@ def test_other_runs_are_drawn_beside(
     other = replace(results, rows=(results.rows[0], *faster), environment={"threads": 4})
     write_views(results, tmp_path / "report.html", runs=[NamedRun("laptop", other)])
     shown(window, tmp_path / "report.html")
-    lines = window.run(
-        "return document.getElementById('deploy').data.filter(t => t.name === 'laptop')"
-        ".map(t => [t.x, t.y])"
-    )
-    assert lines[0] == [[0.7, 1.8], [0.994, 1.0]]
+    beside = drawn(window, "deploy", "row.run === 'laptop' && row.front")
+    assert sorted((row["ms"], row["kept"]) for row in beside) == [(0.7, 0.994), (1.8, 1.0)]
+    lines = "return document.querySelectorAll('#deploy .chart_front_marks path').length"
+    assert window.run(lines) == 2
     assert "laptop" in text(window, "legend")
     assert "4 threads" in window.run("return document.getElementById('runs').textContent")
     assert window.console() == []
@@ -408,7 +567,7 @@ def test_rows_are_searched_sorted_and_chosen(window: Browser, page: Path) -> Non
     )
     assert text(window, "summary").startswith("Selected: k = 2 of 16")
     assert "--k 2 " in text(window, "command")
-    assert ring(window, "deploy") == [[0.5, 0.8]]
+    assert ring(window, "deploy", "ms", "kept") == [[0.5, 0.8]]
     assert window.console() == []
 
 
@@ -451,13 +610,16 @@ def test_paper_has_no_overlap(window: Browser, page: Path, pictures: Path) -> No
     window.paper(True)
     window.run("dispatchEvent(new Event('beforeprint'))")
     assert overlaps(window, BLOCKS) == []
-    width = "return [...document.querySelectorAll('.chart .main-svg, #rows, .tiles, pre')]"
+    width = "return [...document.querySelectorAll('.chart svg, #rows, .tiles, pre')]"
     assert all(0 < each <= 720 for each in window.run(f"{width}.map(e => e.clientWidth || 1)"))
     assert window.run("return document.getElementById('rows').getBoundingClientRect().right") <= 720
     assert window.run("return getComputedStyle(document.getElementById('controls')).display") == (
         "none"
     )
     window.screenshot(pictures / "report-paper.png")
+    heights = "return ['deploy', 'overk'].map(each => document.getElementById(each))"
+    beyond = f"{heights}.map(e => e.querySelector('svg').clientHeight - e.clientHeight)"
+    assert window.run(beyond) == [0, 0]
     background = "return getComputedStyle(document.body).backgroundColor"
     assert window.run(background) == "rgb(255, 255, 255)"
     window.run("dispatchEvent(new Event('afterprint'))")
@@ -486,11 +648,13 @@ def test_a_chart_is_told_to_who_cannot_see_it_and_controls_have_names(
 def test_a_row_is_told_where_the_pointer_rests(window: Browser, page: Path) -> None:
     shown(window, page)
     window.run(
-        "const g = document.getElementById('deploy');"
-        "const n = g.data.findIndex(t => t.mode === 'markers');"
-        "Plotly.Fx.hover(g, [{curveNumber: n, pointNumber: 0}])"
+        "const mark = document.querySelector('#deploy .chart_points_marks path');"
+        "const box = mark.getBoundingClientRect(), place = { bubbles: true,"
+        " clientX: box.x + box.width / 2, clientY: box.y + box.height / 2 };"
+        "mark.dispatchEvent(new PointerEvent('pointerover', place));"
+        "mark.dispatchEvent(new PointerEvent('pointermove', place));"
     )
-    told = window.wait("return document.querySelector('#deploy .hoverlayer').textContent")
+    told = window.wait("return document.querySelector('.hint:not([hidden])')?.textContent")
     assert "k = " in told
     assert "ms" in told
 
@@ -509,7 +673,7 @@ def test_bars_and_marks_lie_within_their_charts(
     rows = (*results.rows, row(1, 1.0, None, accuracy=wide, latency_ms=disturbed))
     write_report(replace(results, rows=rows), tmp_path / "report.html")
     outside = (
-        "const areas = [...document.querySelectorAll(`#${arguments[0]} .nsewdrag`)]"
+        "const areas = [...document.querySelectorAll(`#${arguments[0]} .root > g > .background`)]"
         ".map(a => a.getBoundingClientRect());"
         "return [...document.querySelectorAll(`#${arguments[0]} ${arguments[1]}`)]"
         ".map(each => each.getBoundingClientRect())"
@@ -518,11 +682,12 @@ def test_bars_and_marks_lie_within_their_charts(
     )
     for width in WIDTHS:
         shown(window, tmp_path / "report.html", width, "#log=0")
-        for chart in ("deploy", "overk"):
-            assert window.run(outside, chart, ".scatterlayer .point") == 0, chart
-            assert window.run(outside, chart, "path.yerror") == 0, chart
-    cut = "return document.getElementById('overk').data.filter(t => t.name === 'cut')"
-    assert len(window.run(cut)) == 1  # the arrow that ends the long bar
+        for chart in ("deploy", "overk", "overk-kept"):
+            assert points(window, chart) > 1, chart
+            assert window.run(outside, chart, ".chart_points_marks path") == 0, chart
+            assert window.run(outside, chart, "[class*=chart_bars] line") == 0, chart
+    cut = "return document.querySelectorAll('#overk .chart_cut_marks path').length"
+    assert window.run(cut) == 1  # the arrow that ends the long bar
     assert window.console() == []
 
 
@@ -607,6 +772,51 @@ def test_what_plugins_found_is_drawn_on_cards_of_their_own(
     for chart in OF_PLUGINS:
         assert points(window, chart) > 1, chart
     assert window.console() == []
+
+
+def test_what_is_served_is_told_at_its_chart_and_each_line_has_its_k(
+    window: Browser, results: Results, tmp_path: Path
+) -> None:
+    found = of_plugins(results)
+    service = found.analyses["service"]
+    reason = "no rate keeps p99 ≤ 20 ms: the nearest p99 is 42 ms"
+    lost = service["services"][0] | {
+        "k": 2,
+        "rate": None,
+        "valid": False,
+        "reason": reason,
+        "offered": [],
+    }
+    service = service | {"services": [*service["services"], lost]}
+    write_report(
+        replace(found, analyses=found.analyses | {"service": service}), tmp_path / "all.html"
+    )
+    for width in WIDTHS:
+        shown(window, tmp_path / "all.html", width)
+        assert "serves 310 requests/s at p99 ≤ 20 ms" in text(window, "service-answer")
+        # Both lines end in the same point.
+        words = "#service-latency .chart_labels_marks text:not([opacity='0'])"
+        ticks = "#service-latency .role-axis-label text:not([opacity='0'])"
+        assert overlaps(window, f"{words}, {ticks}") == []
+        read = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+        read += ".filter(Boolean).sort()"
+        assert window.run(read, words) == ["k = 16", "k = 4"]
+        outside = (
+            "const area = document.querySelector('#service-latency .root > g > .background')"
+            ".getBoundingClientRect();"
+            "return [...document.querySelectorAll(arguments[0])]"
+            ".map(e => e.getBoundingClientRect())"
+            ".filter(r => r.right > area.right + 1 || r.left < area.left).length"
+        )
+        assert window.run(outside, words) == 0
+    # Reasons are broken into lines; a table stands below the chart that draws it.
+    shown(window, tmp_path / "all.html")
+    frames = "return [...document.querySelectorAll('#service .scroll')]"
+    cut = f"{frames}.map(f => f.scrollWidth - f.clientWidth)"
+    assert max(window.run(cut)) <= 0
+    for section, chart in (("service", "service-card"), ("search", "search-card")):
+        follows = "return document.getElementById(arguments[0]).nextElementSibling.id"
+        assert window.run(follows, chart) == section
 
 
 def test_a_page_without_plugins_is_drawn_and_names_what_it_leaves_out(

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import moexport
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,8 @@ from moexport.bench.engines import KINDS
 from moexport.bench.plan import select
 from moexport.bench.request import BenchRequest
 from moexport.bench.runners.pytorch import CompiledPyTorch, PyTorch
-from moexport.errors import UsageError
+from moexport.errors import EngineError, UsageError
+from moexport.tests.recorded import read_case
 
 
 @pytest.mark.slow
@@ -36,6 +39,17 @@ def test_engines_that_are_not_there_are_named_with_the_reason() -> None:
     with pytest.raises(UsageError, match="--engine tvm: there is no such engine"):
         BenchRequest(engine="onnxruntime,tvm").engines  # noqa: B018  asked for its error
     assert BenchRequest().engines == tuple(KINDS)
+
+
+@pytest.mark.skipif(KINDS["tensorrt"].missing() is None, reason="TensorRT is here")
+def test_a_benchmark_of_engines_that_are_not_there_is_refused_before_it_begins(
+    tmp_path: Path,
+) -> None:
+    case = read_case("soft_moe_vit")
+    model = moexport.load(case.weights, config=case.config)
+    with pytest.raises(EngineError, match="none of the engines can run here: tensorrt: TensorRT"):
+        moexport.bench(model, engine="tensorrt", data=case.x, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 LISTED = """

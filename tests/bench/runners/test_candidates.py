@@ -14,11 +14,11 @@ from moexport.bench.runners.candidates import from_bundle
 from moexport.bench.runners.exported import exported
 from moexport.bench.runners.graphs import SessionLoader
 from moexport.errors import LoweringError
-from moexport.exporter.export import export_plan
-from moexport.exporter.inputs import AxisRange
+from moexport.exporter.export import plan_job
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model
 from moexport.exporter.options import ExportOptions
+from moexport.graphs.sizes import AxisRange
 from moexport.tests.recorded import many_experts, read_case
 
 ASKED = BenchRequest(k=(2,), lowering=("gather", "fused"), engine="onnxruntime", target="ort-cpu")
@@ -81,7 +81,7 @@ def test_what_auto_chose_for_a_batch_is_timed_at_that_alone(many: Model) -> None
     # It is what an export for that batch writes.
     for size, names in zip(MANY.batches, (one, large), strict=True):
         options = ExportOptions(k=8, batch=AxisRange(size, size, size))
-        (graph,) = export_plan(export_job(many, options)).graphs
+        (graph,) = plan_job(export_job(many, options)).graphs
         assert names == (graph.title,)
     named = replace(MANY, lowering=("auto", *map(str, large)))
     with exported(many, named) as candidate:

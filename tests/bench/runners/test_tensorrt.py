@@ -12,6 +12,7 @@ from typing import Any, cast
 import moexport
 import numpy as np
 import pytest
+from moexport.bench.doctor import diagnose
 from moexport.bench.engines import KINDS, requirements
 from moexport.bench.plan import Candidate, select
 from moexport.bench.request import BenchRequest
@@ -24,7 +25,6 @@ from moexport.bench.runners.tensorrt import EngineLoader, EngineRunner
 from moexport.errors import BundleError, EngineError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import Manifest
-from moexport.exporter.doctor import diagnose
 from moexport.exporter.inputs import random_inputs
 from moexport.exporter.model import Model
 from moexport.exporter.tensorrt.backends import first_gpu
@@ -98,7 +98,7 @@ def test_an_engine_of_another_precision_than_was_asked_for_is_refused(model: Mod
         manifest = path.read_text()
         assert '"precision": "fp16"' in manifest
         path.write_text(manifest.replace('"precision": "fp16"', '"precision": "int8"'))
-        with pytest.raises(EngineError, match="asked for in int8 and built in fp16"):
+        with pytest.raises(EngineError, match="requested in int8, but built in fp16"):
             built(loader)
         path.write_text(manifest)
         assert "fp16" in built(loader).precision
@@ -133,7 +133,7 @@ def test_a_bundle_takes_part_with_the_engine_that_it_holds(exported: Path) -> No
     assert [source.engine for source in candidate.graphs] == [BACKEND] * 2
     source = candidate.graphs[0].loader
     assert isinstance(source, EngineLoader)
-    with pytest.raises(EngineError, match=r"holds no tensorrt-rtx engine of model\.onnx"):
+    with pytest.raises(EngineError, match=r"contains no tensorrt-rtx engine of model\.onnx"):
         source()
 
 

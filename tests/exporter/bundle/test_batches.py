@@ -51,6 +51,7 @@ def used(session: Session) -> set[str]:
     return set(session._sessions)
 
 
+@pytest.mark.slow
 def test_each_graph_says_which_batches_it_is_for_and_together_they_are_for_all(
     opened: Bundle,
 ) -> None:

@@ -178,7 +178,10 @@ def test_files_that_are_not_of_the_bundle_are_told(bundle: Path) -> None:
     (bundle / "model-dense.onnx").write_bytes(b"mine")
     outcome = run("verify", bundle)
     assert outcome.code == 0
-    assert outcome.err == "note: not of the bundle, and not checked: model-dense.onnx\n"
+    assert (
+        outcome.err
+        == "note: files that do not belong to the bundle, not checked: model-dense.onnx\n"
+    )
 
 
 def test_quiet_and_json_say_the_same_of_a_whole_bundle(exported: Path) -> None:

@@ -67,8 +67,8 @@ def test_files_that_somebody_keeps_in_a_bundle_are_not_lost_to_force(tmp_path: P
     (tmp_path / "out" / ".engines.1.partial").mkdir()
     before = contents(tmp_path)
     outcome = export(tmp_path / "out", "--force")
-    assert_refused(outcome, "holds what is not of the bundle: labels.txt; it is left untouched")
-    assert "move that elsewhere" in outcome.hint
+    assert_refused(outcome, "contains other files: labels.txt; it is left untouched")
+    assert "move them elsewhere" in outcome.hint
     assert contents(tmp_path) == before
     (tmp_path / "out" / "labels.txt").unlink()
     assert export(tmp_path / "out", "--force").code == 0
@@ -310,7 +310,7 @@ def test_what_is_no_file_is_never_replaced_by_one(
 ) -> None:
     place = tmp_path / f"pipe.{name.split('.')[1]}"
     os.mkfifo(place)
-    assert_refused(run(*writers[name], "-o", place), "cannot be written: it is no regular file")
+    assert_refused(run(*writers[name], "-o", place), "cannot be written: it is not a regular file")
     assert place.is_fifo()
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.readme import README_FILE, with_readme
+from moexport.exporter.bundle.readme import README_FILE, readme, with_readme
+from moexport.plugins.token_routed.tests.test_vmoe_vit import config_file, read_case
 from moexport.tests.command import run
-from moexport.tests.exporter.families.test_vmoe_vit import config_file, read_case
 from moexport.tests.recorded import DATA, VIT_SETS
 
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -53,6 +54,49 @@ def test_the_page_s_program_runs(
     exec(program, names)
     assert np.isfinite(names["y"]).all()
     assert ("Not checked" in page) == ("--no-verify" in given)
+
+
+@pytest.mark.parametrize(
+    ("ks", "title"),
+    [
+        ((2, 2), "k = 2 of 8 experts per input"),
+        ((2, 4), "k = 2 of 8 and 4 of 8 experts, by layer"),
+        ((1, 2, 4), "k = 1 of 8 and 2 of 8 and 4 of 8 experts, by layer"),
+        ((1, 2, 3, 4), "k = 1 of 8 to 4 of 8 experts, by layer"),
+    ],
+)
+def test_the_title_has_the_k_of_every_layer(
+    exported: Path, ks: tuple[int, ...], title: str
+) -> None:
+    manifest = Bundle.open(exported).manifest
+    layers = [replace(manifest.layers[0], name=f"l{i}", k=k) for i, k in enumerate(ks)]
+    page = readme(replace(manifest, layers=layers))
+    assert page.splitlines()[0] == f"# weights.pt, {title}"
+
+
+def test_the_title_of_a_graph_that_takes_k_says_any(exported: Path) -> None:
+    manifest = Bundle.open(exported).manifest
+    page = readme(replace(manifest, layers=[replace(each, k=None) for each in manifest.layers]))
+    assert page.startswith("# weights.pt, any k of 8 experts per input\n")
+
+
+def test_experts_that_were_dropped_count_as_those_that_were_trained(exported: Path) -> None:
+    manifest = Bundle.open(exported).manifest
+    small = replace(manifest.layers[0], experts=3, trained=8, k=3)
+    assert "| 3 of 8 |" in readme(replace(manifest, layers=[small]))
+    page = readme(replace(manifest, layers=[replace(small, k=2)]))
+    assert "| 2 of the 3 of 8 that stay |" in page
+
+
+@pytest.mark.parametrize("target", ["ort-cuda", "tensorrt", "tensorrt-rtx", "ort-cpu"])
+def test_a_bundle_for_a_gpu_tells_that_it_was_never_run_on_one(target: str, tmp_path: Path) -> None:
+    given = ("--target", target, *(("--no-engine",) if target.startswith("tensorrt") else ()))
+    outcome = run(
+        *("export", DATA / "soft_moe_mnist" / "weights.pt", "-o", tmp_path / "out", *given)
+    )
+    assert outcome.code == 0, outcome.err
+    page = (tmp_path / "out" / README_FILE).read_text(encoding="utf-8")
+    assert ("**Never run on a GPU**" in page) == (target != "ort-cpu")
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ import pytest
 from moexport.common.option import requested
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.bundle.run import in_batches
-from moexport.exporter.inputs import AxisRange
 from moexport.exporter.requests import RunRequest
 from moexport.exporter.session import Session
+from moexport.graphs.sizes import AxisRange
 from moexport.tests.command import run
 
 X = np.random.default_rng(0).standard_normal((70, 3, 32, 32)).astype(np.float32)
@@ -143,5 +143,5 @@ def test_inputs_are_shared_out_to_batches_of_a_size_that_is_taken(
 
 def test_what_makes_up_no_batch_is_refused() -> None:
     for length, sizes in ((13, (8, 8, 12)), (3, (4, 8, 8))):
-        with pytest.raises(FeedError, match=f"{length} inputs are left, and the bundle was export"):
+        with pytest.raises(FeedError, match=f"{length} inputs are left, but the bundle was export"):
             list(in_batches(parts(length), AxisRange(*sizes)))

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import moexport
 import pytest
+from moexport.commands.options import option_for
 from moexport.common import registry
 from moexport.common.option import PANELS, Mistake, Panel, changed, option, refuse_changed
 from moexport.errors import PluginError, UsageError
@@ -21,7 +22,6 @@ from moexport.exporter.bundle.steps import STEPS, Export, Step
 from moexport.exporter.job import writes_text
 from moexport.exporter.model import Host, Model
 from moexport.exporter.options import ExportOptions
-from moexport.exporter.requests import ExportRequest
 from moexport.tests.recorded import DATA
 
 API = registry.API
@@ -55,14 +55,20 @@ NEVER = Step("never", check=refuse, finish=finish)
 class Doubling:
     """An option of a plugin that stands for one of the core's."""
 
-    twice: int | None = option(None, "Half of the experts to compute.", unset="none", min=1)
+    twice: int | None = option(None, "Half of the experts to compute.", unset="none")
 
 
-DOUBLING = Panel("doubling", "Theirs", ("export",), Doubling)
+def doubling(
+    twice: Annotated[int | None, option_for(Doubling, "twice", min=1)] = None,
+) -> Doubling:
+    return Doubling(twice=twice)
 
 
-def doubled(options: ExportOptions, request: ExportRequest) -> ExportOptions:
-    refuse_changed(request, ("k",), " with --twice: it says k")
+DOUBLING = Panel("doubling", "Theirs", ("export",), Doubling, f"{__name__}:doubling")
+
+
+def doubled(options: ExportOptions) -> ExportOptions:
+    refuse_changed(options, ("k",), " with --twice: it says k")
     return replace(options, k=2 * (options.asked(Doubling).twice or 0))
 
 
@@ -140,10 +146,10 @@ def test_an_option_of_a_plugin_changes_those_of_the_export(model: Model, tmp_pat
     options: dict[str, Any] = {"twice": 1, "verify": False}
     bundle = moexport.export(model, tmp_path / "out", **options)
     assert [layer.k for layer in bundle.manifest.layers] == [2] * len(model.layers)
-    with pytest.raises(UsageError, match="--k with --twice: it says k"):
+    with pytest.raises(UsageError, match="k=… with twice=…: it says k"):
         moexport.export(model, tmp_path / "both", k=4, **options)
     never: dict[str, Any] = {"twice": 0}
-    with pytest.raises(UsageError, match="--twice: nothing is computed"):
+    with pytest.raises(UsageError, match="twice=…: nothing is computed"):
         moexport.export(not_loaded, tmp_path / "none", **never)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "out"]
 
@@ -159,7 +165,7 @@ def test_a_bundle_is_opened_without_the_plugin_of_its_files(
     bundle = moexport.export(named, tmp_path / "out")
     monkeypatch.setattr(registry, "_found", tuple)
     assert all(check.passed for check in moexport.Bundle.open(bundle.path).verify())
-    with pytest.raises(PluginError, match="nothing that is installed is called 'mine'"):
+    with pytest.raises(PluginError, match="no installed package provides 'mine'"):
         moexport.export(named, tmp_path / "other")
 
 
@@ -174,5 +180,5 @@ def test_a_layout_without_plugins_is_refused_in_words(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "No such option: --layout" in done.stderr
-    assert "MOEXPORT_PLUGINS=off leaves out plugins" in done.stderr
+    assert "MOEXPORT_PLUGINS=off disables all plugins" in done.stderr
     assert not [*tmp_path.iterdir()]

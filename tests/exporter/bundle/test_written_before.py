@@ -10,7 +10,7 @@ import moexport
 import numpy as np
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import Manifest
-from moexport.exporter.bundle.parity_record import Parity
+from moexport.exporter.bundle.parity import Parity
 from moexport.tests.recorded import DATA
 
 BUNDLE = DATA / "bundle_0_1_0"

@@ -77,6 +77,7 @@ with WeightsWriter(source.parent, reading=Reading([source], watched)) as writer:
 """
 
 
+@pytest.mark.slow
 def test_what_is_written_straight_from_a_file_that_is_cut_short_is_told(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITER, str(tmp_path / "source")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -85,7 +86,8 @@ def test_what_is_written_straight_from_a_file_that_is_cut_short_is_told(tmp_path
 
 
 @pytest.mark.parametrize(
-    "error", [CalibrationError("a tensor is zero throughout"), OSError(errno.EFAULT, "Bad address")]
+    "error",
+    [CalibrationError("a tensor is zero for all inputs"), OSError(errno.EFAULT, "Bad address")],
 )
 def test_an_error_that_comes_of_a_changed_checkpoint_says_so(
     error: Exception, tmp_path: Path

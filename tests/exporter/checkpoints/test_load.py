@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from moexport.errors import UsageError
-from moexport.exporter.checkpoints.load import read_config
+from moexport.exporter.checkpoints.settings import read_config
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from moexport.common import registry
 from moexport.common.option import PANELS
 from moexport.errors import FamilyError, PluginError, UsageError
 from moexport.exporter.checkpoints.loaders import LOADERS, loader_of
-from moexport.exporter.inputs import AxisRange
 from moexport.exporter.inspect import token_counts
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Host, Model
 from moexport.exporter.options import ExportOptions
 from moexport.exporter.trace import trace
+from moexport.graphs.sizes import AxisRange
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
 from torch import nn
@@ -31,7 +31,9 @@ WEIGHTS = DATA / "soft_moe_lucidrains" / "weights.pt"
 THEIRS = f"""
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 import moexport
+from moexport.commands.options import option_for
 from moexport.common.option import Panel, option
 from moexport.exporter.checkpoints.loaders import ModelLoader
 API = 1
@@ -55,7 +57,10 @@ class Options:
     depth: int | None = option(None, "How deep.")
 
 MINE = ModelLoader("mine", finds, loads, settings=("kept",), refuses=refuses)
-PANEL = Panel("mine", "Theirs", ("load",), Options)
+def typed(depth: Annotated[int | None, option_for(Options, "depth")] = None):
+    return Options(depth=depth)
+
+PANEL = Panel("mine", "Theirs", ("load",), Options, "theirs:typed")
 """
 
 
@@ -108,9 +113,9 @@ def test_options_of_a_loader_are_refused_beside_a_model_that_it_does_not_load(
     theirs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_points(monkeypatch, EntryPoint("mine", "theirs:PANEL", PANELS.group))
-    with pytest.raises(UsageError, match=r"--depth: .*weights\.pt has none"):
-        moexport.load(WEIGHTS, depth=3)  # type: ignore[call-arg]
-    assert moexport.load(WEIGHTS, depth=None).layers  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match=r"depth=…: .*weights\.pt has none"):
+        moexport.load(WEIGHTS, depth=3)
+    assert moexport.load(WEIGHTS, depth=None).layers
     outcome = run("export", WEIGHTS, "-o", theirs / "out", "--depth", "3")
     assert outcome.code == 2
     assert outcome.error.startswith("--depth: ")
@@ -120,7 +125,9 @@ def test_without_plugins_code_and_unknown_folders_are_refused(
     theirs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch)
-    with pytest.raises(PluginError, match=r"theirs:network: no plugin .* loads networks") as code:
+    with pytest.raises(
+        PluginError, match=r"theirs:network: no installed plugin loads networks"
+    ) as code:
         moexport.load("theirs:network")
     with pytest.raises(FamilyError, match="no known family") as folder:
         moexport.load(theirs)

@@ -252,7 +252,7 @@ def test_a_folder_with_several_candidates_names_them(tmp_path: Path) -> None:
 def test_a_bundle_is_told_from_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     (tmp_path / "weights.bin").write_bytes(b"\0" * 64)
-    error = assert_refused(tmp_path, "a bundle, which holds no checkpoint")
+    error = assert_refused(tmp_path, "a bundle, which contains no checkpoint")
     assert "moexport inspect" in str(error.hint)
 
 
@@ -293,6 +293,7 @@ def test_an_array_that_is_no_npz_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path / "m.npz", "not a readable .npz file")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e5m2fnuz"])
 def test_weights_of_8_bits_are_inspected_and_exported_as_others_are(
     name: str, tmp_path: Path
@@ -422,4 +423,4 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
 def test_an_index_may_not_point_outside_its_folder(tmp_path: Path) -> None:
     text = json.dumps({"weight_map": {"a": "../secret.safetensors"}})
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    assert_refused(tmp_path, "beside the index")
+    assert_refused(tmp_path, "in the index's folder")

@@ -466,4 +466,4 @@ def test_every_call_of_the_constructor_loads_right_or_asks(family: str, tmp_path
             load(path)
         for key in case.open:
             assert f"{key} (" in caught.value.message, case.name
-            assert f"--set {key}=" in str(caught.value.hint), case.name
+            assert f'"{key}": ' in str(caught.value.hint), case.name

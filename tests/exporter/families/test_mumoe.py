@@ -136,7 +136,7 @@ def test_a_layer_that_is_wider_than_its_network_is_refused(
     state = state_of(name)
     last = max(key for key in state if key.startswith(f"{layer}.MuMoE2.factors."))
     state[last] = torch.cat((state[last], state[last][:1]))
-    words = f"{layer}: a layer from {width} to {width + 1}, where the network is {width} wide"
+    words = f"{layer}: a layer from {width} to {width + 1}, but the network is {width} wide"
     with pytest.raises(CheckpointError, match=words):
         load(saved(tmp_path, state), config=read_case(name).config)
 
@@ -170,7 +170,7 @@ def test_arguments_saved_in_the_file_are_taken(tmp_path: Path) -> None:
 def test_an_output_layer_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:
     state = state_of("mumoe_gpt2_cp")
     state["lm_head.weight"] = state["lm_head.weight"] + 1
-    with pytest.raises(CheckpointError, match="differ, and in this code they are one tensor"):
+    with pytest.raises(CheckpointError, match="differ, but in this code they are one tensor"):
         load(saved(tmp_path, state), config={"n_head": 4})
 
 
@@ -240,4 +240,4 @@ def test_a_head_behind_a_users_backbone_is_replaced_and_exported(
         *("--set", "softmax=true"),
     )
     assert refused.code == 3
-    assert "computes something else" in refused.error
+    assert "computes something different" in refused.error

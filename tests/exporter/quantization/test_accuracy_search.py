@@ -14,10 +14,12 @@ from typing import Any
 
 import moexport
 import numpy as np
+import onnx
 import pytest
 import torch
 from moexport.errors import FeedError
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.export import plan
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.graphs.layers.base import algorithm_1
 from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
@@ -119,6 +121,37 @@ def test_the_layer_that_int8_harms_stays_in_floats_and_the_manifest_says_why(
     assert note in shown
 
 
+def test_what_stays_in_floats_is_planned_in_floats(tmp_path: Path) -> None:
+    """By whatever it stays there: plan, manifest and written graph agree."""
+    asked = {**INT8, "data": X}
+    found = plan(network(1000.0), tmp_path / "out", min_retention=0.97, **asked)
+    named = plan(network(1000.0), tmp_path / "out", keep_floating=["second"], **asked)
+    whole = plan(network(1000.0), tmp_path / "out", **asked)
+    (_, second), (_, alike), (_, integers) = (
+        each.graphs[0].layers for each in (found, named, whole)
+    )
+    assert [layer.precision for layer in found.graphs[0].layers] == ["int8", "fp32"]
+    assert (second.chosen, second.reason) == (alike.chosen, alike.reason)
+    assert second.predicted_us == alike.predicted_us != integers.predicted_us
+    bundle = moexport.export(network(1000.0), tmp_path / "out", min_retention=0.97, **asked)
+    for layer, recorded in zip(found.graphs[0].layers, bundle.manifest.layers, strict=True):
+        written = {name: getattr(recorded, name) for name in layer.to_json()}
+        assert written == layer.to_json()
+    graph = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False).graph
+    integer = {node.name.partition("/")[0] for node in graph.node if "Integer" in node.op_type}
+    assert integer == {"first"}
+
+
+def test_a_layer_that_fp16_does_not_hold_is_planned_in_fp32(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"precision": "fp16", "target": "ort-cuda", "k": K, "engine": False}
+    planned = plan(network(1e6), tmp_path / "out", **asked)
+    halves = plan(network(1.0), tmp_path / "out", **asked)
+    (_, wide), (_, narrow) = planned.graphs[0].layers, halves.graphs[0].layers
+    assert (wide.precision, narrow.precision) == ("fp32", "fp16")
+    assert "kept in FP32" in wide.precision_reason
+    assert wide.predicted_us != narrow.predicted_us
+
+
 @pytest.mark.plugins
 def test_it_is_the_edited_model_that_is_retained(tmp_path: Path) -> None:
     ablated = "second:" + ",".join(map(str, range(EXPERTS)))
@@ -205,7 +238,7 @@ def test_a_table_does_not_replace_the_inputs(tmp_path: Path) -> None:
     options = ("--calibration", table, "--min-retention", "0.9", "--no-verify")
     outcome = export(tmp_path, *options, "--data", tmp_path / "empty.npz")
     assert outcome.code == 1
-    assert "the feed holds no inputs to measure retention on" in outcome.error
+    assert "the feed contains no inputs to measure retention on" in outcome.error
 
 
 @pytest.mark.parametrize(
@@ -213,7 +246,7 @@ def test_a_table_does_not_replace_the_inputs(tmp_path: Path) -> None:
     [
         (np.full(INPUTS, 7), r"16 labels outside 0\.\.4; the first is 7 at index 0"),
         (np.zeros(INPUTS - 1, int), "holds 299 labels for the 300 samples"),
-        ((classes(network(1.0), X) + 1) % CLASSES, "FP32 gets none of 300 labels right"),
+        ((classes(network(1.0), X) + 1) % CLASSES, "FP32 predicts none of 300 labels"),
     ],
     ids=["other classes", "too few", "none right"],
 )

@@ -8,7 +8,7 @@ import moexport
 import numpy as np
 import onnx
 import pytest
-from moexport.exporter.bundle.parity_record import Reference
+from moexport.exporter.bundle.parity import Reference
 from moexport.exporter.model import Model
 from moexport.exporter.reference import reference
 from moexport.exporter.session import SessionOptions

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import torch
+from moexport.common.libraries import ROUTED_WEIGHTS, older
 from moexport.errors import MoexportError
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.export import export
+from moexport.exporter.export import write_bundle
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
-from moexport.exporter.options import ExportOptions, PrecisionOptions
+from moexport.exporter.options import ExportOptions
 from moexport.graphs.layers.soft_moe import ExpertKind, SoftMoE, SoftMoESpec, SoftMoEWeights
 from moexport.graphs.precision.types import Bits
 from moexport.graphs.precision.weights import in_blocks, pack
-from moexport.graphs.targets import Target
+from moexport.graphs.targets import Precision, Target
 from moexport.tests.command import run
 from moexport.tests.recorded import read_case
 from torch import Tensor, nn
@@ -62,8 +64,15 @@ def exported(
     *,
     hidden: int = H,
     opset: int = 21,
+    precision: Precision = "int4",
+    largest: float | None = None,
+    **more: Any,
 ) -> Bundle:
     network = Residual(soft_moe(expert, hidden)).eval()
+    if largest is not None:
+        for name, weight in network.named_parameters():
+            if name.endswith("w1"):
+                weight.data.view(-1)[0] = largest
     torch.save(network.state_dict(), folder / "w.pt")
     axes = ("batch", "tokens", D)
     model = Model(
@@ -77,12 +86,13 @@ def exported(
     options = ExportOptions(
         target=target,
         k=3,
-        lowerings=(lowering,),
+        lowering=lowering,
         opset=opset,
-        precision=PrecisionOptions("int4"),
+        precision=precision,
+        **more,
         destination=folder / "out",
     )
-    return export(export_job(model, options))
+    return write_bundle(export_job(model, options))
 
 
 @pytest.mark.parametrize("expert", ["mlp", "gated", "linear"])
@@ -135,9 +145,50 @@ def test_mumoe_layers_are_refused_with_the_reason(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_target_without_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MoexportError, match="ONNX Runtime's CPU provider"):
-        exported(tmp_path, "ort-cuda", "auto")
+def test_for_cuda_a_layer_whose_weights_fp16_cannot_hold_keeps_fp32(tmp_path: Path) -> None:
+    bundle = exported(tmp_path, "ort-cuda", "grouped", largest=1e5, verify=False)
+    (record,) = bundle.manifest.layers
+    assert record.precision == "fp32" and "kept in FP32" in record.precision_reason
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize(("lowering", "op"), [("grouped", "MatMulNBits"), ("fused", "QMoE")])
+def test_for_cuda_weights_alone_are_integers_in_what_its_kernels_take(
+    precision: Precision, lowering: str, op: str, tmp_path: Path
+) -> None:
+    if op == "QMoE" and older("onnxruntime", ROUTED_WEIGHTS):
+        pytest.skip("this ONNX Runtime's QMoE has no raw weights")
+    bundle = exported(tmp_path, "ort-cuda", lowering, hidden=128, precision=precision)
+    (graph,) = bundle.manifest.graphs
+    assert graph.parity is not None and graph.parity["passed"]
+    (layer,) = bundle.manifest.layers
+    assert layer.precision == precision
+    model = onnx.load(bundle.path / graph.file, load_external_data=False)
+    for node in (node for node in every_node(model.graph) if node.op_type == op):
+        attributes = {attribute.name: attribute.i for attribute in node.attribute}
+        assert attributes["block_size"] == 64
+        if op == "QMoE":
+            assert attributes["weights_prepacked"] == 0 and attributes["k"] == 1
+            assert attributes["expert_weight_bits"] == (8 if precision == "int8" else 4)
+        else:
+            assert attributes["accuracy_level"] == 0
+    assert op in {node.op_type for node in every_node(model.graph)}
+    assert any("not run on a GPU" in note for note in bundle.manifest.notes)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "lowering", "why"),
+    [
+        (96, "fused", "multiples of 64 there, and an expert's are 64 and 96"),
+        (128, "dense", "one matrix at a time"),
+    ],
+)
+def test_for_cuda_what_its_kernels_do_not_take_is_refused(
+    hidden: int, lowering: str, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MoexportError, match=why):
+        exported(tmp_path, "ort-cuda", lowering, hidden=hidden, precision="int8")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

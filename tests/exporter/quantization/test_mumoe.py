@@ -11,8 +11,8 @@ import onnx
 import pytest
 import torch
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.graphs.edits import Rewrite
 from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec
-from moexport.graphs.rewrites import Rewrite
 from moexport.plugins.demo import mumoe as mumoe_demo
 from moexport.plugins.demo.digits import CLASSES, load_digits
 from moexport.tests.command import Outcome, run
@@ -134,7 +134,9 @@ def test_edits_are_those_of_fp32(form: Form, tmp_path: Path) -> None:
     outcome = exported_layer(spec, tmp_path, *INT8, *edits, "--target", "ort-cpu")
     assert outcome.code == 0, outcome.err
     x = normal_tokens(spec)[:4]
-    expected = formula(random_layer(spec), x, ablated=((0, 2),), rewrites=(Rewrite(2, means, 3.0),))
+    expected = formula(
+        random_layer(spec), x, ablated=((0, 2),), rewrites=(Rewrite("", 2, means, 3.0),)
+    )
     y = Bundle.open(tmp_path / "out").session()(x)
     assert off(y, expected) < 0.08
 

@@ -119,7 +119,22 @@ def test_weights_that_fp16_cannot_hold_stay_in_fp32_and_are_named(tmp_path: Path
     [
         (("--precision", "int8"), 2, "its ranges need real inputs"),
         (("--precision", "bf16", "--target", "ort-cpu"), 2, "has no BF16 kernels"),
-        (("--precision", "int8", "--target", "ort-cuda"), 2, "computes quantised graphs in floats"),
+        (("--precision", "int8", "--target", "ort-cuda"), 1, "no whole blocks of 32"),
+        (
+            ("--precision", "int8", "--target", "ort-cuda", "--rest", "fp32"),
+            2,
+            "integer weights are multiplied in FP16 there",
+        ),
+        (
+            ("--precision", "int8", "--target", "ort-cuda", "--method", "mse"),
+            2,
+            "needs no ranges",
+        ),
+        (
+            ("--precision", "int8", "--target", "ort-cuda", "--weight-bits", "7"),
+            2,
+            "exact with all 8 bits",
+        ),
         (("--quantize", "all"), 2, "--quantize belongs to --precision int8"),
         (("--precision", "int8", "--weight-bits", "4"), 2, "INT8 weights have 7 or 8 bits"),
         (("--precision", "fp16", "--io-precision", "bf16"), 2, "the graph computes in fp16"),

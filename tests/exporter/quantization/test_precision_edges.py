@@ -37,7 +37,8 @@ def export(folder: Path, checkpoint: Path, *options: str | Path) -> Outcome:
 def in_pytorch(checkpoint: Path, x: np.ndarray) -> np.ndarray:
     model = moexport.load(checkpoint)
     reference: dict[str, Any] = {"k": int(K), "verify": False, "force": True}
-    return moexport.export(model, checkpoint.parent / "single", **reference).session()(x)
+    y: np.ndarray = moexport.export(model, checkpoint.parent / "single", **reference).session()(x)
+    return y
 
 
 def assert_close(y: np.ndarray, expected: np.ndarray) -> None:

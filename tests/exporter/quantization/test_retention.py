@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from moexport.common.console import Silent
-from moexport.data.feeds import Feed
+from moexport.data.batches import Feed
 from moexport.errors import FeedError, UsageError
-from moexport.exporter.inputs import parse_range
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions
@@ -20,6 +19,7 @@ from moexport.exporter.quantization.accuracy_search import (
     ReferenceOutputs,
     reference_outputs,
 )
+from moexport.graphs.sizes import parse_range
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH = 7, 3
@@ -123,7 +123,7 @@ def test_a_long_feed_is_not_read_to_its_end(tmp_path: Path) -> None:
 
 
 def test_one_number_an_input_cannot_be_judged(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="one number an input"):
+    with pytest.raises(UsageError, match="one number per input"):
         answers(same(1), np.ones((3, 1), np.float32), tmp_path)
 
 

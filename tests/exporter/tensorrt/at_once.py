@@ -8,7 +8,8 @@ from typing import Any
 
 from moexport.exporter.bundle.manifest import FileRecord
 from moexport.exporter.tensorrt import cache
-from moexport.exporter.tensorrt.records import EngineRecord, Made, add_to_bundle, staging
+from moexport.exporter.tensorrt.backends import TENSORRT_RTX
+from moexport.exporter.tensorrt.records import EnginePlan, EngineRecord, add_to_bundle, staging
 from moexport.exporter.tensorrt.worker import Compiled
 
 TIMES = 100
@@ -39,7 +40,15 @@ def add_engine(bundle: Path, number: int) -> None:
                 content = f"{name} {turn}".encode()
                 (staged / name).write_bytes(content)
                 files[name] = FileRecord(hashlib.sha256(content).hexdigest(), len(content))
-            add_to_bundle(bundle, [Made(record, files, None)], staged)
+            engine = EnginePlan(
+                graph=record.graph,
+                file=plan,
+                backend=TENSORRT_RTX,
+                profiles=(),
+                record=record,
+                files=files,
+            )
+            add_to_bundle(bundle, [engine], staged)
 
 
 def keep_and_take(folder: Path, number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 from moexport.common.console import Silent
 from moexport.common.files import sha256
 from moexport.exporter.bundle.manifest import FileRecord, Manifest
-from moexport.exporter.tensorrt.backends import TENSORRT_RTX
-from moexport.exporter.tensorrt.build import EnginePlan, build_engine
+from moexport.exporter.tensorrt.backends import TENSORRT_RTX, backend_named
+from moexport.exporter.tensorrt.build import build_engine
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import Profile
-from moexport.exporter.tensorrt.records import EngineRecord, Made, add_to_bundle
+from moexport.exporter.tensorrt.records import EnginePlan, EngineRecord, add_to_bundle
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import read_case
 
@@ -87,6 +88,18 @@ def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob("*") if path.name.startswith(".")]
 
 
+def made(record: EngineRecord, files: Mapping[str, FileRecord]) -> EnginePlan:
+    """An engine as a build leaves it, with its files."""
+    return EnginePlan(
+        graph=record.graph,
+        file=record.file,
+        backend=backend_named(record.flavour),
+        profiles=tuple(record.ranges),
+        record=record,
+        files=files,
+    )
+
+
 def with_plan(bundle: Path, **more: Any) -> Path:
     """Lists an engine of TensorRT's in a bundle, as `build` does; its file holds no engine."""
     graph = Manifest.read(bundle).graphs[0]
@@ -112,5 +125,5 @@ def with_plan(bundle: Path, **more: Any) -> Path:
     }
     record = EngineRecord(**facts | more)
     files = {n: FileRecord(sha256(staged / n), (staged / n).stat().st_size) for n in names}
-    add_to_bundle(bundle, [Made(record, files, None)], staged)
+    add_to_bundle(bundle, [made(record, files)], staged)
     return bundle

@@ -115,7 +115,7 @@ def test_experts_of_another_bundle_take_the_place_where_they_fit(tmp_path: Path)
     half = bundle_of(tmp_path / "half", "fp16", "gather")
     with pytest.raises(EngineError, match="not of the engine's size and type"):
         experts_of(half, "model.onnx", bound)
-    with pytest.raises(EngineError, match=r"holds no model-gather\.onnx"):
+    with pytest.raises(EngineError, match=r"contains no model-gather\.onnx"):
         experts_of(same, "model-gather.onnx", bound)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from moexport.exporter.bundle.manifest import Manifest
 from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Backend
-from moexport.exporter.tensorrt.build import EnginePlan, ended, explained
+from moexport.exporter.tensorrt.build import ended, explained
 from moexport.exporter.tensorrt.engines import plan_engines
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import Profile
+from moexport.exporter.tensorrt.records import EnginePlan
 from moexport.exporter.tensorrt.worker import Fraction
 from moexport.tests.exporter.tensorrt.engines import needs_rtx
 
@@ -84,7 +85,7 @@ NO_KERNEL = (
             "there is no NVIDIA GPU, or its driver is too old",
             "moexport doctor",
         ),
-        (["DishonouredError: tf32: asked True, got False"], "did not take over", "leave that"),
+        (["DishonouredError: tf32: asked True, got False"], "did not apply", "leave that"),
         (["No importer registered for op: NonZero"], "its ONNX importer refused", "--target"),
         (["something new"], "cannot compile the graph: something new", "another --lowering"),
     ],

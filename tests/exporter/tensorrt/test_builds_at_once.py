@@ -33,6 +33,7 @@ def together(work: Callable[[Path, int], None], folder: Path) -> None:
     assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
+@pytest.mark.slow
 def test_engines_that_are_added_at_once_are_all_listed(exported: Path, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(exported, tmp_path / "bundle"))
     before = Manifest.read(bundle)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from moexport.errors import UsageError
 from moexport.exporter.bundle.manifest import Manifest
-from moexport.exporter.inputs import AxisRange
-from moexport.exporter.tensorrt.build import EnginePlan
 from moexport.exporter.tensorrt.engines import plan_engines
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import parse_profile
+from moexport.exporter.tensorrt.records import EnginePlan
+from moexport.graphs.sizes import AxisRange
 from moexport.tests.exporter.tensorrt.engines import build, export, needs_rtx
 
 pytestmark = needs_rtx

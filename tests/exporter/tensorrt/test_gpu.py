@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import EngineError, FeedError, MissingExtraError, UsageError
-from moexport.exporter.bundle.parity_record import (
+from moexport.exporter.bundle.parity import (
     GPU_RTOL,
     PARITY_FILE,
     TOLERANCES,

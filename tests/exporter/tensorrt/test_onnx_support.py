@@ -64,7 +64,7 @@ CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray], str | None]]
             helper.make_node("Cast", ["i"], ["y"], to=TensorProto.FLOAT),
         ],
         {"w": INT8},
-        "its ONNX importer does not know the op",
+        "its ONNX importer does not support the op",
     ),
     "an op of a runtime's own": (
         [helper.make_node("MoE", ["x"], ["y"], domain="com.microsoft")],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.bundle.manifest import TensorSpec
-from moexport.exporter.inputs import AxisRange
 from moexport.exporter.tensorrt.profiles import (
     Profile,
     capped,
@@ -14,6 +13,7 @@ from moexport.exporter.tensorrt.profiles import (
     parse_profile,
     profile,
 )
+from moexport.graphs.sizes import AxisRange
 
 IMAGES = TensorSpec("input", "float32", ("batch", 3, 32, 32))
 TOKENS = TensorSpec("input_ids", "int64", ("batch", "tokens"), limits={"tokens": 64})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from moexport.bench.engines import requirements
 from moexport.errors import EngineError
-from moexport.exporter.bundle.parity_record import GPU_RTOL, TOLERANCES, on_gpu
+from moexport.exporter.bundle.parity import GPU_RTOL, TOLERANCES, on_gpu
 from moexport.exporter.session import TENSORRT
 from moexport.exporter.tensorrt import cache, cuda
 from moexport.exporter.tensorrt.backends import Gpu, first_gpu
@@ -145,7 +145,7 @@ def test_doctor_says_which_binding_an_older_driver_needs(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     problem = cuda.driver_problem()
     assert problem is not None
-    assert "cuda-bindings 13 needs a driver of 580 or newer, and this one is 535" in problem
+    assert "cuda-bindings 13 needs a driver of 580 or newer, but this one is 535" in problem
     assert "pip install 'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12" in problem
     card = Gpu("NVIDIA GeForce RTX 4090", "8.9", "535.104.05")
     by_name = {each.name: each.ability(card) for each in requirements()}

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.graphs.layers.base import LayerEdits
+from moexport.graphs.edits import Ablation, Edits, Rewrite
 from moexport.graphs.layers.mumoe import Form
-from moexport.graphs.rewrites import Rewrite
 from moexport.tests.command import run
 from moexport.tests.exporter.tensorrt.engines import build, compiled, export, needs_rtx
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
@@ -91,7 +90,8 @@ def test_the_other_activations_compile(activation: Any, tmp_path: Path) -> None:
 def test_a_layer_with_edits_compiles(levels: tuple[int, ...], tmp_path: Path) -> None:
     layer = random_layer(spec_of("cp", levels))
     means = tuple((1 / n,) * n for n in levels)
-    layer.edits = LayerEdits(frozenset({(0, 3)}), (Rewrite(3, means, 2.0), Rewrite(0, means, -1.0)))
+    rewrites = (Rewrite("", 3, means, 2.0), Rewrite("", 0, means, -1.0))
+    layer.edits = Edits((Ablation("", 3, 1), *rewrites))
     assert compiled(saved(graph(layer), tmp_path), tmp_path / "engine.plan")
 
 

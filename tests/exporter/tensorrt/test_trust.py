@@ -16,7 +16,6 @@ from moexport.exporter.tensorrt.backends import Backend
 from moexport.exporter.tensorrt.plan_file import load_engine
 from moexport.exporter.tensorrt.records import (
     EngineRecord,
-    Made,
     add_to_bundle,
     engines_of,
     staging,
@@ -24,7 +23,7 @@ from moexport.exporter.tensorrt.records import (
 from moexport.exporter.tensorrt.trust import check_private, find_plan, is_own, own_signature
 from moexport.tests.command import run
 from moexport.tests.exporter.bundle.test_bundle import change_manifest
-from moexport.tests.exporter.tensorrt.engines import CARD, export, needs_rtx
+from moexport.tests.exporter.tensorrt.engines import CARD, export, made, needs_rtx
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="permissions as Unix has them")
 
@@ -44,7 +43,7 @@ def engine(bundle: Path) -> Path:
     with staging(bundle) as staged:
         (staged / PLAN).write_bytes(b"a plan")
         (staged / LAYERS).write_text(json.dumps({"layers": []}))
-        made = {name: FileRecord.of(staged / name) for name in (PLAN, LAYERS)}
+        files = {name: FileRecord.of(staged / name) for name in (PLAN, LAYERS)}
         record = EngineRecord(
             file=PLAN,
             graph="model.onnx",
@@ -60,9 +59,9 @@ def engine(bundle: Path) -> Path:
             key="k",
             seconds=0.0,
             peak_memory_bytes=0,
-            signature=own_signature(made[PLAN].sha256),
+            signature=own_signature(files[PLAN].sha256),
         )
-        add_to_bundle(bundle, [Made(record, made, None)], staged)
+        add_to_bundle(bundle, [made(record, files)], staged)
     return bundle / PLAN
 
 
@@ -116,7 +115,7 @@ def test_a_signature_is_of_one_engine_alone(engine: Path) -> None:
 def test_what_was_hashed_is_what_is_loaded(engine: Path) -> None:
     plan = find_plan(engine)
     engine.write_bytes(b"an evil plan")
-    with pytest.raises(EngineError, match="was exchanged while it was being loaded"):
+    with pytest.raises(EngineError, match="was replaced while it was being loaded"):
         load_engine(plan)
 
 

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import Manifest
-from moexport.exporter.bundle.parity_record import TOLERANCES
+from moexport.exporter.bundle.parity import TOLERANCES
 from moexport.exporter.tensorrt.engines import DEFAULT_CARDS, FP8_CARDS
 from moexport.tests.command import Outcome, run
 from moexport.tests.exporter.tensorrt.engines import needs_rtx
@@ -107,7 +107,7 @@ def test_a_card_without_fp8_is_refused_with_the_way_out(tmp_path: Path) -> None:
     bundle = made(tmp_path, "fp8", "gather")
     outcome = run("build", bundle, "--profile", PROFILE, "--compute-capability", "8.6")
     assert outcome.code == 1
-    assert "a card that was named does not have a type of the graph" in outcome.error
+    assert "a named card does not support a type of the graph" in outcome.error
     assert "FP8 8.9 or newer" in outcome.hint
 
 

@@ -10,8 +10,10 @@ import onnx_ir as ir
 import pytest
 from moexport.common.onnx_runtime import ort
 from moexport.graphs.builder import Builder
+from moexport.graphs.cards import GPUS
 from moexport.graphs.layers.soft_moe import ExpertKind, SoftMoESpec
 from moexport.graphs.lowerings import lowerings_of
+from moexport.graphs.lowerings.base import SoftMoEPlan
 from moexport.graphs.lowerings.block_grouped import (
     TILES,
     best_tile,
@@ -20,8 +22,6 @@ from moexport.graphs.lowerings.block_grouped import (
     tiles_at_most,
 )
 from moexport.graphs.lowerings.choice import choose
-from moexport.graphs.lowerings.cost import Work
-from moexport.graphs.targets import GPUS
 from moexport.tests.graphs.soft_moe_layers import lowered, session, soft_moe, tiny_layer, tokens
 
 LOWERINGS = lowerings_of("soft-moe")
@@ -104,9 +104,9 @@ def test_a_layer_computes_the_formulas_at_batches_that_fill_several_tiles(
     assert np.array_equal(np.sort(selected, axis=1), sets)
 
 
-def layer_work(batch: int, *, slots: int = 25, precision: str = "fp16") -> Work:
+def layer_work(batch: int, *, slots: int = 25, precision: str = "fp16") -> SoftMoEPlan:
     spec = SoftMoESpec("layer", 8, slots, 768, 3072, 768)
-    return Work(spec, 2, batch, 197, precision)  # type: ignore[arg-type]
+    return SoftMoEPlan(spec, 2, batch, 197, precision)  # type: ignore[arg-type]
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:

@@ -7,14 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from moexport.graphs.layers.base import LayerEdits, algorithm_1
+from moexport.graphs.edits import Ablation, Edits
+from moexport.graphs.layers.base import algorithm_1
 from moexport.graphs.layers.soft_moe import ExpertKind
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.precision.types import ComputeTypes
 from moexport.graphs.targets import Precision
 from moexport.plugins.token_routed.layers.experts import ExpertsSpec
-from moexport.tests.graphs import experts_layers, mumoe_layers
-from moexport.tests.graphs.experts_layers import CAPACITY, PLAIN, computed, experts, routed
+from moexport.plugins.token_routed.tests import experts_layers
+from moexport.plugins.token_routed.tests.experts_layers import (
+    CAPACITY,
+    PLAIN,
+    computed,
+    experts,
+    routed,
+)
+from moexport.tests.graphs import mumoe_layers
 from moexport.tests.graphs.layers.test_edits import stored
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
 from moexport.tests.graphs.mumoe_layers import random_layer
@@ -69,7 +77,7 @@ def lowerings_for(spec: ExpertsSpec) -> list[str]:
     return [
         name
         for name, record in lowerings_of("experts").items()
-        if not (record.unable(spec) or record.inexact(spec, "fp32", "ort-cpu"))
+        if not (record.problem(spec, "fp32", "ort-cpu") or record.differs(spec, "fp32", "ort-cpu"))
     ]
 
 
@@ -110,7 +118,7 @@ def test_ablated_experts(lowering: str, expert: ExpertKind) -> None:
     if layer.w2 is not None:
         layer.w2[1] *= 1e38
     module = torch_module(layer).eval()
-    module.edits = LayerEdits(frozenset({(0, 1)}))
+    module.edits = Edits((Ablation("", 1),))
     with torch.no_grad(), algorithm_1(module, {"": 3}):
         assert_close(module(torch.from_numpy(tokens(6, 3))).numpy(), expected)
     made = lowered(layer, lowering, 3, tensors=stored(module))
@@ -125,7 +133,7 @@ def test_ablated_experts_of_tokens(lowering: str) -> None:
     with torch.no_grad():
         layer.w1[0] *= 1e38
         layer.w2[0] *= 1e38  # type: ignore[index]
-    layer.edits = LayerEdits(frozenset({(0, 0)}))
+    layer.edits = Edits((Ablation("", 0),))
     assert_close(computed(layer, x, index, weights), expected)
     made = experts_layers.lowered(layer, lowering, target="ort-cpu")
     assert_close(experts_layers.run(made, x, index, weights), expected)

@@ -20,8 +20,8 @@ from moexport.graphs.layers.mumoe import (
     entmax15,
     sparsemax,
 )
+from moexport.graphs.lowerings.base import LayerPlan
 from moexport.graphs.lowerings.choice import choose
-from moexport.graphs.lowerings.cost import WorkOf
 from moexport.tests.graphs.mumoe_layers import (
     FORMS,
     formula,
@@ -215,7 +215,7 @@ def test_gathering_costs_what_the_kept_experts_cost(spec: MuMoESpec) -> None:
 def test_few_tokens_are_gathered_for_and_many_meet_the_whole_tensor() -> None:
     spec = MuMoESpec("layer", (FactorisedSpec("full", (64,), 768, 1000, (), bias=True),))
     chosen = {
-        (tokens, k): choose(WorkOf(spec, k, 1, tokens), "onnx").lowering.name
+        (tokens, k): choose(LayerPlan(spec, k, 1, tokens), "onnx").lowering.name
         for tokens in (1, 196)
         for k in (4, 64)
     }

@@ -1,0 +1,200 @@
+"""Reports what this machine can build and run, with reasons for the rest. Imports no package."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ForeignEngineError, MissingExtraError, PluginError, install
+
+if TYPE_CHECKING:
+    from ..exporter.tensorrt.backends import Backend, Gpu
+
+GPU_PACKAGE = f"pip uninstall onnxruntime, then {install('gpu')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """A capability of moexport, and whether its requirements are met."""
+
+    name: str
+    available: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A line of `moexport doctor`: a capability, and how to test it.
+
+    `works` takes the machine's GPU; it returns a description or raises what is missing.
+    """
+
+    name: str
+    works: Callable[[Gpu | None], str]
+
+    def ability(self, gpu: Gpu | None) -> Ability:
+        """Returns whether it works here with this GPU, and why or why not."""
+        try:
+            return Ability(self.name, True, self.works(gpu))
+        except (MissingExtraError, ForeignEngineError, PluginError) as error:
+            hint = f": {error.hint}" if error.hint else ""
+            return Ability(self.name, False, f"{error.message}{hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The result of `moexport doctor`.
+
+    `outside` lists packages outside the tested versions, `plugins` the additions, failures and
+    clashes of other distributions.
+    """
+
+    abilities: tuple[Ability, ...]
+    environment: dict[str, Any]
+    outside: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """The diagnosis as plain data."""
+        return asdict(self)
+
+
+def diagnose(required: Iterable[Requirement]) -> Diagnosis:
+    """Returns a report on the installed packages and the hardware; builds nothing."""
+    from ..common.environment import environment
+    from ..common.libraries import outside_of_what_was_run
+    from ..common.registry import foreign_plugins, troubles
+    from ..exporter.tensorrt.backends import first_gpu
+
+    gpu = first_gpu()
+    lines = (EXPORT, *dict.fromkeys(required), DEMO)
+    abilities = tuple(line.ability(gpu) for line in lines)
+    plugins = tuple(f"plugin {name}: {'; '.join(of)}" for name, of in foreign_plugins().items())
+    outside = tuple(outside_of_what_was_run())
+    return Diagnosis(abilities, environment(), outside, (*plugins, *troubles()))
+
+
+def in_onnx_runtime(name: str, provider: str) -> Requirement:
+    """Returns the requirement of a provider of ONNX Runtime: a name of `session.PROVIDERS`."""
+    return Requirement(name, partial(_serves, provider))
+
+
+def replays_cuda_graphs(name: str) -> Requirement:
+    """Returns the requirement of repeated runs on CUDA that are replayed as graphs."""
+    return Requirement(name, _replays)
+
+
+def installed(name: str, package: str, title: str, extra: str) -> Requirement:
+    """Returns the requirement of a package that an extra of moexport installs."""
+    return Requirement(name, partial(_installed_version, package, title, extra))
+
+
+def builds(backend: str, title: str) -> Requirement:
+    """Returns the requirement of what compiles engines of a TensorRT."""
+    return Requirement(f"build {title} engines", partial(_builds, backend))
+
+
+def runs(backend: str, title: str) -> Requirement:
+    """Returns the requirement of what runs engines of a TensorRT."""
+    return Requirement(f"run {title} engines", partial(_runs, backend))
+
+
+def _exports(gpu: Gpu | None) -> str:
+    from ..common.environment import versions
+    from ..common.libraries import check_pytorch
+    from ..common.onnx_runtime import ort
+
+    del ort  # importing it reports what is missing
+    check_pytorch("export")
+    both = versions(("onnxruntime", "onnxruntime-gpu"))
+    if len(both) == 2:
+        return f"but {' and '.join(both)} overwrite one another: keep one"
+    return "PyTorch traces, ONNX Runtime checks parity"
+
+
+def _serves(provider: str, gpu: Gpu | None) -> str:
+    from ..common.onnx_runtime import ort
+    from ..exporter.session import CPU, PROVIDERS, TENSORRT
+
+    provider = PROVIDERS[provider]
+    cpu = provider == CPU
+    if provider not in ort.get_available_providers():
+        without = f"this ONNX Runtime was built without {provider}"
+        raise MissingExtraError(without, hint=None if cpu else GPU_PACKAGE)
+    if not cpu and not gpu:
+        raise MissingExtraError(f"{provider} is installed, but there is no NVIDIA GPU")
+    if provider == TENSORRT:
+        from ..exporter.tensorrt.ort_provider import (
+            load_libraries,  # which loads all that builds engines
+        )
+
+        load_libraries()
+    return f"ONNX Runtime {ort.__version__}, {provider}"
+
+
+def _replays(gpu: Gpu | None) -> str:
+    from ..exporter.bundle.gpu_runs import UNCAPTURED
+
+    _serves("cuda", gpu)
+    return (
+        f"repeated shapes and k; not the lowerings {', '.join(UNCAPTURED)}, which wait for the CPU"
+    )
+
+
+def _installed_version(package: str, title: str, extra: str, gpu: Gpu | None) -> str:
+    from ..common.environment import versions
+
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtraError(f"{title} is not installed", hint=install(extra))
+    return f"{title} {versions((package,)).get(package, '')}".rstrip()
+
+
+def _builds(name: str, gpu: Gpu | None) -> str:
+    from ..exporter.tensorrt.backends import BACKENDS
+
+    backend = BACKENDS[name]
+    backend.check_installed()
+    version = backend.version()
+    if backend.builds_without_gpu:
+        return f"{backend.title} {version}, for {backend.served}"
+    if not gpu:
+        raise MissingExtraError("it compiles for the GPU it runs on, but there is none here")
+    return _on(backend, gpu)
+
+
+def _runs(name: str, gpu: Gpu | None) -> str:
+    from ..exporter.tensorrt.backends import BACKENDS
+    from ..exporter.tensorrt.cuda import driver_problem, runtime
+
+    backend = BACKENDS[name]
+    if importlib.util.find_spec(backend.module) is None:
+        raise MissingExtraError(f"{backend.title} is not installed", hint=backend.install)
+    runtime()
+    if not gpu:
+        raise MissingExtraError("there is no NVIDIA GPU, or no driver for it")
+    problem = driver_problem()
+    if problem is not None:
+        raise MissingExtraError(problem)
+    return _on(backend, gpu)
+
+
+def _on(backend: Backend, gpu: Gpu) -> str:
+    backend.check_serves(gpu)
+    return f"{backend.title} {backend.version()}, on {gpu.name} ({gpu.compute_capability})"
+
+
+def _demo(gpu: Gpu | None) -> str:
+    from ..common.libraries import check_pytorch
+
+    check_pytorch("the demo")
+    if importlib.util.find_spec("sklearn") is None:
+        raise MissingExtraError("scikit-learn is missing", hint=install("demo"))
+    return "scikit-learn's digits are installed"
+
+
+EXPORT = Requirement("export to ONNX", _exports)
+
+DEMO = Requirement("demo", _demo)

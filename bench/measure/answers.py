@@ -1,0 +1,287 @@
+"""Scores for labels with a number per output: attributes, and regression targets.
+
+An attribute is 0 or 1, and the sign of its logit is the model's answer (muMoE, §4.2). A regression
+is scored by R² = 1 − Σ‖y − t‖² / Σ‖t − t̄‖² over all outputs: 1 means no error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...data.batches import Array, Labels
+from ...data.feeds import check_not_one_hot
+from ...errors import FeedError
+from ..metrics import Sums, Z, one_per_sample, wilson
+from ..results import Accuracy, AttributeAccuracy, Interval, Regression
+
+
+def decided(logits: Array) -> Array:
+    """Returns for logits [b, o] the attributes that the model predicts: bool [b, o]."""
+    positive: Array = logits > 0
+    return positive
+
+
+def per_output(
+    outputs: Array, labels: Labels, *, ids: bool = False, where: str = "the data"
+) -> tuple[Array, Labels] | None:
+    """Returns outputs and labels as [b, o], if labels have a number per output.
+
+    None for classes [b] of scores [b, c], and for target tokens [b, m] of `ids`. Raises FeedError
+    for labels that fit no output.
+    """
+    if ids and labels.ndim == 2 and outputs.ndim == 3:
+        return None
+    y = one_per_sample(outputs)
+    y = y[:, None] if y.ndim == 1 else y
+    if labels.ndim == 1 and y.shape[1:] != (1,):
+        return None
+    numbers = labels[:, None] if labels.ndim == 1 else labels
+    if numbers.shape != y.shape:
+        own = "batch, " + ", ".join(map(str, y.shape[1:]))
+        raise FeedError(
+            f"{where} has labels (batch, {numbers.shape[1]}) for outputs ({own})",
+            hint="save a class for each input, (batch,), or a number for each output, "
+            "(batch, outputs)",
+        )
+    return y, numbers
+
+
+def are_attributes(labels: Labels) -> bool:
+    """Whether all labels [b, o] are 0 or 1."""
+    return bool(((labels == 0) | (labels == 1)).all())
+
+
+def mean_interval(count: int, answers: int, total: float, squares: float) -> Interval:
+    """Returns the 95% interval of the mean of `count` shares, from their sum and sum of squares.
+
+    Each is the share of an input's `answers` that is right. The interval is Wilson's for a number
+    of independent answers with the observed spread: between one per input and all of them.
+    """
+    mean = min(1.0, float(total) / count)
+    spread = max(0.0, float(squares) / count - mean * mean)
+    independent = mean * (1 - mean) / spread if spread else 1.0
+    seen = count * min(float(answers), max(1.0, independent))
+    return wilson(mean * seen, seen)
+
+
+@dataclass(frozen=True, slots=True)
+class PairedScores(Sums):
+    """Sums of a score per input, of the unmodified model's score, and of their products."""
+
+    inputs: int = 0
+    own: float = 0.0
+    base: float = 0.0
+    own_squares: float = 0.0
+    base_squares: float = 0.0
+    both: float = 0.0
+
+    @classmethod
+    def of(cls, own: Array, base: Array) -> PairedScores:
+        """Sums over the scores [b] of two models."""
+        sums = (own.sum(), base.sum(), own @ own, base @ base, own @ base)
+        return cls(len(own), *map(float, sums))
+
+    @property
+    def kept(self) -> float | None:
+        """The ratio to the unmodified model's score; None if that is not positive."""
+        return self.own / self.base if self.base > 0 else None
+
+    @property
+    def kept_interval(self) -> Interval | None:
+        """The 95% interval of `kept`, a ratio of two means over the same inputs.
+
+        By the delta method. One more input is added that only one of the two scores, so that the
+        interval has a width even if they agree on every input.
+        """
+        ratio = self.kept
+        if ratio is None:
+            return None
+        n, mean = self.inputs, self.base / self.inputs
+        residual = self.own_squares - 2 * ratio * self.both + ratio**2 * self.base_squares
+        variance = (max(0.0, residual) + mean**2) / (n * max(1, n - 1))
+        half = Z * math.sqrt(variance) / mean
+        return Interval(ratio - half, ratio + half)
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """The mean [o] of numbers, and the sum of their squared distances to it."""
+
+    count: int = 0
+    mean: tuple[float, ...] = ()
+    squares: tuple[float, ...] = ()
+
+    @staticmethod
+    def of(numbers: Array) -> Moments:
+        """The moments of numbers [b, o]."""
+        mean = numbers.mean(axis=0, dtype=np.float64)
+        squares = ((numbers - mean) ** 2).sum(axis=0)
+        return Moments(len(numbers), tuple(mean.tolist()), tuple(squares.tolist()))
+
+    def __add__(self, other: Moments) -> Moments:
+        """The moments of both, without the cancellation of sums of squares."""
+        if not self.count or not other.count:
+            return other if not self.count else self
+        count = self.count + other.count
+        apart = np.subtract(other.mean, self.mean)
+        mean = self.mean + apart * (other.count / count)
+        squares = np.add(self.squares, other.squares)
+        squares = squares + apart**2 * (self.count * other.count / count)
+        return Moments(count, tuple(mean.tolist()), tuple(squares.tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCounts:
+    """Sums over labels [b, o] for the accuracy per attribute, or R².
+
+    The choice is made at the end: `binary` while all labels are 0 or 1. `one_hot` counts the inputs
+    with one 1. By output `positives` and `right` are counts, and `squared` and `absolute` the sums
+    of both errors. `shares` are of the correct share of an input's attributes, `errors` of its
+    squared error.
+    """
+
+    inputs: int = 0
+    binary: bool = True
+    one_hot: int = 0
+    positives: tuple[int, ...] = ()
+    right: tuple[int, ...] = ()
+    squared: tuple[float, ...] = ()
+    absolute: tuple[float, ...] = ()
+    targets: Moments = field(default_factory=Moments)
+    shares: PairedScores = field(default_factory=PairedScores)
+    errors: PairedScores = field(default_factory=PairedScores)
+
+    @staticmethod
+    def of(y: Array, labels: Labels, untouched: Array) -> AnswerCounts:
+        """Counts over outputs, labels and the unmodified model's outputs, each [b, o]."""
+        wanted, numbers = labels == 1, labels.astype(np.float64)
+        right = decided(y) == wanted
+        error, base_error = (each.astype(np.float64) - numbers for each in (y, untouched))
+        return AnswerCounts(
+            inputs=len(y),
+            binary=are_attributes(labels),
+            one_hot=int((labels.sum(axis=1) == 1).sum()),
+            positives=tuple(wanted.sum(axis=0).tolist()),
+            right=tuple(right.sum(axis=0).tolist()),
+            squared=tuple((error**2).sum(axis=0).tolist()),
+            absolute=tuple(np.abs(error).sum(axis=0).tolist()),
+            targets=Moments.of(numbers),
+            shares=PairedScores.of(right.mean(axis=1), (decided(untouched) == wanted).mean(axis=1)),
+            errors=PairedScores.of((error**2).sum(axis=1), (base_error**2).sum(axis=1)),
+        )
+
+    def __add__(self, other: AnswerCounts) -> AnswerCounts:
+        if not self.inputs or not other.inputs:
+            return other if not self.inputs else self
+
+        def both(name: str) -> tuple[float, ...]:
+            pairs = zip(getattr(self, name), getattr(other, name), strict=True)
+            return tuple(a + b for a, b in pairs)
+
+        return AnswerCounts(
+            inputs=self.inputs + other.inputs,
+            binary=self.binary and other.binary,
+            one_hot=self.one_hot + other.one_hot,
+            positives=both("positives"),  # type: ignore[arg-type]
+            right=both("right"),  # type: ignore[arg-type]
+            squared=both("squared"),
+            absolute=both("absolute"),
+            targets=self.targets + other.targets,
+            shares=self.shares + other.shares,
+            errors=self.errors + other.errors,
+        )
+
+    def accuracy(self, untouched: AnswerCounts) -> Accuracy | None:
+        """The mean accuracy over attributes, and of each; None if labels are not attributes.
+
+        Raises FeedError for one-hot classes.
+        """
+        if not self.inputs or not self.binary:
+            return None
+        n = self.inputs
+        check_not_one_hot((n, len(self.right)), self.one_hot, "the array of labels")
+        shares = self.shares
+        return Accuracy(
+            top1=min(1.0, shares.own / n),
+            retention=shares.kept,
+            n=n,
+            top1_interval=mean_interval(n, len(self.right), shares.own, shares.own_squares),
+            retention_interval=shares.kept_interval,
+            attributes=tuple(
+                AttributeAccuracy(positives, right / n, base / n, wilson(right, n))
+                for positives, right, base in zip(
+                    self.positives, self.right, untouched.right, strict=True
+                )
+            ),
+        )
+
+    def answers(self, untouched: AnswerCounts) -> AnswerScores:
+        """Both figures, of which the labels allow one; raises as they do."""
+        return AnswerScores(self.accuracy(untouched), self.regression())
+
+    def regression(self) -> Regression | None:
+        """The regression scores; None if labels are attributes.
+
+        Raises FeedError if all targets are equal.
+        """
+        if not self.inputs or self.binary:
+            return None
+        n, spread = self.inputs, sum(self.targets.squares)
+        # Smaller values are rounding of the targets themselves.
+        if spread <= n * sum(mean**2 for mean in self.targets.mean) * 1e-28:
+            raise FeedError(
+                "the data: the targets of every input are the same, so R² is not defined",
+                hint="give inputs whose targets differ",
+            )
+        scores = scores_of(self.errors, n / spread)
+        outputs = tuple(
+            1 - error / squares if squares > 0 else None
+            for error, squares in zip(self.squared, self.targets.squares, strict=True)
+        )
+        return Regression(
+            r2=scores.own / n,
+            retention=scores.kept,
+            n=n,
+            rmse=math.sqrt(sum(self.squared) / (n * len(outputs))),
+            mae=sum(self.absolute) / (n * len(outputs)),
+            outputs=outputs,
+            retention_interval=scores.kept_interval,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerScores:
+    """The quality of answers with a number per output: one of the two, or neither."""
+
+    accuracy: Accuracy | None = None
+    regression: Regression | None = None
+
+
+def scores_of(errors: PairedScores, scale: float) -> PairedScores:
+    """Returns sums of the scores 1 − scale · error, from those of errors."""
+    n, own, base = errors.inputs, scale * errors.own, scale * errors.base
+    squared = scale * scale
+    return PairedScores(
+        inputs=n,
+        own=n - own,
+        base=n - base,
+        own_squares=n - 2 * own + squared * errors.own_squares,
+        base_squares=n - 2 * base + squared * errors.base_squares,
+        both=n - own - base + squared * errors.both,
+    )
+
+
+def check_attributes(labels: Labels, where: str) -> None:
+    """Raises FeedError unless labels [b, o] are attributes that are not one-hot."""
+    if not are_attributes(labels):
+        row, column = (int(at) for at in np.argwhere((labels != 0) & (labels != 1))[0])
+        raise FeedError(
+            f"{where} contains {labels[row, column]:g} at index [{row}, {column}], but attributes "
+            "are 0 or 1",
+            hint="`bench` and `tune` measure regressions",
+        )
+    with_one = int((labels.sum(axis=1) == 1).sum())
+    check_not_one_hot(labels.shape, with_one, where)

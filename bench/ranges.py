@@ -1,0 +1,166 @@
+"""The source of INT8 ranges in a benchmark: never the inputs that are scored.
+
+A table or separate inputs are given, or a part of the data is excluded from all measurements. Given
+inputs that are measured nevertheless are found by their content, whatever their file is called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..calibration.table import CALIBRATION_FILE, CalibrationTable
+from ..data.batches import Feed, Fields
+from ..data.feeds import FeedHash
+from ..exporter.bundle.bundle import Bundle
+from ..exporter.checks.accuracy import of_images
+from ..exporter.inputs import feed_batches, fitted_arrays
+from ..exporter.model import Model
+from .data import Labelled, labelled
+from .request import RANGED, BenchRequest
+
+CALIBRATION_INPUTS = 256
+"""The largest number of inputs of the data for INT8 ranges; labels do not matter."""
+
+SHARE = 4
+"""At most one part in this many of the data is held out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """The source of INT8 ranges, and the inputs to measure.
+
+    `inputs` are observed, unless there is a `table`; engines are compiled for their shape. The
+    first `held_out` inputs of the data are not in `measured`. `source` is the given file, and
+    `text` a sentence; both are empty if no ranges are needed.
+    """
+
+    inputs: Feed
+    measured: Labelled
+    table: CalibrationTable | None = None
+    held_out: int = 0
+    source: str = ""
+    text: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """Returns the entry in the protocol of results."""
+        kind = "table" if self.table is not None else "feed"
+        given = {kind: self.source} if self.source else {}
+        return {"text": self.text, "held_out": self.held_out, **given} if self.text else {}
+
+
+def ranges_of(
+    request: BenchRequest,
+    model: Model,
+    data: Labelled,
+    *,
+    exports: bool,
+    bundles: Sequence[Bundle] = (),
+) -> Ranges:
+    """Returns the source of INT8 ranges; `exports`: a model is exported, not only `bundles`.
+
+    Raises `CalibrationError` for an invalid table, `FeedError` for an invalid feed.
+    """
+    few = data.head(1).feed
+    routed = any(layer.spec.flat for layer in model.layers.values())  # scales per row
+    if not exports:
+        return Ranges(few, data, text=_of_bundles(bundles, model, data, request.samples))
+    if routed or not {*RANGED} & {*request.precisions}:
+        return Ranges(few, data)
+    if request.calibration is not None:
+        path = Path(request.calibration)
+        table = CalibrationTable.read(path)
+        sentence = f"the table {path}{_measured_too(table, model, data, request.samples)}"
+        return Ranges(few, data, table, source=str(path), text=sentence)
+    if request.calibrate_data is not None:
+        return _given(request, model, data)
+    if request.data is None:
+        head = data.head(CALIBRATION_INPUTS)
+        sentence = f"{len(head)} random inputs, which are also measured"
+        return Ranges(head.feed, data, text=sentence)
+    return _held_out(data)
+
+
+def _held_out(data: Labelled) -> Ranges:
+    """The first inputs of the data, which are not measured unless there are too few."""
+    head = data.head(SHARE * CALIBRATION_INPUTS)
+    count = min(CALIBRATION_INPUTS, len(head) // SHARE)
+    if count == 0:
+        sentence = f"the {len(head)} inputs of the data, which are also measured: there are too few"
+        return Ranges(head.feed, data, text=sentence)
+    sentence = f"the first {count} inputs of the data, which are excluded from all measurements"
+    return Ranges(head.head(count).feed, data.after(count), held_out=count, text=sentence)
+
+
+def _given(request: BenchRequest, model: Model, data: Labelled) -> Ranges:
+    place = request.calibrate_data
+    assert place is not None, "a place was given"
+    where = str(place) if isinstance(place, str | Path) else "the given inputs"
+    if of_images(place):
+        head = labelled(where, model, 1, request.pixels).head(CALIBRATION_INPUTS)
+        place, where = head.feed, f"the first {len(head)} images of {where}"
+    given = request.calibrate_data
+    source = str(given) if isinstance(given, str | Path) else ""
+    known = {*_rows(feed_batches(model, place))}
+    found = [row in known for row in _rows(_batches(model, data, request.samples))]
+    share = f", which has {sum(found)} of the {len(found)} inputs that are measured"
+    same = ", the inputs that are measured" if all(found) else share if any(found) else ""
+    return Ranges(place, data, source=source, text=where + same)
+
+
+def _of_bundles(
+    bundles: Sequence[Bundle], model: Model, data: Labelled, samples: int | None
+) -> str:
+    """The tables that quantised bundles were made with; empty if there are none."""
+    tables = {
+        bundle.path: CalibrationTable.read(bundle.path / CALIBRATION_FILE)
+        for bundle in bundles
+        if (bundle.path / CALIBRATION_FILE).is_file()
+    }
+    sentences = (
+        f"the table in {path} ({table.origin.samples} inputs)"
+        f"{_measured_too(table, model, data, samples)}"
+        for path, table in tables.items()
+    )
+    return "; ".join(sentences)
+
+
+def _measured_too(
+    table: CalibrationTable, model: Model, data: Labelled, samples: int | None
+) -> str:
+    """Tells whether a table was made from the first of the measured inputs; empty if not.
+
+    A table holds only the hash of all its inputs, in their order.
+    """
+    seen, count = FeedHash(), table.origin.samples
+    for batch in _batches(model, data, count):
+        seen.update(*batch.values())
+    if seen.samples != count or seen.hexdigest() != table.origin.feed:
+        return ""
+    measured = data.samples if samples is None else min(samples, data.samples or samples)
+    if measured is not None and measured <= count:
+        return ", made from the inputs that are measured"
+    return f", made from the first {count} of the inputs that are measured"
+
+
+def _batches(model: Model, data: Labelled, limit: int | None) -> Iterator[Fields]:
+    """Yields measured inputs, up to a limit, as a calibration reads them."""
+    for inputs, _ in data.stream(CALIBRATION_INPUTS, limit):
+        yield fitted_arrays(inputs, model)
+
+
+def _rows(batches: Iterable[Fields]) -> Iterator[bytes]:
+    """Yields a hash of each input."""
+    for batch in batches:
+        arrays = [np.ascontiguousarray(array) for array in batch.values()]
+        for rows in zip(*arrays, strict=True):
+            digest = hashlib.sha256()
+            for row in rows:
+                digest.update(f"{row.dtype.str}{row.shape}".encode())
+                digest.update(row.tobytes())
+            yield digest.digest()

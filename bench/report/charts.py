@@ -1,0 +1,361 @@
+"""Charts as Vega-Lite specifications, each of them the same on the page and in pictures.
+
+A chart draws the data set `rows`, which the page replaces when its reader filters, and reads
+parameters: `chosen`, the index of the row with a ring, and the thresholds `keep` and `bound`.
+Every row has how it is drawn: `ink`, `symbol`, `dash`, `line` and the text `hover`. Colours are the
+variables of the page's style sheet; a picture has those of the light page.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ...common.text import printable
+
+Spec = dict[str, Any]
+
+SYMBOLS = (
+    "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0Z",
+    "M-.9,-.9H.9V.9H-.9Z",
+    "M0,-1L1,.8H-1Z",
+    "M0,-1.1L1.1,0L0,1.1L-1.1,0Z",
+    "M0,1L1,-.8H-1Z",
+    "M-.35,-1H.35V-.35H1V.35H.35V1H-.35V.35H-1V-.35H-.35Z",
+    "M-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0L-1,-.6Z",
+    "M0,-1L1,-.2L.6,.9H-.6L-1,-.2Z",
+)
+"""Paths of engines, in a square from -1 to 1."""
+
+STAR = "M0,-1.1L.27,-.37L1.05,-.34L.43,.14L.65,.89L0,.45L-.65,.89L-.43,.14L-1.05,-.34L-.27,-.37Z"
+LEVEL = "M-1.8,-.2H-.4V.2H-1.8ZM.4,-.2H1.8V.2H.4Z"  # a line across the chart, in a legend
+SOLID, DOTTED, DASHED = [1, 0], [2, 3], [5, 4]
+DASHES = (SOLID, [8, 3, 2, 3], [7, 3], [7, 2, 1, 2, 1, 2], [3, 2])
+"""Of models in one chart, the first with a whole line; PyTorch at a smaller k is dotted."""
+
+REFERENCE = "var(--reference)"
+ASIDE = 1.03  # how far a line of the same values is moved along the axis of k
+PARAMS: Spec = {"keep": None, "bound": None, "chosen": -1, "ticks": [], "of": ""}
+"""The thresholds, the row with a ring, the ticks of k, and the title of an axis."""
+
+PLAIN: Spec = {}
+TEXT = {"labelColor": "var(--soft)", "titleColor": "var(--soft)", "titleFontWeight": "normal"}
+SIZES = {"labelFontSize": 12, "titleFontSize": 12, "labelPadding": 5, "titlePadding": 8}
+CONFIG: Spec = {
+    "background": None,
+    "aria": False,  # the page describes the whole chart
+    "font": "system-ui, DejaVu Sans, sans-serif",
+    "view": {"stroke": None},
+    "axis": {**TEXT, **SIZES, "gridColor": "var(--faint)", "domain": False, "ticks": False},
+    "axisY": {"minExtent": 52, "tickCount": 6},
+    "legend": {
+        "labelFontSize": 12,
+        "labelLimit": 0,
+        "symbolOpacity": 1,
+        "labelColor": "var(--ink)",
+    },
+    "title": {"color": "var(--ink)", "anchor": "start", "fontSize": 13},
+    "point": {"opacity": 1, "strokeWidth": 1.5, "size": 62},
+    "line": {"strokeWidth": 1.8},
+    "text": {"fontSize": 12},
+}
+
+# Ticks of a logarithmic axis: 1, 10; else 1, 2, 5; on a short axis even steps.
+_TENS = [10.0**power for power in range(-6, 10)]
+_FIVES = [digit * ten for ten in _TENS for digit in (1, 2, 5)]
+_EVEN = "P * ((H - L) / P > 25 ? 10 : (H - L) / P > 10 ? 5 : (H - L) / P > 5 ? 2 : 1)".replace(
+    "P", "pow(10, floor(log((H - L) / 5) / LN10))"
+)
+_SHORT = f"sequence(ceil(L / ({_EVEN})) * {_EVEN}, H, {_EVEN})"
+_TICKS = f"H > 500 * L ? {_TENS} : H > 8 * L ? {_FIVES} : {_SHORT}"
+
+
+def ink_of(precision: str) -> str:
+    """Returns the colour of a precision."""
+    return f"var(--{precision})" if precision in _palette() else "var(--accent)"
+
+
+def axis(channel: str, field: str, title: str, kind: str = "zero") -> Spec:
+    """Returns an axis by its kind: zero, near, percent (from 0), share, log, or k (the `ticks`).
+
+    A title of "of" is that of the parameter.
+    """
+    log = {"type": "log", "base": 2 if kind == "k" else 10}
+    kinds = log if kind in ("log", "k") else {"zero": False}
+    scale: Spec = {"nice": False, "padding": 14, **kinds}
+    digits = ".3~%" if kind in ("share", "percent") else ",.6~r"
+    axes: Spec = {"labelExpr": f"format(datum.value, '{digits}')"}
+    if "type" in scale:
+        ends = {"L": f"domain('chart_{channel}')[0]", "H": f"domain('chart_{channel}')[1]"}
+        expr = re.sub(r"\b[LH]\b", lambda end: ends[end[0]], _TICKS)
+        axes["values"] = {"expr": "ticks" if kind == "k" else expr}
+    if kind in ("zero", "percent"):
+        scale = {"zero": True, "nice": True}
+    text: Any = {"signal": "of"} if title == "of" else title
+    return {"field": field, "type": "quantitative", "title": text, "axis": axes, "scale": scale}
+
+
+def layer(name: str, mark: str, where: str = "", /, look: Spec = PLAIN, **channels: Any) -> Spec:
+    """Returns the marks of the rows for which an expression holds.
+
+    A channel is a field of the rows; "=field" is drawn as it is there. All marks have the chart's
+    axes, the row's `ink` and its text, unless a channel changes that.
+    """
+    drawn = {name: _channel(value) for name, value in channels.items()}
+    steps = [{"filter": where}] if where else []
+    made = {"name": f"chart_{name}", "transform": steps, "mark": {"type": mark, **look}}
+    return made | {"encoding": drawn}
+
+
+def _channel(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    raw = {"type": "nominal", "scale": None}
+    return {"field": value[1:], **raw} if value.startswith("=") else {"field": value}
+
+
+def chart(x: Spec, y: Spec, layers: Iterable[Spec], transform: Sequence[Spec] = ()) -> Spec:
+    """Returns a chart of layers that share both axes."""
+    text = {"field": "hover", "type": "nominal"}
+    return {
+        "name": "chart",
+        "data": {"name": "rows"},
+        "params": [{"name": name, "value": value} for name, value in PARAMS.items()],
+        "transform": list(transform),
+        "encoding": {"x": x, "y": y, "color": _channel("=ink"), "tooltip": text},
+        "layer": list(layers),
+        "config": CONFIG,
+    }
+
+
+def _made(**fields: str) -> list[Spec]:
+    return [{"calculate": expression, "as": name} for name, expression in fields.items()]
+
+
+def _joined(by: Sequence[str] = (), **fields: str) -> Spec:
+    parts = [(name, *each.split()) for name, each in fields.items()]
+    ops = [{"op": op, "as": name, **({"field": of[0]} if of else {})} for name, op, *of in parts]
+    return {"joinaggregate": ops, "groupby": list(by)}
+
+
+def threshold(channel: str, name: str) -> Spec:
+    """Returns a line across the chart at the value of a parameter, if it has one."""
+    at = {"x": None, "y": None, "color": {"value": "var(--bad)"}, "tooltip": None, channel: name}
+    made = layer(name, "rule", "", {"strokeDash": DASHED, "strokeWidth": 1.2}, **at)
+    steps = [*_made(**{name: name}), {"filter": f"isValid(datum.{name})"}]
+    return made | {"data": {"values": [{}]}, "transform": steps}
+
+
+def _points(where: str, solid: str) -> list[Spec]:
+    """The points, hollow but for those that are solid, a ring, and labels."""
+    fill = {"expr": f"{solid} ? datum.ink : 'transparent'"}
+    look = {"fill": fill, "size": {"expr": "datum.front ? 100 : 62"}}
+    ring = {"size": 330, "strokeWidth": 2.5}
+    return [
+        layer("points", "point", where, look, shape="=symbol"),
+        layer("ring", "point", "datum.index === chosen", ring, color={"value": "var(--ink)"}),
+        layer("labels", "text", "datum.label", {"align": "left", "dx": 8, "dy": -8}, text="label"),
+    ]
+
+
+def lines(field: str) -> list[Spec]:
+    """Returns lines, their points, and levels across the chart."""
+    own = f"!datum.level && isValid(datum['{field}'])"
+    return [
+        layer("levels", "rule", "datum.level", {"size": 1.8}, x=None, strokeDash="=dash"),
+        layer("lines", "line", own, strokeDash="=dash", detail="line"),
+        *_points(f"{own} && !datum.bare", "!datum.open"),
+    ]
+
+
+def over_k(field: str, title: str, kind: str, *, apart: bool = False) -> Spec:
+    """Returns values over k with their bars, and the untouched model across the chart.
+
+    On an axis of latencies from zero an outlying bar ends in an arrow. Lines of the same values
+    stand `apart`, but for one whose points another of its precision has: that is left out.
+    """
+    ends: Spec = {"y": f"{field}_low", "y2": f"{field}_high"}
+    layers = [layer("bars", "rule", f"isValid(datum['{field}_low']) && !datum.level", **ends)]
+    steps = [{"filter": f"isValid(datum['{field}'])"}, *_made(level="datum.untouched", x="datum.k")]
+    if field == "ms":
+        dots = {"strokeWidth": 1.2, "strokeDash": DOTTED}
+        arrow = {"shape": "triangle-up", "filled": True}
+        layers += [
+            layer("band", "rect", "datum.level", {"opacity": 0.13}, x=None, **ends),
+            layer("limits", "line", "isValid(datum.limit)", dots, y="limit", detail="precision"),
+            layer("cut", "point", "datum.cut && !datum.level", arrow, y="arrow"),
+        ]
+        steps += _cut_short() if kind == "zero" else []
+    if field == "kept":
+        layers.append(threshold("y", "keep"))
+    steps += _set_apart(field) if apart else []
+    y = axis("y", field, title, kind)
+    return chart(axis("x", "x", "of", "k"), y, [*layers, *lines(field)], steps)
+
+
+def _cut_short() -> list[Spec]:
+    """The axis ends above every median, and above every bar that is no outlier."""
+    top = "1.06 * max(datum.highest, min(1.5 * datum.highest, datum.reach))"
+    cut = _made(top=top, cut="datum.ms_high > datum.top", arrow="0.965 * datum.top")
+    high = _made(ms_high="min(datum.ms_high, datum.top)")
+    return [_joined(highest="max ms", reach="max ms_high"), *cut, *high]
+
+
+def _set_apart(field: str) -> list[Spec]:
+    first, longest = {"field": "first"}, {"field": "length", "order": "descending"}
+    same = f"[datum.level, datum.model, datum.precision, datum.k, format(datum['{field}'], '.6r')]"
+    turn, place = {"op": "row_number", "as": "turn"}, {"op": "dense_rank", "as": "place"}
+    return [
+        *_made(same=same),
+        _joined(["line"], length="count", first="min index"),
+        {"window": [turn], "groupby": ["same"], "sort": [longest, first]},
+        _joined(["line"], turn="min turn"),
+        {"filter": "datum.level || datum.turn === 1 || datum.index === chosen"},
+        {"window": [place], "groupby": ["level"], "sort": [first]},
+        *_made(x=f"datum.k * pow({ASIDE}, datum.place - 1)"),
+    ]
+
+
+def trade(title: str) -> Spec:
+    """Returns the chart of retention over latency, with the Pareto front."""
+    front = {"interpolate": "step-after", "strokeWidth": 1.5}
+    raw = {"color": "=front_ink", "strokeDash": "=front_dash", "detail": "run"}
+    layers = [
+        threshold("y", "keep"),
+        threshold("x", "bound"),
+        layer("front", "line", "datum.front", front, **raw),
+        layer("bars_x", "rule", "isValid(datum.ms_low)", x="ms_low", x2="ms_high"),
+        layer("bars_y", "rule", "isValid(datum.kept_low)", y="kept_low", y2="kept_high"),
+        *_points("", "datum.front || datum.run"),
+    ]
+    ink, dash = "datum.run ? datum.ink : 'var(--soft)'", f"datum.run ? {DOTTED} : {SOLID}"
+    x, y = axis("x", "ms", "median latency, ms (log)", "log"), axis("y", "kept", title, "share")
+    return chart(x, y, layers, _made(front_ink=ink, front_dash=dash))
+
+
+def stacked() -> Spec:
+    """Returns a bar for each of `ticks`, its names, cut into coloured parts."""
+    named = {"labelExpr": "ticks[datum.value]", "labelLimit": 220, "grid": False}
+    y = {"field": "place", "type": "ordinal", "title": None, "axis": named}
+    y["scale"] = {"paddingInner": 0.3}
+    return chart(axis("x", "value", "of"), y, [layer("bars", "bar", order="order")])
+
+
+def histogram() -> Spec:
+    """Returns how many calls took how long, with the lines of the percentiles that are named."""
+    text = {"align": {"expr": "datum.right ? 'right' : 'left'"}, "baseline": "top"}
+    text["dx"] = {"expr": "datum.right ? -4 : 4"}
+    ink = {"value": "var(--ink)"}
+    x, y = axis("x", "low", "ms (log)", "log"), axis("y", "calls", "of", "log")
+    y["scale"] |= {"domainMin": 0.7, "padding": 0}
+    layers = [
+        layer("bars", "bar", "datum.calls", x2="high", y2={"datum": 0.7}),
+        layer("marks", "rule", "datum.label", {"strokeDash": DOTTED}, x="at", y=None, color=ink),
+        layer("labels", "text", "datum.label", text, x="at", y="above", text="label", color=ink),
+    ]
+    return chart(x, y, layers)
+
+
+def drawn_lines(x: Spec, y: Spec, *more: Spec) -> Spec:
+    """Returns a chart of lines whose style is in the data."""
+    return chart(x, y, [*more, *lines(y["field"])])
+
+
+def core_charts(quality: str) -> dict[str, Spec]:
+    """Returns the page's own charts by their names, of models that are judged by `quality`."""
+    batch, rate = axis("x", "batch", "batch", "k"), axis("y", "rate", "of", "log")
+    return {
+        "deploy": trade(f"{quality} kept"),
+        "ms": over_k("ms", "median latency, ms", "zero"),
+        "ms_log": over_k("ms", "median latency, ms (log)", "log"),
+        "kept": over_k("kept", f"{quality} kept", "share", apart=True),
+        "rate": over_k("rate", "tokens/s", "zero"),
+        "rate_log": over_k("rate", "tokens/s (log)", "log"),
+        "ppl": over_k("ppl", "perplexity", "near", apart=True),
+        "ppl_log": over_k("ppl", "perplexity (log)", "log", apart=True),
+        "throughput": drawn_lines(batch, rate),
+        "calls": histogram(),
+        "stacked": stacked(),
+    }
+
+
+def nothing(why: str) -> Spec:
+    """Returns a chart that has only a sentence."""
+    return {"mark": {"type": "text", "text": why, "color": "var(--ink)"}}
+
+
+ChartPanel = tuple[str, Spec, Sequence[Mapping[str, Any]]]
+"""A title, a chart, and its rows."""
+
+
+def side_by_side(
+    panels: Sequence[ChartPanel],
+    legend: Mapping[str, tuple[str, str]],
+    models: Sequence[str] = (),
+    *,
+    columns: int = 3,
+    title: str = "",
+    **params: Any,
+) -> Spec:
+    """Returns a picture of charts, a legend of inks and symbols, and one of models by dashes."""
+    placed: list[Spec] = []
+    for number, (name, spec, rows) in enumerate(panels):
+        # In one picture every chart has a name of its own.
+        own = json.loads(re.sub(r"(?<=[\"'])chart(?=[_\"])", f"chart{number}", json.dumps(spec)))
+        size = {"width": (320, 320, 200)[min(columns, len(panels)) - 1], "height": 250}
+        place = {"title": printable(name), "data": {"values": list(rows)}}
+        own = {key: value for key, value in own.items() if key not in ("config", "params")}
+        placed.append(size | own | place)
+    given = [{"name": name, "value": value} for name, value in (PARAMS | params).items()]
+    parts: list[Spec] = [{"concat": placed, "columns": columns}]
+    if legend:
+        named = {printable(name): drawn for name, drawn in legend.items()}
+        parts.append(_legend(named, list(map(printable, models))))
+    above = {"title": printable(title)} if title else {}
+    return {"config": CONFIG | {"background": "white"}, "params": given, "vconcat": parts, **above}
+
+
+def _legend(legend: Mapping[str, tuple[str, str]], models: Sequence[str]) -> Spec:
+    names = [*legend, *models]
+    most = max(1, min(4, 720 // (7 * max(map(len, names), default=1) + 30)))
+    key = {"orient": "bottom", "title": None, "columns": most, "direction": "horizontal"}
+
+    def channel(values: Sequence[str], drawn: Sequence[Any], **more: Any) -> Spec:
+        scale = {"domain": list(values), "range": list(drawn)}
+        return {"field": "name", "type": "nominal", "scale": scale, "legend": key | more}
+
+    inks, symbols = zip(*legend.values(), strict=True)
+    looks = {"color": channel(list(legend), inks), "shape": channel(list(legend), symbols)}
+    layers: list[Spec] = [
+        {"mark": {"type": "point", "filled": True, "opacity": 0}, "encoding": looks}
+    ]
+    if models:
+        dashes = [DASHES[index % len(DASHES)] for index, _ in enumerate(models)]
+        dash = channel(models, dashes, symbolType="stroke", symbolSize=400)
+        layers.append({"mark": {"type": "line", "opacity": 0}, "encoding": {"strokeDash": dash}})
+    data = {"values": [{"name": name} for name in names]}
+    return {"data": data, "width": 700, "height": 1, "layer": layers}
+
+
+@functools.cache
+def _palette() -> dict[str, str]:
+    """The colours of the light page, by the names of their variables."""
+    text = resources.files(__package__).joinpath("assets", "report.css").read_text(encoding="utf-8")
+    return dict(re.findall(r"--([\w-]+): (#\w+)", text.partition("}")[0]))
+
+
+def write_pictures(spec: Mapping[str, Any], paths: Sequence[Path]) -> None:
+    """Writes a chart as PNG and SVG files, by their suffixes."""
+    import vl_convert
+
+    text = re.sub(r"var\(--([\w-]+)\)", lambda name: _palette()[name[1]], json.dumps(spec))
+    for path in paths:
+        if path.suffix == ".svg":
+            path.write_text(vl_convert.vegalite_to_svg(text, vl_version="6.4"), encoding="utf-8")
+        else:
+            path.write_bytes(vl_convert.vegalite_to_png(text, vl_version="6.4", scale=2))

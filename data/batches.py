@@ -1,0 +1,117 @@
+"""Batches of inputs: their types, their rows, and other batch sizes. Reads no files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+Fields = dict[str, Array]
+"""A batch: an array [b, …] per field. Labels are the field `LABEL`; image files are objects with
+their bytes."""
+
+Inputs = np.ndarray | Mapping[str, np.ndarray]
+"""The inputs of a model or graph: arrays by name, or the array of its only input."""
+
+IMAGE, LABEL, INPUT = "image", "label", "input"
+
+OUTPUT = "output"
+"""The name in a feed of the outputs of a user's own model, unless they have the name of the model's
+first output: never taken for inputs."""
+
+IGNORED = -1
+"""A target token that does not count."""
+
+Labels = NDArray[Any]
+"""Whole numbers: classes [b], target tokens [b, m], attributes [b, o] of 0 and 1. Floats: the
+targets of a regression, [b] or [b, o]."""
+
+LabelledBatch = tuple[Array, Labels | None]
+"""Inputs [b, …] and their labels."""
+
+Feed = str | Path | np.ndarray | Mapping[str, Any] | Iterable[object]
+"""The inputs that a caller may pass: their place, or the inputs themselves.
+
+The latter are an array or a tensor [b, …], a dict of them by name, as in an `.npz`, or batches: see
+`_array_of` for the items of an iterable.
+"""
+
+
+def limited(batches: Iterable[Fields], count: int | None) -> Iterator[Fields]:
+    """Yields batches until `count` rows have come; all of them for None."""
+    left = count
+    for batch in batches:
+        part = batch if left is None else rows_between(batch, 0, left)
+        rows = row_count(part)
+        if left is not None:
+            left -= rows
+        if rows:
+            yield part
+        if left == 0:
+            return
+
+
+def rebatched(batches: Iterable[Fields], size: int) -> Iterator[Fields]:
+    """Yields the same rows in the same order as batches of `size`.
+
+    The last batch, and the last before rows of another shape, may be smaller. So results do not
+    depend on the sizes of the original batches, to the last bit. Holds at most one batch of either
+    kind.
+    """
+    held: list[Fields] = []
+    for batch in batches:
+        if held and row_shapes(batch) != row_shapes(held[0]):
+            yield joined(held)
+            held = []
+        start, count = 0, sum(map(row_count, held))
+        while row_count(batch) - start >= size - count:
+            end = start + size - count
+            yield joined([*held, rows_between(batch, start, end)])
+            held, count, start = [], 0, end
+        if start < row_count(batch):
+            # A copy, so that a small remainder does not keep a large batch alive.
+            rest = rows_between(batch, start, row_count(batch))
+            held.append({name: x.copy() for name, x in rest.items()})
+    if held:
+        yield joined(held)
+
+
+def rebatched_pairs(
+    pairs: Iterable[LabelledBatch], size: int, limit: int | None = None
+) -> Iterator[LabelledBatch]:
+    """Yields inputs and labels as `rebatched` does, up to `limit` of them."""
+    fields = (
+        {INPUT: inputs} if labels is None else {INPUT: inputs, LABEL: labels}
+        for inputs, labels in pairs
+    )
+    for batch in rebatched(limited(fields, limit), size):
+        yield batch[INPUT], batch.get(LABEL)
+
+
+def row_count(batch: Fields) -> int:
+    """Returns the number of rows in a batch."""
+    return len(next(iter(batch.values())))
+
+
+def rows_between(batch: Fields, start: int, end: int) -> Fields:
+    return {name: x[start:end] for name, x in batch.items()}
+
+
+def row_shapes(batch: Fields) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of a row of each field."""
+    return {name: x.shape[1:] for name, x in batch.items()}
+
+
+def joined(parts: list[Fields]) -> Fields:
+    """Returns batches of one shape as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+# --- files of arrays ---------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""Code that a command line names, looked for without importing it: that may take seconds."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from ..common.text import closest
+from ..errors import UsageError
+from .user_code import no_module
+
+DYNAMIC = frozenset({"globals", "exec", "eval", "setattr", "vars", "__getattr__", "modules"})
+"""Ways in which a module gets names that do not appear in its text."""
+
+
+def check_code(source: str) -> None:
+    """Raises `UsageError` if the module of a name is not there, or its text lacks the name.
+
+    Imports nothing; a module whose text does not show all of its names passes.
+    """
+    name, _, attribute = source.partition(":")
+    spec = _spec_of(source, name)
+    if spec is None or not (spec.origin or "").endswith(".py"):
+        return
+    try:
+        tree = ast.parse(Path(str(spec.origin)).read_bytes())
+    except (OSError, SyntaxError, ValueError):  # importing it reports the error
+        return
+    names = {*_bound(tree)}
+    wanted = attribute.partition(".")[0]
+    if wanted in names or "*" in names or names & DYNAMIC:
+        return
+    made = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    raise UsageError(
+        f"{source}: {name} has no {wanted}",
+        hint=f"{closest(wanted, made)}it defines {', '.join(made) or 'no function and no class'}",
+    )
+
+
+def _spec_of(source: str, name: str) -> ModuleSpec | None:
+    """A module's place; None if only an import can find it, `UsageError` if there is none."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    package, *parts = name.split(".")
+    loaded = sys.modules.get(package)
+    spec = importlib.util.find_spec(package) if loaded is None else loaded.__spec__
+    if loaded is not None and spec is None:
+        return None
+    if spec is None:
+        raise no_module(source, package)
+    for at, _ in enumerate(parts, 1):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        whole, origin = ".".join((package, *parts[:at])), str(spec.origin)
+        spec = PathFinder.find_spec(whole, [*spec.submodule_search_locations])
+        if spec is None and origin.endswith("__init__.py") and whole not in sys.modules:
+            raise no_module(source, whole)
+    return spec
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    """Every name that a module's text may define, and the functions it calls that may add more."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.ClassDef(name=name) | ast.Attribute(attr=name):
+                yield name
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                for alias in aliases:
+                    yield (alias.asname or alias.name).partition(".")[0]
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield name
+            case _:
+                pass

@@ -1,0 +1,105 @@
+"""Repeats the experiments of two papers and compares them with the printed figures.
+
+    python examples/studies mnist -o DIR
+
+Soft MoE: "Beyond Parameter Count: Implicit Bias in Soft Mixture of Experts" (TMLR 2025). muMoE:
+"Multilinear Mixture of Experts: Scalable Expert Specialization through Factorization" (2024).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moexport.bench.results import Results
+from moexport.common.console import Console
+from moexport.common.writing import check_folder
+from moexport.errors import MoexportError, UsageError
+from moexport.examples.studies.l2norm import run_l2norm
+from moexport.examples.studies.latency import run_latency, run_whole
+from moexport.examples.studies.mnist import NORMALISED, SUITE, run_mnist
+from moexport.examples.studies.multilinear import run_multilinear
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A study: its title, its function, and which optional arguments it takes.
+
+    What runs it returns results, and its tables as text.
+    """
+
+    about: str
+    run: Callable[..., tuple[Results, str]]
+    takes: frozenset[str] = frozenset()
+
+
+DATA, QUICK = "data", "quick"
+
+STUDIES = {
+    "mnist": Study(
+        "the Soft MoE paper's MNIST suite, on digits or your MNIST",
+        partial(run_mnist, SUITE),
+        frozenset({DATA, QUICK}),
+    ),
+    "mnist-normalised": Study(
+        "the same in the released code's form",
+        partial(run_mnist, NORMALISED),
+        frozenset({DATA, QUICK}),
+    ),
+    "latency": Study("its Table 3, with as much of it as fits", run_latency),
+    "latency-whole": Study("its Table 3 at the paper's size", run_whole),
+    "l2norm": Study("its Appendix B", run_l2norm, frozenset({QUICK})),
+    "mumoe": Study("Tables 6 and 8 of the muMoE paper", run_multilinear),
+}
+
+
+def options_of(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options that a study takes as typed; UsageError for one that it does not."""
+    asked = {DATA: given.data, QUICK: given.quick}
+    for option, value in asked.items():
+        if value and option not in STUDIES[name].takes:
+            taken = [other for other, study in STUDIES.items() if option in study.takes]
+            raise UsageError(
+                f"--{option}: the study {name} has no such option",
+                hint=f"leave it out; it is one of {', '.join(taken)}",
+            )
+    return {option: asked[option] for option in STUDIES[name].takes} | {"threads": given.threads}
+
+
+def main() -> int:
+    """Runs a study and prints its tables; results, report and figures go to a folder."""
+    listed = "; ".join(f"{name}: {study.about}" for name, study in STUDIES.items())
+    parser = argparse.ArgumentParser(prog="python examples/studies", description=listed)
+    parser.add_argument("name", choices=STUDIES, metavar="NAME", help=", ".join(STUDIES))
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--threads", type=int, help="Threads of every engine.")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="MNIST",
+        help="Your MNIST, of mnist and mnist-normalised: a folder of the four IDX files (also .gz) "
+        "or an .npz; scikit-learn's digits without it.",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="Train little, of mnist, mnist-normalised and l2norm: seconds, to see that all works.",
+    )
+    given = parser.parse_args()
+    command = shlex.join(["python", "examples/studies", *sys.argv[1:]])
+    with Console() as console:
+        try:
+            options = options_of(given.name, given)
+            check_folder(given.output)
+            run = STUDIES[given.name].run
+            _, text = run(given.output, console, command=command, **options)
+        except MoexportError as error:
+            sys.exit(f"{error.message}. {error.hint or ''}".strip())
+    print(text)
+    return 0

@@ -1,0 +1,1317 @@
+"""Compares a graph with PyTorch's results: names, shapes, values, and choices of its layers.
+
+`Tolerance` are the bounds; `Reference` is what PyTorch computed, kept as `parity.npz`; a
+`Comparison` runs a graph on its inputs, at several sizes; `Parity` is the result, a section of the
+manifest. None of it needs PyTorch (`exporter.reference` makes the references), so `verify` does
+what an export did.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import onnx
+
+from ...common.documents import from_data
+from ...data.batches import Fields
+from ...errors import BundleError, FeedError, ParityError
+from ..inputs import again
+
+if TYPE_CHECKING:
+    from ...graphs.targets import Precision
+    from ..session import GraphSession
+
+PARITY_FILE = "parity.npz"
+MOST_KEPT = 32  # inputs in it, where fewer do not reach every expert
+MOST_BYTES_AT_A_K = 16 << 20  # of outputs with another k in it, and one input: a text's are large
+FEW = 8  # experts that are named; of more, how many there are
+
+# Relative to the k-th score, or to max|y|.
+TIE = 1e-5  # of FP32 scores this close either order is right
+ROUNDED_RTOL = 1e-3  # of FP32 graphs that round values to BF16 on the way
+GPU_RTOL = 1e-3  # of FP32 on a GPU, which sums products in another order
+SILENT = 1e-3  # the least scale of outputs for quiet inputs: below it, only rounding is left
+
+# Shares of the inputs, or of the choices.
+OUTLIERS = 0.05  # that may be outliers, rounded down, where a precision allows any
+MOST_TIES = 0.75  # that may be ties: what ties is not compared
+CHOICES_BY_CHANCE = 0.005  # that may differ, and one at least, between graphs that round alike
+FEW_NUMBERS = 8  # of fewer the largest may be near zero by chance, and no direction is known
+
+# At another size of the batch or number of tokens, of few inputs.
+Axis = Literal["batch", "tokens"]
+# Ties between scores so far apart that no rounding changes their order; with other numbers of
+# tokens, where other tokens are compared, sound graphs reach 6.
+_FAR: Mapping[Axis, float] = {"batch": 4.0, "tokens": 12.0}
+FLIPS_AT_TOKENS = 3.0  # times the share of choices that may differ; sound graphs reach 1.3
+OUTLIER_IN_A_BATCH = 1.5  # times as far off as an outlier is anyway
+OUTLIER_AT_TOKENS = 1.5  # times as far off as most may be
+FURTHER_AT_TOKENS = 2.0  # times as far off as the furthest at the usual number
+
+Item = TypeVar("Item")
+_SIZED = re.compile(r"parity-(\d+)-tokens\.npz")
+_AT_K = re.compile(r"(k=[1-9]\d*/)")  # before the names of arrays of another k
+_KEPT = re.compile(r"(k=[1-9]\d*/)?kept/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Bounds of a parity check.
+
+    Outputs agree where |difference| ≤ `atol` + `rtol` · max|y|, of each input and each output by
+    itself: in their own scale, unless an absolute difference is allowed. One input in twenty may be
+    `outlier` times as far off, and none may have a cosine below `least_cosine`.
+
+    `routing` is the least share of inputs in which every layer must choose the same experts. A
+    choice between scores that are closer than `tie`, relative to the k-th, is a tie: what comes
+    before the layer is rounded, and may order them either way. A muMoE layer's coefficients, which
+    sum to 1, are the same choice if none differs by more than `coefficient`; below FP32 only
+    those count that one of both has dropped, and `routing` is of tokens.
+
+    A graph is also compared with the exact result for its own weights (`Rounded`): it may be
+    `roundings` times as far from that as that is from PyTorch. If that is less than once, the
+    last bit of its floats is allowed as well.
+    """
+
+    atol: float = 0.0
+    rtol: float
+    routing: float
+    tie: float
+    coefficient: float = 1e-3
+    roundings: float = 2.0
+    outlier: float = 1.0
+    least_cosine: float = 0.99
+
+    def asked(self, atol: float | None, rtol: float | None) -> Tolerance:
+        """Returns these bounds with a user's in their place; wider ones allow any direction."""
+        given = {"atol": atol, "rtol": rtol}
+        asked = replace(self, **{name: value for name, value in given.items() if value is not None})
+        return replace(asked, least_cosine=-1.0) if asked.wider_than(self) else asked
+
+    def wider_than(self, other: Tolerance) -> bool:
+        return self.atol > other.atol or self.rtol > other.rtol
+
+    def no_wider(self, than: Tolerance) -> Tolerance:
+        """Returns these bounds, with those of another where they are wider, or not a number."""
+        pairs = {name: (getattr(than, name), value) for name, value in asdict(self).items()}
+        at_least = ("routing", "least_cosine")
+        return Tolerance(**{n: max(p) if n in at_least else min(p) for n, p in pairs.items()})
+
+
+_IN_INTEGERS = {"outlier": 3.0, "least_cosine": 0.8}
+
+TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
+    {
+        "fp32": Tolerance(rtol=1e-4, routing=1.0, tie=1e-5, roundings=16.0),
+        "fp16": Tolerance(rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
+        "bf16": Tolerance(rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
+        "int8": Tolerance(
+            rtol=1e-1, routing=0.98, tie=1e-2, coefficient=5e-2, roundings=1.5, **_IN_INTEGERS
+        ),
+        "fp8": Tolerance(rtol=2e-1, routing=0.95, tie=2e-2, coefficient=5e-2, **_IN_INTEGERS),
+        "int4": Tolerance(rtol=3e-1, routing=0.9, tie=5e-2, roundings=0.25, **_IN_INTEGERS),
+    }
+)
+"""FP32: rounding in another order. FP16 keeps 11 bits and BF16 8, over a network's depth. INT8 has
+about 1% of error in each layer, INT4 10%. The ties are what such an error moves a score by.
+
+`roundings`: where each of two graphs rounds values of its own, as 16-bit floats do, and INT8 on
+another CPU once some layers have passed on what differs by the last bit, they are √2 times as far
+from each other as from the exact result. INT4 rounds weights, which are the same in both. In FP32
+PyTorch's own rounding is the measure, and other orders of summing round more or less than that."""
+
+
+def tolerance_of(precision: str) -> Tolerance:
+    """Returns the bounds of a precision; of one that is not known, those of FP32."""
+    known = (bounds for name, bounds in TOLERANCES.items() if name == precision)
+    return next(known, TOLERANCES["fp32"])
+
+
+def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Tolerance:
+    """Returns the bounds that a manifest's `parity` holds; without one, none may differ.
+
+    What an older one does not hold is that of the precision. Raises `BundleError` for what are no
+    bounds.
+    """
+    bounds = asdict(tolerance_of(precision)) | {"atol": 0.0, "rtol": 0.0}
+    return from_data(
+        Tolerance, bounds | dict(parity or {}), "manifest.json", at="parity", error=BundleError
+    )
+
+
+def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Tolerance:
+    """Returns the bounds of a comparison that runs on a GPU: the one statement of them.
+
+    FP32 may be `GPU_RTOL` off. TF32 keeps as many bits of a factor as FP16 does, and has its
+    bounds. Other precisions round more than any order of summing: theirs are the same everywhere.
+    """
+    if precision != "fp32":
+        return bounds
+    half = TOLERANCES["fp16"]
+    if tf32:
+        return replace(bounds, rtol=max(bounds.rtol, half.rtol), routing=half.routing, tie=half.tie)
+    return replace(bounds, rtol=max(bounds.rtol, GPU_RTOL))
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """How far a graph is from its reference.
+
+    `max_abs` is the largest difference of an output where the experts are the same, `max_rel` the
+    largest over max|y| of the same input, `cosine` the smallest cosine of a sample's outputs;
+    `all_…` are those over all inputs, whatever was chosen. `routing_agreement` is the share of
+    samples in which every layer chose the same set, and of a muMoE below FP32 the share of the
+    choices that its tokens make: the share `agreeing` of `choices`, `chosen_by` inputs or tokens.
+    `ties` counts the samples that differ only where scores were equal up to rounding, `differing`
+    all that differ anywhere.
+    `first_difference` names the layer where the first wrong set appears. `untouched_cosine`
+    compares with the model before Algorithm 1. `jaccard` is the mean overlap of the sets, and
+    `flip_margin` the largest margin, relative to the k-th score, of a set that differs (0 if
+    none does). Older records lack the fields that are None here.
+    """
+
+    max_abs: float
+    max_rel: float
+    cosine: float
+    routing_agreement: float
+    samples: int
+    ties: int
+    bounds: Tolerance
+    passed: bool
+    first_difference: str | None
+    untouched_cosine: float
+    jaccard: float = 1.0
+    flip_margin: float = 0.0
+    compared: int | None = None
+    """Inputs of which anything was compared."""
+    all_max_abs: float | None = None
+    all_max_rel: float | None = None
+    all_cosine: float | None = None
+    differing: int | None = None
+    chosen_by: Literal["inputs", "tokens"] = "inputs"
+    choices: int | None = None
+    agreeing: int | None = None
+    tied: int = 0
+    """Of `choices`, those that differ by a tie: they agree, and nothing of them was compared."""
+    batches: tuple[int, ...] = ()
+    """The batch sizes at which the graph was compared."""
+    usual_rel: float | None = None
+    """The 95th percentile over the inputs, in the unit of `max_rel`."""
+    loudness: tuple[float, float] | None = None
+    """max|y| of the quietest input that is compared and of the loudest."""
+    ks: tuple[int, ...] = ()
+    """Each k that was compared, if it is an input of the graph."""
+    k: int | None = None
+    """The one of `ks` whose figures these are: the furthest off."""
+    batch: int | None = None
+    """The batch size that misses the bounds where another meets them."""
+    token_counts: tuple[int, ...] = ()
+    """The numbers of tokens at which the graph was compared, besides those of the inputs."""
+    tokens: int | None = None
+    """The number of tokens that misses the bounds where another meets them."""
+    apart: float | None = None
+    """How far the graph is from what its numbers should give (`Rounded`), over how far that is from
+    PyTorch."""
+    computed_in: str | None = None
+    """The type in which the runtime reports that it computed matrix products."""
+    whole_differing: float | None = None
+    """Of outputs of whole numbers (classes, masks), the share of the numbers that differ."""
+
+    @property
+    def mostly_ties(self) -> bool:
+        """Whether more was left out as a tie than was compared."""
+        return self.choices is not None and self.tied > self.choices / 2
+
+    @property
+    def what_chooses(self) -> str:
+        """The meaning of `choices`, in words."""
+        return "choices of tokens" if self.chosen_by == "tokens" else "inputs"
+
+    def record(self) -> dict[str, Any]:
+        """Returns the manifest's entry, with the bounds among the results."""
+        found: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            found |= {} if name == "bounds" else {name: value}
+            found |= {bound: getattr(self.bounds, bound) for bound in _BOUNDS_AFTER.get(name, ())}
+        return found
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> Parity:
+        """Returns the result that a manifest of any version holds."""
+        bounds = {each.name for each in fields(Tolerance)}
+        held = {name: value for name, value in record.items() if name in bounds}
+        rest = {name: value for name, value in record.items() if name not in bounds}
+        return Parity(**rest, bounds=Tolerance(**{"routing": 1.0, "tie": TIE, **held}))
+
+
+_BOUNDS_AFTER = {
+    "ties": ("atol", "rtol"),
+    "flip_margin": ("routing", "tie", "coefficient", "roundings"),
+    "batches": ("outlier", "least_cosine"),
+}
+"""The places of the bounds in a manifest, since its first schema."""
+
+
+def describe(parity: Parity) -> str:
+    """One line about a parity result: the outputs compared, and the choices."""
+    p, inputs = parity, f"{parity.samples} inputs"
+    values = differences(p.max_abs, p.max_rel, p.cosine, p.usual_rel)
+    if p.differing == 0:
+        text = f"{values} over all {inputs}"
+    elif p.compared == 0:  # outputs of other experts differ anyway
+        text = "no output was compared, because no input selects the same experts"
+    elif p.all_max_abs is None or p.all_max_rel is None or p.all_cosine is None:
+        text = values
+    else:
+        whole = differences(p.all_max_abs, p.all_max_rel, p.all_cosine)
+        text = f"{values} where the experts are the same; {whole} over all {inputs}"
+    if p.choices is None:
+        text += f"; same experts in {p.routing_agreement:.0%}"
+    else:
+        the = "the " if p.chosen_by == "tokens" else ""
+        text += f"; same experts in {p.agreeing:,} of {the}{p.choices:,} {p.what_chooses}"
+    text += f" ({p.ties} tied, not compared)" if p.ties else ""
+    if p.mostly_ties:
+        text += (
+            f"; MOST WAS NOT COMPARED: {p.tied:,} of {p.choices:,} {p.what_chooses} are ties "
+            f"(scores within {p.bounds.tie:g} of the k-th)"
+        )
+    if p.whole_differing:
+        text += f"; {p.whole_differing:.2%} of the whole numbers that it gives differ"
+    size = "" if p.batch is None else f"in a batch of {p.batch}: "
+    size = size if p.tokens is None else f"with {p.tokens} tokens: "
+    text = size + text
+    if p.apart is not None and p.apart > p.bounds.roundings:
+        other = (
+            "float64 as PyTorch's float32 is"
+            if p.bounds.routing == 1.0  # FP32
+            else "what another lowering gives in the same numbers as that is from PyTorch"
+        )
+        text += (
+            f"; {p.apart:.2g} TIMES as far from {other}, where {p.bounds.roundings:g} times is the "
+            "most"
+        )
+    if p.k is not None:
+        text = f"with k = {p.k}, the furthest off of {', '.join(map(str, p.ks))}: {text}"
+    if p.first_difference:
+        text += f"; first difference in layer {p.first_difference}"
+    if p.flip_margin:
+        text += f"; flips at margins up to {p.flip_margin:.1g} of the k-th score"
+    return text
+
+
+def differences(
+    max_abs: float, max_rel: float, cosine: float, usual_rel: float | None = None
+) -> str:
+    """Returns how far outputs are off, in words."""
+    shown = f"{max_rel:.2g} of max|y|"
+    if usual_rel is not None and usual_rel < max_rel / 2:
+        shown += f", {usual_rel:.2g} in {1 - OUTLIERS:.0%} of the inputs"
+    return f"max |difference| {max_abs:.2g} ({shown}), cosine {cosine:.7f}"
+
+
+def sized_file(tokens: int) -> str:
+    """Returns the name of the record of inputs with this number of tokens."""
+    return f"parity-{tokens}-tokens.npz"
+
+
+def sized_files(files: Iterable[str]) -> dict[int, str]:
+    """Returns, of some names, those of records of other token counts, by these."""
+    found = {int(match[1]): file for file in files if (match := _SIZED.fullmatch(file))}
+    return dict(sorted(found.items()))
+
+
+def by_expert(chosen: np.ndarray) -> np.ndarray:
+    """Returns the choices of all experts, e or e + n, [..., n] in any order, as [..., n, 1]."""
+    order = (chosen % chosen.shape[-1]).argsort(axis=-1)
+    ordered: np.ndarray = np.take_along_axis(chosen, order, axis=-1)
+    return ordered[..., None]
+
+
+def places(chosen: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    """Returns the choices that count, [s, 1] or [s, m]: of experts that choose, what one took."""
+    shape = (len(chosen), -1)
+    if chosen.ndim < len("smn1"):
+        return np.ones(chosen.shape[:-1], dtype=bool).reshape(shape)
+    experts = chosen.shape[-2]
+    taken: np.ndarray = np.logical_or.reduce([indices < experts for indices in (chosen, *others)])
+    return taken.reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Outputs and choices that show how far rounding alone may move a graph.
+
+    Below FP32 what a graph of another lowering gives in the same numbers, and of FP32 graphs what
+    PyTorch gives in float64.
+    """
+
+    y: np.ndarray
+    selected: Mapping[str, np.ndarray]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is of float64, which shows differences far below FP32's bounds."""
+        return bool(self.y.dtype == np.float64)
+
+    @property
+    def half(self) -> bool:
+        """Whether its numbers are those of FP16, whose last bit may fall either way."""
+        with np.errstate(over="ignore"):
+            return bool((self.y == self.y.astype(np.float16)).all())
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """PyTorch's results for some inputs.
+
+    `x` are the inputs, `y` the outputs with Algorithm 1, `dense` those of the untouched model with
+    all experts. By choice (`choice_key`), `selected` holds the chosen experts [s, k], ascending,
+    those of each token [s, m, k], the kept coefficients [s, m, n], or where each expert chooses for
+    itself [s, m, n, 1] (`by_expert`), and `margin` [s], [s, m] or [s, m, n] the gap from the k-th
+    score to the next, relative to the k-th. `kept` is each layer's k.
+    `inputs` and `outputs` are those after the first, by name. `rounded` is what the precision of
+    the graphs makes of it, None if that is not known. If k is an input of the graphs,
+    `at_other_k` holds the results for the same inputs with other k.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    dense: np.ndarray
+    selected: Mapping[str, np.ndarray]
+    margin: Mapping[str, np.ndarray]
+    kept: Mapping[str, int]
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    outputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    rounded: Rounded | None = None
+    at_other_k: Mapping[int, Reference] = field(default_factory=dict)
+
+    @property
+    def main_k(self) -> int:
+        """Its k, if that is an input of the graphs."""
+        return next(iter(self.kept.values()))
+
+    def feeds(self, first: str, count: int | None = None) -> dict[str, np.ndarray]:
+        """Returns the inputs by name, up to `count` of each; `first` is that of `x`."""
+        return {name: array[:count] for name, array in {first: self.x, **self.inputs}.items()}
+
+    def rows(self, chosen: np.ndarray) -> Reference:
+        """Returns the reference of some of the inputs, by their numbers or a mask."""
+        if any(len(other.x) < len(self.x) for other in self.at_other_k.values()):
+            return replace(self, at_other_k={}).rows(chosen)  # a bundle holds fewer of them
+        arrays = {name: array[chosen] for name, array in self._arrays().items()}
+        return Reference._of(arrays, self._kept())
+
+    def reached(self) -> dict[str, frozenset[int]]:
+        """Returns, by choice, the experts that some input chose; the others were not compared."""
+        return {
+            name: frozenset(
+                np.flatnonzero((sets > 0).any(axis=tuple(range(sets.ndim - 1)))).tolist()
+                if holds_coefficients(sets)
+                else np.unique(sets).tolist()
+            )
+            for name, sets in self.selected.items()
+        }
+
+    def compared(self, experts: Mapping[str, int]) -> dict[str, frozenset[int]]:
+        """Returns, by choice, the experts that some input chose with some k.
+
+        `experts` are the numbers of the layers' experts: where a layer keeps all, all are compared.
+        """
+        found = self.reached()
+        for one in self.at_other_k.values():
+            every = {
+                layer: frozenset(range(n))
+                for layer, n in experts.items()
+                if one.kept.get(layer) == n and layer not in one.selected
+            }
+            for name, chosen in (*one.reached().items(), *every.items()):
+                found[name] = found.get(name, frozenset()) | chosen
+        return found
+
+    def with_unreached(self, later: Reference, most: int) -> Reference:
+        """Returns the reference with those inputs of a later one that choose other experts.
+
+        There are `most` at the most, and none if their shapes are others.
+        """
+        if self.shapes() != later.shapes():
+            return self
+        reached = self.reached()
+        rows: list[int] = []
+        for row in range(len(later.x)):
+            chosen = later.rows(np.array([row])).reached()
+            fresh = any(chosen[name] - reached[name] for name in reached)
+            if fresh and len(self.x) + len(rows) < most:
+                rows.append(row)
+                reached = {name: reached[name] | chosen[name] for name in reached}
+        return self.joined(later.rows(np.array(rows))) if rows else self
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of each array for one input: equal ones can be joined."""
+        return {name: array.shape[1:] for name, array in self._unrounded()._arrays().items()}
+
+    def _unrounded(self) -> Reference:
+        others = {k: other._unrounded() for k, other in self.at_other_k.items()}
+        return replace(self, rounded=None, at_other_k=others)
+
+    def joined(self, later: Reference) -> Reference:
+        """Returns the reference of its own inputs and those of a later one, of the same shapes.
+
+        What is `rounded` is left out unless both hold it.
+        """
+        mine, theirs = self._arrays(), later._arrays()
+        if mine.keys() != theirs.keys():
+            mine, theirs = self._unrounded()._arrays(), later._unrounded()._arrays()
+        arrays = {name: np.concatenate((array, theirs[name])) for name, array in mine.items()}
+        return Reference._of(arrays, self._kept())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays().values())
+
+    def save(self, path: Path) -> None:
+        kept = {name: np.array(k) for name, k in self._kept().items()}
+        arrays = replace(self, at_other_k={})._arrays()
+        for k, other in self.at_other_k.items():
+            own = other._own_arrays()
+            if np.array_equal(other.y, self.dense):  # as with all experts: once is enough
+                del own["y"]
+            bytes_of_one = sum(array[:1].nbytes for array in own.values())
+            count = max(1, MOST_BYTES_AT_A_K // max(1, bytes_of_one))
+            arrays |= {f"k={k}/{name}": array[:count] for name, array in own.items()}
+        # np.savez takes names as keywords; its own first parameter is positional.
+        np.savez(path, **arrays, **kept)  # type: ignore[arg-type]
+
+    def _kept(self) -> dict[str, int]:
+        """The values that do not depend on the inputs, by name: each layer's k."""
+        kept = {f"kept/{layer}": k for layer, k in self.kept.items()}
+        for k, other in self.at_other_k.items():
+            kept |= {f"k={k}/{name}": count for name, count in other._kept().items()}
+        return kept
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """The values of each input, by name; for another k, those that differ from k = n."""
+        arrays = {"x": self.x, "y": self.y, "dense": self.dense}
+        for choice in self.selected:
+            arrays[f"selected/{choice}"] = self.selected[choice]
+            arrays[f"margin/{choice}"] = self.margin[choice]
+        arrays |= {f"x/{name}": array for name, array in self.inputs.items()}
+        arrays |= {f"y/{name}": array for name, array in self.outputs.items()}
+        if self.rounded is not None:
+            arrays["rounded"] = self.rounded.y
+            for choice, sets in self.rounded.selected.items():
+                arrays[f"rounded/{choice}"] = sets
+        for k, other in self.at_other_k.items():
+            arrays |= {f"k={k}/{name}": array for name, array in other._own_arrays().items()}
+        return arrays
+
+    def _own_arrays(self) -> dict[str, np.ndarray]:
+        """Those that are not the same with every k."""
+        return {name: array for name, array in self._arrays().items() if not _shared(name)}
+
+    @staticmethod
+    def load(path: Path) -> Reference:
+        """Reads a reference; `BundleError` when the file cannot be read."""
+        from ...data.feeds import npz_arrays  # what writes one reads none
+
+        try:
+            arrays = dict(npz_arrays(path))
+            counts = {name: int(arrays.pop(name)) for name in [*arrays] if _KEPT.match(name)}
+            record = Reference._of(arrays, counts)
+        except (FeedError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise BundleError(f"{path}: not a readable parity record ({error})") from error
+        for problem in record._problems():
+            raise BundleError(f"{path}: not a readable parity record: {problem}")
+        return record
+
+    @staticmethod
+    def _of(arrays: Mapping[str, np.ndarray], kept: Mapping[str, int]) -> Reference:
+        """The record whose `_arrays` and `_kept` these are."""
+        shared = {name: array for name, array in arrays.items() if _shared(name)}
+        at_other_k = {}
+        for prefix in dict.fromkeys(found[1] for name in kept if (found := _AT_K.match(name))):
+            own = {"y": arrays["dense"], **_group(arrays, prefix)}
+            count = min(len(array) for array in own.values())
+            own = {name: array[:count] for name, array in {**own, **shared}.items()}
+            at_other_k[int(prefix[2:-1])] = Reference._of(own, _group(kept, prefix))
+        rounded = None
+        if "rounded" in arrays:
+            rounded = Rounded(arrays["rounded"], _group(arrays, "rounded/"))
+        return Reference(
+            x=arrays["x"],
+            y=arrays["y"],
+            dense=arrays["dense"],
+            selected=_group(arrays, "selected/"),
+            margin=_group(arrays, "margin/"),
+            kept=_group(kept, "kept/"),
+            inputs=_group(arrays, "x/"),
+            outputs=_group(arrays, "y/"),
+            rounded=rounded,
+            at_other_k=at_other_k,
+        )
+
+    def _problems(self) -> Iterator[str]:
+        """Why it is not a valid record of one model's outputs."""
+        rounded = Rounded(self.y, {}) if self.rounded is None else self.rounded
+        groups = (self.selected, self.margin, self.inputs, self.outputs, rounded.selected)
+        arrays = [("x", self.x), ("y", self.y), ("dense", self.dense)]
+        arrays += [item for group in groups for item in group.items()]
+        if self.x.ndim == 0 or not self.x.size:
+            yield "it holds no inputs"
+        for name, array in arrays:
+            if array.dtype.kind not in "fiub":
+                yield f"'{name}' is {array.dtype.name}, not numbers"
+            elif array.shape[:1] != self.x.shape[:1] or not (array.size or name in self.inputs):
+                yield f"'{name}' is of shape {array.shape}, for inputs {self.x.shape}"
+        if any(array.dtype.kind in "ub" for array in self.selected.values()):
+            yield "its choices are neither indices nor weights"
+        for other in (self.dense, rounded.y):
+            if self.y.shape != other.shape:
+                yield f"outputs {self.y.shape} and {other.shape} are of different shapes"
+        if self.selected.keys() != self.margin.keys() or not self.kept:
+            yield "its choices are not complete"
+            return
+        yield from self._problems_of_choices()
+        for k, record in self.at_other_k.items():
+            yield from (f"with k = {k}, {problem}" for problem in record._problems())
+            if (
+                record.kept.keys() != self.kept.keys()
+                or record.outputs.keys() != self.outputs.keys()
+            ):
+                yield f"what it holds with k = {k} is not complete"
+
+    def _problems_of_choices(self) -> Iterator[str]:
+        """Why its choices are invalid."""
+        for name, sets in (self.rounded.selected if self.rounded else {}).items():
+            if name not in self.selected or sets.shape != self.selected[name].shape:
+                yield f"'rounded/{name}' is of shape {sets.shape}"
+        for name, sets in self.selected.items():
+            if sets.ndim < 2 or self.margin[name].size != math.prod(sets.shape[:-1]):
+                yield f"'margin/{name}' is of shape {self.margin[name].shape}"
+
+    def observed(self, values: Mapping[str, str]) -> dict[str, int]:
+        """Returns the ONNX element types of the values that hold recorded choices, by name."""
+        types = {"f": onnx.TensorProto.FLOAT, "i": onnx.TensorProto.INT64}
+        found: dict[str, int] = {}
+        for one in (*self.at_other_k.values(), self):
+            chosen = {choice: sets.dtype.kind for choice, sets in one.selected.items()}
+            found |= {name: types[chosen[c]] for c, name in values.items() if c in chosen}
+        return found
+
+
+def holds_coefficients(chosen: np.ndarray) -> bool:
+    """Whether a choice holds coefficients [s, m, n], not the indices of a set [s, k]."""
+    return chosen.dtype.kind == "f"
+
+
+def _shared(name: str) -> bool:
+    """Whether the value of this name is the same with every k."""
+    return name in ("x", "dense") or name.startswith("x/")
+
+
+def _group(arrays: Mapping[str, Item], prefix: str) -> dict[str, Item]:
+    return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+
+
+def chunks(arrays: Fields, size: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the inputs in batches of `size`; the last may be smaller."""
+    count = len(next(iter(arrays.values())))
+    for start in range(0, count, size):
+        yield {name: array[start : start + size] for name, array in arrays.items()}
+
+
+def not_compared(reached: Mapping[str, frozenset[int]], experts: Mapping[str, int]) -> str:
+    """Returns in words which experts of each layer no input chose; empty if there are none.
+
+    `reached` are those of `Reference.reached`.
+    """
+    missing = {
+        layer: sorted(frozenset(range(experts[layer])) - chosen)
+        for layer, chosen in reached.items()
+        if layer in experts
+    }
+    layers = "; ".join(
+        f"{len(indices)} of {experts[layer]} in layer {layer} "
+        f"({', '.join(map(str, indices[:FEW]))}{', …' if len(indices) > FEW else ''})"
+        for layer, indices in missing.items()
+        if indices
+    )
+    return f"experts that no input chose were not compared: {layers}" if layers else ""
+
+
+def compare(
+    session: GraphSession,
+    expected: Reference,
+    selected_values: Mapping[str, str],
+    *,
+    batch: int,
+    tolerance: Tolerance,
+    k: int | None = None,
+) -> Parity:
+    """Runs a graph on the reference's inputs and returns how far it is off (`Comparison`).
+
+    The session may be of any runtime, which rounds as it likes within the bounds. Outputs with
+    another k are not compared.
+    """
+    expected = replace(expected, rounded=None, at_other_k={})
+    comparison = Comparison(session, selected_values, batch=batch, tolerance=tolerance, k=k)
+    comparison.add(expected)
+    return comparison.parity()
+
+
+def furthest_off(parities: Mapping[int, Parity]) -> Parity:
+    """Returns the parity of the worst k of a graph that was compared with each k."""
+    k = max(parities, key=lambda k: (not parities[k].passed, parities[k].max_rel))
+    return replace(parities[k], k=k, ks=tuple(sorted(parities)))
+
+
+@dataclass(slots=True, eq=False)
+class Comparison:
+    """A graph that is compared with its reference, some inputs at a time.
+
+    `selected_values` names the graph's value that holds a layer's chosen experts, for the layers
+    that choose. `batch` should differ from the size that was traced. The first of the inputs are
+    compared in batches of each size of `probed`, too: a size that was frozen in the trace, or
+    anything else that depends on the batch, is right in one of them at most. Inputs of which so
+    many are computed `together` stay so there.
+    """
+
+    session: GraphSession
+    selected_values: Mapping[str, str]
+    _: KW_ONLY
+    batch: int
+    tolerance: Tolerance
+    k: int | None = None
+    probed: Sequence[int] = ()
+    together: int = 1
+    _results: list[_PartResult] = field(default_factory=list, init=False)
+    _at_sizes: dict[tuple[Axis, int], _PartResult] = field(default_factory=dict, init=False)
+    """Of the first inputs in batches of other sizes, and of inputs with other numbers of tokens."""
+    _at_other_k: dict[int, Comparison] = field(default_factory=dict, init=False)
+    _first: Reference = field(init=False, repr=False)
+    _worst: Reference = field(init=False, repr=False)
+    _furthest: float = field(default=0.0, init=False)
+
+    def add(self, expected: Reference) -> None:
+        """Runs the graph on the reference's inputs, with each k that it holds outputs of."""
+        result = self._compared(expected, self.batch)
+        furthest, is_first = result.everything.max_rel, not self._results
+        if is_first or furthest > self._furthest:
+            self._worst, self._furthest = expected, furthest
+        self._results.append(result)
+        if is_first:
+            self._first = expected
+            for size in self.probed:
+                if size != self.batch:
+                    self._at_sizes["batch", size] = self._compared(self._probe(size), size)
+        for k, other in expected.at_other_k.items():
+            if k not in self._at_other_k:
+                self._at_other_k[k] = replace(self, k=k, probed=())
+            self._at_other_k[k].add(other)
+
+    def add_sized(self, expected: Reference, tokens: int) -> bool:
+        """Runs the graph on inputs with another number of tokens; whether it is within bounds."""
+        result = self._at_sizes["tokens", tokens] = self._compared(expected, len(expected.x))
+        return not self._missed("tokens", tokens, result)
+
+    def with_rounded(self, expected: Reference) -> Reference:
+        """Returns a reference with the graph's outputs and choices, for each k of this one.
+
+        That is the reference of other graphs in the same numbers.
+        """
+        values, sets = self._run(expected, self.batch)
+        sets = {
+            name: chosen if holds_coefficients(chosen) else np.sort(chosen, axis=-1)
+            for name, chosen in sets.items()
+        }
+        others = {
+            k: replace(self, k=k, probed=()).with_rounded(other)
+            for k, other in expected.at_other_k.items()
+        }
+        rounded = Rounded(next(iter(values.values())), sets)
+        return replace(expected, rounded=rounded, at_other_k=others)
+
+    def alone(self, expected: Reference) -> Parity:
+        """Returns how far the graph is off on these inputs without all others of their size."""
+        other = replace(self)
+        other._at_sizes = {at: part for at, part in self._at_sizes.items() if at[0] == "tokens"}
+        other.add(expected)
+        return other.parity()
+
+    @property
+    def worst(self) -> Reference:
+        """The inputs with the largest difference, as many as one batch where that matters."""
+        parity = self.parity()
+        if parity.k in self._at_other_k:
+            return self._at_other_k[parity.k].worst
+        return self._worst if parity.batch is None else self._probe(parity.batch)
+
+    def parity(self) -> Parity:
+        """Returns how far the graph is off, over all that was added.
+
+        It is that of one batch size where that alone misses the bounds, and of the k with which the
+        graph is furthest off, or misses them.
+        """
+        mine = self._at_one_k()
+        if not self._at_other_k:
+            return mine
+        assert self.k is not None, "references of several k are of a graph that takes it"
+        parities = {self.k: mine, **{k: one.parity() for k, one in self._at_other_k.items()}}
+        return furthest_off(parities)
+
+    def _compared(self, expected: Reference, batch: int) -> _PartResult:
+        """Compares names and shapes, then values and choices (`_part_result`)."""
+        values, sets = self._run(expected, batch)
+        wanted = {self.session.output_names[0]: expected.y, **expected.outputs}
+        outputs = [(array, values[name]) for name, array in wanted.items()]
+        for array, actual in outputs:
+            if actual.shape != array.shape:
+                raise ParityError(
+                    f"the graph gives outputs {actual.shape}, the reference holds {array.shape}"
+                )
+        return _part_result(expected, outputs, sets, self.tolerance)
+
+    def _run(
+        self, expected: Reference, batch: int
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """The graph's outputs by name, and the choices of its layers."""
+        # With k as an input a layer may choose at run time, even if it keeps all at the compared k.
+        compared = {n: v for n, v in self.selected_values.items() if n in expected.selected}
+        names = dict.fromkeys((self.session.output_names[0], *expected.outputs))
+        outputs: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        chosen: dict[str, list[np.ndarray | None]] = {name: [] for name in compared}
+        first = self.session.input_name
+        for part in chunks(expected.feeds(first), batch):
+            x = part[first]
+            values = self.session.run(part if len(part) > 1 else x, self.k)
+            for name in names:
+                outputs[name].append(values[name])
+            for name, value in compared.items():
+                wanted = (len(x), *expected.selected[name].shape[1:])
+                chosen[name].append(_as_recorded(name, values[value], wanted))
+        sets = {
+            name: [each for each in parts if each is not None] for name, parts in chosen.items()
+        }
+        return (
+            {name: np.concatenate(parts) for name, parts in outputs.items()},
+            {n: np.concatenate(parts) for n, parts in sets.items() if len(parts) == len(chosen[n])},
+        )
+
+    def _probe(self, size: int) -> Reference:
+        """The first inputs, and `again` if there are fewer than `size`."""
+        return self._first.rows(again(len(self._first.x), size, self.together))
+
+    def _at_one_k(self) -> Parity:
+        """How far the graph is off with the k of this comparison.
+
+        A size that misses the bounds where the usual one meets them decides.
+        """
+        known: dict[str, Any] = {
+            "computed_in": getattr(self.session, "computed_in", None),  # PyTorch does not report it
+            "batches": tuple(sorted({self.batch, *self._sizes("batch")})),
+            "token_counts": tuple(sorted(self._sizes("tokens"))),
+        }
+        whole = replace(_parity(self._results, self.tolerance), **known)
+        if not whole.passed:
+            return whole
+        for (axis, size), probe in self._at_sizes.items():
+            if self._missed(axis, size, probe):
+                known |= {axis: size, "passed": False}
+                return replace(_parity([probe], self.tolerance), **known)
+        return whole
+
+    def _sizes(self, axis: Axis) -> list[int]:
+        return [size for name, size in self._at_sizes if name == axis]
+
+    def _missed(self, axis: Axis, size: int, probe: _PartResult) -> bool:
+        """Whether few inputs of another size miss the bounds where all others meet them.
+
+        They are further off than is allowed, choose otherwise too often, or choose what no rounding
+        makes them choose: between scores that are far apart, unlike any input at the usual size.
+        With another number of tokens what chooses otherwise is not compared, so that little of it
+        may, at each number by itself.
+        """
+        bounds, usual = self.tolerance, _by_output(self._results)
+        far = max(*(part.margin for part in self._results), bounds.tie * _FAR[axis])
+        wrong = int(probe.wrong.sum())
+        if axis == "batch":
+            rows = again(len(self._first.x), size, self.together)
+            near = [a.like(b, rows, bounds) for a, b in zip(probe.same, usual, strict=True)]
+            # What is wrong for an input at the usual size, too, counts there alone.
+            flips = wrong - int(self._results[0].wrong[rows].sum())
+            often = self._missed_routing(probe, max(0, flips))
+        else:
+            near = [a.near(b, bounds) for a, b in zip(probe.same, usual, strict=True)]
+            share = FLIPS_AT_TOKENS * (1 - bounds.routing)
+            often = self._missed_routing(probe) or wrong > max(1.0, share * probe.choices)
+        return not all(near) or often or probe.margin > far
+
+    def _missed_routing(self, probe: _PartResult, flips: int | None = None) -> bool:
+        """Whether too many choices are wrong.
+
+        Of a few inputs one may choose otherwise by chance: the share is of all of them. Of those in
+        another batch only `flips` count that are right in the usual one.
+        """
+        parts = [*self._results, *self._at_sizes.values()]
+        pooled, least = _parity(parts, self.tolerance), self.tolerance.routing
+        agreement = pooled.routing_agreement
+        if flips is not None:
+            agreement = _parity(self._results, self.tolerance).routing_agreement
+            agreement -= flips / sum(part.choices for part in parts)
+        differing = probe.whole[0] > 0 and (pooled.whole_differing or 0.0) > 1 - least
+        return differing or (agreement < least and probe.first is not None)
+
+
+def _as_recorded(name: str, array: np.ndarray, wanted: tuple[int, ...]) -> np.ndarray | None:
+    """A layer's choices in the graph, in the shape of the reference.
+
+    None if a layer sees tokens one after the other, and other tokens: the values alone decide.
+    """
+    of_tokens = len(wanted) > array.ndim
+    if len(wanted) == len("smn1") and array.shape[-1:] == wanted[-2:-1]:
+        array = by_expert(array)
+    # One token, for which the layer in PyTorch has no axis.
+    if array.shape == (wanted[0], 1, *wanted[1:]):
+        array = array[:, 0]
+    same_k = array.ndim > 0 and array.shape[-1] == wanted[-1]
+    if not same_k or not (of_tokens or array.shape == wanted):
+        raise ParityError(f"layer {name}: the graph chose {array.shape}, the reference {wanted}")
+    return array.reshape(wanted) if array.size == math.prod(wanted) else None
+
+
+def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
+    """The verdict over all parts."""
+    samples = sum(part.samples for part in parts)
+    tokens = any(part.by_token for part in parts)
+    choices = sum(part.choices for part in parts)
+    agreeing = choices - sum(int(part.wrong.sum()) for part in parts)
+    tied = sum(part.tied for part in parts)
+    everything = Distance.of([part.everything for part in parts])
+    outputs = _by_output(parts)
+    if tokens and not outputs[0].inputs:  # every input has a token that chose otherwise
+        outputs = (everything,)
+    same = max(outputs, key=lambda output: (not output.within(bounds), output.max_rel))
+    numbers = sum(part.whole[1] for part in parts)
+    wrong = sum(part.whole[0] for part in parts) / numbers if numbers else None
+    apart = _Rounding.times([part.rounding for part in parts if part.rounding is not None])
+    return Parity(
+        max_abs=same.max_abs,
+        max_rel=same.max_rel,
+        cosine=same.least_cosine,
+        usual_rel=same.usual_rel,
+        loudness=same.loudness,
+        routing_agreement=agreeing / choices,
+        samples=samples,
+        ties=sum(part.ties for part in parts),
+        passed=bool(
+            all(output.within(bounds) for output in outputs)
+            and agreeing / choices >= bounds.routing
+            and same.inputs
+            and tied <= MOST_TIES * choices
+            and (wrong is None or wrong <= 1 - bounds.routing)
+            and (apart is None or apart <= bounds.roundings)
+        ),
+        first_difference=next((part.first for part in parts if part.first), None),
+        untouched_cosine=min(part.untouched_cosine for part in parts),
+        jaccard=sum(part.samples * part.jaccard for part in parts) / samples,
+        flip_margin=max(part.margin for part in parts),
+        bounds=bounds,
+        compared=same.inputs,
+        all_max_abs=everything.max_abs,
+        all_max_rel=everything.max_rel,
+        all_cosine=everything.least_cosine,
+        differing=sum(part.differing for part in parts),
+        chosen_by="tokens" if tokens else "inputs",
+        choices=choices,
+        agreeing=agreeing,
+        tied=tied,
+        apart=apart,
+        whole_differing=wrong,
+    )
+
+
+def _by_output(parts: Sequence[_PartResult]) -> tuple[Distance, ...]:
+    """How far each output is off, over the inputs of all parts."""
+    by_output = zip(*(part.same for part in parts), strict=True)
+    return tuple(Distance.of(list(distances)) for distances in by_output)
+
+
+@dataclass(frozen=True, slots=True)
+class _PartResult:
+    """The results for one part of the inputs.
+
+    `ties` samples differ by a tie alone, `differing` anywhere. Of `choices`, made by each input or
+    `by_token`, this number of each input are `wrong`, and `tied` differ by a tie; `first` is the
+    first layer that truly differs, `jaccard` the mean overlap of the sets, `margin` the largest of
+    a choice that differs. `same` is of each output where the experts are the same, and `everything`
+    of the first, whatever was chosen.
+    """
+
+    samples: int
+    ties: int
+    differing: int
+    choices: int
+    wrong: np.ndarray
+    tied: int
+    by_token: bool
+    first: str | None
+    jaccard: float
+    margin: float
+    same: tuple[Distance, ...]
+    everything: Distance
+    untouched_cosine: float
+    rounding: _Rounding | None
+    whole: tuple[int, int]
+    """Of the outputs of whole numbers, how many numbers differ, and how many there are."""
+
+
+def _part_result(
+    expected: Reference,
+    outputs: Sequence[tuple[np.ndarray, np.ndarray]],
+    sets: Mapping[str, np.ndarray],
+    tolerance: Tolerance,
+) -> _PartResult:
+    """Compares values, each output with its expected values, and choices.
+
+    After the first difference of a sample its later layers see other inputs, so only the first
+    counts as a tie or a miss; all count for the overlap. Of tokens that choose for themselves,
+    and may differ here and there, each counts by itself.
+    """
+    y = outputs[0][1]
+    # By layer, each [s, places that choose]; what differs by more than a tie is wrong.
+    differs = {name: _different(sets[name], expected.selected[name], tolerance) for name in sets}
+    margins = {name: expected.margin[name].reshape(differs[name].shape) for name in sets}
+    wrong = {name: differs[name] & (margins[name] > tolerance.tie) for name in sets}
+    ties, misses, apart = (np.zeros(len(expected.x), dtype=bool) for _ in range(3))
+    first: str | None = None
+    margin = 0.0
+    for name in sets:
+        fresh = differs[name] & ~(ties | misses)[:, None]
+        margin = max(margin, float(margins[name][fresh].max(initial=0.0)))
+        missed = (fresh & wrong[name]).any(axis=1)
+        if first is None and missed.any():
+            first = name
+        ties |= fresh.any(axis=1) & ~missed
+        misses |= missed
+        apart |= differs[name].any(axis=1)
+    choices, of_input = misses.size, misses.astype(int)
+    same, tied = ~(ties | misses), int(ties.sum())
+    by_token = tolerance.routing < 1.0 and any(chosen.ndim > 2 for chosen in sets.values())
+    if by_token:
+        counted = {name: places(expected.selected[name], sets[name]) for name in sets}
+        choices = sum(int(mask.sum()) for mask in counted.values())
+        of_input = sum((counted[name] & wrong[name]).sum(axis=1) for name in sets)
+        same = _same_tokens([*differs.values()], expected.y.shape)
+        tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
+    # Of classes and masks none is nearly right: they are counted.
+    samples = np.logical_and.reduce(same.reshape(len(y), -1), axis=1)
+    whole = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
+    overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
+    return _PartResult(
+        samples=len(y),
+        ties=int(ties.sum()),
+        differing=int(apart.sum()),
+        choices=choices,
+        wrong=of_input,
+        tied=tied,
+        by_token=by_token,
+        first=first,
+        jaccard=float(np.mean(overlaps)) if overlaps else 1.0,
+        margin=margin,
+        same=(
+            distance(expected.y, y, same),
+            # Where tokens differ by themselves others have their places elsewhere.
+            *(distance(wanted, actual, samples) for wanted, actual in outputs[1:]),
+        ),
+        everything=distance(expected.y, y, np.ones(len(y), dtype=bool)),
+        untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
+        rounding=_Rounding.of(expected, y, sets, tolerance),
+        whole=(sum(int((a != b).sum()) for a, b in whole), sum(a.size for a, b in whole)),
+    )
+
+
+def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.ndarray:
+    """The tokens to compare if each token chooses for itself and some may differ.
+
+    Those are the tokens [s, m] that chose alike in every layer, where outputs of this shape have
+    these tokens; else the samples [s] all of whose tokens did.
+    """
+    tokens = all(mask.shape == output[:2] and len(output) > mask.ndim for mask in differs)
+    each_alike = [~mask if tokens else ~mask.any(axis=1) for mask in differs]
+    same: np.ndarray = np.logical_and.reduce(each_alike)
+    return same
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far one output is off, by input [s]: the largest difference, and the cosine.
+
+    `own` is the largest number that was expected of an input, and `numbers` how many there are.
+    Inputs are `counted` of which anything was compared.
+    """
+
+    off: np.ndarray
+    own: np.ndarray
+    cosine: np.ndarray
+    counted: np.ndarray
+    numbers: int
+
+    def scale(self) -> np.ndarray:
+        """Returns the scale of each input's difference: its own largest absolute value.
+
+        An output of few numbers has the scale of most inputs at least, and one of zeros that of the
+        quiet inputs: the largest number of all would hide whatever happens to the others.
+        """
+        some = self.own[self.counted & (self.own > 0)]
+        if not some.size:
+            return np.ones_like(self.own)
+        quiet = float(np.quantile(some, 0.1))
+        least = float(np.median(some)) if self.numbers < FEW_NUMBERS else SILENT * quiet
+        return np.maximum(np.where(self.own > 0, self.own, quiet), least)
+
+    @property
+    def inputs(self) -> int:
+        return int(self.counted.sum())
+
+    @property
+    def max_abs(self) -> float:
+        return float(self.off.max(initial=0.0))
+
+    @property
+    def max_rel(self) -> float:
+        """The largest difference in the scale of its input."""
+        return float(self._beyond().max(initial=0.0))
+
+    @property
+    def usual_rel(self) -> float:
+        """The largest difference of all inputs but the outliers, in their scales."""
+        return _usual(self._beyond())
+
+    @property
+    def loudness(self) -> tuple[float, float]:
+        """The largest number of the quietest input and of the loudest."""
+        own = self.own[self.counted]
+        return float(own.min(initial=np.inf)) if own.size else 0.0, float(own.max(initial=0.0))
+
+    @property
+    def least_cosine(self) -> float:
+        return float(self.cosine[self.counted].min(initial=1.0))
+
+    def within(self, bounds: Tolerance) -> bool:
+        """Whether the inputs are within the bounds, each in its own scale."""
+        usual = _usual(self._beyond(bounds.atol)) <= bounds.rtol
+        return usual and self.within_outliers(bounds)
+
+    def within_outliers(self, bounds: Tolerance) -> bool:
+        """Whether each of a few inputs is as near as an outlier may be."""
+        largest = float(self._beyond(bounds.atol).max(initial=0.0))
+        return largest <= bounds.outlier * bounds.rtol and not self.turned(bounds.least_cosine)
+
+    def near(self, usual: Distance, bounds: Tolerance) -> bool:
+        """Whether a few inputs with another number of tokens are no far outliers.
+
+        They may be further off where the furthest at the usual number are so, too.
+        """
+        largest = float(self._beyond(bounds.atol).max(initial=0.0))
+        most = max(OUTLIER_AT_TOKENS * bounds.rtol, FURTHER_AT_TOKENS * usual.max_rel)
+        return largest <= most and self.within_outliers(bounds)
+
+    def _beyond(self, atol: float = 0.0) -> np.ndarray:
+        """By how much more than `atol` each input that is counted is off, in its scale."""
+        excess: np.ndarray = (np.maximum(0.0, self.off - atol) / self.scale())[self.counted]
+        return excess
+
+    def turned(self, least: float) -> bool:
+        """Whether the outputs of an input point elsewhere, as far as they have a direction."""
+        if self.numbers < FEW_NUMBERS:
+            return False
+        heard = self.counted & (self.own >= self.scale())
+        return bool((self.cosine[heard] < least).any())
+
+    def like(self, other: Distance, rows: np.ndarray, bounds: Tolerance) -> bool:
+        """Whether inputs in another batch are as near as the bounds allow, or as they are anyway.
+
+        They are those `rows` of another, which determines their scales: a few rows are too few.
+        """
+        allowed, off = bounds.atol + bounds.rtol * other.scale()[rows], other.off[rows]
+        return bool((self.off <= np.where(off > allowed, OUTLIER_IN_A_BATCH * off, allowed)).all())
+
+    @staticmethod
+    def of(parts: Sequence[Distance]) -> Distance:
+        """Returns the distance over the inputs of all parts."""
+        joined = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in ("off", "own", "cosine", "counted")
+        }
+        return Distance(**joined, numbers=min(part.numbers for part in parts))
+
+
+def _usual(relative: np.ndarray) -> float:
+    """The largest value of all but the outliers."""
+    if not relative.size:
+        return 0.0
+    return float(np.sort(relative)[len(relative) - 1 - int(OUTLIERS * len(relative))])
+
+
+def distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> Distance:
+    """How far outputs are off in the samples [s] or tokens [s, m] that are `same`.
+
+    Whole numbers are no distances: whoever compares counts those that differ.
+    """
+    if expected.dtype.kind != "f":
+        expected = y = np.zeros(expected.shape)
+    spread = same.reshape(*same.shape, *(1,) * (y.ndim - same.ndim))
+    actual = np.where(spread, y, 0.0).astype(np.float64).reshape(len(y), -1)
+    wanted = np.where(spread, expected, 0.0).astype(np.float64).reshape(len(y), -1)
+    off = np.abs(actual - wanted).max(axis=1, initial=0.0)
+    return Distance(
+        off=np.where(np.isfinite(off), off, np.inf),
+        own=np.abs(wanted).max(axis=1, initial=0.0),
+        cosine=cosines(actual, wanted),
+        counted=np.asarray(same.reshape(len(y), -1).any(axis=1)),
+        numbers=actual.shape[1],
+    )
+
+
+def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns the cosine of each sample's outputs, [s, …], [s, …] → [s], in float64.
+
+    1 if both are zero, 0 if one is, or if a number is not finite.
+    """
+    a, b = (part.reshape(len(part), -1).astype(np.float64) for part in (a, b))
+    zero = ~a.any(axis=1) & ~b.any(axis=1)
+    with np.errstate(invalid="ignore"):
+        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+        cosine = np.where(zero, 1.0, (a * b).sum(axis=1) / np.where(norms == 0, 1.0, norms))
+    return np.where(np.isfinite(cosine), cosine, 0.0)
+
+
+def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The mean overlap of two choices: of sets of experts [s, k], or of non-zero coefficients."""
+    if holds_coefficients(expected):
+        one, other = actual > 0, expected > 0
+        shares = (one & other).sum(axis=-1) / np.maximum(1, (one | other).sum(axis=-1))
+        return float(shares.mean())
+    k = expected.shape[-1]
+    return float(jaccard(actual.reshape(-1, k), expected.reshape(-1, k)).mean())
+
+
+def jaccard(chosen: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Returns |A∩B| / |A∪B| of the sets in each row: [b, k], [b, k] to [b]; order is ignored."""
+    common = (chosen[:, :, None] == reference[:, None, :]).any(axis=2).sum(axis=1)
+    shares: np.ndarray = common / (chosen.shape[1] + reference.shape[1] - common)
+    return shares
+
+
+def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -> np.ndarray:
+    """Where two choices differ: [s, 1] for sets of experts [s, k], [s, m] for those of tokens.
+
+    Below FP32 the rounding before a layer moves its coefficients, so that experts count which only
+    one of both has kept.
+    """
+    if holds_coefficients(expected):
+        off = np.abs(actual - expected)
+        if tolerance.routing < 1.0:
+            off = np.where((actual > 0) == (expected > 0), 0.0, off)
+        different: np.ndarray = (off > tolerance.coefficient).any(axis=-1)
+        return different
+    other: np.ndarray = (np.sort(actual, axis=-1) != expected).any(axis=-1)
+    return other.reshape(len(other), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounding:
+    """How far a graph is from the results of the same rounding, and how far those are from PyTorch.
+
+    Each as the largest difference of an output, the sum of squares, and how many choices differ;
+    `scale` holds those of the outputs themselves, and how many choices there are.
+    """
+
+    off: tuple[float, float, float]
+    own: tuple[float, float, float]
+    scale: tuple[float, float, float]
+    exact: bool
+    half: bool
+
+    @staticmethod
+    def times(parts: Sequence[_Rounding]) -> float | None:
+        """Returns the quotient over all parts, the largest of the three; None without any.
+
+        The tolerance of FP32 and the share of choices due to chance are subtracted. Against float64
+        it is the last bit, and choices are not counted: FP32 graphs make those of PyTorch anyway.
+        Where weights alone are rounded (`half`) a largest difference of FP16's last bit counts for
+        nothing: sums in another order are rounded to either neighbour.
+        """
+        if not parts:
+            return None
+        exact, half = all(part.exact for part in parts), all(part.half for part in parts)
+        factor = 0.0
+        single = float(np.finfo(np.float32).eps) if exact else TOLERANCES["fp32"].rtol
+        combined: tuple[Callable[[list[float]], float], ...] = (max, _length, math.fsum)
+        combined = combined[:2] if exact else combined
+        for index, combine in enumerate(combined):
+            off, own, scale = (
+                combine([row[index] for row in column])
+                for column in zip(*((p.off, p.own, p.scale) for p in parts), strict=True)
+            )
+            chosen = combine is math.fsum
+            slack = max(1.0, CHOICES_BY_CHANCE * scale) if chosen else single * scale
+            if not np.isfinite(off):
+                return float("inf")
+            if half and combine is max and off <= float(np.finfo(np.float16).eps) * scale:
+                continue
+            factor = max(factor, max(0.0, off - slack) / max(own, slack, 1e-30))
+        return factor
+
+    @staticmethod
+    def of(
+        expected: Reference, y: np.ndarray, sets: Mapping[str, np.ndarray], tolerance: Tolerance
+    ) -> _Rounding | None:
+        """Compares all choices, and the outputs of inputs in which all are alike.
+
+        None without a record.
+        """
+        rounded = expected.rounded
+        if rounded is None:
+            return None
+
+        def differing(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> np.ndarray:
+            """How many choices of each input."""
+            count = np.zeros(len(y))
+            for name in one.keys() & other.keys():
+                count += _different(one[name], other[name], tolerance).sum(axis=1)
+            return count
+
+        others, own = (
+            differing(sets, rounded.selected),
+            differing(rounded.selected, expected.selected),
+        )
+        alike, exact = others == 0, own == 0
+        if not exact.any():  # each input has a token that rounding sends elsewhere
+            exact = ~exact
+        common = sets.keys() & rounded.selected.keys()
+        made = sum(int(places(rounded.selected[name], sets[name]).sum()) for name in common)
+        return _Rounding(
+            off=(*_size(y[alike], rounded.y[alike]), float(others.sum())),
+            own=(*_size(rounded.y[exact], expected.y[exact]), float(own.sum())),
+            scale=(*_size(rounded.y), float(made)),
+            exact=rounded.exact,
+            half=tolerance.roundings < 1.0 and rounded.half,
+        )
+
+
+def _size(y: np.ndarray, less: np.ndarray | float = 0.0) -> tuple[float, float]:
+    """The largest absolute number of a difference, and its sum of squares per input."""
+    off = y.astype(np.float64) - less
+    return float(np.abs(off).max(initial=0.0)), float((off**2).sum()) / max(1, len(y))
+
+
+def _length(squares: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(squares))

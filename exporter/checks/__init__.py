@@ -1,0 +1,1 @@
+"""Checks that a graph computes the model, and that the model and its data are plausible."""

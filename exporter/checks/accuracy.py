@@ -1,0 +1,267 @@
+"""Labels and a user's own outputs in a feed: correct answers, and distances between outputs.
+
+None of it needs PyTorch: an export, and `verify` without PyTorch, score graphs in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from ...common.locations import local
+from ...data.batches import (
+    IGNORED,
+    IMAGE,
+    LABEL,
+    OUTPUT,
+    Feed,
+    Fields,
+    Labels,
+    limited,
+    rebatched,
+    row_count,
+)
+from ...data.feeds import named_batches, npy_array, npz_archive
+from ...data.shards import shard_batches, shards_of
+from ...errors import FeedError
+from ..inputs import Ports, fitted_arrays
+
+COUNT = 256
+"""The default number of inputs of a feed that are evaluated."""
+
+WHOLE = 0.01
+"""The share of integer outputs (classes, masks) that may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How many answers are right, of those with a label."""
+
+    right: int = 0
+    of: int = 0
+
+    def __add__(self, other: Score) -> Score:
+        return Score(self.right + other.right, self.of + other.of)
+
+    @property
+    def text(self) -> str:
+        """In words: `93.6% (337 of 360)`."""
+        return f"{self.right / self.of:.1%} ({self.right:,} of {self.of:,})"
+
+
+def one_per_sample(y: np.ndarray, labels: Labels | None) -> np.ndarray:
+    """Scores [b, 1, c] of a head that takes a vector for a token as [b, c]; tokens as they are."""
+    tokens = labels is not None and labels.shape == y.shape[:2]
+    return y[:, 0] if y.ndim == 3 and y.shape[1] == 1 and not tokens else y
+
+
+def score(y: np.ndarray, labels: Labels) -> Score | None:
+    """Returns how many answers are the labels; None for what are no such scores.
+
+    Of classes the largest output is the answer; of attributes [b, o], 0 or 1, the sign of each.
+    """
+    y = one_per_sample(y, labels)
+    if y.dtype.kind != "f":
+        return None
+    attributes = labels[:, None] if labels.ndim == 1 and y.shape == (len(labels), 1) else labels
+    if y.shape == attributes.shape and bool(((attributes == 0) | (attributes == 1)).all()):
+        right = ((y > 0) == (attributes == 1)) & np.isfinite(y)
+        return Score(int(right.sum()), right.size)
+    if y.shape[:-1] != labels.shape or y.shape[-1] < 2 or (labels != np.round(labels)).any():
+        return None
+    counted = labels != IGNORED
+    if counted.any() and not 0 <= labels[counted].min() <= labels[counted].max() < y.shape[-1]:
+        return None
+    answers = np.where(np.isfinite(y).all(axis=-1), y.argmax(axis=-1), IGNORED - 1)
+    return Score(int(((answers == labels) & counted).sum()), int(counted.sum()))
+
+
+def graph_score(
+    run: Callable[[Fields], Sequence[np.ndarray]],
+    model_inputs: Iterator[Fields],
+    labelled: int,
+) -> Score | None:
+    """Returns the accuracy of what runs batches of inputs and their labels (`LABEL`)."""
+    total = Score()
+    for part in model_inputs:
+        labels = part.pop(LABEL)
+        found = score(run(part)[labelled], labels)
+        if found is None:
+            return None
+        total += found
+    return total if total.of else None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphAnswers:
+    """A graph's results on a feed: its accuracy, and how far it is from a user's own outputs.
+
+    `apart` holds, of each input, the largest difference of an output over its max|y|; empty if
+    the feed has no outputs. `agreeing` inputs have the same largest number in the first. `unscored`
+    is the output that labels of the feed do not fit; None if they do, or there are none.
+    """
+
+    inputs: int
+    accuracy: Score | None
+    apart: np.ndarray
+    agreeing: int
+    unscored: str | None = None
+
+
+def no_accuracy(output: str) -> str:
+    """Returns why an output has no accuracy although it has labels."""
+    return (
+        "the labels of --data are neither classes nor attributes of this model's output "
+        f"'{output}': no accuracy was measured"
+    )
+
+
+def measured(
+    run: Callable[[Fields], Mapping[str, np.ndarray]],
+    ports: Ports,
+    data: Feed,
+    batch: int,
+    fixed: Mapping[str, int],
+) -> GraphAnswers | None:
+    """Returns a graph's results on the first inputs of a feed, of which `run` computes batches.
+
+    None if the feed has neither labels nor outputs. Raises `FeedError` for inputs and outputs
+    that do not fit.
+    """
+    names, labelled = output_names(ports), output_names(ports)[labelled_output(ports, data)]
+    inputs, total, scored, agreeing, some = 0, Score(), True, 0, False
+    apart: list[np.ndarray] = []
+    for part in rebatched(fields_of(ports, data, COUNT), batch):
+        theirs = {name: part.pop(name) for name in names if name in part}
+        labels = part.pop(LABEL, None)
+        if (labels is None and not theirs) or ("batch" in fixed and row_count(part) < batch):
+            continue
+        values = run(arrays_of(part, ports, fixed))
+        found = None if labels is None else score(values[labelled], labels)
+        scored &= found is not None
+        some |= labels is not None
+        total += found or Score()
+        inputs += row_count(part)
+        if theirs:
+            apart.append(_apart(theirs, values))
+            first = next(iter(theirs))
+            same = theirs[first].argmax(axis=-1) == values[first].argmax(axis=-1)
+            agreeing += int(same.reshape(row_count(part), -1).all(axis=1).sum())
+    if not inputs:
+        return None
+    together = np.concatenate(apart) if apart else np.empty(0)
+    accuracy = total if scored and total.of else None
+    unscored = labelled if some and accuracy is None else None
+    return GraphAnswers(inputs, accuracy, together, agreeing, unscored)
+
+
+def _apart(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Of each input how far its outputs are apart, over max|y|; of whole numbers what differs."""
+    rows = row_count(theirs)
+    apart = np.zeros(rows)
+    for name, array in theirs.items():
+        check_own(array, values[name], name)
+        if values[name].dtype.kind == "f":
+            off, largest = distances(array, values[name])
+            found = off / np.where(largest > 0, largest, 1.0)
+        else:
+            found = (array != values[name]).reshape(rows, -1).mean(axis=1)
+        apart = np.maximum(apart, found)
+    return apart
+
+
+def labelled_parts(
+    model: Ports, data: Feed, count: int, batch: int, fixed: Mapping[str, int] | None = None
+) -> Iterator[Fields]:
+    """Yields inputs with their labels in batches of `batch`, whole ones if it is `fixed`."""
+    whole = "batch" in (fixed or {})
+    fields = (
+        {name: array for name, array in part.items() if name not in output_names(model)}
+        for part in fields_of(model, data, count)
+    )
+    for part in rebatched(fields, batch):
+        if LABEL not in part or (whole and row_count(part) < batch):
+            continue
+        labels = part.pop(LABEL)
+        yield {**arrays_of(part, model, fixed), LABEL: labels}
+
+
+def arrays_of(part: Fields, model: Ports, fixed: Mapping[str, int] | None) -> Fields:
+    """All inputs of a batch; strengths that are left out change nothing."""
+    rows = row_count(part)
+    zeros = {
+        spec.name: np.zeros(spec.concrete({"batch": rows}), dtype=spec.dtype)
+        for spec in model.inputs
+        if spec.default == "zeros" and spec.name not in part
+    }
+    return fitted_arrays({**part, **zeros}, model, fixed)
+
+
+def output_names(model: Ports) -> list[str]:
+    return [spec.name for spec in model.outputs]
+
+
+def fields_of(model: Ports, data: Feed, count: int) -> Iterator[Fields]:
+    """Yields the inputs of a feed with what may be labels and outputs of the user's own model."""
+    names, outputs = [spec.name for spec in model.inputs], output_names(model)
+    several = outputs if len(outputs) > 1 else ()
+    read = named_batches(data, names, labelled=True, outputs=several, own=outputs, strict=False)
+    return limited(read, count)
+
+
+def of_images(data: Feed) -> bool:
+    """Whether a feed is files of images, or a text: their readers handle them."""
+    if not isinstance(data, str | Path):
+        return False
+    shards = shards_of(data)
+    if shards is not None:
+        return any(IMAGE in fields for _, fields in islice(shard_batches(shards, npy_array), 1))
+    path = local(data)
+    if path.is_dir():
+        return not any(path.glob("*.npy"))
+    return path.is_file() and path.suffix not in (".npz", ".npy")
+
+
+def labelled_output(model: Ports, data: Feed) -> int:
+    """The number of the output that labels are of: the first, unless they are called as one is."""
+    outputs = output_names(model)
+    if len(outputs) < 2 or not isinstance(data, str | Path):
+        return 0
+    path = local(data)
+    if path.suffix != ".npz" or not path.is_file():
+        return 0
+    names = [spec.name for spec in model.inputs]
+    label = npz_archive(path, names[0], names[1:], outputs).label
+    return outputs.index(label) if label in outputs else 0
+
+
+def distances(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each input the largest difference, and the largest number, in float64."""
+    rows = len(one)
+    one, other = (np.asarray(y, np.float64).reshape(rows, -1) for y in (one, other))
+    return np.abs(one - other).max(axis=1, initial=0.0), np.abs(one).max(axis=1, initial=0.0)
+
+
+def epsilon(array: np.ndarray) -> float:
+    """The rounding of outputs by the feed's type: relevant only for FP16."""
+    return float(np.finfo(array.dtype).eps) if array.dtype == np.float16 else 0.0
+
+
+def check_own(theirs: np.ndarray, ours: np.ndarray, name: str) -> None:
+    """Raises `FeedError` for what cannot be outputs of this model."""
+    if theirs.shape != ours.shape:
+        raise FeedError(
+            f"--data: the outputs of your own model are {('batch', *theirs.shape[1:])}, and "
+            f"'{name}' of this one is {('batch', *ours.shape[1:])}",
+            hint="save what the model gives for the inputs, before any argmax or softmax, as "
+            f"'{OUTPUT}' or '{name}'",
+        )
+    if theirs.dtype.kind == "f" and not np.isfinite(theirs).all():
+        raise FeedError(
+            f"--data: the outputs of your own model hold NaN or Inf ('{name}')",
+            hint="leave such inputs out",
+        )

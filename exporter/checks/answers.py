@@ -1,0 +1,393 @@
+"""A model's results on a user's data: its accuracy, and how far it is from the user's own model.
+
+A checkpoint holds no code: "PyTorch" is the network that moexport builds from it and the settings.
+With a wrong setting, the network is another one, and every graph agrees with it. Labels show it in
+the accuracy; outputs of the user's own model, an array `output` next to the inputs, are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...data.batches import LABEL, OUTPUT, Feed, Fields, Labels, rebatched, row_count
+from ...errors import FeedError, ParityError
+from ..bundle.parity import ROUNDED_RTOL, TOLERANCES, Tolerance
+from ..reference import EXACT_BYTES, Network, pages_given_back, run_untouched, weights_bytes
+from .accuracy import (
+    COUNT,
+    WHOLE,
+    Score,
+    arrays_of,
+    check_own,
+    distances,
+    epsilon,
+    fields_of,
+    labelled_output,
+    no_accuracy,
+    of_images,
+    output_names,
+    score,
+)
+
+if TYPE_CHECKING:
+    from ..model import Model
+
+BATCH = 16
+
+ROUNDINGS = TOLERANCES["fp32"].roundings
+"""How many times further from float64 outputs may be than those of PyTorch's float32."""
+
+SMALL = 1e-2
+"""Below this share of max|y| a difference may come of arithmetic, or of a minor setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnOutputs:
+    """How far a rebuilt model is from what the user's own model gave for the same inputs.
+
+    `max_rel` is relative to max|y| of the same input. `roundings` is how many times as far it is
+    from float64 as the rebuilt one, None if that is not known. `tied` inputs, of which rounding
+    may change what a router chooses, were not compared. `agreeing` have the same largest output.
+    """
+
+    inputs: int
+    max_abs: float
+    max_rel: float
+    wrong: int
+    tied: int = 0
+    agreeing: int | None = None
+    roundings: float | None = None
+
+    @property
+    def text(self) -> str:
+        """In words: how far apart they are."""
+        said = f"max |difference| {self.max_abs:.2g} ({self.max_rel:.2g} of max|y|)"
+        said += f" over {self.inputs:,} inputs"
+        return said + (f", {self.tied} of them tied and not compared" if self.tied else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """A model's results on a feed that has labels, or outputs of the user's own model, or both.
+
+    `accuracy` is PyTorch's and `own_accuracy` that of the outputs in the feed; None if there are
+    no labels, or the outputs are no scores of classes. `labels` are of the output number `labelled`
+    and stand in the order of the inputs. `notes` are further remarks for the user.
+    """
+
+    inputs: int
+    own: OwnOutputs | None = None
+    accuracy: Score | None = None
+    own_accuracy: Score | None = None
+    labelled: int = 0
+    labels: Labels | None = field(default=None, compare=False, repr=False)
+    notes: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """Returns the manifest's entry."""
+        scores = {"pytorch": self.accuracy, "own": self.own_accuracy}
+        found: dict[str, Any] = {
+            name: {"right": score.right, "of": score.of}
+            for name, score in scores.items()
+            if score is not None
+        }
+        if self.own is not None:
+            own = self.own
+            found["own_outputs"] = {
+                "inputs": own.inputs,
+                "max_abs": own.max_abs,
+                "max_rel": own.max_rel,
+                "tied": own.tied,
+            }
+        return found
+
+
+def texts(answers: Answers, model: Model) -> list[str]:
+    """Returns sentences on PyTorch's results: the accuracy, and whether it is the user's model."""
+    found = [*answers.notes]
+    if answers.accuracy is not None:
+        own = answers.own_accuracy
+        before = "" if own is None else f"your own outputs {own.text}, "
+        found.append(f"accuracy on labelled inputs: {before}PyTorch {answers.accuracy.text}")
+    return found + what_pytorch_is(answers, model)
+
+
+def what_pytorch_is(answers: Answers, model: Model) -> list[str]:
+    """Returns a sentence on how "PyTorch" differs from the user's own model, if so."""
+    if answers.own is not None:
+        return [f"PyTorch gives what your own model gives: {answers.own.text}"]
+    return [] if model.host.own_code else [WHAT_PYTORCH_IS]
+
+
+WHAT_PYTORCH_IS = (
+    "PyTorch is the network that is built from the checkpoint and its settings: an array 'output' "
+    "in --data, what your own model gives for the inputs, is compared with it"
+)
+
+
+def answers_of(
+    model: Model,
+    data: Feed | None,
+    *,
+    count: int | None = None,
+    batch: int | None = None,
+    fixed: Mapping[str, int] | None = None,
+    bounds: Tolerance | None = None,
+    asked: bool = False,
+) -> Answers | None:
+    """Returns a model's results on the first `count` inputs of a feed.
+
+    None if it has neither labels nor outputs of the user's own model. `batch` is the size of
+    batches that the network takes alone, and `fixed` are the sizes of axes. The outputs may differ
+    by `ROUNDINGS`, or by the `bounds` if these were `asked` for, or float64 is unusable.
+    Raises `ParityError` if the feed has outputs of the user's own model and those of the rebuilt
+    one are not the same, but for rounding, and `FeedError` for what cannot be such outputs.
+    """
+    if data is None or of_images(data):
+        return None
+    fields = fields_of(model, data, COUNT if count is None else count)
+    first = next(fields, None)
+    if first is None or not ({LABEL, *output_names(model)} & first.keys()):
+        return None
+    usual = bounds or TOLERANCES["fp32"]
+    if model.rounded:
+        usual = replace(usual, rtol=max(usual.rtol, ROUNDED_RTOL))
+    held = not asked and not model.rounded
+    of = batch or model.batch_of
+    size = of * max(1, BATCH // of)
+    seen = _Seen(model, labelled_output(model, data), usual, held)
+    for part in rebatched(_alike(first, fields), size):
+        whole = row_count(part) // of * of
+        if whole:
+            seen.add({name: array[:whole] for name, array in part.items()}, fixed)
+    if not seen.inputs:
+        return None
+    answers = seen.answers()
+    if answers.own is not None and answers.own.wrong:
+        raise _other_outputs(model, answers, seen, option=bounds is not None)
+    return answers
+
+
+def check_own_outputs(model: Model, data: Feed | None) -> None:
+    """Raises what `answers_of` raises, where a feed has outputs of the user's own model."""
+    if data is None or isinstance(data, np.ndarray | Iterator) or of_images(data):
+        return
+    first = next(fields_of(model, data, 1), {})
+    if {*output_names(model)} & first.keys():
+        answers_of(model, data)
+
+
+def _alike(first: Fields, rest: Iterator[Fields]) -> Iterator[Fields]:
+    """All batches, with the fields of the first."""
+    yield first
+    for fields in rest:
+        missing = next((name for name in first if name not in fields), None)
+        if missing is not None:
+            raise FeedError(
+                f"--data: some batches have '{missing}' and some have not",
+                hint="give it with all of them, or with none",
+            )
+        yield {name: fields[name] for name in first}
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The results of the batches so far."""
+
+    model: Model
+    labelled: int
+    bounds: Tolerance
+    rounding: bool
+    """Whether outputs may differ by rounding alone, according to float64."""
+    inputs: int = 0
+    accuracy: Score = Score()
+    own_accuracy: Score = Score()
+    labels: list[Labels] = field(default_factory=list)
+    scored: bool = True
+    own: OwnOutputs | None = None
+    others: dict[str, None] = field(default_factory=dict)
+    """The outputs that are not those of the user's model, in their order."""
+    probabilities: bool = True
+    """Whether the user's outputs are the softmax of ours, or its logarithm."""
+
+    def add(self, part: Fields, fixed: Mapping[str, int] | None) -> None:
+        """Runs the model on a batch, and compares its outputs."""
+        outputs = output_names(self.model)
+        theirs = {name: part.pop(name) for name in outputs if name in part}
+        labels = part.pop(LABEL, None)
+        x = arrays_of(part, self.model, fixed)
+        with pages_given_back(self.model):
+            ours = dict(zip(outputs, run_untouched(self.model, x), strict=True))
+        self.inputs += row_count(x)
+        self.scored &= labels is not None
+        name = outputs[self.labelled]
+        if labels is not None:
+            found = score(ours[name], labels)
+            self.scored &= found is not None
+            self.accuracy += found or Score()
+            self.labels.append(labels)
+            of_own = score(theirs[name], labels) if name in theirs else None
+            self.own_accuracy += of_own or Score()
+        if theirs:
+            self._compare(x, theirs, ours)
+
+    def _compare(self, x: Fields, theirs: Fields, ours: Fields) -> None:
+        rows = row_count(x)
+        apart_in: dict[str, np.ndarray] = {}
+        found: list[tuple[float, float]] = []
+        times: float | None = None
+        exact: dict[str, np.ndarray] | None = None
+        for name, array in theirs.items():
+            check_own(array, ours[name], name)
+            if ours[name].dtype.kind != "f":
+                share = (array != ours[name]).reshape(rows, -1).mean(axis=1)
+                apart_in[name] = share > WHOLE
+                continue
+            off, largest = distances(array, ours[name])
+            if exact is None:
+                values = _exact_outputs(self.model, x) if self.rounding else None
+                exact = {} if values is None else dict(zip(ours, values, strict=True))
+            allowed = self.bounds.atol + (self.bounds.rtol + epsilon(array)) * largest
+            if name in exact:
+                rounding = _rounding(ours[name], exact[name])
+                apart, _ = distances(array, exact[name])
+                allowed = (ROUNDINGS * rounding + epsilon(array)) * largest
+                apart_in[name] = ~(apart <= allowed)
+                times = max(times or 0.0, _most(apart, rounding * largest))
+            else:
+                apart_in[name] = ~(off <= allowed)
+            found.append((float(off.max()), _most(off, largest)))
+            self.probabilities &= _is_softmax(array, ours[name])
+        wrong = np.logical_or.reduce([*apart_in.values()])
+        tied = wrong & _tied_inputs(self.model, x) if wrong.any() else np.zeros(rows, dtype=bool)
+        self.others |= {name: None for name, each in apart_in.items() if (each & ~tied).any()}
+        first = next(iter(theirs))
+        agreeing = None
+        if ours[first].ndim > 1 and ours[first].shape[-1] > 1:
+            same = theirs[first].argmax(axis=-1) == ours[first].argmax(axis=-1)
+            agreeing = int(same.reshape(rows, -1).all(axis=1).sum())
+        before = self.own or OwnOutputs(0, 0.0, 0.0, 0, agreeing=0)
+        largest_abs, largest_rel = (max(values, default=0.0) for values in zip(*found, strict=True))
+        self.own = OwnOutputs(
+            inputs=before.inputs + rows,
+            max_abs=max(before.max_abs, largest_abs),
+            max_rel=max(before.max_rel, largest_rel),
+            wrong=before.wrong + int((wrong & ~tied).sum()),
+            tied=before.tied + int(tied.sum()),
+            agreeing=None
+            if agreeing is None or before.agreeing is None
+            else before.agreeing + agreeing,
+            roundings=before.roundings if times is None else max(before.roundings or 0.0, times),
+        )
+
+    def answers(self) -> Answers:
+        """The results over all batches."""
+        scored = self.scored and self.accuracy.of > 0
+        notes = []
+        if self.labels and not scored:
+            notes.append(no_accuracy(output_names(self.model)[self.labelled]))
+        return Answers(
+            inputs=self.inputs,
+            own=self.own,
+            accuracy=self.accuracy if scored else None,
+            own_accuracy=self.own_accuracy if scored and self.own_accuracy.of else None,
+            labelled=self.labelled,
+            labels=np.concatenate(self.labels) if scored else None,
+            notes=tuple(notes),
+        )
+
+
+def _exact_outputs(model: Model, x: Fields) -> list[np.ndarray] | None:
+    """The untouched model's results in float64; None if it does not run in float64."""
+    if weights_bytes(model) > EXACT_BYTES:
+        return None
+    try:
+        values = Network(model, model.untouched, exact=True).outputs(x)
+    except Exception:  # noqa: BLE001  a network may insist on float32: the result is then unknown
+        return None
+    exact = all(y.dtype != np.float32 and np.isfinite(y).all() for y in values)
+    return values if exact else None
+
+
+def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
+    """The inputs [b] of which rounding may change what the untouched model chooses."""
+    ours = model.module if model.as_trained is None else model.as_trained
+    trained = replace(model, module=ours, as_trained=None)
+    kept = {name: layer.spec.trained_k for name, layer in trained.layers.items()}
+    rows = row_count(x)
+    tied = np.zeros(rows, dtype=bool)
+    for _, margin in Network(trained, ours, kept).computed(x).choices.values():
+        if len(margin) % rows == 0:
+            tied |= (margin.reshape(rows, -1) <= TOLERANCES["fp32"].tie).any(axis=1)
+    return tied
+
+
+def _rounding(ours: np.ndarray, exact: np.ndarray) -> float:
+    """How far PyTorch's float32 is from float64, of max|y|: the last bit at the least."""
+    return max(_most(*distances(ours, exact)), float(np.finfo(np.float32).eps))
+
+
+def _most(off: np.ndarray, of: np.ndarray) -> float:
+    """The largest share of some distances."""
+    return float((off / np.where(of > 0, of, 1.0)).max(initial=0.0))
+
+
+def _is_softmax(theirs: np.ndarray, ours: np.ndarray) -> bool:
+    powers = np.exp(np.asarray(ours, np.float64) - ours.max(axis=-1, keepdims=True))
+    shares = powers / powers.sum(axis=-1, keepdims=True)
+    logarithms = np.log(np.maximum(shares, np.finfo(np.float64).tiny))
+    return any(np.allclose(theirs, wanted, atol=1e-3) for wanted in (shares, logarithms))
+
+
+def _other_outputs(model: Model, answers: Answers, seen: _Seen, *, option: bool) -> ParityError:
+    """The error for a network that is not the user's own; `option`: the command takes bounds."""
+    own = answers.own
+    assert own is not None
+    settings = _settings(model)
+    built = f"built from it and its settings ({settings})" if settings else "built from it"
+    share = ""
+    if own.roundings is not None and own.max_rel < SMALL:
+        share = (
+            f", {own.roundings:.0f} times as far from float64 as PyTorch's float32 is, where "
+            f"{ROUNDINGS:g} times is the most: a setting that changes little is another (norm_eps, "
+            "act_layer), or yours were computed with less precision"
+        )
+    if own.agreeing is not None:
+        share += f"; the largest output is the same in {own.agreeing:,} of them"
+    named = ", ".join(f"'{name}'" for name in seen.others)
+    which = f" {named}" if len(output_names(model)) > 1 else ""
+    said = (
+        f"{model.source.path}: the network that is {built} gives other outputs{which} than your "
+        f"own model in {own.wrong:,} of {own.inputs:,} inputs of --data: {own.text}{share}"
+    )
+    if answers.accuracy is not None and answers.own_accuracy is not None:
+        said += (
+            f"; its accuracy is {answers.accuracy.text}, that of your outputs "
+            f"{answers.own_accuracy.text}"
+        )
+    if seen.probabilities:
+        hint = "yours are the softmax of these: save the logits, before the softmax"
+    else:
+        hint = (
+            "correct the settings with --set or --config, or the inputs: the array is what "
+            "model.eval() gives for them in float32 on a CPU"
+        )
+        hint += (
+            "; --rtol 1e-3 allows for outputs of a GPU"
+            if option
+            else f"; without the array '{OUTPUT}' nothing is compared"
+        )
+    return ParityError(said, hint=hint)
+
+
+def _settings(model: Model) -> str:
+    """The settings that shapes do not determine, with the values in use."""
+    from ..families import FAMILIES  # of an error alone
+
+    questions = FAMILIES[model.family].questions if model.family in FAMILIES else model.config
+    taken = {key: model.config[key] for key in questions if key in model.config}
+    return ", ".join(f"{key}={value}" for key, value in taken.items())

@@ -1,0 +1,206 @@
+"""How well a bundle answers a user's data: its accuracy, and how far the user's own outputs are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...data.batches import LABEL, Feed, Fields, rebatched, row_count
+from ...errors import FeedError
+from ...graphs.names import K_INPUT
+from ...graphs.sizes import DEFAULT_BATCH, parse_range
+from ..bundle.manifest import Check, Manifest, TensorSpec
+from ..bundle.parity import OUTLIERS, Reference, Tolerance
+from ..session import Session
+from .accuracy import (
+    COUNT,
+    Score,
+    arrays_of,
+    fields_of,
+    measured,
+    no_accuracy,
+    of_images,
+    output_names,
+)
+from .choices import CHOICES
+from .drift import NAME as ROUTING
+from .drift import drift_checks
+
+BATCH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Ports:
+    """The inputs and outputs of a bundle, without k."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @property
+    def input(self) -> TensorSpec:
+        return self.inputs[0]
+
+
+def recorded_checks(answers: Mapping[str, Any]) -> Iterator[Check]:
+    """Yields what an export found on its data, as the manifest holds it."""
+    scores = {
+        "your own outputs": answers.get("own"),
+        "PyTorch": answers.get("pytorch"),
+        "PyTorch as exported": answers.get("pytorch_at_k"),
+        **answers.get("graphs", {}),
+    }
+    said = [f"{name} {Score(**found).text}" for name, found in scores.items() if found]
+    if said:
+        yield Check("accuracy when it was exported", True, ", ".join(said))
+    own = answers.get("own_outputs")
+    if own:
+        yield Check(
+            "PyTorch beside your own model, when it was exported",
+            True,
+            f"max |difference| {own['max_abs']:.2g} ({own['max_rel']:.2g} of max|y|) over "
+            f"{own['inputs']:,} inputs",
+        )
+
+
+def data_checks(
+    manifest: Manifest,
+    sessions: Mapping[str, Callable[..., Session]],
+    data: Feed,
+    expected: Reference | None,
+    bounds: Tolerance,
+) -> Iterator[Check]:
+    """Yields the accuracy of each graph on labelled data, and its distance to a user's outputs.
+
+    Also whether the data choose other experts than those of the export did. `sessions` open the
+    graphs, by their files.
+
+    The outputs are compared where the graph computes what the model was trained to, with all of the
+    experts that it chooses; with fewer, only the number of equal answers is reported. Raises
+    `FeedError` for data without labels and outputs, or that do not fit.
+    """
+    if of_images(data):
+        raise FeedError(
+            "--data: verify reads arrays, but these are files of images",
+            hint="save them as the model takes them: np.savez(path, input=x, label=labels)",
+        )
+    ports = _Ports(
+        tuple(port for port in manifest.inputs if port.name != K_INPUT), tuple(manifest.outputs)
+    )
+    size, fixed = _batch(manifest)
+    k = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None
+    whole = _computes_the_model(expected, k)
+    at_k = "" if k is None else f" with k = {k}"
+    if isinstance(data, Iterator):
+        data = tuple(fields_of(ports, data, COUNT))
+    main = sessions.get(manifest.graphs[0].file)
+    counted = main is not None and CHOICES in manifest.answers
+    for file, opened in sessions.items():
+        session = opened()
+
+        def run(x: Fields, session: Session = session) -> Mapping[str, np.ndarray]:
+            return session.run(x, k)
+
+        found = measured(run, ports, data, size, fixed)
+        if found is None and counted:
+            break
+        if found is None:
+            raise _tells_nothing(manifest)
+        if found.accuracy is not None:
+            yield Check(f"accuracy of {file}", True, found.accuracy.text + at_k)
+        if found.unscored is not None:
+            advice = "classes are whole numbers from 0 on, below the number of outputs"
+            yield Check(f"accuracy of {file}", True, no_accuracy(found.unscored), advice)
+        if len(found.apart):
+            passed = not whole or _within(found.apart, bounds)
+            detail = (
+                f"{float(found.apart.max()):.2g} of max|y| apart at the most, the largest output "
+                f"is the same in {found.agreeing:,} of {found.inputs:,} inputs{at_k}"
+            )
+            detail += "" if whole else "; not judged: the graph computes fewer experts, or edits"
+            hint = None
+            if not passed:
+                hint = (
+                    "was it exported with the settings of your model? export it again with this "
+                    "--data, which compares PyTorch first"
+                )
+            yield Check(f"{file} beside your own model", passed, detail, hint)
+    if main is not None and counted:
+        batches = _inputs(ports, data, size, fixed)
+        yield from drift_checks(manifest, lambda observe: main(observe=observe), batches, expected)
+    elif main is not None and manifest.layers:
+        yield _routing_unknown(manifest)
+
+
+def _tells_nothing(manifest: Manifest) -> FeedError:
+    """The error for data without an accuracy, a distance or drift."""
+    nothing = ", and no layer chooses among its experts" if _keeps_all(manifest) else ""
+    routing = f"; {_COEFFICIENTS}" if _coefficients_alone(manifest) else ""
+    return FeedError(
+        f"--data: holds neither labels nor outputs of your own model{nothing}",
+        hint="verify compares a bundle by itself; np.savez(path, input=x, label=labels, "
+        f"output=y) tells the accuracy, and compares it with what your model gave{routing}",
+    )
+
+
+_COEFFICIENTS = "an export with --expose-routing and --data keeps coefficients to compare"
+
+
+def _routing_unknown(manifest: Manifest) -> Check:
+    """The line on the routing of new inputs where the export kept none to compare it with."""
+    if not _keeps_all(manifest):
+        return Check(ROUTING, True, "not compared: the export kept no choices of inputs of --data")
+    hint = _COEFFICIENTS if _coefficients_alone(manifest) else None
+    return Check(ROUTING, True, "not compared: every layer keeps all of its experts", hint)
+
+
+def _keeps_all(manifest: Manifest) -> bool:
+    return all(layer.k == layer.experts for layer in manifest.layers)
+
+
+def _coefficients_alone(manifest: Manifest) -> bool:
+    """Whether all experts are kept, and some have coefficients that could be compared."""
+    return _keeps_all(manifest) and any(layer.kind == "mumoe" for layer in manifest.layers)
+
+
+def _inputs(ports: _Ports, data: Feed, size: int, fixed: Mapping[str, int]) -> Iterator[Fields]:
+    """The inputs of a feed without labels and outputs, in batches that a graph takes."""
+    beside = {LABEL, *output_names(ports)}
+    for part in rebatched(fields_of(ports, data, COUNT), size):
+        inputs = {name: array for name, array in part.items() if name not in beside}
+        if "batch" not in fixed or row_count(inputs) == size:
+            yield arrays_of(inputs, ports, fixed)
+
+
+def _within(apart: np.ndarray, bounds: Tolerance) -> bool:
+    """Whether outputs are within the bounds, but for outliers where the precision has such."""
+    if bounds.atol:  # it is absolute, so a user's value applies as it is
+        return True
+    allowed = 1.0 - bounds.routing + (OUTLIERS if bounds.outlier > 1 else 0.0)
+    return float((apart > bounds.rtol).mean()) <= allowed
+
+
+def _computes_the_model(expected: Reference | None, k: int | None) -> bool:
+    """Whether the compared outputs are those of the untouched model."""
+    if expected is None:
+        return False
+    y = expected.y
+    if k is not None and k != expected.main_k:
+        if k not in expected.at_other_k:
+            return False
+        y = expected.at_other_k[k].y
+    dense = expected.dense[: len(y)]
+    return bool(np.abs(y - dense).max() <= 1e-5 * np.abs(dense).max())
+
+
+def _batch(manifest: Manifest) -> tuple[int, dict[str, int]]:
+    """The size of batches that every graph takes, and the axes that are constants."""
+    port = manifest.inputs[0]
+    if isinstance(port.shape[0], int):
+        return port.shape[0], {"batch": port.shape[0]}
+    sizes = parse_range(manifest.batch, "--batch") if manifest.batch else DEFAULT_BATCH
+    of = port.groups_of or sizes.min
+    size = of * max(1, min(BATCH, sizes.max) // of)
+    return size, {"batch": size} if of > 1 else {}

@@ -1,0 +1,179 @@
+"""How often a graph chooses each expert: the histogram that an export keeps of its data.
+
+A layer that keeps all of its experts chooses nothing, and has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...data.batches import Fields
+from ...errors import BundleError
+from ..bundle.manifest import GraphRecord, Manifest
+from ..bundle.parity import Reference, holds_coefficients
+from ..session import Session
+
+CHOICES = "choices"
+"""The key of the histogram among the `answers` of a manifest."""
+
+
+def real_tokens(inputs: Fields, rows: int, tokens: int) -> np.ndarray | None:
+    """Returns which tokens [rows, tokens] a mask among the inputs counts; None without one."""
+    if any(name.startswith(("encoder", "decoder")) for name in inputs):
+        return None  # its tokens are of two texts
+    masks = [array for name, array in inputs.items() if name.endswith("mask") and array.ndim == 2]
+    fitting = [mask[:, -tokens:] != 0 for mask in masks if len(mask) == rows]
+    return next((mask for mask in fitting if mask.shape == (rows, tokens)), None)
+
+
+def by_input(
+    chosen: np.ndarray, rows: int, experts: int, inputs: Fields
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns how often each input chose each expert, [rows, n], and how many it lost, [rows].
+
+    `chosen` are indices, or the coefficients of all experts, whose sums are returned. A choice that
+    a capacity drops is lost, and counts as made. None if every expert is chosen by every token,
+    and where choices are those of no single input.
+    """
+    if not rows or len(chosen) % rows:
+        return None
+    if holds_coefficients(chosen):
+        by_token = chosen.reshape(rows, -1, chosen.shape[-1])
+        mask = real_tokens(inputs, rows, by_token.shape[1])
+        kept = by_token if mask is None else by_token * mask[..., None]
+        return kept.sum(axis=1, dtype=np.float64), np.zeros(rows)
+    by_token = chosen.reshape(rows, -1, chosen.shape[-1])
+    if by_token.shape[2] >= experts:
+        return None
+    mask = real_tokens(inputs, rows, by_token.shape[1])
+    made = (
+        np.ones(by_token.shape, bool)
+        if mask is None
+        else np.broadcast_to(mask[..., None], by_token.shape)
+    )
+    counts = np.zeros((rows, experts))
+    row = np.broadcast_to(np.arange(rows)[:, None, None], by_token.shape)
+    np.add.at(counts, (row[made], by_token[made] % experts), 1)
+    return counts, ((by_token >= experts) & made).sum(axis=(1, 2)).astype(np.float64)
+
+
+def deviations(counts: np.ndarray) -> np.ndarray:
+    """Returns each input's contribution to each expert's excess share, from counts [s, n].
+
+    Their variance is the noise of the shares: tokens of one input are no independent draws.
+    """
+    totals = counts.sum(axis=1)
+    shares = counts.sum(axis=0) / max(1.0, totals.sum())
+    of_input: np.ndarray = (counts - totals[:, None] * shares) / max(1.0, totals.mean())
+    return of_input
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceHistogram:
+    """A layer's entry in a manifest: for `inputs` inputs the counts and the spread, both [n]."""
+
+    inputs: int
+    counts: np.ndarray
+    spread: np.ndarray
+
+
+@dataclass(slots=True)
+class Choices:
+    """The choices of a graph's layers by name: for each input, [s, n]."""
+
+    counts: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    lost: dict[str, float] = field(default_factory=dict)
+
+    def add(self, choice: str, counts: np.ndarray, lost: np.ndarray) -> None:
+        """Adds those of some more inputs."""
+        self.counts.setdefault(choice, []).append(counts)
+        self.lost[choice] = self.lost.get(choice, 0.0) + float(lost.sum())
+
+    def of(self, choice: str) -> np.ndarray:
+        """Returns how often each input chose each expert of a layer, [s, n]."""
+        return np.concatenate(self.counts[choice])
+
+    def record(self) -> dict[str, Any]:
+        """Returns their entry in a manifest.
+
+        `counts` [n] are those of all inputs, and `spread` [n] the standard deviation of what single
+        inputs add to the share of each expert (`deviations`).
+        """
+        layers: dict[str, Any] = {}
+        for choice in self.counts:
+            counts = self.of(choice).sum(axis=0)
+            whole = np.array_equal(counts, counts.round())
+            listed = [int(n) if whole else round(float(n), 4) for n in counts]
+            spread = np.sqrt((deviations(self.of(choice)) ** 2).mean(axis=0))
+            layers[choice] = {
+                "inputs": len(self.of(choice)),
+                "counts": listed,
+                "spread": [round(float(each), 5) for each in spread],
+            }
+            if self.lost[choice]:
+                layers[choice]["dropped"] = int(self.lost[choice])
+        return {"layers": layers}
+
+
+def choices_of(
+    session: Session,
+    manifest: Manifest,
+    graph: GraphRecord,
+    batches: Iterable[Fields],
+    k: int | None,
+) -> Choices:
+    """Runs a graph that shows its choices on some inputs, and returns its choices.
+
+    `k` is the number of experts where that is an input.
+    """
+    experts = {layer.name: layer.experts for layer in manifest.layers}
+    found = Choices()
+    for x in batches:
+        rows = len(next(iter(x.values())))
+        values = session.run(x, k)
+        for choice, value in graph.selected.items():
+            counted = by_input(values[value], rows, experts.get(choice, 0), x)
+            if counted is not None:
+                found.add(choice, *counted)
+    return found
+
+
+def chosen_k(manifest: Manifest, expected: Reference) -> int | None:
+    """Returns the k with which choices are counted where it is an input: that of the comparison."""
+    return expected.main_k if manifest.k == "input" else None
+
+
+def recorded_histograms(answers: Mapping[str, Any]) -> dict[str, ChoiceHistogram] | None:
+    """Returns the histograms of a manifest, by choice.
+
+    None if an export kept none. Raises `BundleError` for invalid ones.
+    """
+    if CHOICES not in answers:
+        return None
+    try:
+        found = {
+            choice: ChoiceHistogram(
+                int(layer["inputs"]),
+                np.array(layer["counts"], np.float64),
+                np.array(layer["spread"], np.float64),
+            )
+            for choice, layer in answers[CHOICES]["layers"].items()
+        }
+        right = all(map(_is_histogram, found.values()))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        right = False
+    if not right:
+        raise BundleError(
+            f"manifest.json: its '{CHOICES}' are no histogram", hint="export the bundle again"
+        )
+    return found
+
+
+def _is_histogram(one: ChoiceHistogram) -> bool:
+    same = one.counts.ndim == 1 and one.counts.shape == one.spread.shape
+    positive = same and bool((one.counts >= 0).all() and (one.spread >= 0).all())
+    return one.inputs > 0 and positive and bool(0 < one.counts.sum() < np.inf)

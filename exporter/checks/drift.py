@@ -1,0 +1,175 @@
+"""Whether new inputs choose other experts than those of the export: a distance, and its interval.
+
+The distance of two histograms p and q is Σ|p − q| / 2: the share of the choices that would have to
+be of other experts. Chance alone makes it larger than 0, the more experts there are. So the noise
+is simulated, from how much single inputs differ: tokens of one input are no independent draws. The
+interval holds the distances λ·|p − q| at which the noise explains the observation, and the distance
+is the one at which it does so in the middle: 0 if chance explains all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from ...data.batches import Fields
+from ..bundle.manifest import Check, Manifest
+from ..bundle.parity import FEW, Reference
+from ..session import Session
+from .choices import ChoiceHistogram, choices_of, chosen_k, deviations, recorded_histograms
+
+LEVEL = 0.99
+"""Of the intervals of all layers together: one bundle in a hundred is wrongly found to drift."""
+
+LEAST = 8
+"""With fewer inputs, their spread is unknown."""
+
+DRAWS = 500
+
+NAME = "routing of --data"
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How far the choices of a layer have moved: a share of them, with the ends of its interval."""
+
+    layer: str
+    distance: float
+    low: float
+    high: float
+
+    @property
+    def drifted(self) -> bool:
+        """Whether chance does not explain it."""
+        return self.low > 0
+
+    @property
+    def text(self) -> str:
+        """In words: `12.3% [10.1%, 14.6%]`."""
+        return f"{self.distance:.1%} [{self.low:.1%}, {self.high:.1%}]"
+
+
+@dataclass(frozen=True, slots=True)
+class DriftCheck(Check):
+    """The findings of `verify` on the choices of new inputs; `drift` is empty if unknown."""
+
+    drift: tuple[Drift, ...] = ()
+
+
+def drift_of(layer: str, before: ChoiceHistogram, now: np.ndarray, level: float = LEVEL) -> Drift:
+    """Returns how far the choices of a layer have moved.
+
+    `now` [s, n] are the counts of each new input.
+    """
+    totals = now.sum(axis=1)
+    moved = now.sum(axis=0) / totals.sum() - before.counts / before.counts.sum()
+    seen = float(np.abs(moved).sum()) / 2
+    noise = _noise(before, now)
+
+    def quantile(times: float, z: float) -> float:
+        """A quantile of the observed distances if the true difference is a multiple of this one."""
+        # Wilson and Hilferty: the cube root of a sum of squares is nearly normal.
+        powers = (np.abs(times * moved + noise).sum(axis=1) / 2) ** (2 / 3)
+        return math.pow(max(0.0, float(powers.mean() + z * powers.std())), 1.5)
+
+    def true(z: float) -> float:
+        return seen * _where(lambda times: quantile(times, z) - seen) if seen else 0.0
+
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    high = true(-z) if seen else quantile(0.0, z)
+    return Drift(layer, true(0.0), true(z), min(1.0, high))
+
+
+def _noise(before: ChoiceHistogram, now: np.ndarray) -> np.ndarray:
+    """Draws of the difference of two histograms of one distribution, [draws, n]."""
+    count, random = len(now), np.random.default_rng(0)
+    own = deviations(now)
+    noise: np.ndarray = random.standard_normal((DRAWS, count)) @ own / np.sqrt(count - 1)
+    # Experts that new inputs choose less evenly than they do, by chance, vary as they did before.
+    variance = (own**2).sum(axis=0) / (count - 1)
+    both = (before.inputs * before.spread**2 + count * variance) / (before.inputs + count)
+    more = np.sqrt(np.maximum(0.0, both - variance))
+    noise += more * random.standard_normal(noise.shape)
+    # Shorter inputs before vary more.
+    longer = max(1.0, float(now.sum() / count * before.inputs / before.counts.sum()))
+    noise *= np.sqrt(longer / before.inputs + 1 / count)
+    # As in a t-test: of few inputs their variance is not known well.
+    noise *= np.sqrt((count - 1) / random.chisquare(count - 1, (DRAWS, 1)))
+    return noise
+
+
+def _where(rises: Callable[[float], float]) -> float:
+    """Where a function that rises from λ = 0 reaches 0; 0 if it begins above."""
+    if rises(0.0) >= 0:
+        return 0.0
+    low, high = 0.0, 1.0
+    while rises(high) < 0:
+        low, high = high, 2 * high
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rises(middle) < 0 else (low, middle)
+    return high
+
+
+def drift_checks(
+    manifest: Manifest,
+    opened: Callable[[Mapping[str, int]], Session],
+    batches: Iterable[Fields],
+    expected: Reference | None,
+) -> Iterator[Check]:
+    """Yields whether new inputs choose other experts than those of the export.
+
+    `opened` returns the main graph with further values as outputs. Nothing is yielded
+    of a bundle that keeps no histogram.
+    """
+    before = recorded_histograms(manifest.answers)
+    if not before or expected is None:
+        return
+    graph = manifest.graphs[0]
+    session = opened(expected.observed(graph.selected))
+    k = chosen_k(manifest, expected)
+    found = choices_of(session, manifest, graph, batches, k)
+    now = {choice: found.of(choice) for choice in before if choice in found.counts}
+    count = max((len(counts) for counts in now.values()), default=0)
+    fewest = min(one.inputs for one in before.values())
+    if count < LEAST or fewest < LEAST:
+        whose = f"{count} inputs" if count < LEAST else f"the {fewest} inputs of the export"
+        said = f"{whose} are too few to tell whether routing has drifted"
+        export = "" if count < LEAST else "export with --data of more: "
+        yield DriftCheck(NAME, True, said, f"{export}{LEAST} or more are needed")
+        return
+    level = 1 - (1 - LEVEL) / len(now)  # Bonferroni
+    drift = tuple(
+        drift_of(choice, before[choice], counts, level)
+        for choice, counts in now.items()
+        if counts.sum() > 0 and len(before[choice].counts) == counts.shape[1]
+    )
+    at_k = "" if k is None else f", with k = {k}"
+    yield _told(drift, count, max(one.inputs for one in before.values()), at_k)
+
+
+def _told(drift: tuple[Drift, ...], now: int, before: int, at_k: str) -> DriftCheck:
+    drifted = sorted((one for one in drift if one.drifted), key=lambda one: -one.distance)
+    compared = (
+        f"{now:,} inputs compared with the {before:,} of the export{at_k}, intervals of {LEVEL:.0%}"
+    )
+    if not drifted:
+        furthest = max(drift, key=lambda one: (one.distance, one.high))
+        said = f"no drift: {furthest.text} of the choices changed"
+        if len(drift) > 1:
+            said += f" in layer {furthest.layer}, the furthest of {len(drift)}"
+        return DriftCheck(NAME, True, f"{said} ({compared})", drift=drift)
+    where = ", ".join(f"{one.text} in layer {one.layer}" for one in drifted[:FEW])
+    more = len(drifted) - FEW
+    where += f", and less in {more} more" if more > 0 else ""
+    return DriftCheck(
+        NAME,
+        True,
+        f"DRIFTED: other experts are chosen than in the export, {where} ({compared})",
+        "measure the accuracy on new labels, or export again with --data like these inputs",
+        drift,
+    )

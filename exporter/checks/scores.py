@@ -1,0 +1,161 @@
+"""An export's findings on its data: accuracies on labels, and how often experts are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ...common.console import Progress
+from ...data.batches import Fields
+from ..bundle.manifest import GraphRecord, Manifest
+from ..bundle.parity import PARITY_FILE, Reference, chunks
+from ..bundle.verify import checking_session
+from ..job import ExportJob
+from ..reference import Network, compared_inputs, kept_experts, pages_given_back, pytorch_bounds
+from .accuracy import Score, graph_score, labelled_parts
+from .answers import Answers, answers_of, what_pytorch_is
+from .choices import CHOICES, Choices, choices_of, chosen_k
+
+BATCH = 16
+
+
+def job_answers(job: ExportJob) -> Answers | None:
+    """Returns the untouched model's results on a job's data; None if nothing is compared.
+
+    Raises what `answers_of` raises.
+    """
+    options = job.options
+    if options.data is None or not options.verify:
+        return None
+    return answers_of(
+        job.model,
+        options.data,
+        count=options.samples_to_verify,
+        batch=job.whole_batch,
+        fixed=job.fixed,
+        bounds=pytorch_bounds(options),
+        asked=options.precision == "fp32" and (options.atol, options.rtol) != (None, None),
+    )
+
+
+def with_scores(
+    job: ExportJob,
+    manifest: Manifest,
+    directory: Path,
+    answers: Answers | None,
+    progress: Progress,
+) -> Manifest:
+    """Returns a manifest with the accuracies of what lies in a folder, and sentences on them.
+
+    Also with how often the main graph chooses each expert for the inputs that were compared.
+    """
+    if answers is not None:
+        manifest = _with_accuracies(job, manifest, directory, answers, progress)
+    if not job.options.verify or not manifest.graphs[0].selected:
+        return manifest  # where all experts are kept nothing is chosen
+    progress.step("counting how often each expert is chosen", unit="inputs")
+    found = _counted(job, manifest, directory, progress)
+    if not found.counts:
+        return manifest
+    return replace(manifest, answers={**manifest.answers, CHOICES: found.record()})
+
+
+def _counted(job: ExportJob, manifest: Manifest, directory: Path, progress: Progress) -> Choices:
+    """The main graph's choices for the inputs of the comparison, as `verify` counts it."""
+    graph = manifest.graphs[0]
+    expected = Reference.load(directory / PARITY_FILE)
+    observe = expected.observed(graph.selected)
+    session = checking_session(directory / graph.file, job.options.target, observe=observe)
+
+    def batches() -> Iterator[Fields]:
+        for x in compared_inputs(job):
+            yield from chunks(x, job.checked_batch)
+            progress.advance(len(x[job.model.input.name]))
+
+    return choices_of(session, manifest, graph, batches(), chosen_k(manifest, expected))
+
+
+def _with_accuracies(
+    job: ExportJob, manifest: Manifest, directory: Path, answers: Answers, progress: Progress
+) -> Manifest:
+    """The manifest with the accuracies on labels, and how far PyTorch is from the user's model."""
+    record, notes = answers.record(), [*answers.notes]
+    if answers.accuracy is not None:
+        progress.step("measuring the accuracy")
+        graphs = {
+            graph.file: _graph_score(job, graph, directory, answers.labelled)
+            for graph in manifest.graphs
+        }
+        kept = _kept_score(job, answers.labelled)
+        known = {file: one for file, one in graphs.items() if one is not None}
+        record["graphs"] = {f: {"right": one.right, "of": one.of} for f, one in known.items()}
+        if kept is not None:
+            record["pytorch_at_k"] = {"right": kept.right, "of": kept.of}
+        notes.append(_accuracies(job, answers, kept, known))
+    notes += what_pytorch_is(answers, job.model)
+    return replace(manifest, answers=record, notes=[*manifest.notes, *notes])
+
+
+def _accuracies(
+    job: ExportJob, answers: Answers, kept: Score | None, graphs: Mapping[str, Score]
+) -> str:
+    assert answers.accuracy is not None, "there are labels"
+    parts = [f"PyTorch {answers.accuracy.text}"]
+    if answers.own_accuracy is not None:
+        parts.insert(0, f"your own outputs {answers.own_accuracy.text}")
+    if kept is not None:
+        parts.append(f"PyTorch as exported {kept.text}")
+    k = _shared_k(job)
+    at_k = "" if k is None else f" with k = {k}"
+    parts += [f"{file}{at_k} {one.text}" for file, one in graphs.items()]
+    options = job.options
+    ranged = job.needs_ranges and options.data is not None and options.calibration is None
+    same = (
+        "; the ranges come from the same inputs: give a --calibration of others" if ranged else ""
+    )
+    return f"accuracy on labelled inputs: {', '.join(parts)}{same}"
+
+
+def _shared_k(job: ExportJob) -> int | None:
+    """The k that graphs are scored with which take it: the largest that all layers have."""
+    return job.fewest_experts if None in job.k.values() else None
+
+
+def _graph_score(
+    job: ExportJob, graph: GraphRecord, directory: Path, labelled: int
+) -> Score | None:
+    session = checking_session(directory / graph.file, job.options.target)
+    k = _shared_k(job)
+
+    def run(x: Fields) -> Sequence[np.ndarray]:
+        values = session.run(x, k)
+        return [values[name] for name in session.output_names]
+
+    return graph_score(run, _parts(job), labelled)
+
+
+def _kept_score(job: ExportJob, labelled: int) -> Score | None:
+    """PyTorch's accuracy with the experts and edits of the export, where those are others."""
+    kept = kept_experts(job, _shared_k(job))
+    trained = {name: layer.spec.trained_k for name, layer in job.model.layers.items()}
+    if kept == trained and not job.options.renormalize and job.model.as_trained is None:
+        return None
+
+    def run(x: Fields) -> Sequence[np.ndarray]:
+        network = Network(job.model, job.model.module, kept, renormalize=job.options.renormalize)
+        with pages_given_back(job.model):
+            return network.computed(x).outputs
+
+    return graph_score(run, _parts(job), labelled)
+
+
+def _parts(job: ExportJob) -> Iterator[Fields]:
+    """The labelled inputs of a job's data, in batches that its graphs take."""
+    data = job.options.data
+    assert data is not None, "there are labels"
+    of = job.whole_batch or 1
+    size = of * max(1, min(BATCH, job.largest_batch) // of)
+    return labelled_parts(job.model, data, job.options.samples_to_verify, size, job.fixed)

@@ -1,0 +1,52 @@
+"""The door for what shares work out to other machines, where options of a plugin ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common.option import Request
+from ..common.registry import Registry
+
+if TYPE_CHECKING:
+    from ..calibration.table import CalibrationTable
+    from .requests import AnyPath, CalibrateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """Nodes that calibrate, measure and evaluate.
+
+    `asked` returns whether a request's options ask for them (`Request.asked`); it raises
+    `UsageError` for contradictory ones. `calibrate` and `bench` do what the calls of their
+    names do, of models and data by path. `earlier` reads the results in a folder that `bench`
+    wrote, by kind of node; `shown` is their table; `compared` returns what changed since then, and
+    an error where a row is slower by a share. `evaluating` yields what evaluates the graphs of a
+    search. The request and the results of a benchmark are those of `bench`.
+    """
+
+    name: str
+    asked: Callable[[Request], bool]
+    calibrate: Callable[[object, object, CalibrateRequest], CalibrationTable]
+    bench: Callable[[Sequence[AnyPath], Any], dict[str, Any]]
+    earlier: Callable[..., Mapping[str, Any]]
+    shown: Callable[[Mapping[str, Any], Path, Any], str]
+    compared: Callable[
+        [Mapping[str, Any], Mapping[str, Any], float | None],
+        tuple[list[str], Exception | None],
+    ]
+    evaluating: Callable[[Request], AbstractContextManager[Any]]
+
+
+EXECUTORS = Registry("moexport.executors", Executor)
+"""All are plugins'."""
+
+
+def executor_of(request: Request) -> Executor | None:
+    """Returns the executor that a request's options ask for; None for this machine."""
+    if not request.further:
+        return None
+    return next((each for each in EXECUTORS if each.asked(request)), None)

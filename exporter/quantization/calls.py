@@ -1,0 +1,63 @@
+"""The calls `calibrate` and `sensitivity`: ranges of a model's tensors, and the effect of INT8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...calibration.table import CalibrationTable
+from ...common.option import takes
+from ...data.batches import Feed
+from ...graphs.k import parse_k
+from ..checkpoints.load import AnyModel, model_of
+from ..checks.answers import check_own_outputs
+from ..executors import executor_of
+from ..job import calibration_job
+from ..requests import CalibrateRequest, LoadRequest, SensitivityRequest
+from .accuracy_search import LayerSensitivity, rank
+from .calibrate import calibrate_to, find_ranges
+
+
+@takes(CalibrateRequest)
+def calibrate(model: AnyModel, data: Feed, options: CalibrateRequest) -> CalibrationTable:
+    """Returns the ranges of a model's tensors over inputs; save them with `.write(path)`.
+
+    `model` is a loaded model, a function that loads it, or an argument of `load`; `data` are its
+    inputs, as in `export`. With `ray`, nodes of a cluster share the inputs: every node must have
+    moexport, and read model and data by the same paths or URLs.
+
+    Raises:
+        UsageError: an option is invalid.
+        FeedError: the inputs do not fit the model.
+        CalibrationError: a tensor's values give no range, or the table at `out` is of another
+            origin.
+        ClusterError: the cluster cannot be reached, lacks the resource, or loses its nodes.
+    """
+    executor = executor_of(options)
+    if executor is not None:
+        return executor.calibrate(model, data, options)
+    loaded = model_of(model, options.loading, data)
+    check_own_outputs(loaded, data)
+    job = calibration_job(loaded, data, options)
+    if options.out is not None:
+        return calibrate_to(Path(options.out), job, force=options.force, progress=options.progress)
+    place = None if options.workspace is None else Path(options.workspace)
+    return find_ranges(job, workspace=place, progress=options.progress)
+
+
+@takes(SensitivityRequest)
+def sensitivity(
+    model: AnyModel, table: CalibrationTable, data: Feed, options: SensitivityRequest
+) -> tuple[LayerSensitivity, ...]:
+    """Returns the effect of INT8 on each MoE layer alone, on a CPU, the most sensitive first.
+
+    `table` is the result of `calibrate` for the model, and `data` are its inputs, as in `export`.
+    """
+    return rank(
+        model_of(model, LoadRequest(progress=options.progress), data),
+        parse_k(options.k),
+        table,
+        data,
+        options.samples,
+        renormalize=options.renormalize,
+        progress=options.progress,
+    )

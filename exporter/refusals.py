@@ -1,0 +1,547 @@
+"""The checks of an export before it starts: one table, in the order in which they run.
+
+A check yields invalid or impossible requests before any work begins. Its stage is
+what it needs: the options alone, with what the target takes, this machine, the model as it is
+loaded, or the export as it is resolved for that model (`job.ExportJob`).
+
+Elsewhere are only refusals that belong to something else:
+
+- parsers refuse what does not parse (`options.parse_k`, `sizes.parse_range`), and the first check
+  asks them; `options.resolve_k` refuses a k that no layer has, since it makes each layer's k;
+- records of other calls refuse their own values when they are made (`requests`, `__post_init__`);
+  those of an export cannot, because plugins change them first;
+- a plugin's step has its own checks (`bundle.steps.Step`);
+- `job.check_table` compares a table of ranges with two models, by hashes of all their weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from ..common.option import Mistake, declared, misfits, refuse
+from ..common.registry import left_out
+from ..common.text import near_miss
+from ..errors import FeedError, LoweringError
+from ..graphs.sizes import DEFAULT_BATCH, DEFAULT_TOKENS
+from ..graphs.targets import CPU_PROVIDER, TARGETS, Precision
+from .bundle.steps import STEPS, asked
+from .options import (
+    BLOCKED_OPSET,
+    CALIBRATED,
+    CHOOSERS,
+    MAX_OPSET,
+    MIN_OPSET,
+    TUNE,
+    WEIGHT_BITS,
+    ExportOptions,
+)
+
+if TYPE_CHECKING:
+    from ..graphs.layers.base import MoESpec
+    from ..graphs.lowerings.base import AnyPlan
+    from .model import Model
+
+NO_FACTORS = "its weight tensor is held whole, and integer products are those of factors"
+
+NO_EXPERTS = "it has no matrices of experts, which are what is written in blocks"
+
+_TOKEN_AXES = frozenset({"tokens", "height", "width"})
+"""Axes that `--tokens` sets: for an image it is the number of pixels."""
+
+
+class Resolved(Protocol):
+    """The input of a check of an export that is resolved for its model (`job.ExportJob`)."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def options(self) -> ExportOptions: ...
+    @property
+    def k(self) -> Mapping[str, int | None]: ...
+    @property
+    def needs_ranges(self) -> bool: ...
+    @property
+    def calibrates(self) -> bool: ...
+    def layer(self, name: str, tokens: int, *, fixed: bool = False) -> AnyPlan: ...
+
+
+Stage = Literal["options", "target", "machine", "model", "export"]
+
+BEFORE_LOADING: tuple[Stage, ...] = ("options", "target", "machine")
+"""The stages that need no model."""
+
+
+def with_plugins(options: ExportOptions) -> ExportOptions:
+    """Returns the options of an export as the asked steps of plugins change them, and checks both.
+
+    Raises `UsageError` for contradictory options.
+    """
+    for step in STEPS if options.further else ():
+        step.refuses(options)
+    check("options", options)
+    steps = asked(options)
+    for step in steps:
+        options = step.change(options)
+    for step in steps:
+        refuse(step.check(options, None))
+    return options
+
+
+def check_without_model(options: ExportOptions) -> None:
+    """Raises what keeps an export from being done whatever its model; imports no PyTorch."""
+    for stage in BEFORE_LOADING:
+        check(stage, options)
+
+
+def check(stage: Stage, *of: Any) -> None:
+    """Raises the first mistake of a stage, whose checks are called with what they need."""
+    for needs, found in CHECKS:
+        if needs == stage:
+            refuse(found(*of))
+
+
+def values(options: ExportOptions) -> Iterator[Mistake]:
+    """Values of another type, or that do not parse, or that are unknown."""
+    yield from misfits(
+        ExportOptions, {name: getattr(options, name) for name in declared(ExportOptions)}
+    )
+    _ = options.kept, options.lowerings, options.batches, options.token_counts
+
+
+def known_target(options: ExportOptions) -> Iterator[Mistake]:
+    """A target that no installed package has."""
+    if options.target not in TARGETS:
+        yield (
+            f"--target {options.target}: unknown target",
+            near_miss(options.target, TARGETS.names) + left_out(),
+        )
+
+
+def integers(options: ExportOptions) -> Iterator[Mistake]:
+    """Options of integers with a precision that has none, and values that they cannot have."""
+    share = options.min_retention
+    if options.weight_bits not in (None, *WEIGHT_BITS):
+        yield (
+            f"--weight-bits {options.weight_bits}: INT8 weights have 7 or 8 bits",
+            "leave it out: the target's usual one is exact on every machine",
+        )
+    if share is not None and not 0 < share <= 1:
+        yield (
+            f"--min-retention {share:g}: a share above 0 and up to 1",
+            "--min-retention 0.99 keeps 99% of the accuracy of FP32 at the same k",
+        )
+    changed = {
+        "--quantize": options.quantize != "experts",
+        "--rest": options.rest is not None,
+        "--weight-bits": options.weight_bits is not None,
+        "--min-retention": share is not None,
+    }
+    if options.keep_floating and not options.integers:
+        yield (
+            f"keep_floating: with --precision {options.precision} every layer is in floating point",
+            "leave keep_floating out, or add --precision int8",
+        )
+    for option, is_set in changed.items():
+        both = {"--quantize": "int4", "--rest": "fp8"}
+        of_both = options.precision == both.get(option)
+        if is_set and options.precision != "int8" and not of_both:
+            yield _not_int8(option, options.precision)
+
+
+def _not_int8(option: str, precision: Precision) -> Mistake:
+    return (
+        f"{option} belongs to --precision int8, not to {precision}",
+        f"add --precision int8, or leave {option} out",
+    )
+
+
+def graph(options: ExportOptions) -> Iterator[Mistake]:
+    """An opset or lowerings that cannot be, or not together with the rest."""
+    names, opset, target = options.lowerings, options.least_opset, TARGETS[options.target]
+    if not MIN_OPSET <= opset <= MAX_OPSET:
+        yield (
+            f"--opset {opset}: opsets {MIN_OPSET} to {MAX_OPSET} are supported",
+            "20 is the first with a whole Gelu; leave it unless a runtime needs another",
+        )
+    if len(set(names)) < len(names):
+        yield f"--lowering {','.join(names)}: a name is repeated", "name each lowering once"
+    if MIN_OPSET <= opset < options.needed_opset:
+        yield (
+            f"--precision int4 for --target {options.target}: ONNX has weights in blocks from "
+            f"opset {BLOCKED_OPSET} on, and the graph is to have opset {opset}",
+            f"leave --opset out: {BLOCKED_OPSET} is taken then; or take --target ort-cpu",
+        )
+    if TUNE in names and target.compiled:
+        yield (
+            f"--lowering tune for --target {options.target}: it times graphs in ONNX Runtime, and "
+            "this target runs engines",
+            "use auto, or name lowerings (--lowering gather,conditional) and compare "
+            "their engines on the machine with the GPU: `moexport bench BUNDLE`",
+        )
+    if TUNE in names and options.precision == "bf16" and target.provider == CPU_PROVIDER:
+        yield (
+            "--lowering tune: ONNX Runtime's CPU provider has no BF16 kernels to time",
+            "use auto, or another --precision",
+        )
+    if options.kept == "input" and options.min_retention is not None:
+        yield (
+            "--min-retention with --k input: retention needs one k, and this graph accepts any",
+            "give the k that will be used, or leave --min-retention out",
+        )
+
+
+def comparison(options: ExportOptions) -> Iterator[Mistake]:
+    """Options of the comparison without a comparison, and invalid bounds."""
+    samples, atol, rtol = options.verify_samples, options.atol, options.rtol
+    if samples is not None and samples < 1:
+        yield f"--verify-samples {samples}: at least 1", "--no-verify compares nothing"
+    if options.threads is not None and options.threads < 1:
+        yield (
+            f"--threads {options.threads}: at least 1",
+            "leave it out: the best number is found by measuring",
+        )
+    for option, value in {"--atol": atol, "--rtol": rtol, "--verify-samples": samples}.items():
+        if value is not None and not options.verify:
+            yield (
+                f"{option} {value} with --no-verify: nothing will be compared",
+                "leave one of them out",
+            )
+    for option, bound in {"--atol": atol, "--rtol": rtol}.items():
+        if bound is not None and not 0 <= bound < math.inf:
+            yield (
+                f"{option} {bound:g}: bounds are finite and not negative",
+                "--rtol 1e-4 allows a difference of 1e-4 of max|y|; --no-verify any",
+            )
+
+
+def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
+    """Raises an error for number types that a target does not support."""
+    name, target, floats = options.precision, TARGETS[options.target], options.float_name
+
+    def problem(option: str, reason: str, hint: str) -> Mistake:
+        return f"{option} for --target {options.target}: {reason}", hint
+
+    if name in target.refused:
+        yield problem(f"--precision {name}", *target.refused[name])
+    if options.integers and target.weight_only and options.rest not in (None, target.rest):
+        reason = f"integer weights are multiplied in {target.rest.upper()} there"
+        yield problem(f"--rest {options.rest}", reason, "leave --rest out")
+    if options.integers and not (target.compiled or target.weight_only):
+        if options.rest not in (None, "fp32"):
+            reason = "integer products give FP32 on a CPU"
+            yield problem(f"--rest {options.rest}", reason, "leave --rest out")
+        if options.io_precision != "fp32":
+            option = f"--io-precision {options.io_precision}"
+            reason = "the graph around the integer products is FP32"
+            yield problem(option, reason, "leave --io-precision out")
+    if options.weight_bits == WEIGHT_BITS[0] and (target.compiled or target.weight_only):
+        reason = "its INT8 products are exact with all 8 bits"
+        yield problem("--weight-bits 7", reason, "leave --weight-bits out")
+    if options.io_precision not in ("fp32", floats):
+        yield problem(
+            f"--io-precision {options.io_precision}",
+            f"the graph computes in {floats}",
+            "leave --io-precision out"
+            if floats == "fp32"
+            else f"use --io-precision fp32 or {floats}",
+        )
+
+
+def inputs(options: ExportOptions) -> Iterator[Mistake]:
+    """Options that read inputs or ranges although there are none, or that have no use."""
+    table = options.calibration
+    there = f" for --target {options.target}" if options.precision == "int8" else ""
+    no_ranges = f"--precision {options.precision}{there} needs no ranges"
+    if options.method is not None and options.in_blocks and there:
+        yield f"--method {options.method}: {no_ranges}", "leave --method out"
+    elif options.method is not None and not options.ranged:
+        yield _not_int8("--method", options.precision)
+    if options.method is not None and table is not None:
+        where = table if isinstance(table, str | Path) else "that was given"
+        yield (
+            f"--method {options.method}: the ranges are those of the table {where}",
+            "leave --method out, or make another table with `moexport calibrate --method`",
+        )
+    if table is not None and (options.precision not in CALIBRATED or options.in_blocks):
+        yield (
+            f"--calibration: {no_ranges}",
+            "leave --calibration out, or add --precision int8 or fp16",
+        )
+    if options.data is not None:
+        return
+    if options.ranged and options.quant_format == "qdq" and table is None:  # whatever the layers
+        yield no_ranges_found(options.precision)
+    if options.min_retention is not None:
+        yield (
+            f"--min-retention {options.min_retention:g}: it is measured on real inputs, and "
+            "there are none",
+            "give a feed with --data, with labels where there are any",
+        )
+    if options.verify_samples is not None:
+        yield (
+            f"--verify-samples {options.verify_samples}: it counts inputs of a feed, and there is "
+            "none",
+            "give a feed with --data; without one a few random inputs are compared",
+        )
+
+
+def no_ranges_found(precision: Precision) -> Mistake:
+    """Returns the error for integers without ranges."""
+    return (
+        f"--precision {precision}: its ranges need real inputs",
+        "give a feed with --data, or a table with --calibration",
+    )
+
+
+def unread_data(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+    """Inputs that nothing reads; a network of the user's own is tried on them when it is loaded."""
+    if options.data is not None and not options.reads and not model.host.own_code:
+        yield (
+            "--data: nothing is calibrated and --no-verify compares nothing",
+            "leave --data or --no-verify out",
+        )
+
+
+def linear_layers(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+    """`--quantize all` of a model that has no linear layers besides its experts."""
+    inside = {id(parameter) for layer in model.layers.values() for parameter in layer.parameters()}
+    beside = any(id(parameter) not in inside for parameter in model.module.parameters())
+    if options.quantize == "all" and not beside:
+        yield (
+            "--quantize all: the model has no linear layers outside its MoE layers",
+            "leave --quantize out",
+        )
+
+
+def inputs_of_engines(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+    """An engine of a model with several inputs."""
+    if TARGETS[options.target].compiled and len(model.inputs) > 1:
+        yield (
+            f"--target {options.target}: engines are built of graphs with one input, and this "
+            f"model has {len(model.inputs)}",
+            "use --target ort-cuda for a GPU, or ort-cpu",
+        )
+
+
+def routing(job: Resolved) -> Iterator[Mistake]:
+    """`--expose-routing` if no layer chooses."""
+    shown = job.options.shown_routing
+    specs = {n: layer.spec for n, layer in job.model.layers.items() if layer.spec.levels}
+    if shown == "chosen":
+        specs = {n: s for n, s in specs.items() if s.rewritable or s.drops or job.k[n] != s.experts}
+    if shown is not None and not specs:
+        more = ", choose a k below n, or use --expose-routing=scores" if shown == "chosen" else ""
+        yield (
+            "--expose-routing: every layer computes all of its experts, so there is no routing "
+            "to expose",
+            f"leave --expose-routing out{more}",
+        )
+
+
+def named_layers(job: Resolved) -> Iterator[Mistake]:
+    """Options that name layers, of which the model has none of that name."""
+    options = job.options
+    named = {"keep_floating": options.keep_floating, "layer_lowerings": options.layer_lowerings}
+    for option, names in named.items():
+        for name in names:
+            if name not in job.model.layers:
+                hint = near_miss(name, job.model.layers)
+                yield f"{option}: no MoE layer is called '{name}'", hint
+
+
+def read_once(options: ExportOptions) -> Iterator[Mistake]:
+    """A feed that can be read once, where the export reads it several times."""
+    if isinstance(options.data, Iterator) and options.reads > 1:
+        yield FeedError(
+            f"--data: the feed is a {type(options.data).__name__}, which can be read once, and "
+            f"this export reads it {options.reads} times",
+            hint="give a list, an array, a file, or an iterable that begins anew each time",
+        )
+
+
+def engine(options: ExportOptions) -> Iterable[Mistake]:
+    """A requested engine that cannot be built here."""
+    from .bundle.runtimes import check_engine  # whose checks load what runs graphs
+
+    check_engine(options.target, options.engine)
+    return ()
+
+
+def computed(options: ExportOptions) -> Iterable[Mistake]:
+    """A precision that this machine does not compute, where graphs are compared."""
+    from .bundle.runtimes import check_computes
+
+    if options.verify:
+        check_computes(options.precision, options.target)
+    return ()
+
+
+def destination(options: ExportOptions) -> Iterable[Mistake]:
+    """A folder that cannot be written, or that is not to be replaced."""
+    from .bundle.destination import check_destination
+
+    if options.destination is not None:
+        check_destination(options.destination, force=options.force)
+    return ()
+
+
+def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+    """A batch that is no multiple of the inputs that the model computes together."""
+    images, batch = model.batch_of, options.batches
+    if batch != DEFAULT_BATCH and any(n % images for n in (batch.min, batch.opt, batch.max)):
+        yield (
+            f"--batch {batch}: the model routes the tokens of {images} inputs together",
+            f"--batch {images}:{images}:{4 * images}, or other multiples of {images}; one "
+            "input is routed by itself with a smaller group_size, or without a capacity_factor",
+        )
+
+
+def retention_of_one_input(model: Model, options: ExportOptions) -> Iterable[Mistake]:
+    """`--min-retention` of a model with several inputs."""
+    from .model import check_one_input  # loads PyTorch
+
+    if options.min_retention is not None:
+        check_one_input(model, "--min-retention")
+    return ()
+
+
+def axes(job: Resolved) -> Iterator[Mistake]:
+    """A number of tokens for a model that has no such axis, and sizes that it does not take."""
+    spec, options = job.model.input, job.options
+    if options.token_counts != DEFAULT_TOKENS and not _TOKEN_AXES.intersection(spec.dynamic_axes):
+        yield (
+            f"--tokens {options.token_counts}: the model has no token axis: its input "
+            f"'{spec.name}' is ({', '.join(map(str, spec.shape))})",
+            "leave --tokens out",
+        )
+    for axis, sizes in (("batch", options.batches), ("tokens", options.token_counts)):
+        # The default range is no wish: a model with fewer positions narrows it.
+        default = axis == "tokens" and sizes == DEFAULT_TOKENS
+        most = spec.limits.get(axis, sizes.max)
+        if sizes.max > most and not default:
+            yield (
+                f"--{axis} {sizes}: the model takes at most {most}",
+                f"--{axis} 1:{most}:{most} covers all that it can take",
+            )
+
+
+def renormalized(job: Resolved) -> Iterator[Mistake]:
+    """`--renormalize` for layers whose coefficients stay as they are."""
+    if job.options.renormalize:
+        specs = {name: layer.spec for name, layer in job.model.layers.items()}
+        yield from not_renormalizable(specs)
+
+
+def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
+    """Yields each layer whose coefficients cannot be renormalised."""
+    from ..graphs.layers.base import a_layer  # loads PyTorch
+
+    for spec in specs.values():
+        if not spec.renormalizable:
+            yield (
+                f"--renormalize: layer {spec.name} is {a_layer(spec.kind)}, whose coefficients "
+                "stay as they are",
+                "leave --renormalize out",
+            )
+
+
+def lowerings(job: Resolved) -> Iterable[Mistake]:
+    """A lowering that does not serve a layer."""
+    from ..graphs.lowerings.choice import check as check_lowering  # loads PyTorch
+
+    options = job.options
+    for name in job.model.layers:
+        plan = job.layer(name, options.token_counts.opt)
+        own = options.layer_lowerings.get(name)
+        for lowering in options.lowerings if own is None else (own[0],):
+            if lowering not in CHOOSERS:
+                check_lowering(lowering, plan, options.target)
+    return ()
+
+
+def stored_integers(job: Resolved) -> Iterator[Mistake]:
+    """A layer whose weights an integer precision does not serve."""
+    from ..graphs.names import operand_of
+
+    options = job.options
+    for name, layer in job.model.layers.items():
+        quantised = options.ranged and name not in options.floating
+        if options.in_blocks and not any(
+            part.name.startswith("experts.") for part in layer.stored()
+        ):
+            other = "fp16" if TARGETS[options.target].weight_only else "int8 or fp32"
+            yield LoweringError(
+                f"layer {name}: --precision {options.precision} does not serve this layer: "
+                f"{NO_EXPERTS}",
+                hint=f"use --precision {other}",
+            )
+        if quantised and not any(operand_of(part.name) for part in layer.stored()):
+            yield LoweringError(
+                f"layer {name}: --precision int8 does not serve this layer: {NO_FACTORS}",
+                hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
+            )
+
+
+def integers_in_blocks(job: Resolved) -> Iterator[Mistake]:
+    """Weights in blocks if no layer would get any: the bundle would be in floats."""
+    from ..graphs.precision.weights import not_in_blocks
+
+    options = job.options
+    if not options.in_blocks or options.quantize == "all":  # other linear layers may get it
+        return
+    problems = {
+        name: not_in_blocks(layer.stored(), options.quant_format)
+        for name, layer in job.model.layers.items()
+        if name not in options.floating
+    }
+    if problems and all(problems.values()):
+        name, problem = next(iter(problems.items()))
+        yield LoweringError(
+            f"--precision {options.precision}: no layer can have it: of layer {name}, {problem}",
+            hint="use --precision fp16"
+            if TARGETS[options.target].weight_only
+            else "use --precision int8, which takes any width",
+        )
+
+
+def real_inputs(job: Resolved) -> Iterable[Mistake]:
+    """Ranges that need inputs, if there are none; and models that are not calibrated."""
+    from .model import check_given_inputs  # loads PyTorch
+
+    options = job.options
+    if job.calibrates:
+        check_given_inputs(job.model, "--quantize all" if options.quantize == "all" else "--data")
+    elif job.needs_ranges and options.data is None and options.calibration is None:
+        yield no_ranges_found(options.precision)
+
+
+CHECKS: tuple[tuple[Stage, Callable[..., Iterable[Mistake]]], ...] = (
+    ("options", values),
+    ("options", integers),
+    ("options", known_target),
+    ("options", graph),
+    ("options", comparison),
+    ("target", numbers_of_target),
+    ("target", inputs),
+    ("target", read_once),
+    ("machine", engine),
+    ("machine", computed),
+    ("machine", destination),
+    ("model", unread_data),
+    ("model", linear_layers),
+    ("model", inputs_of_engines),
+    ("model", groups),
+    ("model", retention_of_one_input),
+    ("export", axes),
+    ("export", routing),
+    ("export", named_layers),
+    ("export", renormalized),
+    ("export", lowerings),
+    ("export", stored_integers),
+    ("export", integers_in_blocks),
+    ("export", real_inputs),
+)
+"""Every check of an export, after the stage that it belongs to."""

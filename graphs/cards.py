@@ -1,0 +1,125 @@
+"""Rates of GPUs for the cost model: from data sheets, or fitted to measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Literal
+
+from .targets import Machine, Precision
+
+STREAMED = 0.85
+"""The share of a GPU's data-sheet bandwidth that large reads and writes reach."""
+
+
+def _card(
+    gigabytes_per_s: float,
+    fp32_tflops: float,
+    fp16_tflops: float,
+    int8_tops: float,
+    *,
+    cache_mib: int,
+    cached: float,
+) -> Mapping[Precision, Machine]:
+    """A GPU from its data sheet, with dense products; the output of a Gather is read from cache.
+
+    The L2 holds `cache_mib` and is `cached` times as fast as the memory. Node times are those of a
+    CUDA graph; an `If` waits for the host.
+    """
+    streamed = gigabytes_per_s * STREAMED * 1e3
+
+    def machine(width: float, tflops: float, copied_width: float) -> Machine:
+        counted = streamed * 4 / width  # bytes of weights are counted as FP32
+        return Machine(
+            bytes_per_us=counted,
+            stacked_bytes_per_us=counted,
+            copy_bytes_per_us=streamed * 4 / copied_width / 2,
+            macs_per_us=tflops * 0.5e6,
+            batched_macs_per_us=tflops * 0.5e6,
+            node_us=1.5,
+            branch_us=15.0,
+            cached=cached,
+            cache_bytes=cache_mib << 20,
+            reads_once=True,
+        )
+
+    half = machine(2, fp16_tflops, 2)
+    return MappingProxyType(
+        {
+            "fp32": machine(4, fp32_tflops, 4),
+            "fp16": half,
+            "bf16": half,
+            # A constant stack is dequantised to FP16 before a Gather, and written in full.
+            "int8": machine(1, int8_tops, 8),
+            # Unpacked to FP16 while they are read.
+            "int4": machine(4.5 / 8, fp16_tflops, 2),
+            "fp8": machine(1, int8_tops, 8),
+        }
+    )
+
+
+GPUS: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
+    {
+        "A100": _card(2039, 19.5, 312, 624, cache_mib=40, cached=2.5),
+        "H100": _card(3350, 67, 989, 1979, cache_mib=50, cached=2.0),
+        "H200": _card(4800, 67, 989, 1979, cache_mib=50, cached=1.5),
+        "Jetson AGX Orin": _card(205, 5.3, 42.5, 85, cache_mib=4, cached=2.0),
+        "L4": _card(300, 30.3, 121, 242, cache_mib=48, cached=5.0),
+        "L40S": _card(864, 91.6, 362, 733, cache_mib=96, cached=5.0),
+        "RTX 4090": _card(1008, 82.6, 165, 661, cache_mib=72, cached=5.0),
+    }
+)
+"""Cards by NVIDIA's data sheets, with guessed costs of nodes, branches and the L2. None of it was
+measured."""
+
+
+def _fitted(
+    card: Mapping[Precision, Machine],
+    *,
+    node_us: float,
+    launch_us: float,
+    branch_us: float,
+    copied: Mapping[Literal["fp32", "fp16"], float],
+    processors: int,
+    processor_bytes_per_us: float,
+) -> Mapping[Precision, Machine]:
+    """A card on which ONNX Runtime was timed: copies and nodes are as measured.
+
+    A node's time is that in a CUDA graph, without the launch. Integer weights are copied as FP16.
+    The other layers of a network evict weights from the L2. The rate of each of the `processors` is
+    from the data sheet, for the path to the L2.
+    """
+    streamed = card["fp32"].bytes_per_us  # where the cost model counts a byte as one
+
+    def machine(name: Precision) -> Machine:
+        sheet = card[name]
+        copy_bytes_per_us = copied["fp32"] if name == "fp32" else copied["fp16"]
+        return replace(
+            sheet,
+            copy_bytes_per_us=copy_bytes_per_us,
+            node_us=node_us,
+            launch_us=launch_us,
+            branch_us=branch_us,
+            cached=1.0,
+            processors=processors,
+            lone_bytes_per_us=processor_bytes_per_us * sheet.bytes_per_us / streamed,
+        )
+
+    return MappingProxyType({name: machine(name) for name in card})
+
+
+FITTED: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
+    {
+        "H100": _fitted(
+            GPUS["H100"],
+            node_us=2.77,
+            launch_us=3.89,
+            branch_us=13.4,
+            copied={"fp32": 0.893e6, "fp16": 1.2e6},
+            processors=132,
+            processor_bytes_per_us=110e3,
+        )
+    }
+)
+"""Rates fitted by `python -m perf cuda` to cards that ran graphs of `ort-cuda`."""

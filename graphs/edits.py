@@ -1,0 +1,410 @@
+"""The edits of an export: changes to its MoE layers, and their form in a manifest.
+
+Experts and outputs are counted from 0, levels from 1, as `inspect` counts them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..errors import BundleError, UsageError
+
+ABLATE, REWRITE, KEEP, MERGE, STEER = "ablate", "rewrite", "keep", "merge", "steer"
+AT_RUN_TIME = "input"
+"""The keyword for strengths that are an input of the graph."""
+
+_KEYS = ("layer", "output", "coefficients", "lambda")
+REWRITTEN = (
+    'the file is a list of {"layer": NAME, "output": INDEX, "coefficients": [[…]], "lambda": λ}, '
+    "with one list of coefficients per level"
+)
+"""The format of a file with rewritten outputs."""
+
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number in an edit."""
+
+
+def _numbered(layer: str, level: int | None, expert: int) -> str:
+    """An expert as `--ablate` and `--steer` spell it: `LAYER:EXPERT` or `LAYER:LEVEL.EXPERT`."""
+    return f"{layer}:{'' if level is None else f'{level}.'}{expert}"
+
+
+def _without_none(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Ablation:
+    """An expert whose contribution is removed; `level` is None in layers with one level."""
+
+    layer: str
+    expert: int
+    level: int | None = None
+
+    @property
+    def option(self) -> str:
+        return f"--ablate {_numbered(self.layer, self.level, self.expert)}"
+
+    @property
+    def text(self) -> str:
+        return f"{ABLATE} {_numbered(self.layer, self.level, self.expert)}"
+
+    def record(self) -> dict[str, Any]:
+        content = {"layer": self.layer, "expert": self.expert, "level": self.level}
+        return {"edit": ABLATE} | _without_none(content)
+
+
+@dataclass(frozen=True, slots=True)
+class AblatedCombination:
+    """One expert of each level of a hierarchy, whose joint contribution is removed."""
+
+    layer: str
+    experts: tuple[int, ...]
+
+    @property
+    def option(self) -> str:
+        return f"--ablate {self._together}"
+
+    @property
+    def text(self) -> str:
+        return f"{ABLATE} {self._together}"
+
+    @property
+    def _together(self) -> str:
+        """The spelling of `--ablate`: `LAYER:EXPERT+EXPERT`."""
+        return f"{self.layer}:{'+'.join(map(str, self.experts))}"
+
+    def record(self) -> dict[str, Any]:
+        return {"edit": ABLATE, "layer": self.layer, "experts": list(self.experts)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """A rewritten output of a muMoE layer: y_o += λ · Π_e(ā_eᵀ·a_e) (Eq. 5).
+
+    `coefficients` are the ā_e [n_e], one vector per level: the mean coefficients over a subgroup of
+    inputs. `strength` is λ.
+    """
+
+    layer: str
+    output: int
+    coefficients: tuple[tuple[float, ...], ...]
+    strength: float
+
+    @property
+    def option(self) -> str:
+        return "--rewrite"
+
+    @property
+    def text(self) -> str:
+        """A description with the output and λ, but not the coefficients."""
+        return f"{REWRITE} {self.layer} output {self.output} += {self.strength:g}·āᵀa"
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "edit": REWRITE,
+            "layer": self.layer,
+            "output": self.output,
+            "lambda": self.strength,
+            "coefficients": [list(mean) for mean in self.coefficients],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class KeptExperts:
+    """The experts of a layer that are kept, in ascending order; the others and their weights go.
+
+    If `constant`, the slots of dropped experts return the `constants` [dropped, p, o], else
+    nothing. The constants are None as read from a manifest or recipe; `Edits.with_substitutes` adds
+    them.
+    """
+
+    layer: str
+    experts: tuple[int, ...]
+    constant: bool = False
+    constants: np.ndarray | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def text(self) -> str:
+        others = ", the others constant" if self.constant else ""
+        return f"{KEEP} {self.layer}:{','.join(map(str, self.experts))}{others}"
+
+    def record(self) -> dict[str, Any]:
+        content = {"edit": KEEP, "layer": self.layer, "experts": list(self.experts)}
+        return content | ({"constant": True} if self.constant else {})
+
+
+@dataclass(frozen=True, slots=True)
+class MergedExperts:
+    """A layer whose experts are merged: a matrix [d + 1, o] for each of its weight tensors.
+
+    The `matrices` are None as read from a manifest or recipe; `Edits.with_substitutes` adds them.
+    """
+
+    layer: str
+    matrices: tuple[np.ndarray, ...] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def text(self) -> str:
+        return f"{MERGE} the experts of {self.layer}"
+
+    def record(self) -> dict[str, Any]:
+        return {"edit": MERGE, "layer": self.layer}
+
+    def key(self, tensor: int) -> str:
+        """The name in a file of the matrix for a weight tensor (counted from 0)."""
+        return f"{self.layer}:{tensor}"
+
+    def of(self, substitutes: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
+        """Returns the layer's matrices from a file; None if it has none."""
+        keys = itertools.takewhile(substitutes.__contains__, map(self.key, itertools.count()))
+        return tuple(substitutes[key] for key in keys) or None
+
+
+@dataclass(frozen=True, slots=True)
+class Steer:
+    """An expert's cluster centre (its column of the gating matrix), added to every token.
+
+    It is multiplied by `strength`, which is None if it is given at run time.
+    """
+
+    layer: str
+    expert: int
+    level: int | None = None
+    strength: float | None = 1.0
+
+    @property
+    def name(self) -> str:
+        """The expert as `--steer` spells it."""
+        return _numbered(self.layer, self.level, self.expert)
+
+    @property
+    def option(self) -> str:
+        """The option without its strength."""
+        return f"--steer {self.name}"
+
+    @property
+    def text(self) -> str:
+        strength = AT_RUN_TIME if self.strength is None else f"{self.strength:g}"
+        return f"{STEER} {self.name}:{strength}"
+
+    def record(self) -> dict[str, Any]:
+        content = {"layer": self.layer, "expert": self.expert, "level": self.level}
+        strength = AT_RUN_TIME if self.strength is None else self.strength
+        return {"edit": STEER} | _without_none(content) | {"strength": strength}
+
+
+Edit = Ablation | AblatedCombination | Rewrite | KeptExperts | MergedExperts | Steer
+
+ORDER = (Ablation, AblatedCombination, Rewrite, KeptExperts, MergedExperts, Steer)
+"""The kinds of edits in the order in which they are listed."""
+
+E = TypeVar("E", Ablation, AblatedCombination, Rewrite, KeptExperts, MergedExperts, Steer)
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """All edits of an export, sorted by kind; false if empty.
+
+    `of` selects the edits of one layer.
+    """
+
+    listed: tuple[Edit, ...] = ()
+    layer: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """Sorts the edits by kind."""
+        in_order = sorted(self.listed, key=lambda edit: ORDER.index(type(edit)))
+        object.__setattr__(self, "listed", tuple(in_order))
+
+    def __bool__(self) -> bool:
+        return bool(self.listed)
+
+    def of(self, layer: str) -> Edits:
+        return replace(self, layer=layer)
+
+    def _only(self, kind: type[E]) -> tuple[E, ...]:
+        own = (edit for edit in self.listed if self.layer in (None, edit.layer))
+        return tuple(edit for edit in own if isinstance(edit, kind))
+
+    @property
+    def ablations(self) -> tuple[Ablation, ...]:
+        """The experts whose contribution is removed.
+
+        With several levels this removes every combination with such an expert.
+        """
+        return self._only(Ablation)
+
+    @property
+    def combinations(self) -> tuple[AblatedCombination, ...]:
+        """The ablated combinations of a hierarchy's experts, one per level."""
+        return tuple(dict.fromkeys(self._only(AblatedCombination)))
+
+    @property
+    def rewrites(self) -> tuple[Rewrite, ...]:
+        return self._only(Rewrite)
+
+    @property
+    def kept(self) -> tuple[KeptExperts, ...]:
+        """The layers that lose some of their experts."""
+        return self._only(KeptExperts)
+
+    @property
+    def merged(self) -> tuple[MergedExperts, ...]:
+        """The layers whose experts are merged."""
+        return self._only(MergedExperts)
+
+    @property
+    def steers(self) -> tuple[Steer, ...]:
+        """The vectors added to the tokens of layers."""
+        return self._only(Steer)
+
+    @property
+    def at_run_time(self) -> tuple[Steer, ...]:
+        """The steerings whose strengths are given per run, in the order of the input `steer`.
+
+        They cover all layers, as that input does.
+        """
+        steers = (edit for edit in self.listed if isinstance(edit, Steer))
+        return tuple(steer for steer in steers if steer.strength is None)
+
+    def ablated_in(self, level: int) -> tuple[int, ...]:
+        """The ablated experts of a level, counted from 0, ascending."""
+        own = (each for each in self.ablations if (each.level or 1) - 1 == level)
+        return tuple(sorted({each.expert for each in own}))
+
+    @property
+    def substitutes(self) -> dict[str, np.ndarray]:
+        """The arrays that replace experts, by their names in a file.
+
+        Dropped experts of a layer have one array [dropped, p, o], merged experts several [d + 1,
+        o].
+        """
+        kept = ((kept_experts.layer, kept_experts.constants) for kept_experts in self.kept)
+        merged = (
+            (merge.key(index), matrix)
+            for merge in self.merged
+            for index, matrix in enumerate(merge.matrices or ())
+        )
+        return {name: array for name, array in (*kept, *merged) if array is not None}
+
+    def with_substitutes(self, substitutes: Mapping[str, np.ndarray]) -> Edits:
+        """Returns the edits with the arrays that replace experts (`substitutes`)."""
+
+        def completed(edit: Edit) -> Edit:
+            if isinstance(edit, KeptExperts) and edit.layer in substitutes:
+                return replace(edit, constant=True, constants=substitutes[edit.layer])
+            if isinstance(edit, MergedExperts):
+                return replace(edit, matrices=edit.of(substitutes))
+            return edit
+
+        edits = replace(self, listed=tuple(map(completed, self.listed)))
+        for name in substitutes.keys() - edits.substitutes.keys():
+            raise UsageError(
+                f"{name}: the array replaces experts, but that layer keeps all",
+                hint="substitutes.safetensors lies next to its recipe, or in its bundle",
+            )
+        return edits
+
+    def texts(self) -> list[str]:
+        return [edit.text for edit in self.listed]
+
+    def records(self) -> list[dict[str, Any]]:
+        """The edits as JSON for a manifest, complete enough to restore them."""
+        return [edit.record() for edit in self.listed]
+
+    @staticmethod
+    def from_records(records: Sequence[Mapping[str, Any]], where: str) -> Edits:
+        """Reads the edits of a manifest; a `BundleError` names `where` and the invalid one."""
+        edits: list[Edit] = []
+        for index, record in enumerate(records):
+            try:
+                edits.append(_read(record))
+            except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
+                raise BundleError(
+                    f"{where}: edit {index} is unknown to this version ({error})",
+                    hint="use the version of moexport that wrote the bundle, or export again",
+                ) from error
+        return Edits(tuple(edits))
+
+
+NO_EDITS = Edits()
+
+
+def _read(record: Mapping[str, Any]) -> Edit:
+    entry = {key: value for key, value in record.items() if key != "edit"}
+    match record["edit"]:
+        case "rewrite":
+            return rewrite_of(entry, "a rewritten output")
+        case "keep":
+            return KeptExperts(**entry | {"experts": tuple(map(int, entry["experts"]))})
+        case "merge":
+            return MergedExperts(**entry)
+        case "steer":
+            late = entry["strength"] == AT_RUN_TIME
+            strength = None if late else _number(entry["strength"], "a strength")
+            return Steer(**entry | {"strength": strength})
+        case _ if "experts" in entry:
+            return AblatedCombination(**entry | {"experts": tuple(map(int, entry["experts"]))})
+        case _:
+            return Ablation(**entry)
+
+
+def rewrite_of(entry: Any, where: str) -> Rewrite:
+    """Returns a rewritten output from a file or manifest; a `UsageError` names `where`."""
+    if not isinstance(entry, Mapping):
+        raise UsageError(f"{where} is a {type(entry).__name__}, not an object", hint=REWRITTEN)
+    for what, keys in (
+        ("lacks", [key for key in _KEYS if key not in entry]),
+        ("has the unknown key", [str(key) for key in entry if key not in _KEYS]),
+    ):
+        if keys:
+            raise UsageError(f"{where} {what} {', '.join(keys)}", hint=REWRITTEN)
+    layer, output = entry["layer"], entry["output"]
+    if not isinstance(layer, str):
+        raise UsageError(f"{where}: layer is {layer!r}, not a name", hint=REWRITTEN)
+    if not isinstance(output, int) or isinstance(output, bool) or output < 0:
+        raise UsageError(
+            f"{where}: output is {output!r}, not an index", hint="outputs are counted from 0"
+        )
+    strength = _number(entry["lambda"], f"{where}: lambda")
+    coefficients = entry["coefficients"]
+    if not isinstance(coefficients, Sequence) or isinstance(coefficients, str) or not coefficients:
+        raise UsageError(f"{where}: coefficients are not lists of numbers", hint=REWRITTEN)
+    nested = any(isinstance(vector, Sequence) for vector in coefficients)
+    # A list without outer brackets belongs to the only level.
+    vectors = coefficients if nested else [coefficients]
+    return Rewrite(
+        layer,
+        output,
+        tuple(
+            _vector(vector, f"{where}: coefficients of level {level}")
+            for level, vector in enumerate(vectors, start=1)
+        ),
+        strength,
+    )
+
+
+def _vector(values: Any, what: str) -> tuple[float, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise UsageError(f"{what} are {values!r}, not a list of numbers", hint=REWRITTEN)
+    return tuple(_number(value, f"{what}, number {i}") for i, value in enumerate(values))
+
+
+def _number(value: Any, what: str) -> float:
+    """A finite float32 number; Python's JSON parser also accepts NaN and Infinity."""
+    is_number: bool = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number:
+        raise UsageError(f"{what} is {value!r}, not a number", hint=REWRITTEN)
+    if not abs(value) <= LARGEST:  # false for NaN, too
+        raise UsageError(
+            f"{what} is {value}, not a number that float32 holds",
+            hint="NaN is the mean over no inputs",
+        )
+    return float(value)

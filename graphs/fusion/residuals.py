@@ -1,0 +1,152 @@
+"""Fuses a residual with the following norm, and a bias with the following GELU.
+
+The fused ops are ONNX Runtime's. On a GPU each small op reads and writes all tokens once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ..builder import Builder
+from ..names import MICROSOFT
+from .kernels import SKIP_RANKS, are_float32
+from .patterns import made, name_of, only_user, orders, put, rename
+
+EPSILON = 1e-5
+"""The default ε of `LayerNormalization`."""
+
+GELUS = {"none": "BiasGelu", "tanh": "FastGelu"}
+"""GELU with a bias, by the approximation."""
+
+
+def fuse_residual(graph: ir.Graph, norm: ir.Node) -> bool:
+    """Fuses a residual, and an operand's bias, into a layer norm; returns whether it matched."""
+    x, gain, *shift = norm.inputs
+    add = made(x, "Add")
+    parts = same_shape(add)
+    if parts is None or add is None or x is None or x.shape is None:
+        return False
+    last = norm.attributes.get_int("axis", -1) in (-1, len(x.shape) - 1)
+    rows = is_row_of(gain, x) and all(value is None or is_row_of(value, x) for value in shift)
+    if not (last and rows and are_float32(x, *parts, gain, *shift)):
+        return False
+    if any(value.uses() or value.is_graph_output() for value in norm.outputs[1:]):
+        return False
+    hidden, bias = [x], None
+    skip, row = parts
+    for one, other in (parts, parts[::-1]):
+        unbiased = _without_bias(one, add)
+        if unbiased is not None:
+            hidden.append(one)
+            skip, (row, bias) = other, unbiased
+            break
+    used = len(list(x.uses())) > 1 or x.is_graph_output()
+    b = Builder(f"{name_of(norm)}/residual")
+    y, *others = b.ops(
+        "SkipLayerNormalization",
+        row,
+        skip,
+        gain,
+        shift[0] if shift else None,
+        bias,
+        names=("normalised", "mean", "inverse", "sum") if used else ("normalised",),
+        domain=MICROSOFT,
+        epsilon=norm.attributes.get_float("epsilon", EPSILON),
+    )
+    graph.opset_imports.setdefault(MICROSOFT, 1)
+    put(graph, b, norm, norm.outputs[0], y, hidden=hidden)
+    if used:
+        *unused, total = others
+        for value in unused:  # the kernel does not return it
+            value.name = ""
+        total.shape, total.type = x.shape, x.type
+        rename(graph, x, total)
+    return True
+
+
+def fuse_bias(graph: ir.Graph, gelu: ir.Node) -> bool:
+    """Fuses the bias before a GELU into it; returns whether it matched."""
+    op = GELUS.get(gelu.attributes.get_string("approximate", "none"))
+    x = gelu.inputs[0]
+    unbiased = None if x is None else _without_bias(x, gelu)
+    if op is None or unbiased is None or not are_float32(*unbiased):
+        return False
+    b = Builder(f"{name_of(gelu)}/bias")
+    y = b.op(op, *unbiased, name="activated", domain=MICROSOFT)
+    graph.opset_imports.setdefault(MICROSOFT, 1)
+    put(graph, b, gelu, gelu.outputs[0], y, hidden=[x])
+    return True
+
+
+def added_before(inputs: Sequence[ir.Value | None]) -> ir.Value | None:
+    """Removes the bias of one product whose parts are queries, keys and values; returns it."""
+    split = made(inputs[0], "Split")
+    if split is None or list(split.outputs) != list(inputs):
+        return None
+    add = made(split.inputs[0], "Add")
+    for product, bias in orders(() if add is None else add.inputs):
+        tensor = None if bias is None else bias.const_value
+        if tensor is not None and len(tensor.shape) == 1 and made(product, "MatMul") is not None:
+            split.replace_input_with(0, product)
+            return bias
+    return None
+
+
+def without_biases(
+    b: Builder, inputs: Sequence[ir.Value | None]
+) -> tuple[list[ir.Value | None], ir.Value | None]:
+    """Queries, keys and values from separate products, without biases, and the joined biases."""
+    taken: list[ir.Value | None] = []
+    biases: list[np.ndarray] = []
+    for value in inputs:
+        assert value is not None and value.shape is not None
+        user = next((node for node, _ in value.uses()), None)
+        unbiased = None if user is None else _without_bias(value, user)
+        tensor = None if unbiased is None else unbiased[1].const_value
+        if unbiased is None or tensor is None:
+            width = value.shape[-1]
+            assert isinstance(width, int)  # the number of heads times their width
+            taken.append(value)
+            biases.append(np.zeros(width, dtype=np.float32))
+        else:
+            taken.append(unbiased[0])
+            biases.append(tensor.numpy())
+    if list(inputs) == taken:
+        return taken, None
+    return taken, b.constant(np.concatenate(biases))
+
+
+def same_shape(add: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
+    """The two operands of an addition, if neither is broadcast."""
+    if add is None:
+        return None
+    x, y = add.inputs
+    total = add.outputs[0].shape
+    if x is None or y is None or total is None or x.const_value or y.const_value:
+        return None
+    known = all(isinstance(size, int) or size.value is not None for size in total)
+    alike = known and len(total) in SKIP_RANKS and x.shape == total == y.shape
+    return (x, y) if alike else None
+
+
+def is_row_of(weight: ir.Value | None, x: ir.Value) -> bool:
+    """Whether a value has one number per column of another."""
+    if weight is None or weight.shape is None or x.shape is None or len(weight.shape) != 1:
+        return False
+    return weight.shape[0] == x.shape[-1]
+
+
+def _without_bias(total: ir.Value, user: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """An operand, and the constant row that is added to it, if only `user` reads the sum."""
+    add = made(total, "Add")
+    if add is None or only_user(total, user.op_type) is not user:
+        return None
+    for x, bias in orders(add.inputs):
+        if x is None or bias is None or bias.const_value is None or x.const_value is not None:
+            continue
+        if is_row_of(bias, total) and x.shape is not None and x.shape == total.shape:
+            return x, bias
+    return None

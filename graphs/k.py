@@ -1,0 +1,125 @@
+"""k, the number of experts to compute: as a user gives it, parsed, and of each layer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from .layers.base import MoESpec
+
+K = int | float | str | Fraction | Sequence[int]
+"""k as a user gives it: a number, a share, `n`, `n/4`, `input`, or a number per layer."""
+
+KOption = int | Fraction | Literal["n", "input"] | tuple[int, ...]
+"""k as `parse_k` returns it: a number, a share, all experts, a graph input, or a number per layer.
+
+Where a router chose a few experts in training, `n` and shares are of those few: what its model was
+trained to compute, not all that it has.
+"""
+
+
+def parse_k(k: K) -> KOption:
+    """Returns k from `4`, `0.25`, `n/4`, `n`, `trained`, `input`, `4,4,8` or as numbers.
+
+    Raises `UsageError` for all else, and for `1.0`: in shares it is all experts, in numbers one.
+    """
+    if isinstance(k, float) and math.isfinite(k) and not k.is_integer():
+        k = str(Fraction(k).limit_denominator(1 << 20))
+    elif isinstance(k, Fraction) and k == 1:
+        k = 1.0
+    elif isinstance(k, Sequence) and not isinstance(k, str | bytes):
+        k = ",".join(map(str, k))
+    text = str(k)  # numpy's integers among them; what cannot be meant is refused as text
+    value = text.strip()
+    if value == "trained":
+        return "n"
+    if value in ("n", "input"):
+        return value  # type: ignore[return-value]  # the two literals
+    try:
+        if "," in value:
+            return tuple(_positive(part) for part in value.split(","))
+        if "." in value or "/" in value:
+            share = Fraction(f"1{value[1:]}" if value.startswith("n/") else value)
+            if share == 1 and "/" not in value:
+                raise UsageError(
+                    f"--k {text}: one expert, or all of them?",
+                    hint="--k 1 computes one expert, --k n all experts",
+                )
+            if not 0 < share <= 1:
+                whole = share > 1 and share.denominator == 1
+                raise UsageError(
+                    f"--k {text}: a share must be above 0 and at most 1",
+                    hint=f"--k {share} computes {share} experts"
+                    if whole
+                    else "--k 0.25 keeps a quarter of the experts",
+                )
+            return share
+        return _positive(value)
+    except (ValueError, ZeroDivisionError):
+        raise UsageError(
+            f"--k {text}: not a number of experts",
+            hint=_meant(value)
+            + "use a number (4), a share (0.25 or n/4), n, input, or a number per layer (4,4,8)",
+        ) from None
+
+
+def _meant(text: str) -> str:
+    """What else somebody may have meant who wrote no k."""
+    words = {"all": "n", "max": "n", "full": "n", "half": "n/2", "quarter": "n/4", "n": "n"}
+    words |= dict.fromkeys(("dynamic", "runtime", "variable", "input"), "input")
+    meant = words.get(text.lower())
+    if re.fullmatch(r"\d+(\.\d+)?%", text):
+        meant = f"{float(text[:-1]) / 100:g}"
+    return f"did you mean {meant}? " if meant else ""
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise UsageError(
+            f"--k {text}: at least one expert must be kept", hint="use 1 ≤ k ≤ n, or n for all"
+        )
+    return value
+
+
+def resolve_k(k: KOption, specs: Mapping[str, MoESpec]) -> dict[str, int | None]:
+    """Returns each layer's k, None where it is a graph input.
+
+    Raises `UsageError` for a k above n and for a list of the wrong length.
+    """
+    names = list(specs)
+    if k == "input":
+        return dict.fromkeys(names)
+    values: Sequence[int | Fraction | str] = k if isinstance(k, tuple) else [k] * len(names)
+    if len(values) != len(names):
+        raise UsageError(
+            f"--k {','.join(map(str, values))}: {len(values)} values for {len(names)} MoE layers",
+            hint=f"give one k for all, or one each for: {', '.join(names)}",
+        )
+    return {name: _of_layer(value, specs[name]) for name, value in zip(names, values, strict=True)}
+
+
+def share_of(share: Fraction, experts: int) -> int:
+    """Returns a share of some experts: to the nearest, a half to the even number, one at least."""
+    return max(1, round(share * experts))
+
+
+def _of_layer(value: int | Fraction | str, spec: MoESpec) -> int:
+    n = spec.experts
+    if value == "n":
+        return spec.trained_k
+    if isinstance(value, Fraction):
+        return share_of(value, spec.trained_k)
+    assert isinstance(value, int)
+    if not 1 <= value <= n:
+        raise UsageError(
+            f"--k {value}: layer {spec.name} has {n} experts",
+            hint=f"use 1 ≤ k ≤ {n}, or n for all",
+        )
+    return value

@@ -1,0 +1,121 @@
+"""A Soft MoE layer around the node of `moe_op`: the body of `fused`, and its limits."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from ..builder import Builder
+from ..layers.soft_moe import SoftMoESpec
+from ..layers.stored import SoftMoELayer
+from ..routing import combine_outputs, route, selected_slots
+from ..targets import TARGETS, Machine, Precision, Target
+from .base import SoftMoEPlan
+from .cost import PACKED_ROWS, around_experts_us, expert_macs, stacked_us
+from .experts import expert_rows
+from .moe_op import (
+    EXPONENTIAL,
+    OP_ACTIVATIONS,
+    OpExperts,
+    around_maps,
+    grouped_read_us,
+    kernels_after_first,
+    moe_node,
+    never,
+    op_weights,
+    other_gelu_on_cuda,
+    other_size_on_cuda,
+    other_width,
+)
+
+
+def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
+    """Adds the layer around one fused node; router logits are 0 for the slot's own expert."""
+    spec = layer.spec
+    p, o = spec.slots, spec.out
+    routed = route(b, layer, x)
+    slots = selected_slots(b, layer, routed)
+    rows = expert_rows(b, layer, slots.rows)
+    rows = b.op("Reshape", rows, b.ints(-1, spec.dim), name="experts/rows")
+    experts = OpExperts(
+        spec.activation, spec.expert == "gated", gate_first=spec.gate_first, alpha=spec.alpha
+    )
+    stored = op_weights(b, layer, experts)
+    logits = _router_logits(b, layer, routed.selected, slots.rows)
+    logits = b.cast(logits, ir.DataType.FLOAT, layer.compute.inner, "experts/logits_narrow")
+    outputs = moe_node(b, layer, experts, rows, logits, stored=stored)
+    if isinstance(layer.k, int):
+        shape = b.ints(-1, layer.k * p, o)
+    else:
+        rows_per_input = b.op("Shape", slots.rows, start=1, end=2, name="combine/rows")
+        shape = b.op(
+            "Concat", b.ints(-1), rows_per_input, b.ints(o), axis=0, name="combine/outputs_shape"
+        )
+    return combine_outputs(b, layer, slots, b.op("Reshape", outputs, shape, name="combine/outputs"))
+
+
+def _router_logits(
+    b: Builder, layer: SoftMoELayer, selected: ir.Value | None, slots: ir.Value
+) -> ir.Value:
+    """One-hot logits [b·e·p, n] that send each slot to its own expert."""
+    n, p, other = layer.spec.experts, layer.spec.slots, never(layer.target)
+    if selected is None:
+        own = np.full((1, n * p, n), other, dtype=np.float32)
+        own[0, np.arange(n * p), np.arange(n * p) // p] = 0.0
+        batch = b.op("Shape", slots, start=0, end=1, name="experts/batch")
+        shape = b.op("Concat", batch, b.ints(1, 1), axis=0, name="experts/logits_shape")
+        logits = b.op("Expand", b.constant(own), shape, name="experts/logits_by_input")
+        return b.op("Reshape", logits, b.ints(-1, n), name="experts/logits")
+    index = b.op("Unsqueeze", selected, b.ints(2), name="experts/index")
+    if p > 1:
+        zeros = b.constant(np.zeros((1, 1, p), dtype=np.int64))
+        index = b.op("Add", index, zeros, name="experts/index_per_slot")
+    column = b.op("Reshape", index, b.ints(-1, 1), name="experts/expert_of_row")
+    own_expert = b.op(
+        "Equal", column, b.constant(np.arange(n, dtype=np.int64)), name="experts/one_hot"
+    )
+    return b.op("Where", own_expert, b.number(0.0), b.number(other), name="experts/logits")
+
+
+def unable(spec: SoftMoESpec) -> str | None:
+    """Why the op cannot compute a layer's experts."""
+    if spec.expert == "gated" and spec.activation != "silu":
+        return f"com.microsoft.MoE has no gated experts with {spec.activation}"
+    if spec.expert == "linear":
+        return "com.microsoft.MoE has no linear experts"
+    if spec.activation not in OP_ACTIVATIONS:
+        return f"com.microsoft.MoE computes no {spec.activation} in its experts"
+    if spec.expert == "mlp" and spec.alpha != 1.0:
+        return f"com.microsoft.MoE computes no {spec.activation} of this form"
+    return around_maps(spec) or other_width(spec)
+
+
+def unfit(spec: SoftMoESpec, precision: Precision, target: Target) -> str | None:
+    """Why its kernel on a target cannot compute them in a precision."""
+    if spec.expert == "gated" and TARGETS[target].on_cpu:
+        return "com.microsoft.MoE has no gated experts there that were measured"
+    return other_gelu_on_cuda(spec, precision, target) or other_size_on_cuda(
+        spec, precision, target
+    )
+
+
+def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
+    """The chosen experts are read once and compute their rows, in one node.
+
+    A GPU's node runs several kernels. The CPU's routes every row by a softmax over all experts, in
+    one thread, packs weights in every run, and processes rows and the activation with scalar loops.
+    """
+    rows, active = plan.selections * plan.spec.slots, plan.expected_active
+    tanh = 1 if plan.spec.activation in ("relu", "identity") else EXPONENTIAL
+    if machine.reads_once:
+        read = grouped_read_us(plan.spec, active, machine)
+    else:
+        read = stacked_us(plan, active, PACKED_ROWS, machine)
+    return (
+        read
+        + expert_macs(plan, plan.selections) / machine.macs_per_us
+        + rows * plan.spec.experts * machine.routing_us
+        + rows * (4 * plan.spec.dim + tanh * plan.spec.hidden) * machine.scalar_us
+        + (10 + (kernels_after_first(rows) if machine.reads_once else 0)) * machine.node_us
+        + around_experts_us(plan, machine)
+    )

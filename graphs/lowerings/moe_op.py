@@ -1,0 +1,307 @@
+"""ONNX Runtime's `com.microsoft.MoE`, and `QMoE` for integer weights, as one node on rows.
+
+The op chooses k experts for a row by its logits, and weights their outputs by the softmax over
+these k. It takes an expert's matrices as [out, in], with the columns of gate and value interleaved:
+the CPU's kernel has no other layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ..builder import Builder
+from ..layers.base import MoESpec
+from ..layers.expert import Activation, AroundMaps
+from ..layers.stored import Layer
+from ..names import MICROSOFT
+from ..precision.products import INT8_ROWS
+from ..precision.types import block_of
+from ..targets import TARGETS, Machine, Precision, Target, TargetRecord
+
+OP_ACTIVATIONS: Mapping[Activation, str] = MappingProxyType(
+    {
+        "silu": "silu",
+        "gelu": "gelu",
+        "gelu-tanh": "gelu",
+        "relu": "relu",
+        "identity": "identity",
+    }
+)
+"""The op's names of activations; its GELU is the tanh form."""
+
+NEVER_ON_CPU = -16.0
+"""A router logit that is never chosen. The weight of the chosen expert is divided by itself, so it
+is exactly 1; an exp that underflows would take several times as long."""
+
+NEVER = -1e4
+"""The same for other targets: the softmax over all experts is exactly zero for it, whatever it is
+divided by."""
+
+ROUTER_WEIGHTS = 14
+"""The index among the inputs of `QMoE` of weights that differ from the logits. The CUDA provider
+ignores them."""
+
+
+def never(target: Target) -> float:
+    """Returns the logit of an expert that a row is not sent to."""
+    return NEVER_ON_CPU if TARGETS[target].on_cpu else NEVER
+
+
+@dataclass(frozen=True, slots=True)
+class OpExperts:
+    """The experts of a layer in the op's terms.
+
+    With a gate, the first matrix has the columns of gate and value one after the other, the gate's
+    first if `gate_first`, and the activation is SiLU: gate·sigmoid(alpha·gate)·(value + offset),
+    with the gate at most `limit` and the value within −limit … limit.
+    """
+
+    activation: Activation
+    gated: bool = False
+    gate_first: bool = True
+    alpha: float = 1.0
+    offset: float = 0.0
+    limit: float | None = None
+
+    @property
+    def attributes(self) -> dict[str, int | float | str]:
+        """The node's attributes."""
+        if not self.gated:
+            return {"activation_type": OP_ACTIVATIONS[self.activation]}
+        attributes: dict[str, int | float | str] = {
+            "activation_type": "swiglu",
+            "swiglu_fusion": 1,
+            "activation_alpha": self.alpha,
+            "activation_beta": self.offset,
+        }
+        return attributes if self.limit is None else attributes | {"swiglu_limit": self.limit}
+
+
+def moe_node(
+    b: Builder,
+    layer: Layer[Any],
+    experts: OpExperts,
+    rows: ir.Value,
+    logits: ir.Value,
+    k: int = 1,
+    *,
+    stored: Sequence[ir.Value | None] = (),
+    weights: ir.Value | None = None,
+) -> ir.Value:
+    """Adds the op on rows [r, d] and logits [r, n]: [r, o].
+
+    `stored` is the result of `op_weights`, if it was called before. The weights of a row's k
+    experts are the softmax over their logits, or `weights` [r, n], which only the CPU's integer
+    kernel supports.
+    """
+    integers = _integers(layer)
+    options = {"k": k} | experts.attributes | {"normalize_routing_weights": int(weights is None)}
+    inputs = [rows, logits, *(stored or op_weights(b, layer, experts))]
+    if integers is not None:
+        options["expert_weight_bits"] = integers.bits
+        if TARGETS[layer.target].weight_only:
+            options["weights_prepacked"] = 0  # the default is a layout of CUDA's kernel
+        else:
+            options["accuracy_level"] = INT8_ROWS
+        if integers.block is not None:
+            options["block_size"] = integers.block
+    if weights is not None:
+        inputs += [None] * (ROUTER_WEIGHTS - len(inputs)) + [weights]
+    op = "MoE" if integers is None else "QMoE"
+    return b.op(op, *inputs, domain=MICROSOFT, name="experts/outputs", **options)
+
+
+def op_weights(b: Builder, layer: Layer[Any], experts: OpExperts) -> list[ir.Value | None]:
+    """Adds the weights of all experts in the op's layout, in the order of its inputs."""
+    integers = _integers(layer)
+    inputs: list[ir.Value | None] = []
+    for which in ("1", "2"):
+        inputs.append(_matrices(b, layer, experts, f"w{which}"))
+        if integers is not None:
+            inputs.append(_scales(b, layer, experts, f"w{which}", integers.block))
+        bias = layer.optional(b, f"experts.b{which}")
+        inputs.append(None if bias is None else _in_turn(b, layer, experts, bias, f"b{which}"))
+    return inputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Integers:
+    """The weights of `QMoE`: their bits, and the block size along a column."""
+
+    bits: int
+    block: int | None
+
+
+def _integers(layer: Layer[Any]) -> _Integers | None:
+    blocked = layer.compute.blocked
+    if blocked is not None:
+        return _Integers(blocked.bits, blocked.block)
+    return None if layer.compute.quantized is None else _Integers(8, block_of_columns(layer.spec))
+
+
+def takes_integers(layer: Layer[Any]) -> bool:
+    """Whether the node is `QMoE`."""
+    return _integers(layer) is not None
+
+
+def block_of_columns(spec: Any) -> int | None:
+    """The block size for INT8; None if no size divides both matrices, which are slow then."""
+    return block_of("kernel", (spec.dim, spec.hidden), bits=8)
+
+
+def _matrices(b: Builder, layer: Layer[Any], experts: OpExperts, key: str) -> ir.Value:
+    """The matrices of all experts in the op's layout, [n, out, in]; folded at load time."""
+    n, out = layer.spec.experts, layer.spec.inner if key == "w1" else layer.spec.out
+    weight = layer.stacked(b, f"experts.{key}")
+    if layer.compute.blocked is not None:  # [n, out, blocks, bytes]
+        turned = b.op("Reshape", weight, b.ints(n, out, -1), name=f"experts/{key}_by_output")
+        return _in_turn(b, layer, experts, turned, key)
+    quantized = layer.compute.quantized
+    if quantized is not None and not quantized.weights.zero_point:
+        # The op takes them plus 128, which flips the first bit of a byte.
+        byte = ir.DataType.UINT8
+        unsigned = b.op("Cast", weight, to=byte.value, name=f"experts/{key}_bytes")
+        first_bit = b.constant(np.array(128, dtype=np.uint8))
+        weight = b.op("BitwiseXor", unsigned, first_bit, name=f"experts/{key}_unsigned")
+    turned = b.op("Transpose", weight, perm=[0, 2, 1], name=f"experts/{key}_by_output")
+    return _in_turn(b, layer, experts, turned, key)
+
+
+def _scales(
+    b: Builder, layer: Layer[Any], experts: OpExperts, key: str, block: int | None
+) -> ir.Value:
+    """The scales of a matrix's columns, or of their blocks, [n, out, blocks]."""
+    scale = layer.stacked(b, f"experts.{key}.scale")
+    if layer.compute.blocked is None and block is not None:
+        n, out = layer.spec.experts, layer.spec.inner if key == "w1" else layer.spec.out
+        blocks = (layer.spec.dim if key == "w1" else layer.spec.hidden) // block
+        column = b.op("Unsqueeze", scale, b.ints(2), name=f"experts/{key}_scale_columns")
+        shape = b.ints(n, out, blocks)
+        scale = b.op("Expand", column, shape, name=f"experts/{key}_scale_blocks")
+    return _in_turn(b, layer, experts, scale, f"{key}.scale")
+
+
+def _in_turn(
+    b: Builder, layer: Layer[Any], experts: OpExperts, value: ir.Value, key: str
+) -> ir.Value:
+    """With a gate, the first product's [n, 2h, …] with gate and value interleaved."""
+    n, h = layer.spec.experts, layer.spec.hidden
+    if not experts.gated or key.startswith(("w2", "b2")):
+        return value
+    halves = b.op("Reshape", value, b.ints(n, 2, h, -1), name=f"experts/{key}_halves")
+    if not experts.gate_first:
+        halves = b.op("Gather", halves, b.ints(1, 0), axis=1, name=f"experts/{key}_gate_first")
+    pairs = b.op("Transpose", halves, perm=[0, 2, 1, 3], name=f"experts/{key}_pairs")
+    flat = value.shape is not None and len(value.shape) == 2  # a bias, or a scale per column
+    shape = b.ints(n, 2 * h) if flat else b.ints(n, 2 * h, -1)
+    return b.op("Reshape", pairs, shape, name=f"experts/{key}_in_turn")
+
+
+def has_op(target: TargetRecord) -> bool:
+    return bool(target.moe)
+
+
+def around_maps(spec: AroundMaps) -> str | None:
+    """Why the op cannot compute the parts after the experts' maps."""
+    if spec.hidden_norm or spec.out_norm or spec.out_activation != "identity":
+        return "com.microsoft.MoE has no normalisation in an expert, and no activation after it"
+    return None
+
+
+def other_width(spec: MoESpec) -> str | None:
+    """Why the op cannot compute experts whose output width differs from the input's."""
+    if spec.dim != spec.out:
+        return f"com.microsoft.MoE keeps the width, and this layer maps {spec.dim} to {spec.out}"
+    return None
+
+
+LEAST_WIDTH, VECTOR_BYTES, BLOCKS_ON_CUDA = 16, 16, (128, 64)
+"""Requirements of CUDA's kernels for an expert's widths: the least width, the bytes of a vector
+that rows are a multiple of, and for integers a block size that divides the columns."""
+
+
+def other_size_on_cuda(spec: Any, precision: Precision, target: Target) -> str | None:
+    """Why the op's kernel on a GPU cannot compute experts of these widths."""
+    if TARGETS[target].on_cpu:
+        return None
+    widths = (spec.dim, spec.hidden)
+    if precision in ("int8", "int4"):
+        if not any(width % BLOCKS_ON_CUDA[-1] for width in widths):
+            return None
+        return (
+            f"com.microsoft.QMoE takes widths that are multiples of {BLOCKS_ON_CUDA[-1]} there, "
+            f"and an expert's are {spec.dim} and {spec.hidden}"
+        )
+    least = VECTOR_BYTES // (4 if precision == "fp32" else 2)
+    if all(width >= LEAST_WIDTH and width % least == 0 for width in widths):
+        return None
+    return (
+        f"com.microsoft.MoE takes widths of at least {LEAST_WIDTH} that are multiples of {least} "
+        f"in {precision.upper()} there, and an expert's are {spec.dim} and {spec.hidden}"
+    )
+
+
+def other_gelu_on_cuda(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
+    """Why the op's kernel on a GPU cannot compute an expert's GELU within the bound.
+
+    In ONNX Runtime GPU 1.31.1 it is the tanh form if GELU is the epilogue of the product (FP32
+    everywhere, and cards older than Hopper: `EpilogueOpDefaultFtGelu`), and the exact one if it is
+    a separate kernel (`doActivationKernel`, after Hopper's own products in 16 bits): read from its
+    sources and its library's symbols, not run. In 16 bits the rounding hides the difference.
+    """
+    if TARGETS[target].on_cpu or spec.activation != "gelu" or precision != "fp32":
+        return None
+    return (
+        "com.microsoft.MoE computes the tanh form of GELU in FP32, up to 5e-4 from the exact one "
+        "of this layer; --precision fp16 takes it, whose rounding is larger"
+    )
+
+
+def inexact_gelu(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
+    """How the op's GELU on a CPU differs from the exact one."""
+    if TARGETS[target].on_cpu and spec.activation == "gelu":
+        return "com.microsoft.MoE computes the tanh form of GELU, up to 5e-4 from the exact one"
+    return None
+
+
+FEW_ROWS = 256
+"""Up to this number of rows one kernel sorts them by expert; above, it takes three."""
+
+
+def kernels_after_first(rows: int) -> int:
+    """The number of kernels that the node launches on a GPU after the first.
+
+    For FP16 on Hopper ONNX Runtime's `moe_kernels.cu` (`runMoe`) launches one each for the choice
+    of experts, the rows of each expert, the copies of these rows, the addresses of the products,
+    both products, the activation between them, and the sum for each row. Counted there, not
+    measured.
+    """
+    return 7 if rows <= FEW_ROWS else 9
+
+
+EXPONENTIAL = 8
+"""The cost of the tanh in that node's GELU, in passes over its input."""
+
+TILE = 128
+"""Columns that one of a GPU's processors computes in the node's products."""
+
+
+def grouped_read_us(spec: Any, active: float, machine: Machine) -> float:
+    """Reads experts in the grouped products of a GPU, with `TILE` columns per processor.
+
+    A product with few columns and many rows has too few tiles to occupy all processors.
+    """
+    products = ((spec.dim, spec.inner), (spec.hidden, spec.out))
+
+    def read(rows: int, columns: int) -> float:
+        together = 4.0 * active * rows * columns / machine.stacked_bytes_per_us
+        tiles = max(1.0, active * -(-columns // TILE) / machine.processors)
+        return max(together, tiles * 4.0 * rows * TILE / machine.lone_bytes_per_us)
+
+    return sum(read(rows, columns) for rows, columns in products)

@@ -1,0 +1,46 @@
+"""Adds the scores of a layer as outputs; imported only if requested."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from ..errors import LoweringError
+from .builder import Builder
+from .layers.stored import Layer, SoftMoELayer
+from .score_names import COLUMN_SUMS, COMBINE, DISPATCH
+
+
+def show(
+    b: Builder, layer: SoftMoELayer, combine: ir.Value, logits: ir.Value | None = None
+) -> None:
+    """Outputs C, D if L is known, and the column sums of C, over all experts."""
+    n, p = layer.spec.experts, layer.spec.slots
+    by_expert = b.op("Reshape", combine, b.ints(0, 0, n, p), name=COMBINE)
+    b.show(by_expert, None, n, p)
+    if logits is not None:
+        dispatch = b.op("Softmax", logits, axis=1, name="router/dispatch")
+        b.show(b.op("Reshape", dispatch, b.ints(0, 0, n, p), name=DISPATCH), None, n, p)
+    b.show(b.op("ReduceSum", by_expert, b.ints(1, 3), keepdims=0, name=COLUMN_SUMS), n)
+
+
+def shown(b: Builder, layer: Layer[Any], x: ir.Value) -> list[ir.Value]:
+    """Returns the scores of a layer with their shapes, from its lowering or from its inputs.
+
+    If the router is outside the layer, their rows are tokens, [b·m, k]. Raises `LoweringError` for
+    a lowering of Soft MoE without scores.
+    """
+    if layer.spec.flat:
+        _, weights, *_ = layer.routed
+        single = ir.DataType.FLOAT
+        return [b.op("Cast", weights, to=single.value, name="router/weights")]
+    for score, sizes in b.scores.items():
+        assert x.shape is not None
+        score.shape = ir.Shape([x.shape[0], *(x.shape[1] if n is None else n for n in sizes)])
+    if not b.scores and layer.spec.chooses_sets:
+        raise LoweringError(
+            f"layer {layer.spec.name}: its lowering has no score outputs",
+            hint="choose another --lowering, or use --expose-routing without scores",
+        )
+    return [*b.scores]

@@ -1,0 +1,112 @@
+"""Sizes of dynamic axes: requested, traced and compared. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..errors import UsageError
+
+BATCH = "batch"
+TRACED_BATCH = 2
+"""The batch size of the trace: at 1 the tracer could specialise the axis."""
+
+TRACED_SIZES = {
+    "tokens": 7,
+    "past": 5,
+    "encoder_tokens": 11,
+    "decoder_tokens": 4,
+    "height": 3,
+    "width": 5,
+}
+
+PARITY_BATCHES = (1, TRACED_BATCH, TRACED_BATCH + 1)
+"""Batch sizes at which a graph of any batch is compared: a size that was frozen in the trace fails
+at two of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRange:
+    """Sizes of a dynamic axis: smallest, optimal, largest. The axis is fixed if all are equal."""
+
+    min: int
+    opt: int
+    max: int
+
+    @property
+    def fixed(self) -> bool:
+        return self.min == self.max
+
+    def nearest(self, size: int) -> int:
+        """Returns the size in the range that is closest to `size`."""
+        return max(self.min, min(size, self.max))
+
+    def compared(self, of: int = 1) -> int:
+        """Returns the batch size for comparing inputs, different from the traced size.
+
+        It is a multiple of the smallest batch, so that no remainder is smaller than that.
+        """
+        least = of if of > 1 else self.min
+        return min(-(-PARITY_BATCHES[-1] * of // least) * least, self.largest(of))
+
+    def largest(self, of: int = 1) -> int:
+        """Returns the largest size that is a multiple of the smallest batch."""
+        least = of if of > 1 else self.min
+        return max(self.max // least, 1) * least
+
+    def probed(self, of: int = 1, more: Iterable[int] = ()) -> tuple[int, ...]:
+        """Returns the sizes at which a graph is compared, multiples of `of`.
+
+        They are the smallest, optimal and largest size, and one above a power of two, where blocked
+        kernels and networks have a remainder. Sizes in `more` are added if they lie in the range.
+        """
+        above = (1 << (self.max - 1).bit_length() - 1) + 1 if self.max > 2 else self.max
+        wanted = {self.min, self.opt, above // of * of + (of if above % of else 0), self.max, *more}
+        return tuple(sorted(n for n in wanted if self.min <= n <= self.max and n % of == 0))
+
+    def __str__(self) -> str:
+        return str(self.opt) if self.fixed else f"{self.min}:{self.opt}:{self.max}"
+
+
+Sizes = AxisRange | tuple[int, int, int] | str | int
+"""Sizes as users write them: in Python (1, 8, 32), in a shell `1:8:32`, or one."""
+
+DEFAULT_BATCH = AxisRange(1, 1, 32)
+
+DEFAULT_TOKENS = AxisRange(1, 196, 1024)
+
+
+def parse_range(text: Sizes, option: str) -> AxisRange:
+    """Returns sizes from `MIN:OPT:MAX`, three numbers or one; `UsageError` names the option."""
+    if isinstance(text, AxisRange):
+        return text
+    if isinstance(text, list | tuple):
+        text = ":".join(map(str, text))
+    try:
+        sizes = [int(part) for part in str(text).split(":")]
+    except ValueError:
+        sizes = []
+    if len(sizes) == 1:
+        sizes *= 3
+    if len(sizes) != len(("min", "opt", "max")):
+        raise UsageError(
+            f"{option} {text}: expected MIN:OPT:MAX or one size",
+            hint=f"{option} 1:8:32 for sizes 1 to 32, fastest at 8; {option} 8 for 8 alone",
+        )
+    low, opt, high = sizes
+    if not 1 <= low <= opt <= high:
+        raise UsageError(
+            f"{option} {text}: needs 1 ≤ MIN ≤ OPT ≤ MAX",
+            hint="sizes begin at 1"
+            if min(sizes) < 1
+            else f"the sizes in order are {':'.join(str(size) for size in sorted(sizes))}",
+        )
+    return AxisRange(low, opt, high)
+
+
+def fits(sizes: Sequence[int], shape: Sequence[object]) -> bool:
+    """Whether an array's sizes fit a shape; entries that are not integers are dynamic."""
+    return len(sizes) == len(shape) and all(
+        not isinstance(wanted, int) or wanted == size
+        for size, wanted in zip(sizes, shape, strict=True)
+    )

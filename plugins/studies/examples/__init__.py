@@ -1,0 +1,1 @@
+"""Examples of each expert: found, and shown with their images or texts."""

@@ -1,0 +1,219 @@
+"""Examples of experts as JSON, as text and as a page with the images or texts.
+
+The page is self-contained. An image is on it once, however many experts it belongs to; a map of its
+patches is drawn over it if the layer's tokens are patches.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from dataclasses import asdict, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ....common.text import table
+from ....common.writing import write_text
+from ....data.batches import Array
+from .search import Examples, ExpertExamples, TopInput
+from .shown import Contents
+
+JSON_FILE, PAGE_FILE = "examples.json", "examples.html"
+
+SCHEMA = 1
+
+SHOWN, EXPERTS, ON_PAGE = 5, 20, 256
+"""Examples of an expert in the text, experts in the text, and experts on the page."""
+
+SIDE = 112
+"""The longer side of an image on the page, in pixels."""
+
+
+def to_dict(found: Examples) -> dict[str, Any]:
+    """Returns the examples as plain data, with the text of each if it is known."""
+    content = asdict(replace(found, shares=(), shown=Contents()))
+    del content["shares"], content["shown"]
+    for expert, made in zip(content["experts"], found.experts, strict=True):
+        for example, one in zip(expert["examples"], made.examples, strict=True):
+            words = "".join(_words(one, found.shown))
+            example.update({"text": words} if words else {})
+            for key in [key for key in ("label", "token") if example[key] is None]:
+                del example[key]
+    return content
+
+
+def text(found: Examples) -> str:
+    """Returns a table of the experts with examples: numbers of inputs, weights and tokens."""
+    there = [expert for expert in found.experts if expert.examples]
+    rows = [
+        (found.name(expert), ", ".join(_in_line(one, found) for one in expert.examples[:SHOWN]))
+        for expert in there[:EXPERTS]
+    ]
+    lines = [
+        f"examples    of {len(there)} of {len(found.experts)} experts of {found.layer}, in "
+        f"{found.inputs} inputs, by their {found.weight}",
+        "",
+        table(("expert", "input:token (weight)" if found.by_token else "input (weight)"), rows),
+    ]
+    if len(there) > EXPERTS:
+        lines.append(f"… and {len(there) - EXPERTS} more")
+    return "\n".join(lines)
+
+
+def _in_line(one: TopInput, found: Examples) -> str:
+    if one.token is None:
+        return f"#{one.input} ({one.weight:.3g})"
+    _, word, _ = _words(one, found.shown)
+    token = repr(word) if word else f"id {one.token}"
+    return f"#{one.input}:{one.tokens[0][0]} {token} ({one.weight:.3g})"
+
+
+def _words(one: TopInput, shown: Contents) -> tuple[str, str, str]:
+    """The text before a token, the token's, and the text after it.
+
+    For a whole input it is only its own.
+    """
+    if one.token is None:
+        return "", shown.text(one.input), ""
+    return shown.around(one.input, one.tokens[0][0])
+
+
+def write(found: Examples, directory: Path) -> tuple[Path, ...]:
+    paths = (directory / JSON_FILE, directory / PAGE_FILE)
+    content = {"schema": SCHEMA, **to_dict(found)}
+    write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", paths[0])
+    write_text(page(found), paths[1])
+    return paths
+
+
+STYLE = """
+body { font: 14px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; color: #1c2733 }
+h2 { font-size: 1em; margin: 1.6em 0 .4em }
+.row { display: flex; flex-wrap: wrap; gap: 10px }
+.cell { font-size: 11px; color: #55606c; max-width: 20em }
+.image, .map { background-size: 100% 100%; image-rendering: pixelated }
+.map { width: 100%; height: 100% }
+.image:hover .map { opacity: 0 }
+.words { white-space: pre-wrap; color: #1c2733 }
+mark { background: #ffd58a }
+"""
+
+
+def page(found: Examples) -> str:
+    """Returns the page: a row of examples for each expert that has any."""
+    there = [expert for expert in found.experts if expert.examples]
+    by_weight = sorted(there, key=lambda expert: -expert.examples[0].weight)[:ON_PAGE]
+    listed = sorted(by_weight, key=lambda expert: (expert.level, expert.expert))
+    sizes, shown = _grid(found), found.shown
+    used = sorted({one.input for expert in listed for one in expert.examples})
+    styles = [STYLE]
+    if shown.images is not None:
+        styles += [_image_style(number, shown.images[number]) for number in used]
+    title = f"{Path(found.model).name}, layer {found.layer}: examples of its experts"
+    about = (
+        f"{len(listed)} of {len(found.experts)} experts, in {found.inputs} inputs. Weight: "
+        f"{found.weight}."
+    )
+    if sizes is not None and shown.images is not None:
+        about += f" Red: {found.share}, by patch; point at an image to see it without."
+    if len(there) > len(listed):
+        about += f" {len(there) - len(listed)} experts of smaller weights are only in {JSON_FILE}."
+    if len(there) < len(found.experts):
+        none = len(found.experts) - len(there)
+        about += f" {none} experts have no example: no input gives them a weight."
+    rows = [
+        f"<h2>Expert {found.name(expert)}</h2>\n<div class=row>"
+        + "".join(_cells(found, expert, sizes))
+        + "</div>"
+        for expert in listed
+    ]
+    return (
+        f"<!doctype html>\n<html lang=en><meta charset=utf-8>\n<title>{escape(title)}</title>\n"
+        f"<style>{''.join(styles)}</style>\n<h1>{escape(title)}</h1>\n<p>{escape(about)}</p>\n"
+        + "\n".join(rows)
+        + "\n</html>\n"
+    )
+
+
+def _cells(found: Examples, expert: ExpertExamples, sizes: tuple[int, int] | None) -> list[str]:
+    """The examples of an expert, each with its numbers below."""
+    cells, shown = [], found.shown
+    for row, one in enumerate(expert.examples):
+        parts = []
+        if shown.images is not None and one.token is None:
+            shares = found.shares[expert.level - 1][row, expert.expert]
+            parts.append(
+                f'<div class="image i{one.input}">{"" if sizes is None else _map(shares, sizes)}'
+                "</div>"
+            )
+        before, word, after = map(escape, _words(one, shown))
+        if word:
+            marked = f"<mark>{word}</mark>" if one.token is not None else word
+            parts.append(f"<div class=words>{before}{marked}{after}</div>")
+        parts.append(escape(_caption(one)))
+        cells.append(f"<div class=cell>{''.join(parts)}</div>")
+    return cells
+
+
+def _caption(one: TopInput) -> str:
+    label = "" if one.label is None else f", label {one.label}"
+    words = f"input {one.input}{label}: {one.weight:.3g}"
+    if one.token is not None:
+        return f"{words}; token {one.tokens[0][0]}, id {one.token}"
+    if one.tokens and (len(one.tokens) > 1 or one.tokens[0][0] > 0):
+        words += "; tokens " + ", ".join(f"{at} ({share:.2g})" for at, share in one.tokens)
+    return words
+
+
+def _image_style(number: int, image: Array) -> str:
+    height, width = image.shape[:2]
+    scale = SIDE / max(height, width)
+    return (
+        f".i{number}{{width:{round(width * scale)}px;height:{round(height * scale)}px;"
+        f"background-image:url({_png(image, scale)})}}\n"
+    )
+
+
+def _png(image: Array, scale: float = 1.0) -> str:
+    """An image as the URL of a PNG, reduced to the page's size."""
+    from PIL import Image
+
+    picture = Image.fromarray(np.ascontiguousarray(image))
+    if scale < 1:
+        size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+        picture = picture.resize(size, Image.Resampling.BILINEAR)
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _grid(found: Examples) -> tuple[int, int] | None:
+    """The rows and columns of patches that are a layer's tokens; None if they are not patches.
+
+    There may be one token more, before them. Tokens of a layer that mixes patches are channels: its
+    width is then the number of the patches.
+    """
+    if found.shown.pixels is None or not found.shares:
+        return None
+    height, width = found.shown.pixels
+    tokens = found.shares[0].shape[-1]
+    for count in (tokens, tokens - 1):
+        rows = round((count * height / width) ** 0.5) if count > 1 else 0
+        fits = rows and count % rows == 0 and rows * width == count // rows * height
+        if fits and found.dim != count:
+            return rows, count // rows
+    return None
+
+
+def _map(shares: Array, sizes: tuple[int, int]) -> str:
+    """The weights of an image's patches as a red overlay, most opaque for the largest."""
+    rows, columns = sizes
+    weights = shares[len(shares) - rows * columns :].reshape(rows, columns)
+    veil = np.zeros((rows, columns, 4), np.uint8)
+    veil[..., 0] = 230
+    veil[..., 3] = (weights / max(weights.max(), 1e-30) * 160).clip(0, 160)
+    return f'<div class=map style="background-image:url({_png(veil)})"></div>'

@@ -1,0 +1,313 @@
+"""Finds the inputs, and their tokens, with the largest weights of each expert.
+
+An input's weight for an expert is the value that the layer chooses by. For Soft MoE it is the sum
+of the expert's columns of C, and a token's weight is its share of the expert's slots, D averaged
+over the slots; for muMoE the largest coefficient of a token, and for token-routed experts the
+largest gate. If inputs are token ids, each token is an example by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ....bench.data import BATCH, LabelledData, ids_of, labelled
+from ....bench.measure.sequences import benchmark_of
+from ....common.console import Progress, Silent
+from ....data.batches import Array
+from ....errors import FeedError, UsageError
+from ....exporter.inputs import fitted_arrays
+from ....exporter.model import Model
+from ....graphs.layers.base import MoELayer, moe_layers
+from ....graphs.layers.soft_moe import SoftMoE
+from .shown import Contents, contents_of
+
+MASK = "attention_mask"
+"""The input that marks padding tokens."""
+
+SLOTS = "share of the expert's slots (D)"
+COMBINED = "mean weight of the expert's slots (C)"
+
+TOKENS = 3
+"""The number of tokens that are listed for an example."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopInput:
+    """An input with its number in the data and its weight for an expert.
+
+    `tokens` are the positions of the tokens of the largest weights, with these. `token` is the id
+    of the token that is the example, None if it is the whole input.
+    """
+
+    input: int
+    weight: float
+    tokens: tuple[tuple[int, float], ...]
+    label: int | None = None
+    token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertExamples:
+    """An expert, with its level from 1, and its examples, the largest weight first."""
+
+    level: int
+    expert: int
+    examples: tuple[TopInput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """The examples of all experts of a layer, from `inputs` inputs.
+
+    `weight` and `share` describe the weights of inputs and of tokens, `dim` is the width of the
+    layer's tokens. `shares` [count, n, m] has by level those of all tokens of each example, unless
+    a token is one (`by_token`); `labelled` is whether inputs have classes or attributes.
+    """
+
+    model: str
+    layer: str
+    kind: str
+    levels: tuple[int, ...]
+    dim: int
+    inputs: int
+    weight: str
+    share: str
+    by_token: bool
+    labelled: bool
+    experts: tuple[ExpertExamples, ...]
+    shares: tuple[Array, ...] = field(default=(), repr=False, compare=False)
+    shown: Contents = field(default=Contents(), repr=False, compare=False)
+
+    def name(self, expert: ExpertExamples) -> str:
+        """The name of an expert for `--ablate`."""
+        return f"{expert.level}.{expert.expert}" if len(self.levels) > 1 else str(expert.expert)
+
+
+def inputs_for_examples(
+    data: str | Path | LabelledData | Mapping[str, Any], model: Model
+) -> LabelledData:
+    """Returns the inputs in which to find examples; raises what reading them raises."""
+    if isinstance(data, LabelledData):
+        return data
+    sequences = benchmark_of(model)
+    if sequences is not None:
+        return sequences.data(ids_of(data, model), model, None)
+    return labelled(data, model, 1).head(sys.maxsize)
+
+
+@torch.inference_mode()
+def examples_of(
+    model: Model,
+    data: str | Path | LabelledData | Mapping[str, Any],
+    *,
+    layer: str | None = None,
+    count: int = 9,
+    progress: Progress | None = None,
+) -> Examples:
+    """Returns the `count` inputs of the largest weights of each expert of a layer.
+
+    By default it is the last layer. One pass over the data. An expert without weight for any input
+    has no examples. Raises UsageError for an unknown layer, or one whose tokens are not those of
+    the inputs; and what reading data raises.
+    """
+    name = found_layer(model, layer)
+    held = inputs_for_examples(data, model)
+    watched = moe_layers(model.module)[name]
+    by_token = np.issubdtype(np.dtype(model.input.dtype), np.integer)
+    (progress or Silent()).step(f"examples of {name} in {model.source.path}", total=len(held))
+    best = [_Best(count) for _ in watched.spec.levels]
+    together = model.input.groups_of or 1
+    if len(held) % together:
+        raise FeedError(
+            f"--data: holds {len(held)} inputs, and the model computes {together} together",
+            hint=f"give a multiple of {together} inputs",
+        )
+    done = 0
+    for inputs, _ in held.stream(max(1, BATCH // together) * together):
+        arrays = fitted_arrays(inputs, model)
+        rows = len(arrays[model.input.name])
+        with _weights(watched, rows) as levels:
+            model.module(*(torch.from_numpy(np.ascontiguousarray(a)) for a in arrays.values()))
+        if not levels:
+            raise UsageError(
+                f"--examples: these inputs do not reach layer {name}", hint="name another --layer"
+            )
+        mask = arrays.get(MASK)
+        for kept, (scores, shares) in zip(best, levels, strict=True):
+            of_tokens = _without_padding(shares, mask)
+            if by_token and of_tokens.shape[:2] != arrays[model.input.name].shape:
+                raise _other_tokens(name)
+            kept.add(of_tokens if by_token else scores, of_tokens, done, by_token=by_token)
+        done += rows
+        if progress is not None:
+            progress.advance(rows)
+    share = _weight_of(watched)
+    if isinstance(watched, SoftMoE):  # a layer that is given its slots has no D
+        share = COMBINED if watched.spec.external_routing else SLOTS
+    return Examples(
+        model=model.source.path,
+        layer=name,
+        kind=watched.spec.kind,
+        levels=watched.spec.levels,
+        dim=watched.spec.dim,
+        inputs=done,
+        weight=share if by_token else _weight_of(watched),
+        share=share,
+        by_token=by_token,
+        labelled=held.labels is not None and benchmark_of(model) is None,
+        experts=tuple(
+            ExpertExamples(level, expert, tuple(kept.examples(expert, held, by_token=by_token)))
+            for level, kept in enumerate(best, start=1)
+            for expert in range(watched.spec.levels[level - 1])
+        ),
+        shares=() if by_token else tuple(kept.shares for kept in best),
+        shown=contents_of(held.inputs, model, data),
+    )
+
+
+def found_layer(model: Model, layer: str | None) -> str:
+    """Returns the name of a layer, by default the last; raises `UsageError` for others."""
+    name = list(model.layers)[-1] if layer is None else layer
+    if name not in model.layers:
+        raise UsageError(
+            f"--layer {name}: the model has no such MoE layer",
+            hint=f"its MoE layers: {', '.join(model.layers)}",
+        )
+    return name
+
+
+def _weight_of(layer: MoELayer) -> str:
+    if isinstance(layer, SoftMoE):
+        return "column sum of C"
+    return "gate" if layer.spec.flat else "coefficient"
+
+
+@contextmanager
+def _weights(layer: MoELayer, batch: int) -> Iterator[list[tuple[Array, Array]]]:
+    """Records the weights of inputs [b, n] and tokens in each forward within the context."""
+    levels: list[tuple[Array, Array]] = []
+
+    def record(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        levels[:] = _of_levels(layer, given, batch)
+
+    handle = layer.register_forward_pre_hook(record)
+    try:
+        yield levels
+    finally:
+        handle.remove()
+
+
+def _of_levels(
+    layer: MoELayer, given: tuple[torch.Tensor, ...], batch: int
+) -> list[tuple[Array, Array]]:
+    """The weights of inputs [b, n] and of their tokens [b, m, n], by level."""
+    sums: Array | None = None
+    if isinstance(layer, SoftMoE):
+        routing = layer.route(given[0])
+        tokens = [routing.dispatch.mean(dim=3).float().numpy()]
+        sums = routing.scores.float().numpy()
+    elif layer.spec.flat:
+        tokens = [_dense_gates(layer, *given[1:3])]
+    else:
+        # If coefficients mix the experts, they are the weights.
+        tokens = [made.chosen.float().numpy() for made in layer.choices(*given).values()]
+    by_input = []
+    for shares in tokens:
+        n = shares.shape[-1]
+        if shares.size % (batch * n) or (sums is not None and len(sums) % batch):
+            raise _other_tokens(layer.spec.name)
+        whole = shares.reshape(batch, -1, n)  # an input may be split into several windows
+        scores = whole.max(axis=1) if sums is None else sums.reshape(batch, -1, n).sum(axis=1)
+        by_input.append((scores, whole))
+    return by_input
+
+
+def _other_tokens(layer: str) -> UsageError:
+    return UsageError(
+        f"--examples: layer {layer} has other tokens than the inputs",
+        hint="name another --layer",
+    )
+
+
+def _dense_gates(layer: MoELayer, index: torch.Tensor, weights: torch.Tensor) -> Array:
+    """The gates [t, n] of all experts: 0 if a token did not choose one, or was dropped."""
+    n = layer.spec.experts
+    there = index < n
+    gates = torch.zeros(len(index), n)
+    gates.scatter_add_(1, index.where(there, 0), weights.float().where(there, 0.0))
+    return gates.numpy()
+
+
+def _without_padding(shares: Array, mask: Array | None) -> Array:
+    """The weights of tokens [b, m, n], 0 for those that a mask [b, m] excludes."""
+    if mask is None or mask.shape != shares.shape[:2]:
+        return shares
+    return np.where(mask[..., None] != 0, shares, 0)
+
+
+class _Best:
+    """The examples of the largest weights of a level's experts, updated batch by batch.
+
+    `scores` and `places` are [count, n]: the weights, and the number of the input or, if each token
+    is an example, of the token among those of all inputs. `shares` is [count, n, m].
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count, self.tokens = count, 1
+        self.scores: Array = np.zeros(0)
+        self.places: Array = np.zeros(0)
+        self.shares: Array = np.zeros(0)
+
+    def add(self, scores: Array, shares: Array, first: int, *, by_token: bool) -> None:
+        """Adds weights [b, n], or of each token [b, m, n], of inputs from number `first` on."""
+        m, n = shares.shape[1:]
+        own = shares.transpose(0, 2, 1)  # [b, n, m]
+        if by_token:
+            first *= m
+            scores, own = scores.reshape(-1, n), np.zeros((0, n, 0))
+        places = np.broadcast_to(np.arange(first, first + len(scores))[:, None], scores.shape)
+        if not self.scores.size:
+            self.tokens = m
+            self.scores, self.places, self.shares = scores[:0], places[:0], own[:0]
+        if m != self.tokens:
+            raise FeedError(
+                f"--examples: inputs of {self.tokens} tokens and of {m}",
+                hint="give inputs of one length",
+            )
+        scores, places = (
+            np.concatenate((self.scores, scores)),
+            np.concatenate((self.places, places)),
+        )
+        order = np.argsort(-scores, axis=0, kind="stable")[: self.count]  # the first of equals
+        self.scores = np.take_along_axis(scores, order, axis=0)
+        self.places = np.take_along_axis(places, order, axis=0)
+        if not by_token:
+            both = np.concatenate((self.shares, own))
+            self.shares = np.take_along_axis(both, order[..., None], axis=0)
+
+    def examples(self, expert: int, data: LabelledData, *, by_token: bool) -> Iterator[TopInput]:
+        """Yields an expert's examples: those with a weight above 0."""
+        labels = data.labels
+        for row, weight in enumerate(self.scores[:, expert].tolist()):
+            if weight <= 0:
+                return
+            place = int(self.places[row, expert])
+            number, position = divmod(place, self.tokens) if by_token else (place, 0)
+            if by_token:
+                token = int(data.inputs[number].reshape(-1)[position])
+                yield TopInput(number, weight, ((position, weight),), token=token)
+                continue
+            shares = self.shares[row, expert]
+            top = np.argsort(-shares, kind="stable")[:TOKENS]
+            tokens = tuple((int(at), float(shares[at])) for at in top if shares[at] > 0)
+            label = int(labels[number]) if labels is not None and labels.ndim == 1 else None
+            yield TopInput(number, weight, tokens, label)

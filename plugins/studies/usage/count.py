@@ -1,0 +1,400 @@
+"""Counts how often each expert is chosen, by class and layer, and how evenly.
+
+An input of a Soft MoE chooses k experts (Algorithm 1), and a token of token-routed experts those
+that its router chooses. f_e is the share of the tokens that choose expert e, before a capacity
+drops any, and P_e the mean of the router's probability for it: E · Σ f_e P_e is the balance loss of
+the Switch Transformer, which is k if all experts are used equally. If all experts are kept nothing
+is chosen, and only the mean gates show which experts count: an expert's share of the combine
+weights (Soft MoE), coefficients (muMoE) or weights (token-routed), over all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ....bench.data import LabelledData
+from ....bench.measure.answers import are_attributes
+from ....common.console import Progress
+from ....data.batches import IGNORED, Array, Labels
+from ....errors import FeedError
+from ....exporter.checks.choices import real_tokens
+from ....exporter.inputs import completed
+from ....exporter.job import export_job
+from ....exporter.model import Model
+from ....exporter.options import ExportOptions
+from ....graphs.layers.base import MoELayer, algorithm_1, moe_layers
+from .router import RouterProbabilities
+
+BATCH, BATCH_OF_TOKENS = 64, 8
+"""Inputs at once: fewer for models of texts, whose outputs are large."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUsage:
+    """The choices of `of` inputs or tokens of a class, attribute or subgroup."""
+
+    group: int | bool | str
+    of: int
+    chosen: tuple[float, ...] | None
+    gates: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerUsage:
+    """The use of the experts of a layer, or of one level of it.
+
+    `chosen` [n] is the share of the `of` inputs or tokens (`chosen_by`) that take each expert, `k`
+    of them each; None if every expert is always taken. `gates` [n] are the mean gates.
+    `probabilities` [n] is P, and `balance_loss` E·Σf·P, for routers of tokens, None if the router's
+    probabilities are unknown. For experts with a capacity `overflow` [n] is the share of each
+    expert's choices that is dropped, None for an expert without choices, `dropped` that of all
+    choices, and `uncomputed` the share of the tokens that no expert computes. `routed`: a router
+    chose for tokens.
+    """
+
+    layer: str
+    level: int
+    experts: int
+    k: int
+    chosen_by: str
+    of: int
+    chosen: tuple[float, ...] | None
+    gates: tuple[float, ...]
+    probabilities: tuple[float, ...] | None = None
+    balance_loss: float | None = None
+    overflow: tuple[float | None, ...] | None = None
+    dropped: float | None = None
+    uncomputed: float | None = None
+    groups: tuple[GroupUsage, ...] = ()
+    routed: bool = False
+
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """The experts that were never chosen."""
+        return tuple(e for e, share in enumerate(self.chosen or ()) if share == 0)
+
+    @property
+    def shown(self) -> tuple[float, ...]:
+        """The shown values: the shares of the choices, or the mean gates."""
+        return self.gates if self.chosen is None else self.chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The use of a model's experts by `inputs`, layer by layer.
+
+    `grouped_by` is the kind of groups: classes, attributes, subgroups, or empty without labels.
+    """
+
+    model: str
+    family: str
+    inputs: int
+    grouped_by: str
+    layers: tuple[LayerUsage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The membership of inputs [s, g], or tokens [s, m, g], in classes, attributes or subgroups."""
+
+    name: str
+    values: tuple[int | bool | str, ...]
+    members: Array
+
+    @staticmethod
+    def of(labels: Labels | None, subgroups: Array | None, tokens: int | None) -> Members:
+        """Returns the groups of subgroups, or of labels: of each of the `tokens`, or of inputs."""
+        if subgroups is not None:
+            values = np.unique(subgroups)
+            name, members = "subgroup", subgroups[:, None] == values
+        elif labels is None:
+            return Members("", (), np.zeros((0, 0), bool))
+        elif labels.dtype.kind in "iub" and (
+            labels.ndim == 1 or (tokens is not None and labels.shape[1:] == (tokens,))
+        ):
+            values = np.unique(labels[labels != IGNORED])
+            name, members = "class", labels[..., None] == values
+        elif labels.ndim == 2 and are_attributes(labels):
+            values = np.arange(labels.shape[1])
+            name, members = "attribute", labels == 1
+        else:
+            return Members("", (), np.zeros((0, 0), bool))
+        return Members(name, tuple(value.item() for value in values), members)
+
+
+@dataclass(slots=True)
+class _LevelSums:
+    """Sums over the tokens, or inputs, of one level of a layer."""
+
+    layer: MoELayer
+    level: int
+    k: int
+    groups: int
+    per_input: bool = False
+    by_experts: bool = False
+    of: int = 0
+    choices: int = 0
+    uncomputed: int = 0
+    chosen: Array = field(init=False)
+    dropped: Array = field(init=False)
+    gates: Array = field(init=False)
+    probabilities: Array | None = field(init=False)
+    of_groups: Array = field(init=False)
+    chosen_of: Array = field(init=False)
+    gates_of: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        n = self.layer.spec.levels[self.level]
+        self.chosen, self.dropped, self.gates = np.zeros(n), np.zeros(n), np.zeros(n)
+        self.probabilities = np.zeros(n) if self.layer.spec.flat else None
+        self.of_groups = np.zeros(self.groups)
+        self.chosen_of, self.gates_of = np.zeros((self.groups, n)), np.zeros((self.groups, n))
+
+    def add(self, taken: _Taken, members: Array, counted: Array | None) -> None:
+        """Adds choices; `members` [s, g] or [s, m, g], `counted` [s, m] tokens."""
+        rows = len(members)
+        units = len(taken.chosen) // rows
+        of = np.ones(len(taken.chosen), bool)
+        if counted is not None and counted.shape == (rows, units):
+            of = counted.reshape(-1)
+        if members.ndim == 3 and members.shape[1] == units:
+            member = members.reshape(-1, members.shape[-1])
+        else:
+            member = np.repeat(members.reshape(rows, -1), units, axis=0)
+        member = member[of].astype(np.float64)
+        chosen, gates = taken.chosen[of], taken.gates[of]
+        self.of += int(of.sum())
+        self.chosen += chosen.sum(axis=0)
+        self.gates += gates.sum(axis=0)
+        self.choices += int(taken.chosen[of].sum())
+        self.of_groups += member.sum(axis=0)
+        self.chosen_of += member.T @ chosen
+        self.gates_of += member.T @ gates
+        dropped = taken.dropped[of]
+        self.dropped += dropped.sum(axis=0)
+        self.uncomputed += int((dropped.sum(axis=1) >= chosen.sum(axis=1)).sum())
+        if taken.probabilities is None:
+            self.probabilities = None
+        elif self.probabilities is not None:
+            self.probabilities += taken.probabilities[of].sum(axis=0)
+
+    def usage(self, groups: Members) -> LayerUsage:
+        """Returns the usage from the sums; nothing for groups without members."""
+        spec = self.layer.spec
+        n = spec.levels[self.level]
+        every = bool((self.chosen == self.of).all())
+        drops = (bool(self.dropped.any()) or spec.drops) and not self.by_experts
+        shares = self.chosen / self.of
+        p = None if self.probabilities is None else self.probabilities / self.of
+        loss = None if p is None or self.by_experts else float(n * (shares * p).sum())
+        by_group = tuple(
+            GroupUsage(
+                value,
+                int(of),
+                None if every else tuple((chosen / of).tolist()),
+                tuple((gates / of).tolist()),
+            )
+            for value, of, chosen, gates in zip(
+                groups.values, self.of_groups, self.chosen_of, self.gates_of, strict=True
+            )
+            if of
+        )
+        return LayerUsage(
+            layer=spec.name,
+            level=self.level + 1,
+            experts=n,
+            k=self.k,
+            chosen_by="inputs" if self.per_input else "tokens",
+            of=self.of,
+            chosen=None if every else tuple(shares.tolist()),
+            gates=tuple((self.gates / self.of).tolist()),
+            probabilities=None if p is None else tuple(p.tolist()),
+            balance_loss=loss,
+            overflow=_shares(self.dropped, self.chosen) if drops else None,
+            dropped=float(self.dropped.sum() / max(1, self.choices)) if drops else None,
+            uncomputed=self.uncomputed / self.of if drops or self.by_experts else None,
+            groups=by_group,
+            routed=spec.flat,
+        )
+
+
+def _shares(parts: Array, wholes: Array) -> tuple[float | None, ...]:
+    pairs = zip(parts.tolist(), wholes.tolist(), strict=True)
+    return tuple(part / whole if whole else None for part, whole in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The choices of each input or token: whether each expert was chosen and dropped, and its gate.
+
+    All are [u, n], of u inputs or tokens. With `by_experts` each expert chose its tokens.
+    """
+
+    chosen: Array
+    gates: Array
+    dropped: Array
+    probabilities: Array | None = None
+    by_experts: bool = False
+
+
+def usage_of(
+    model: Model,
+    held: LabelledData,
+    *,
+    k: object = None,
+    subgroups: Array | None = None,
+    progress: Progress,
+) -> Usage:
+    """Returns how the experts of every layer are used by the inputs of some data.
+
+    `k` is that of an export, the trained one by default. By class if the labels are classes or
+    attributes, or by `subgroups`. Raises `UsageError` for an invalid k, `FeedError` without inputs.
+    """
+    model, kept = _with_k(model, k)
+    groups = Members.of(held.labels, subgroups, _tokens(model, held))
+    sums: dict[str, list[_LevelSums]] = {}
+    of = model.batch_of
+    few = BATCH_OF_TOKENS if model.host.of_tokens else BATCH
+    size = of * max(1, few // of)
+    count = len(held) // of * of
+    if not count:
+        raise FeedError(
+            f"the model computes {of} inputs together, and the data hold {len(held)}",
+            hint=f"give {of} or more",
+        )
+    progress.step(f"how {model.source.path} uses its experts", total=count)
+    with (
+        torch.inference_mode(),
+        algorithm_1(model.module, kept),
+        _watched(model.module) as taken,
+    ):
+        for rows in held.batches(size, count):
+            x = completed(_rows(held, rows), model.inputs)
+            model.module(*(torch.from_numpy(np.array(x[spec.name])) for spec in model.inputs))
+            inputs = rows.stop - rows.start
+            members = groups.members[rows] if groups.values else np.zeros((inputs, 0), bool)
+            for name, levels in taken.items():
+                layer = model.layers[name]
+                for level, one in enumerate(levels):
+                    _add(sums, layer, level, kept[name], one, members, x)
+            taken.clear()
+            progress.advance(inputs)
+    layers = tuple(one.usage(groups) for levels in sums.values() for one in levels if one.of)
+    return Usage(model.source.path, model.family, count, groups.name, layers)
+
+
+def _add(
+    sums: dict[str, list[_LevelSums]],
+    layer: MoELayer,
+    level: int,
+    k: int,
+    one: _Taken,
+    members: Array,
+    x: Mapping[str, Array],
+) -> None:
+    """Adds the choices of a layer's inputs, if those belong to single inputs of the network."""
+    rows, spec = len(members), layer.spec
+    if len(one.chosen) % rows:
+        return
+    levels = sums.setdefault(spec.name, [])
+    if len(levels) <= level:
+        n = spec.levels[level]
+        levels.append(
+            _LevelSums(
+                layer,
+                level,
+                min(k, n),
+                members.shape[-1],
+                per_input=not spec.routes_tokens and len(one.chosen) == rows,
+                by_experts=one.by_experts,
+            )
+        )
+    mask = real_tokens(dict(x), rows, len(one.chosen) // rows) if spec.flat else None
+    levels[level].add(one, members, mask)
+
+
+def _with_k(model: Model, k: object) -> tuple[Model, dict[str, int]]:
+    """The model with a k, and that of each layer."""
+    if k is None:
+        return model, {name: layer.spec.trained_k for name, layer in model.layers.items()}
+    asked: Any = k
+    job = export_job(model, ExportOptions(k=asked, verify=False))
+    kept = {name: value for name, value in job.k.items() if value is not None}
+    return job.model, kept
+
+
+def _tokens(model: Model, held: LabelledData) -> int | None:
+    """The number of tokens in an input of a model of texts."""
+    return held.inputs.shape[1] if model.host.of_tokens and held.inputs.ndim > 1 else None
+
+
+def _rows(held: LabelledData, rows: slice) -> dict[str, Array]:
+    return {held.input_name: held.inputs[rows], **{n: a[rows] for n, a in held.beside.items()}}
+
+
+@contextmanager
+def _watched(module: nn.Module) -> Iterator[dict[str, Sequence[_Taken]]]:
+    """Records, within the context, the choices of every layer in each forward, by level."""
+    found: dict[str, Sequence[_Taken]] = {}
+
+    layers = moe_layers(module)
+    widths = frozenset(layer.spec.experts for layer in layers.values() if layer.spec.flat)
+    with RouterProbabilities(widths) as probabilities, ExitStack() as hooks:
+
+        def record(layer: nn.Module, args: tuple[Tensor, ...], name: str) -> None:
+            assert isinstance(layer, MoELayer)
+            if layer.spec.flat:
+                seen = probabilities.take(len(args[1]), layer.spec.experts)
+                found[name] = [_routed(layer, args[1], args[2], seen)]
+            else:
+                found[name] = list(_mixed(layer, args))
+
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(record, name=name)))
+        yield found
+
+
+def _mixed(layer: MoELayer, args: tuple[Tensor, ...]) -> Iterator[_Taken]:
+    """The weights of a layer that mixes experts: of each level, or of the experts of an input."""
+    for made in layer.choices(*args).values():
+        if made.scores is None:  # coefficients [b, m, n]
+            gates = made.chosen.double().flatten(0, -2).numpy()
+            yield _Taken((gates != 0).astype(np.float64), gates, np.zeros_like(gates))
+            continue
+        gates = (made.scores.double() / layer.tokens(args[0]).shape[1]).numpy()
+        chosen = np.zeros_like(gates)
+        np.put_along_axis(chosen, made.chosen.numpy(), 1.0, axis=1)
+        yield _Taken(chosen, gates, np.zeros_like(gates))
+
+
+def _routed(layer: MoELayer, index: Tensor, weights: Tensor, probabilities: Array | None) -> _Taken:
+    """The choices of a layer whose router chose experts for tokens, and the dropped ones.
+
+    A dropped choice is expert + n; or its only expert has a weight of zero, whichever is named. If
+    experts choose their tokens, expert + n is one that did not.
+    """
+    n = layer.spec.experts
+    experts, lost, shares = (index % n).numpy(), (index >= n).numpy(), weights.double().numpy()
+    if layer.spec.drops and index.shape[1] == n:
+        order = experts.argsort(axis=1)
+        chosen = 1.0 - np.take_along_axis(lost, order, axis=1)
+        gates = np.take_along_axis(shares, order, axis=1)
+        return _Taken(chosen, gates, np.zeros_like(gates), probabilities, by_experts=True)
+    if index.shape[1] == 1 and probabilities is not None:
+        zero = shares == 0
+        best = probabilities.argmax(axis=1)[:, None]
+        experts, lost = np.where(zero & ~lost, best, experts), lost | zero
+    chosen, gates, dropped = (np.zeros((len(experts), n)) for _ in range(3))
+    rows = np.arange(len(experts))[:, None]
+    chosen[rows, experts] = 1.0
+    dropped[rows, experts] = lost
+    np.add.at(gates, (rows, experts), shares)
+    return _Taken(chosen, gates, dropped, probabilities)

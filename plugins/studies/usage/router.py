@@ -1,0 +1,75 @@
+"""The probabilities of a router, recorded while it computes them.
+
+A router is code of the network around the layer, and passes only the chosen experts. Its operations
+on its logits are recorded from the calls of PyTorch: a softmax over all experts; else a sigmoid
+that is divided by its sum; else the softmax of a linear layer's outputs, one for each expert, or of
+the values that are ranked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_KINDS: Mapping[str, tuple[Any, ...]] = {
+    "softmax": (torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax),
+    "sigmoid": (torch.sigmoid, torch.Tensor.sigmoid, torch.nn.functional.sigmoid),
+    "linear": (
+        torch.nn.functional.linear,
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+    ),
+    "ranked": (torch.topk, torch.Tensor.topk),
+}
+
+
+class RouterProbabilities(TorchFunctionMode):
+    """Records values that may be a router's probabilities, since the layer before.
+
+    `experts` are the layers' numbers of experts: values of other widths are ignored.
+    """
+
+    def __init__(self, experts: frozenset[int]) -> None:
+        super().__init__()
+        self._experts = experts
+        self._seen: dict[str, list[Tensor]] = {kind: [] for kind in _KINDS}
+
+    def __torch_function__(
+        self, function: Any, _: Any, arguments: tuple[Any, ...] = (), keywords: Any = None
+    ) -> Any:
+        named = keywords or {}
+        result = function(*arguments, **named)
+        kind = next((kind for kind, functions in _KINDS.items() if function in functions), None)
+        if kind is not None:
+            tensor = result
+            if kind == "ranked":
+                tensor = arguments[0] if arguments else named["input"]
+            if tensor.shape[-1:] and tensor.shape[-1] in self._experts:
+                self._seen[kind].append(tensor)
+        return result
+
+    def take(self, rows: int, experts: int) -> np.ndarray | None:
+        """Returns the probabilities [rows, n] of the tokens of a layer, and clears the record.
+
+        None if the router computes them in another way.
+        """
+        last: dict[str, np.ndarray] = {}
+        for kind, tensors in self._seen.items():
+            for tensor in tensors:
+                if tensor.shape[-1] == experts and tensor.numel() == rows * experts:
+                    last[kind] = tensor.detach().double().numpy().reshape(rows, experts)
+            tensors.clear()
+        # A probability of exactly zero was masked: the choice was made on others before.
+        if "softmax" in last and (last["softmax"] > 0).all():
+            return last["softmax"]
+        found = last.get("sigmoid")
+        if found is None:
+            logits = last.get("linear", last.get("ranked"))
+            found = None if logits is None else np.exp(logits - logits.max(axis=-1, keepdims=True))
+        return None if found is None else found / found.sum(axis=-1, keepdims=True)
