@@ -12,6 +12,7 @@ import base64
 import gzip
 import importlib.util
 import json
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from ...common.text import count, size
 from ...common.writing import check_file, output_errors, write_text
 from ...data.user_code import names_code
 from ...errors import UsageError
+from ...exporter.options import VERIFY_SAMPLES
 from ...exporter.requests import LoadRequest
 from ..engines import PYTORCH_EAGER
 from ..results import ModelInfo, Results, Row, as_json, write
@@ -280,23 +282,42 @@ def export_command(results: Results, row: Row) -> str | None:
     words = ["moexport", command, source, "-o", f"{name}-k{row.k}-{row.precision}", *options]
     if row.batch > 1 and "--batch" not in options:
         words += ["--batch", f"1:{row.batch}:{max(row.batch, 32)}"]
-    words += ["--no-verify"] if _refused(row) else []
-    return shlex.join([*words, *_checked_on(source, data, typed), *_carried(typed)])
+    options = _parity_options(results, row, source, data, typed)
+    return shlex.join([*words, *options, *_carried(typed)])
 
 
-def _refused(row: Row) -> bool:
-    """Whether an export refuses the graph of a row: too many inputs choose other experts.
+def _parity_options(
+    results: Results, row: Row, source: str, data: str | None, typed: Sequence[str]
+) -> list[str]:
+    """The options with which an export accepts the graph of a row, compared on the row's inputs.
 
-    Its accuracy was measured with them.
+    Random inputs choose other experts than those that were measured. If the share of inputs with
+    the same experts is near the least that an export accepts, it compares all of them: the first
+    few may have a smaller share. Below the least it compares nothing.
     """
     from ...exporter.bundle.parity import tolerance_of  # loads onnx, which a report does not need
 
-    least = tolerance_of(row.precision).routing
-    return row.precision != "fp32" and row.same_experts is not None and row.same_experts < least
+    feed, least = _checked_on(source, data, typed), tolerance_of(row.precision).routing
+    if least == 1:
+        return feed
+    if not feed and data and Path(data).suffix == ".npz":
+        feed = ["--data", data]
+    if row.same_experts is None:
+        return feed
+    inputs = results.protocol.get("samples", 0) + results.protocol.get("ranges", {}).get(
+        "held_out", 0
+    )
+    share = row.same_experts
+    few = share - 3 * math.sqrt(share * (1 - share) / VERIFY_SAMPLES)  # three standard deviations
+    if share < least or (few < least and not feed):
+        return ["--no-verify", *_checked_on(source, data, typed)]
+    if few < least and inputs > VERIFY_SAMPLES:
+        return [*feed, "--verify-samples", str(inputs)]
+    return feed
 
 
 def _checked_on(source: str, data: str | None, typed: Sequence[str]) -> list[str]:
-    """The inputs that a network of the user's own is checked on, where those are not images."""
+    """The inputs that a network of the user's own is checked on, if those are not images."""
     if data and names_code(source) and not (Path(data).is_dir() or _values_of(typed, "--pixels")):
         return ["--data", data]
     return []

@@ -44,7 +44,7 @@ def made_again(row: Row, command: str, folder: str) -> str:
     """The hash of the graph that a bundle of the command has for the batch size of the row."""
     words = shlex.split(command)
     words[words.index("-o") + 1] = folder
-    done = run(*words[1:], "--no-verify")
+    done = run(*words[1:])
     assert done.code == 0, (command, done.err)
     bundle = Bundle.open(folder)
     record = bundle.manifest.graph_for(row.batch)
@@ -82,12 +82,24 @@ def test_rows_of_what_auto_chose_for_each_batch_size(
     check(results)
 
 
+FEED = ["--data", "inputs.npz"]
+
+
 @pytest.mark.parametrize(
-    ("precision", "exact", "verified"),
-    [("int8", 0.979, False), ("int8", 0.98, True), ("fp32", 0.97, True), ("int8", None, True)],
+    ("precision", "exact", "data", "expected"),
+    [
+        ("int8", 0.979, "", ["--no-verify"]),
+        ("int8", 0.979, "inputs.npz", ["--no-verify"]),
+        ("int8", 0.98, "", ["--no-verify"]),  # of other inputs, fewer may have the same experts
+        ("int8", 0.98, "inputs.npz", [*FEED, "--verify-samples", "1200"]),
+        ("int8", 0.999, "inputs.npz", FEED),
+        ("int8", 0.999, "images/", []),
+        ("int8", None, "inputs.npz", FEED),
+        ("fp32", 0.97, "inputs.npz", []),
+    ],
 )
-def test_the_command_of_a_row_that_an_export_refuses_exports_it_without_the_check(
-    precision: str, exact: float | None, verified: bool
+def test_the_command_of_a_row_compares_what_an_export_accepts(
+    precision: str, exact: float | None, data: str, expected: list[str]
 ) -> None:
     routing = None if exact is None else RoutingAgreement(exact=exact, jaccard=1.0)
     row = Row(
@@ -100,11 +112,16 @@ def test_the_command_of_a_row_that_an_export_refuses_exports_it_without_the_chec
         routing=routing,
         deploy=("export", "--k", "2", "--precision", precision),
     )
-    models = (ModelInfo("vit", source="vit.pt"),)
-    results = Results(models=models, rows=(row,), command="moexport bench vit.pt -o report")
+    typed = "moexport bench vit.pt -o report" + (f" --data {data}" if data else "")
+    results = Results(
+        models=(ModelInfo("vit", source="vit.pt"),),
+        rows=(row,),
+        command=typed,
+        protocol={"samples": 1000, "ranges": {"held_out": 200}},
+    )
     command = export_command(results, row)
     assert command is not None
-    assert ("--no-verify" not in command) == verified
+    assert shlex.split(command)[9:] == expected
 
 
 def test_rows_of_bundles_run_the_bundle(data: Path) -> None:
