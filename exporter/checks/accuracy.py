@@ -25,7 +25,7 @@ from ...data.batches import (
     rebatched,
     row_count,
 )
-from ...data.feeds import named_batches, npy_array, npz_archive
+from ...data.feeds import named_batches, npy_array, npz_archive, npz_names
 from ...data.shards import shard_batches, shards_of
 from ...errors import FeedError
 from ..inputs import Ports, fitted_arrays
@@ -237,6 +237,19 @@ def labelled_output(model: Ports, data: Feed) -> int:
     names = [spec.name for spec in model.inputs]
     label = npz_archive(path, names[0], names[1:], outputs).label
     return outputs.index(label) if label in outputs else 0
+
+
+def unread_arrays(model: Ports, data: Feed | None) -> list[str]:
+    """Returns a sentence on the arrays of an archive that nothing reads; empty if all are read."""
+    if not isinstance(data, str | Path) or local(data).suffix != ".npz":
+        return []
+    path, names = local(data), [spec.name for spec in model.inputs]
+    archive = npz_archive(path, names[0], names[1:], output_names(model))
+    read = {archive.inputs, *names, archive.label, *output_names(model), OUTPUT}
+    others = ", ".join(f"'{name}'" for name in npz_names(path) if name not in read)
+    if not others:
+        return []
+    return [f"{data}: nothing reads {others}; labels are an array 'label', 'labels' or 'y'"]
 
 
 def distances(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

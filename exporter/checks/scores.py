@@ -15,7 +15,7 @@ from ..bundle.parity import PARITY_FILE, Reference, chunks
 from ..bundle.verify import checking_session
 from ..job import ExportJob
 from ..reference import Network, compared_inputs, kept_experts, pages_given_back, pytorch_bounds
-from .accuracy import Score, graph_score, labelled_parts
+from .accuracy import Score, graph_score, labelled_parts, unread_arrays
 from .answers import Answers, answers_of, what_pytorch_is
 from .choices import CHOICES, Choices, choices_of, chosen_k
 
@@ -52,6 +52,8 @@ def with_scores(
 
     Also with how often the main graph chooses each expert for the inputs that were compared.
     """
+    unread = unread_arrays(job.model, job.options.data)
+    manifest = replace(manifest, notes=[*manifest.notes, *unread])
     if answers is not None:
         manifest = _with_accuracies(job, manifest, directory, answers, progress)
     if not job.options.verify or not manifest.graphs[0].selected:

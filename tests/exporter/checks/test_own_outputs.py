@@ -118,6 +118,16 @@ def test_labels_alone_show_the_accuracy_in_pytorch_and_in_the_graph(
     assert f"PyTorch {less}, model.onnx {less}" in verified.out
 
 
+def test_an_export_names_arrays_of_its_data_that_nothing_reads(
+    own: Labelled, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "test.npz", input=own.x, target=own.labels)
+    outcome = exported(tmp_path, *RIGHT, "--data", tmp_path / "test.npz")
+    assert "test.npz: nothing reads 'target'; labels are an array 'label'" in outcome.err
+    labelled = exported(tmp_path, *RIGHT, "--data", own.save(tmp_path / "test.npz"), "--force")
+    assert "nothing reads" not in labelled.err
+
+
 def test_an_accuracy_on_the_inputs_that_gave_the_ranges_says_so(
     own: Labelled, tmp_path: Path
 ) -> None:
