@@ -6,8 +6,8 @@ loaded, or the export as it is resolved for that model (`job.ExportJob`).
 
 Elsewhere are only refusals that belong to something else:
 
-- parsers refuse what does not parse (`options.parse_k`, `sizes.parse_range`), and the first check
-  asks them; `options.resolve_k` refuses a k that no layer has, since it makes each layer's k;
+- parsers refuse what does not parse (`k.parse_k`, `sizes.parse_range`), and the first check
+  asks them; `k.resolve_k` refuses a k that no layer has, since it makes each layer's k;
 - records of other calls refuse their own values when they are made (`requests`, `__post_init__`);
   those of an export cannot, because plugins change them first;
 - a plugin's step has its own checks (`bundle.steps.Step`);

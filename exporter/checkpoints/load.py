@@ -26,9 +26,9 @@ from ..families.base import FamilyModel
 from ..inputs import Example
 from ..model import Model, Source
 from ..requests import LoadRequest
-from .files import local_checkpoint
 from .loaders import LOADERS, MISSING, loader_of, loader_of_module
 from .state_dict import Checkpoint, read_checkpoint
+from .weight_files import local_checkpoint
 
 AnyModel = Model | nn.Module | str | Path | Callable[[], Model | nn.Module]
 """The `model` argument of calls: a loaded model, an argument of `load`, or a function."""

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...common.files import Reading, Watched, allowed_bytes
 from ...errors import CheckpointError
-from .files import find_files, read_files
 from .floats import upcast
+from .weight_files import find_files, read_files
 
 ARGUMENTS = ("model_args", "hyper_parameters")
 """Keys under which nanoGPT and its descendants, and Lightning, save the constructor's arguments."""

@@ -1,1 +1,1 @@
-"""Checks that a graph computes the model, and that the model and its data are plausible."""
+"""Checks with the user's data: labels, own outputs, expert choices, drift, plausible shapes."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.user_code import names_code
 from ...errors import UsageError
-from ...exporter.checkpoints.files import local_checkpoint
 from ...exporter.checkpoints.loaders import ModelLoader
+from ...exporter.checkpoints.weight_files import local_checkpoint
 from ...exporter.model import Model
 from ...exporter.requests import LoadRequest
 from .network import FAMILY, load_factory, load_module

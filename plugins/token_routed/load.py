@@ -23,7 +23,7 @@ from ...errors import (
     install,
     one_line,
 )
-from ...exporter.checkpoints.files import INDEX
+from ...exporter.checkpoints.weight_files import INDEX
 from ...exporter.families.cache import cache_specs
 from ...exporter.model import Model, Source, TensorSpec
 from ...graphs.layers.base import sharing_weights

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...exporter.checkpoints.files import WeightFiles, read_file, read_files
 from ...exporter.checkpoints.floats import unset
 from ...exporter.checkpoints.state_dict import PREFIXES
+from ...exporter.checkpoints.weight_files import WeightFiles, read_file, read_files
 from . import fp8, lora
 
 BEFORE_ALL = (*(prefix for prefix in PREFIXES if prefix != "model."), lora.WRAPPED)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ...common.files import Reading, Watched, release
 from ...errors import CheckpointError, one_line
-from ...exporter.checkpoints.files import SUFFIXES, WeightFiles, find_files, is_adapter
 from ...exporter.checkpoints.floats import upcast
 from ...exporter.checkpoints.state_dict import check_finite
+from ...exporter.checkpoints.weight_files import SUFFIXES, WeightFiles, find_files, is_adapter
 from . import CONFIG_FILE, GENERATION_FILE, lora
 from .fp8 import DEQUANTISED
 from .misfits import check_experts, check_mismatched, check_missing, check_names, check_surplus

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from moexport.common.documents import MOST_BYTES
-from moexport.exporter.checkpoints.files import INDEX_BYTES
+from moexport.exporter.checkpoints.weight_files import INDEX_BYTES
 from moexport.plugins.jax.vmoe_files import INDEX_BYTES as VMOE_BYTES
 from moexport.plugins.token_routed.tests.architectures import ARCHITECTURES, save
 from moexport.tests.command import run
