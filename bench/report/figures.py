@@ -81,7 +81,7 @@ def _rates(row: Row) -> Interval | None:
 
 def _hover(section: Section, row: Row) -> Iterator[str]:
     yield row_name(row)
-    yield f"k = {row.k} of {row.experts}, {row.sizes}"
+    yield f"k = {row.k_of_n(' of ')}, {row.sizes}"
     if row.median_ms is not None:
         speed = section.speedup(row)
         yield f"{milliseconds(row.median_ms)} ms" + ("" if speed is None else f", {times(speed)}")
