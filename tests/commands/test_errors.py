@@ -252,8 +252,8 @@ def test_run_lists_the_graphs_there_are(exported: Path, tmp_path: Path) -> None:
             np.zeros((1, 3, 32, 32), np.complex64),
             "complex64 (1, 3, 32, 32), not an array",
         ),
-        (np.array(["a"]), "holds str32 (1,), not an array of inputs"),
-        (np.float32(3), "holds float32 (), not an array of inputs"),
+        (np.array(["a"]), "contains str32 (1,), not an array of inputs"),
+        (np.float32(3), "contains float32 (), not an array of inputs"),
     ],
 )
 def test_run_refuses_inputs_that_do_not_fit(

@@ -187,7 +187,7 @@ def test_the_threads_of_a_session_rest_as_soon_after_a_call_as_is_asked(tmp_path
 
 def test_python_refuses_what_is_no_feed(tmp_path: Path) -> None:
     model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
-    with pytest.raises(UsageError, match="data=5: not a text or a path or an array"):
+    with pytest.raises(UsageError, match="data=5: not a string or a path or an array"):
         moexport.export(model, tmp_path / "out", data=5)
     assert list(tmp_path.iterdir()) == []
 

@@ -241,7 +241,7 @@ def test_what_cannot_be_a_language_models_data_is_refused(model: Model, tmp_path
     deep = b"-" * 7000 + b"1\n"
     head = b"\x93NUMPY\x01\x00" + len(deep).to_bytes(2, "little")
     (tmp_path / "deep.npy").write_bytes(head + deep)
-    with pytest.raises(FeedError, match="its header nests too deep"):
+    with pytest.raises(FeedError, match="its header is nested too deeply"):
         token_windows(tmp_path / "deep.npy", model, PROMPT)
     for number, array in enumerate((np.array(3), np.array("text"), np.array([None]))):
         np.save(tmp_path / f"{number}.npy", array)

@@ -245,7 +245,7 @@ def test_a_table_does_not_replace_the_inputs(tmp_path: Path) -> None:
     ("labels", "message"),
     [
         (np.full(INPUTS, 7), r"16 labels outside 0\.\.4; the first is 7 at index 0"),
-        (np.zeros(INPUTS - 1, int), "holds 299 labels for the 300 samples"),
+        (np.zeros(INPUTS - 1, int), "has 299 labels for the 300 samples"),
         ((classes(network(1.0), X) + 1) % CLASSES, "FP32 predicts none of 300 labels"),
     ],
     ids=["other classes", "too few", "none right"],
