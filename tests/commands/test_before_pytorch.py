@@ -189,10 +189,10 @@ REFUSED = {
     },
     "calibrate": {
         "--k 1.0": "--k 1.0: one expert, or all of them?",
-        "--k input": "--k input: ranges are those of the experts that are kept",
+        "--k input": "--k input: ranges depend on the experts that are kept",
         "--samples 0": "--samples 0: at least 1",
         "--batch 0": "--batch 0: at least 1",
-        "--method mse --percentile 99": "--percentile 99: the method is mse",
+        "--method mse --percentile 99": "--percentile 99: the method mse has",
         "--percentile 3": "--percentile 3: a share above 50",
     },
     "bench": {

@@ -211,7 +211,7 @@ def run_layer(bundle: Path, folder: Path, *options: str, x: object = None) -> Ou
 
 def test_run_asks_for_k_where_it_is_an_input(k_input: Path, tmp_path: Path) -> None:
     outcome = run_layer(k_input, tmp_path)
-    assert_refused(outcome, "takes k as an input, but no k was given", "pass --k K")
+    assert_refused(outcome, "k is an input of this graph, but no k was given", "add --k K")
 
 
 @pytest.mark.parametrize("k", ["0", "-1", "5"])

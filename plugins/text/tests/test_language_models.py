@@ -253,7 +253,7 @@ def test_what_cannot_be_a_language_models_data_is_refused(model: Model, tmp_path
         token_windows(tmp_path / "long.txt", model, PROMPT)
     with pytest.raises(FeedError, match="no such file"):
         token_windows(tmp_path / "none.txt", model, PROMPT)
-    with pytest.raises(FeedError, match="values from 0 to 299"):
+    with pytest.raises(FeedError, match="only 0 to 299"):
         token_windows(np.full(100, 300), model, PROMPT)
     assert prompt_of(model, None) == 63
     with pytest.raises(UsageError, match="--tokens 64: the model has 64 positions"):

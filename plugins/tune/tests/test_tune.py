@@ -321,7 +321,7 @@ def test_constants_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoin
         recipe.edits.with_substitutes({name: np.zeros((1, 1, 1), np.float32)}),
         recipe.edits.with_substitutes({name: whole.astype(np.float16)}),
     ):
-        with pytest.raises(UsageError, match=r"the numbers that take the places of experts are"):
+        with pytest.raises(UsageError, match=r"the numbers that replace experts are"):
             edited(model, edits)
 
 

@@ -233,7 +233,7 @@ def test_a_table_does_not_replace_the_inputs(tmp_path: Path) -> None:
     assert run("calibrate", LAYER, "--data", feed(tmp_path), "-o", table).code == 0
     outcome = export(tmp_path, "--calibration", table, "--min-retention", "0.9")
     assert outcome.code == 2
-    assert "it is measured on real inputs, and there are none" in outcome.error
+    assert "it is measured on real inputs, but there are none" in outcome.error
     np.savez(tmp_path / "empty.npz", input=np.empty((0, 5, 32), np.float32))
     options = ("--calibration", table, "--min-retention", "0.9", "--no-verify")
     outcome = export(tmp_path, *options, "--data", tmp_path / "empty.npz")
