@@ -125,7 +125,7 @@ def published(family: str, taken: Collection[str], config: Config) -> dict[str, 
     name = str(model.get("name", MODELS[0])).rpartition(".")[2]
     if name not in MODELS:
         raise FamilyError(
-            f"{family}: the configuration is of a {name}",
+            f"{family}: the configuration is for a {name}",
             hint=f"known models are {' and '.join(MODELS)}",
         )
     options: dict[str, Any] = {}
@@ -224,7 +224,7 @@ CLASSIFIER = Question(
     "gap", "gap is the mean of all tokens, 0 the first of them: the keys are the same"
 )
 POSITION_EMB = Question("sincos2d", "sincos2d or none: neither has parameters")
-IMAGE_SIZE = Question(224, "height and width: no parameter has them")
+IMAGE_SIZE = Question(224, "height and width: no parameter contains them")
 
 
 def tokens_told(tensors: Tensors, read: Config, settings: Config) -> int | None:
@@ -573,8 +573,8 @@ def rounding_note(*, rounded: bool) -> str:
             "may change a choice of experts"
         )
     return (
-        "the experts are given float32, where the published code may round their tokens and "
-        "outputs to bfloat16 (dispatch=bfloat16 does so, too)"
+        "the experts get float32, while the published code may round their tokens and "
+        "outputs to bfloat16 (as dispatch=bfloat16 does)"
     )
 
 

@@ -171,7 +171,7 @@ REFUSED = {
         "--opset 12": "--opset 12: opsets 20 to 23 are supported",
         "--family soft-moe-vitt": "unknown family 'soft-moe-vitt'",
         "--config broken.json": "broken.json: not valid JSON",
-        "--config list.json": "list.json: holds a list, not keys and values",
+        "--config list.json": "list.json contains a list, not keys and values",
         "--config notes.txt": "notes.txt: configuration is read from .json, .yaml or .toml",
         "--data broken.npz": "broken.npz: not a readable .npz file",
         "--data folder": "folder: the folder contains no .npy file",
@@ -185,7 +185,7 @@ REFUSED = {
     "inspect": {
         "--family mumo": "unknown family 'mumo'",
         "--tokens 0": "--tokens 0: at least 1",
-        "--config list.json": "list.json: holds a list",
+        "--config list.json": "list.json contains a list",
     },
     "calibrate": {
         "--k 1.0": "--k 1.0: one expert, or all of them?",

@@ -160,7 +160,7 @@ def test_what_a_network_in_memory_cannot_be_is_refused(tmp_path: Path) -> None:
     unreachable: Any = network()
     with pytest.raises(moexport.FeedError, match="the input 'shift' is missing"):
         moexport.export(plain, tmp_path / "out", data={"tokens": torch.zeros(3, 9, 16)})
-    with pytest.raises(moexport.UsageError, match="a model is expected, not int"):
+    with pytest.raises(moexport.UsageError, match="expected a model, not int"):
         moexport.export(wrong, tmp_path / "out")
     with pytest.raises(moexport.UsageError, match="cannot use a model in memory"):
         moexport.bench_on_ray(unreachable, ray="local")
