@@ -60,7 +60,7 @@ byte now and then would block a run for ever."""
 ATTEMPTS = 3
 """Attempts to copy a file when the connection breaks."""
 
-UNTOLD_BYTES = 16 << 30
+UNKNOWN_BYTES = 16 << 30
 """The largest file whose size the server does not announce."""
 
 ROOM_BYTES = 256 << 20
@@ -324,7 +324,7 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
         raise LocationError(
             f"{url} has {length} bytes, but only {free} are free in {target.parent}", hint=ROOM
         )
-    most = min(free, UNTOLD_BYTES) if length is None else length
+    most = min(free, UNKNOWN_BYTES) if length is None else length
 
     started = time.monotonic()
 

@@ -88,12 +88,12 @@ def named_batches(
     outputs of the user's own model, the first also under the name `OUTPUT`. Raises `FeedError` for
     inputs that cannot be read and, if `strict`, for invalid labels.
     """
-    asked = _Further(tuple(names), tuple(outputs), tuple(own), labelled=labelled, strict=strict)
+    request = _Further(tuple(names), tuple(outputs), tuple(own), labelled=labelled, strict=strict)
     first, *others = names
     where = "the feed"
     feed = in_memory(feed)
     if isinstance(feed, Mapping):
-        yield _of_dict(feed, asked)
+        yield _of_dict(feed, request)
         return
     if isinstance(feed, np.ndarray):
         check_inputs(feed.dtype, feed.shape, where)
@@ -108,11 +108,11 @@ def named_batches(
                     inputs = _shard_inputs(fields, first, place)
                     check_inputs(inputs.dtype, inputs.shape, place)
                     further = {n: fields[n] for n in others if n in fields}
-                    yield {first: inputs} | further | asked.targets({**fields}, inputs, place)
+                    yield {first: inputs} | further | request.targets({**fields}, inputs, place)
                 return
             path = local(feed)
             if path.exists():
-                yield from _file_batches(path, asked)
+                yield from _file_batches(path, request)
                 return
         if not names_code(where):
             raise no_such_feed(where)
@@ -121,7 +121,7 @@ def named_batches(
         raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=WANTED)
     for item in feed:
         inputs = _array_of(item, first, where)
-        batch = {first: inputs} | asked.targets(item, inputs, where)
+        batch = {first: inputs} | request.targets(item, inputs, where)
         if isinstance(item, dict):
             batch |= {name: _array_of(item, name, where) for name in others if name in item}
         yield batch
@@ -206,9 +206,9 @@ class _Further:
         """The labels and the user's own outputs in an item of an iterable."""
         found = self.labels(lambda: _labels_of(item, inputs, where, self.names))
         if isinstance(item, dict):
-            for name, held in self.own_names(item).items():
-                array = np.asarray(item[held])
-                found |= _own_output(name, array, len(inputs), f"{where}: a batch's '{held}'")
+            for name, key in self.own_names(item).items():
+                array = np.asarray(item[key])
+                found |= _own_output(name, array, len(inputs), f"{where}: a batch's '{key}'")
         return found
 
     def labels(self, read: Callable[[], Fields], *, named: bool = False) -> Fields:
@@ -231,8 +231,8 @@ class _Further:
         found: dict[str, str] = {}
         for index, name in enumerate(self.own):
             callable_so = [name, OUTPUT] if index == 0 and OUTPUT not in self.own else [name]
-            held = next((each for each in callable_so if each in known and each not in taken), None)
-            found |= {} if held is None else {name: held}
+            key = next((each for each in callable_so if each in known and each not in taken), None)
+            found |= {} if key is None else {name: key}
         return found
 
 
@@ -251,26 +251,26 @@ def _own_output(name: str, array: Array, count: int, where: str) -> Fields:
     return {name: array}
 
 
-def _of_dict(arrays: Mapping[str, Any], asked: _Further) -> Fields:
+def _of_dict(arrays: Mapping[str, Any], request: _Further) -> Fields:
     """The inputs of a dict as one batch, with the requested labels and outputs."""
-    own = asked.own_names(arrays)
+    own = request.own_names(arrays)
     others = {name: value for name, value in arrays.items() if name not in own.values()}
-    fields = fields_of(others, asked.names, asked.outputs)
-    kept = (*asked.names, LABEL) if asked.labelled else asked.names
+    fields = fields_of(others, request.names, request.outputs)
+    kept = (*request.names, LABEL) if request.labelled else request.names
     found = {name: x for name, x in fields.items() if name in kept}
-    for name, held in own.items():
-        array = np.asarray(arrays[held])
-        found |= _own_output(name, array, len(fields[asked.names[0]]), f"the data: '{held}'")
+    for name, key in own.items():
+        array = np.asarray(arrays[key])
+        found |= _own_output(name, array, len(fields[request.names[0]]), f"the data: '{key}'")
     return found
 
 
-def _file_batches(path: Path, asked: _Further) -> Iterator[Fields]:
+def _file_batches(path: Path, request: _Further) -> Iterator[Fields]:
     """The batches of a file or folder; labels and outputs in an `.npz` are read whole."""
-    first, *others = asked.names
+    first, *others = request.names
     whole: Fields = {}
-    if path.suffix == ".npz" and path.is_file() and (others or asked.labelled or asked.own):
+    if path.suffix == ".npz" and path.is_file() and (others or request.labelled or request.own):
         whole = {n: npz_array(path, n) for n in npz_names(path) if n in others}
-        archive = npz_archive(path, first, others, asked.outputs)
+        archive = npz_archive(path, first, others, request.outputs)
         header, label = archive.header, archive.label
 
         def labels() -> Fields:
@@ -281,12 +281,12 @@ def _file_batches(path: Path, asked: _Further) -> Iterator[Fields]:
             checked = checked_labels(array, header.dtype, header.shape, where, of, whole=True)
             return {LABEL: checked}
 
-        whole |= asked.labels(labels, named=label in LABELS)
-        for name, held in asked.own_names(npz_names(path)).items():
-            if held in (archive.inputs, label):
+        whole |= request.labels(labels, named=label in LABELS)
+        for name, key in request.own_names(npz_names(path)).items():
+            if key in (archive.inputs, label):
                 continue
-            where = f"{path}: array '{held}'"
-            whole |= _own_output(name, npz_array(path, held), header.shape[0], where)
+            where = f"{path}: array '{key}'"
+            whole |= _own_output(name, npz_array(path, key), header.shape[0], where)
     for file in _files(path):
         start = 0
         for rows in _rows_in(file, first, others):

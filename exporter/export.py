@@ -67,8 +67,8 @@ def export(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Bun
         ParityError: a graph differs too much from PyTorch.
         EngineError: the requested engine cannot be compiled.
     """
-    asked = with_plugins(replace(options, destination=Path(destination)))
-    return write_bundle(export_job(_loading(model, options), asked), options.progress)
+    requested = with_plugins(replace(options, destination=Path(destination)))
+    return write_bundle(export_job(_loading(model, options), requested), options.progress)
 
 
 @takes(ExportOptions)
@@ -77,8 +77,8 @@ def plan(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Plan:
 
     A bundle at `destination` is ignored; unsuitable data are reported.
     """
-    asked = with_plugins(replace(options, destination=Path(destination), force=True))
-    job = export_job(_loading(model, options), asked)
+    requested = with_plugins(replace(options, destination=Path(destination), force=True))
+    job = export_job(_loading(model, options), requested)
     if job.options.data is not None and job.options.verify:
         samples = job.options.samples_to_verify
         parity_batches(job.model, job.fixed, job.options.data, samples, ranges=job.axis_ranges)
@@ -130,9 +130,9 @@ def write_bundle(
                 with suppress(TraceError, ParityError, UsageError):
                     more, other = with_trace(job, progress, tokens=missed.tokens)
                     return _write(more, progress, other, answers)
-            if options.token_counts != DEFAULT_TOKENS or missed.held is None:
+            if options.token_counts != DEFAULT_TOKENS or missed.valid is None:
                 raise missed
-            return _write(of_tokens(job, *missed.held, missed.message), progress, traced, answers)
+            return _write(of_tokens(job, *missed.valid, missed.message), progress, traced, answers)
 
 
 def _first_inputs(job: ExportJob, data: Iterator[object]) -> tuple[object, ...]:

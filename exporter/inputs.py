@@ -77,7 +77,7 @@ def by_name(inputs: Inputs, ports: Sequence[TensorSpec]) -> dict[str, np.ndarray
 
 
 def tensor_of(x: Any) -> Any | None:
-    """Returns x as a PyTorch tensor, which may share its memory by DLPack; None if x is none.
+    """Returns x as a PyTorch tensor, by DLPack without a copy; None if impossible.
 
     NumPy arrays are not converted.
     """

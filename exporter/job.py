@@ -76,12 +76,12 @@ class ExportJob:
     @property
     def axis_ranges(self) -> dict[str, AxisRange]:
         """The sizes of dynamic axes that the options set."""
-        asked = {"batch": self.options.batches, "tokens": self.options.token_counts}
+        chosen = {"batch": self.options.batches, "tokens": self.options.token_counts}
         most = {axis: n for spec in self.model.inputs for axis, n in spec.limits.items()}
         most |= {axis.split(" + ")[-1]: n for axis, n in most.items() if " + " in axis}
         return {
             axis: AxisRange(*(min(n, most.get(axis, n)) for n in (sizes.min, sizes.opt, sizes.max)))
-            for axis, sizes in asked.items()
+            for axis, sizes in chosen.items()
             if axis in self.model.input.dynamic_axes and axis not in self.fixed
         }
 

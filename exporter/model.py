@@ -415,16 +415,16 @@ class Steered(nn.Module):
         super().__init__()
         for name, child in network.named_children():
             self.add_module(name, child)
-        self._held = (network, tuple(layers))  # in a tuple, so that no module is found twice
+        self._parts = (network, tuple(layers))  # in a tuple, so that no module is found twice
 
     @property
     def network(self) -> nn.Module:
         """The network that is steered."""
-        return self._held[0]
+        return self._parts[0]
 
     def forward(self, *tensors: Tensor) -> Any:
         """Returns the network's result for all tensors except the last."""
-        network, layers = self._held
+        network, layers = self._parts
         for layer in layers:
             layer.strengths = tensors[-1]
         try:

@@ -150,29 +150,29 @@ def with_trace(
         progress.step("tracing" if tokens is None else f"tracing with {tokens} tokens")
         sizes = job.traced_sizes | ({} if tokens is None else {"tokens": tokens})
         traced = trace(job.model, opset=job.options.least_opset, fixed=job.fixed, sizes=sizes)
-    held: Held | None = traced.meta.get(HELD)
-    if held is None:
+    valid: Held | None = traced.meta.get(HELD)
+    if valid is None:
         return job, traced
-    for axis, wanted in job.axis_ranges.items():
-        low, high = held.between(axis)
-        high = wanted.max if high is None else high
-        if low <= wanted.min and wanted.max <= high:
+    for axis, requested in job.axis_ranges.items():
+        low, high = valid.between(axis)
+        high = requested.max if high is None else high
+        if low <= requested.min and requested.max <= high:
             continue
-        size = high + 1 if wanted.max > high else low - 1
-        within = AxisRange(
-            max(low, wanted.min), max(low, min(wanted.opt, high)), min(high, wanted.max)
+        size = high + 1 if requested.max > high else low - 1
+        common = AxisRange(
+            max(low, requested.min), max(low, min(requested.opt, high)), min(high, requested.max)
         )
         changes = f"the network computes something else at a {axis} of {size}"
         if axis == "tokens":
             changes = f"the network computes something else with {size} tokens"
             if job.options.token_counts == DEFAULT_TOKENS:
-                job = of_tokens(job, within.min, within.max, changes)
+                job = of_tokens(job, common.min, common.max, changes)
                 continue
         raise UsageError(
-            f"--{axis} {wanted}: {changes}, but a graph has one computation",
-            hint=f"--{axis} {within} exports the graph for {within.min} to {within.max}"
+            f"--{axis} {requested}: {changes}, but a graph has one computation",
+            hint=f"--{axis} {common} exports the graph for {common.min} to {common.max}"
             + (
-                f", --{axis} {size}:{size}:{wanted.max} the one for larger sizes"
+                f", --{axis} {size}:{size}:{requested.max} the one for larger sizes"
                 if size > high
                 else ""
             ),

@@ -88,14 +88,14 @@ class TokensError(ParityError):
     """A graph is valid for a smaller range of tokens than it should be.
 
     It misses its bounds with this number of `tokens`; as far as is known, it is valid from the
-    first to the last number in `held`.
+    first to the last number in `valid`.
     """
 
     def __init__(
-        self, message: str, *, hint: str, tokens: int, held: tuple[int, int] | None = None
+        self, message: str, *, hint: str, tokens: int, valid: tuple[int, int] | None = None
     ) -> None:
         super().__init__(message, hint=hint)
-        self.tokens, self.held = tokens, held
+        self.tokens, self.valid = tokens, valid
 
 
 def compared_inputs(job: ExportJob) -> Iterator[Fields]:
@@ -160,7 +160,7 @@ def compare_graphs(
     inputs and PyTorch's results for them, and those later inputs that choose further experts.
     """
     job = planned.job
-    held = job.options.held_to_rounding and not _inexact(planned)
+    by_rounding = job.options.held_to_rounding and not _inexact(planned)
     comparisons: dict[str, Comparison] = {}
     rounded: Comparison | None = None
     kept: Reference | None = None
@@ -181,7 +181,7 @@ def compare_graphs(
             check_network(job, expected, budget.batches)
             comparisons = {graph.file: opened(graph, expected) for graph in planned.graphs}
             rounded = next((opened(graph, expected) for graph in rounded_graphs), None)
-        measured = held and kept is None
+        measured = by_rounding and kept is None
         expected = _compared(job, comparisons, expected, rounded, directory, measured=measured)
         if kept is None:
             kept = expected
@@ -206,7 +206,7 @@ def compare_graphs(
         # A few inputs may have a larger share of outliers or other choices: `verify` needs all.
         kept = reduce(Reference.joined, alike)
     # Otherwise it has more inputs than the first batch, or was not computed.
-    again = held and kept.rounded is None
+    again = by_rounding and kept.rounded is None
     (with_exact(job, kept) if again else kept).save(directory / PARITY_FILE)
     zeros = (
         f"'{name}' is zero for all inputs of the check, so it could not be compared: give "
@@ -214,8 +214,8 @@ def compare_graphs(
         for name in silent
     )
     missing = not_compared(reached, experts)
-    told = (f"{missing}; give more inputs with --data",) if missing else ()
-    return parities, (*told, *budget.notes(), *_dropped(kept, job.model), *zeros)
+    coverage = (f"{missing}; give more inputs with --data",) if missing else ()
+    return parities, (*coverage, *budget.notes(), *_dropped(kept, job.model), *zeros)
 
 
 def opened_comparison(
@@ -247,12 +247,12 @@ def _changes(planned: Plan, axis: str) -> tuple[int, ...]:
 
     They are the sizes on both sides of each change.
     """
-    held: Held | None = planned.traced.meta.get(HELD)
-    asked = planned.job.axis_ranges.get(axis)
-    if held is None or asked is None or axis not in held.traced:
+    valid: Held | None = planned.traced.meta.get(HELD)
+    span = planned.job.axis_ranges.get(axis)
+    if valid is None or span is None or axis not in valid.traced:
         return ()
-    traced = held.traced[axis]
-    found = held.changes(axis, asked.min, asked.max)
+    traced = valid.traced[axis]
+    found = valid.changes(axis, span.min, span.max)
     return tuple({*found, *(n - 1 if n > traced else n + 1 for n in found)})
 
 
@@ -268,8 +268,8 @@ def _compare_tokens(
     Raises `TokensError` for the first number at which a graph misses its bounds or fails.
     """
     job, model = planned.job, planned.job.model
-    asked = job.axis_ranges.get("tokens")
-    if asked is None or not all(comparison.parity().passed for comparison in comparisons.values()):
+    span = job.axis_ranges.get("tokens")
+    if span is None or not all(comparison.parity().passed for comparison in comparisons.values()):
         return
     usual = first.x.shape[model.input.shape.index("tokens")]
     rows = job.least_batch
@@ -297,7 +297,7 @@ def _compare_tokens(
         return None
 
     changes = _changes(planned, "tokens")
-    sizes, needed = asked.probed(more=changes), {asked.min, asked.opt, *changes}
+    sizes, needed = span.probed(more=changes), {span.min, span.opt, *changes}
     for step in (1, -1):
         right = usual
         for tokens in sorted((n for n in sizes if (n - usual) * step > 0), reverse=step < 0):
@@ -305,7 +305,7 @@ def _compare_tokens(
                 continue
             why = wrong(tokens)
             if why is not None:
-                raise _first_missed(right, tokens, why, wrong, asked, step)
+                raise _first_missed(right, tokens, why, wrong, span, step)
             right = tokens
 
 
@@ -314,7 +314,7 @@ def _first_missed(
     missed: int,
     why: str,
     wrong: Callable[[int], str | None],
-    asked: AxisRange,
+    span: AxisRange,
     step: int,
 ) -> TokensError:
     """The error for the first invalid number of tokens between `right` and `missed`."""
@@ -323,13 +323,13 @@ def _first_missed(
         reason = wrong(between)
         right, missed = (between, missed) if reason is None else (right, between)
         why = reason or why
-    held = (asked.min, right) if step > 0 else (right, asked.max)
+    valid = (span.min, right) if step > 0 else (right, span.max)
     return TokensError(
         f"with {missed} tokens {why}",
-        hint=f"--tokens {held[0]}:{max(held[0], min(asked.opt, held[1]))}:{held[1]} exports it for "
-        "the valid numbers",
+        hint=f"--tokens {valid[0]}:{max(valid[0], min(span.opt, valid[1]))}:{valid[1]} exports it "
+        "for the valid numbers",
         tokens=missed,
-        held=held,
+        valid=valid,
     )
 
 
@@ -415,12 +415,12 @@ def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
         return ", ".join(f"{share:.1%} in {name}" for name, share in shares.items())
 
     alone = listed({name: float(mask.all(axis=-1).mean()) for name, mask in left_out.items()})
-    said = f"no expert computes some tokens of the check's inputs: {alone}"
+    sentence = f"no expert computes some tokens of the check's inputs: {alone}"
     specs = [model.layers[name].spec for name in left_out]
     if any(spec.trained_k < spec.experts for spec in specs):  # tokens choose
         dropped = listed({name: float(mask.mean()) for name, mask in left_out.items()})
-        said = f"some choices for the check's inputs were dropped: {dropped}; {said}"
-    return (said,)
+        sentence = f"some choices for the check's inputs were dropped: {dropped}; {sentence}"
+    return (sentence,)
 
 
 def way_out(parity: Parity, options: ExportOptions) -> str:
@@ -739,7 +739,7 @@ class Network:
     def _values(self, module: nn.Module, arrays: Fields) -> list[np.ndarray]:
         # Copies: a network may change its inputs in place.
         tensors = [torch.from_numpy(np.array(arrays[spec.name])) for spec in self._model.inputs]
-        with _told(self._model, len(tensors[0])):
+        with _user_errors(self._model, len(tensors[0])):
             if self._exact:
                 own = (*module.named_parameters(), *module.named_buffers())
                 weights = {name: _in_float64(tensor) for name, tensor in own}
@@ -754,7 +754,7 @@ def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _told(model: Model, count: int) -> Iterator[None]:
+def _user_errors(model: Model, count: int) -> Iterator[None]:
     """A context for runs of a user's own network on `count` inputs, which it may refuse."""
     try:
         yield
@@ -816,10 +816,10 @@ def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -
 
 def pytorch_bounds(options: ExportOptions) -> Tolerance:
     """Returns the bounds for PyTorch's results: those of FP32, or a user's wider ones."""
-    usual, asked = TOLERANCES["fp32"], options.tolerance
+    usual, requested = TOLERANCES["fp32"], options.tolerance
     if options.precision != "fp32":
         return usual
-    return replace(usual, atol=asked.atol, rtol=max(usual.rtol, asked.rtol))
+    return replace(usual, atol=requested.atol, rtol=max(usual.rtol, requested.rtol))
 
 
 def _several(arrays: Fields, count: int) -> Fields:

@@ -231,7 +231,7 @@ def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
         yield problem(f"--rest {options.rest}", reason, "leave --rest out")
     if options.integers and not (target.compiled or target.weight_only):
         if options.rest not in (None, "fp32"):
-            reason = "integer products give FP32 on a CPU"
+            reason = "integer products return FP32 on a CPU"
             yield problem(f"--rest {options.rest}", reason, "leave --rest out")
         if options.io_precision != "fp32":
             option = f"--io-precision {options.io_precision}"

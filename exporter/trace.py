@@ -324,11 +324,11 @@ def trace(
     _check_calls(graph, moe_layers(model.module))
     program = graph.meta.pop(PROGRAM, None)
     if program is not None:
-        graph.meta[HELD] = _held(program, model, sizes, fixed)
+        graph.meta[HELD] = _valid_sizes(program, model, sizes, fixed)
     return graph
 
 
-def _held(
+def _valid_sizes(
     program: torch.export.ExportedProgram,
     model: Model,
     traced: Mapping[str, int],

@@ -110,7 +110,7 @@ def _lower(
     }
     if limits:
         facts["limits"] = limits
-    sizes = _held_sizes(plan)
+    sizes = _valid_sizes(plan)
     if sizes:
         facts["sizes"] = sizes
     if job.groups_of is not None:
@@ -127,13 +127,13 @@ def _lower(
     return lowered
 
 
-def _held_sizes(plan: Plan) -> dict[str, tuple[int, int | None]]:
+def _valid_sizes(plan: Plan) -> dict[str, tuple[int, int | None]]:
     """The sizes of axes within which the graph computes the same as the network."""
-    held: Held | None = plan.traced.meta.get(HELD)
-    if held is None:
+    valid: Held | None = plan.traced.meta.get(HELD)
+    if valid is None:
         return {}
     most = {axis: n for port in plan.job.model.inputs for axis, n in port.limits.items()}
-    between = {axis: held.between(axis) for axis in plan.job.axis_ranges}
+    between = {axis: valid.between(axis) for axis in plan.job.axis_ranges}
     return {
         axis: (low, high)
         for axis, (low, high) in between.items()

@@ -227,7 +227,7 @@ POSITION_EMB = Question("sincos2d", "sincos2d or none: neither has parameters")
 IMAGE_SIZE = Question(224, "height and width: no parameter contains them")
 
 
-def tokens_told(tensors: Tensors, read: Config, settings: Config) -> int | None:
+def tokens_of_image(tensors: Tensors, read: Config, settings: Config) -> int | None:
     """Returns the tokens of an image, if a parameter or the configuration determines them."""
     if POSITIONS in tensors:
         return shape_of(SOFT, tensors, POSITIONS, "1, m, d")[1]
@@ -237,7 +237,7 @@ def tokens_told(tensors: Tensors, read: Config, settings: Config) -> int | None:
 
 def _square_side(tensors: Tensors, read: Config, settings: Config) -> int | None:
     """The patches on each side of a square image; None if it need not be square."""
-    tokens = tokens_told(tensors, read, settings)
+    tokens = tokens_of_image(tensors, read, settings)
     patches = 0 if tokens is None else tokens - int("cls" in tensors)
     return math.isqrt(patches) if patches > 0 and math.isqrt(patches) ** 2 == patches else None
 
@@ -534,7 +534,7 @@ def settled(
     if 0 in grid:
         raise FamilyError(f"{family}: image_size={config['image_size']} is smaller than a patch")
     tokens = math.prod(grid) + int("cls" in tensors)
-    expected = tokens_told(tensors, read, settings)
+    expected = tokens_of_image(tensors, read, settings)
     if expected is not None and tokens != expected:
         raise FamilyError(
             f"{family}: image_size={image[0]},{image[1]} makes {tokens} tokens, but "

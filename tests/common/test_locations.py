@@ -387,7 +387,7 @@ def test_an_endless_body_is_cut_at_its_budget(
     served: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts.clear()
-    monkeypatch.setattr(locations, "UNTOLD_BYTES", 8 << 20)
+    monkeypatch.setattr(locations, "UNKNOWN_BYTES", 8 << 20)
     with pytest.raises(LocationError, match=f"sends more than the {8 << 20}"):
         local(f"{served[0]}/endless.pt")
     assert counts["endless"] < 64 << 20
