@@ -476,7 +476,7 @@ def _check_combination(edit: AblatedCombination, spec: MoESpec) -> None:
         has = "one level" if len(levels) == 1 else f"{len(levels)} levels"
         raise UsageError(
             f"{what} has {has} of experts, but {len(edit.experts)} are named together",
-            hint="EXPERT+EXPERT names one of each level of a hierarchy"
+            hint="EXPERT+EXPERT names one expert of each level"
             if len(levels) > 1
             else "name experts of one level after commas",
         )

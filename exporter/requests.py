@@ -152,7 +152,7 @@ class CalibrateRequest(SensitivityRequest):
     )
     out: AnyPath | None = option(
         None,
-        "A file for the table; one of the same origin that is there is returned.",
+        "A file for the table; an existing one of the same origin is returned.",
         unset="the table is not written",
         in_shell=False,
     )
@@ -189,7 +189,7 @@ class BuildRequest(Request):
         None, "The runtime, tensorrt or tensorrt-rtx.", unset="the bundle's"
     )
     graph: str | None = option(
-        None, "The file or lowering of a graph, if the bundle holds several.", unset="all"
+        None, "The file or lowering of a graph, if the bundle has several.", unset="all"
     )
     batch: Sizes | None = option(
         None,
@@ -245,7 +245,7 @@ class RunRequest(Request):
 
     k: int | None = option(None, "Experts to compute, if k is an input of the graph.", unset="none")
     graph: str | None = option(
-        None, "The file or lowering of a graph, if the bundle holds several.", unset="the main one"
+        None, "The file or lowering of a graph, if the bundle has several.", unset="the main one"
     )
     batch_size: int | None = option(
         None, "How many inputs to run at once.", unset="the largest batch of the export"
