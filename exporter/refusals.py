@@ -6,8 +6,8 @@ for that model (`job.ExportJob`).
 
 Only these refusals are elsewhere:
 
-- parsers refuse malformed values (`options.parse_k`, `sizes.parse_range`), and the first check
-  calls them; `options.resolve_k`, which computes each layer's k, refuses a k that no layer has;
+- parsers refuse malformed values (`k.parse_k`, `sizes.parse_range`), and the first check
+  calls them; `k.resolve_k`, which computes each layer's k, refuses a k that no layer has;
 - records of other calls refuse their own values when they are made (`requests`, `__post_init__`);
   those of an export cannot, because plugins change them first;
 - a plugin's step has its own checks (`bundle.steps.Step`);
