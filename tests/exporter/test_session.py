@@ -205,7 +205,7 @@ def test_a_plan_opens_the_data_that_it_is_given(tmp_path: Path) -> None:
     model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
     with pytest.raises(FeedError, match="no such feed"):
         moexport.plan(model, tmp_path / "out", data=str(tmp_path / "none.npz"))
-    with pytest.raises(FeedError, match="takes"):
+    with pytest.raises(FeedError, match="needs"):
         moexport.plan(model, tmp_path / "out", data=np.ones((2, 5, 33), np.float32))
     assert list(tmp_path.iterdir()) == []
 
