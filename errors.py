@@ -141,7 +141,7 @@ class MissingExtraError(MoexportError):
 
 
 def install(*extras: str, index: str | None = None) -> str:
-    """Returns the command that installs moexport with extras: from a clone, as no index has it."""
+    """Returns the command that installs moexport with extras, from a clone: no index has it."""
     options = f"--extra-index-url {index} " if index else ""
     return f"pip install {options}'.[{','.join(extras)}]' in a clone of moexport"
 

@@ -26,7 +26,7 @@ def with_pages(text: str) -> str:
     """Returns a message with the full paths of the pages that it names.
 
     `docs/families.md` is a path only in a clone; a package has its pages where it is installed.
-    The name of a missing page stays.
+    The name of a missing page is unchanged.
     """
     return _PAGE.sub(_file_of, text) if "docs/" in text else text
 
@@ -58,13 +58,13 @@ NARROW = 60
 
 
 SEARCHING_S = 10.0
-"""Seconds between lines about a step of many short parts, when stderr is no terminal."""
+"""Seconds between lines about a step of many short parts, when stderr is not a terminal."""
 
 
 class Console:
     """Prints progress and messages, at the chosen verbosity (a `Progress`).
 
-    On a terminal a step is one line with a bar, elsewhere a plain line. Lines that differ only
+    On a terminal a step is one line with a bar, otherwise a plain line. Lines that differ only
     after a colon (`searching: 3 graphs`) are thinned out there, unless `verbose`. Leaving the
     context removes the bar.
     """

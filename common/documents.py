@@ -60,7 +60,7 @@ def read_document(
     with file.open("rb") as opened:
         data = opened.read(limit + 1)
     if len(data) > limit:
-        raise error(f"{file}: has more than {limit} bytes, the limit of a {kind.upper()} file")
+        raise error(f"{file} has more than {limit} bytes, the limit for {kind.upper()} files")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as cause:
@@ -121,9 +121,9 @@ def _check_events(yaml: Any, events: Iterator[Any]) -> None:
         tag = getattr(event, "tag", None)
         of_tuple = isinstance(event, yaml.SequenceStartEvent) and tag == TUPLE
         if anchor is not None and not of_tuple and anchor not in sizes:
-            raise ValueError(f"{line}: anchors and aliases (&, *) are not read; write it out")
+            raise ValueError(f"{line}: anchors and aliases (&, *) are not supported; repeat it")
         if tag is not None and not of_tuple:
-            raise ValueError(f"{line}: tags ({tag}) are not read")
+            raise ValueError(f"{line}: tags ({tag}) are not supported")
         values += 1
         if isinstance(event, yaml.AliasEvent):
             repeated += sizes[anchor]
@@ -139,14 +139,14 @@ def _check_events(yaml: Any, events: Iterator[Any]) -> None:
                 sizes[name] = values - before
         elif isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
             if event.value == "<<":
-                raise ValueError(f"{line}: merges (<<) are not read; write the keys out")
+                raise ValueError(f"{line}: merges (<<) are not supported; repeat the keys")
             if len(event.value) > MOST_DIGITS and event.value[:1] in "+-.0123456789":
                 raise ValueError(f"{line}: a number of more than {MOST_DIGITS} digits")
 
 
 def _check_levels(levels: int) -> None:
     if levels > MOST_LEVELS:
-        raise ValueError(f"lists and mappings nest deeper than {MOST_LEVELS} levels")
+        raise ValueError(f"lists and mappings are nested deeper than {MOST_LEVELS} levels")
 
 
 def _check(content: Any, bits: int) -> None:
@@ -182,7 +182,7 @@ def read_json(
     *,
     error: Callable[[str], MoexportError] = ResultsError,
 ) -> T:
-    """Returns the dataclass that a JSON text holds.
+    """Returns the dataclass for a JSON text.
 
     Raises `error`, naming the file and the field that is missing or of the wrong type.
     """
@@ -190,7 +190,7 @@ def read_json(
 
 
 LARGE_BITS = 1024
-"""For settings where 10³⁰ stands for "no limit", and for counts."""
+"""For settings in which 10³⁰ means "no limit", and for counts."""
 
 
 def object_in(file: Path, most: int | None = None) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def _reword(message: str, at: str) -> str:
         return f"field {f'{where}.' if where else ''}{missing[1]} is missing"
     subject = f"field {where}" if where else "the file"
     if types := re.fullmatch(r"Expected `(.*)`, got `(.*)`", what):
-        # Users need not know that null is allowed, too.
+        # Users need not know that null is also allowed.
         wanted = [WORDS.get(name, name) for name in types[1].split(" | ") if name != "null"]
         return f"{subject} should be {' or '.join(wanted)}, not {WORDS.get(types[2], types[2])}"
     if unknown := re.fullmatch(r"Invalid enum value (.*)", what):

@@ -95,7 +95,7 @@ def supervise() -> None:
         again = len(sent) > 1 and sent[-1] - sent[0] > ANOTHER_S
         if sent and (again or time.monotonic() - sent[0] > GRACE_S):
             os.kill(child, signal.SIGKILL)
-            print("error: interrupted while a library computed", file=sys.stderr, flush=True)
+            print("error: interrupted while a library was computing", file=sys.stderr, flush=True)
             os._exit(INTERRUPTED)
         time.sleep(ANOTHER_S / 10)
 

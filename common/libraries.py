@@ -44,7 +44,7 @@ def without_telemetry(package: str) -> Iterator[None]:
     if package in sys.modules:  # the calling program has loaded it, so that is its decision
         yield
         return
-    sys.modules[package] = None  # type: ignore[assignment]  # Python's own mark for "not there"
+    sys.modules[package] = None  # type: ignore[assignment]  # Python's mark for a missing module
     try:
         yield
     finally:
@@ -129,7 +129,7 @@ def outside_of_what_was_run() -> list[str]:
         version = release(name)
         if version is not None and not oldest <= version <= newest:
             word, end = ("newer", newest) if version > newest else ("older", oldest)
-            lines.append(f"{name} {_text(version)} is {word} than what was run: {_text(end)}")
+            lines.append(f"{name} {_text(version)} is {word} than the tested ones: {_text(end)}")
     return lines
 
 
@@ -162,39 +162,39 @@ def least_size(traced: int) -> int | None:
     """Returns the smallest size with which an axis traced at `traced` may be declared.
 
     PyTorch 2.9 rejects a matrix product that was traced with more than one row if one row is
-    allowed, although the graph is right for one row as well. Can go with `TRACES`.
+    allowed, although the graph works for one row as well. Remove with `TRACES`.
     """
     return 2 if traced > 1 and older("torch", TRACES) else None
 
 
 def older_tracer() -> str | None:
-    """Returns a hint if an older PyTorch fails to trace; None with one from `TRACES` on.
+    """Returns a hint if an older PyTorch fails to trace; None from `TRACES` on.
 
-    PyTorch 2.9 cannot trace a network that takes its inputs as `*past`: mumoe-gpt2 with a cache.
+    PyTorch 2.9 cannot trace a network with inputs declared as `*past`: mumoe-gpt2 with a cache.
     """
     if not older("torch", TRACES):
         return None
     from importlib import metadata
 
     return (
-        f"PyTorch {metadata.version('torch')} traces less than {_text(TRACES)} does: pip install "
-        f"'torch>={_text(TRACES)}', or export without a cache (--set use_cache=false)"
+        f"PyTorch {metadata.version('torch')} cannot trace all that {_text(TRACES)} can: pip "
+        f"install 'torch>={_text(TRACES)}', or export without a cache (--set use_cache=false)"
     )
 
 
 ROUTED_WEIGHTS = (1, 31)
-"""The first ONNX Runtime whose `QMoE` takes the weights of the experts and `accuracy_level`."""
+"""The first ONNX Runtime whose `QMoE` accepts the experts' weights and `accuracy_level`."""
 
 
 def graph_of(exported: Any) -> Any:
     """Returns the graph from the exporter of transformers.
 
-    Version 5.20 returns PyTorch's own program, whose graph is its `model`; 5.23 wraps it. Can go
-    with 5.23 as the oldest.
+    Version 5.20 returns PyTorch's own program, whose graph is its `model`; 5.23 wraps it.
+    Remove this once 5.23 is the oldest.
     """
     return exported.program if hasattr(exported, "program") else exported.model
 
 
 CACHES = ("past_key_values", "cache")
-"""Names of the cache that models of transformers return: `cache` from 5.24 on. The first can go
-with that as the oldest."""
+"""Names of the cache that models of transformers return: `cache` from 5.24 on. Remove the
+first once that is the oldest."""

@@ -1,7 +1,7 @@
 """Files and folders at URLs: copied whole before they are read, and removed at exit.
 
 fsspec reads them through the library of the scheme: `s3://`, `gs://`, `hf://`, `https://` and
-others. The copies lie in a private folder, and are hashed and checked as local files are.
+others. The copies are in a private folder; they are hashed and checked like local files.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ byte now and then would block a run for ever."""
 ATTEMPTS = 3
 """Attempts to copy a file when the connection breaks."""
 
-UNTOLD_BYTES = 16 << 30
+UNKNOWN_BYTES = 16 << 30
 """The largest file whose size the server does not announce."""
 
 ROOM_BYTES = 256 << 20
@@ -133,18 +133,18 @@ def no_such_feed(where: str) -> FeedError:
 
 
 def path_of(where: AnyPlace) -> Path:
-    """Returns the path of a place that is no URL: `/a b.pt` for `file:///a%20b.pt`.
+    """Returns the path of a place that is not a URL: `/a b.pt` for `file:///a%20b.pt`.
 
-    Raises `LocationError` for a file: URL that names another machine, `UsageError` for no path.
+    Raises `LocationError` for a file: URL of another machine, `UsageError` if it is no path.
     """
     if not isinstance(where, str | PathLike):
-        raise UsageError(f"{where!r:.60}: not a path", hint="give a text or a pathlib.Path")
+        raise UsageError(f"{where!r:.60}: not a path", hint="give a string or a pathlib.Path")
     match = FILE.fullmatch(str(where))
     if match is None or Path(where).exists():
         return Path(where)
     if match["host"] not in (None, "", "localhost") or not match["path"]:
         raise LocationError(
-            f"{where}: file: is not followed by a path on this machine",
+            f"{where}: this URL does not name a path on this machine",
             hint="file:///folder/name (three slashes), or the path alone",
         )
     return Path(unquote(match["path"]))
@@ -196,7 +196,7 @@ def _copied_once(where: AnyPlace, copy: Callable[[Any, str, str, Path], None]) -
 
 
 def copy_siblings(where: AnyPlace, names: Iterable[str]) -> None:
-    """Copies the neighbours of a URL's file that exist next to its copy; nothing for a path."""
+    """Copies those neighbours of a URL's file that exist; does nothing for a path."""
     url = url_of(where)
     if url is None:
         return
@@ -206,7 +206,7 @@ def copy_siblings(where: AnyPlace, names: Iterable[str]) -> None:
 
 
 def holds(where: AnyPlace, name: str) -> bool:
-    """Whether a folder, or a URL as a folder, holds a file of that name."""
+    """Whether a folder, or a URL as a folder, has a file of that name."""
     url = url_of(where)
     if url is None:
         return (path_of(where) / name).is_file()
@@ -273,7 +273,7 @@ def _inside(folder: Path, name: str, url: str) -> Path:
     """A file in a folder; raises `LocationError` for a name that leads outside."""
     parts = name.split("/")
     if not name or {"", ".", ".."} & {*parts} or re.search(r"[\\:\x00]", name):
-        raise LocationError(f"{url}: holds a file that cannot be copied by its name {name!r}")
+        raise LocationError(f"{url} contains a file that cannot be copied: its name is {name!r}")
     return folder.joinpath(*parts)
 
 
@@ -322,9 +322,9 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
     free = max(0, shutil.disk_usage(target.parent).free - ROOM_BYTES)
     if length is not None and length > free:
         raise LocationError(
-            f"{url}: has {length} bytes, and {free} are free in {target.parent}", hint=ROOM
+            f"{url} has {length} bytes, but only {free} are free in {target.parent}", hint=ROOM
         )
-    most = min(free, UNTOLD_BYTES) if length is None else length
+    most = min(free, UNKNOWN_BYTES) if length is None else length
 
     started = time.monotonic()
 
@@ -332,20 +332,20 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
         took = time.monotonic() - started
         if "http" in system.protocol and value < SLOWEST * (took - STALLED_S):
             raise LocationError(
-                f"{url}: {value} bytes came in {took:.0f} s, fewer than {SLOWEST} a second",
+                f"{url}: only {value} bytes arrived in {took:.0f} s, fewer than {SLOWEST} a second",
                 hint="download it with a program that can resume, and give its path",
             )
         if value > most:
-            limit = (
-                "its server announced" if length is not None else "are allowed for an unknown size"
+            limit = "it announced" if length is not None else "are allowed for an unknown size"
+            raise LocationError(
+                f"{url}: the server sends more than the {most} bytes that {limit}", hint=ROOM
             )
-            raise LocationError(f"{url}: sends more than the {most} bytes that {limit}", hint=ROOM)
 
     limit = _in_time(system, 2 * STALLED_S + most / SLOWEST)
     system.get_file(path, str(target), callback=Callback(hooks={"limit": arrived}), **limit)
-    came = target.stat().st_size
-    if length is not None and came != length:
-        raise EOFError(f"{came} of {length} bytes came")
+    copied = target.stat().st_size
+    if length is not None and copied != length:
+        raise EOFError(f"only {copied} of {length} bytes arrived")
     system.invalidate_cache(path)
     if _version(system.info(path, **_in_time(system))) != _version(before):
         raise EOFError("it was changed while it was copied")
@@ -376,7 +376,7 @@ def _options(scheme: str) -> dict[str, Any]:
 
 
 def _in_time(system: Any, seconds: float | None = None) -> dict[str, Any]:
-    """The total time limit for an HTTP call; headers, too, may arrive slowly."""
+    """The total time limit for an HTTP call; headers may arrive slowly as well."""
     if "http" not in system.protocol:
         return {}
     return {"timeout": 2 * STALLED_S if seconds is None else seconds}
@@ -401,16 +401,16 @@ def _reading(url: str) -> Iterator[tuple[Any, str]]:
         extra = EXTRAS.get(scheme)
         raise MissingExtraError(
             f"{url}: {scheme}:// needs a library that is not installed ({error})",
-            hint=install(extra) if extra else f"the message of fsspec: {error}",
+            hint=install(extra) if extra else f"fsspec reports: {error}",
         ) from error
     except PermissionError as error:
-        raise LocationError(f"{url}: may not be read ({error})", hint=CREDENTIALS) from error
+        raise LocationError(f"{url}: access is denied ({error})", hint=CREDENTIALS) from error
     except Exception as error:  # each library has its own exceptions
         # fsspec's HTTP reports every failure as a missing file; the cause is more precise.
         cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
         status = getattr(cause, "status", None)
         if cause is None or status in (404, 410):
-            raise LocationError(f"{url}: there is no such file", hint="check the URL") from error
+            raise LocationError(f"{url}: no such file", hint="check the URL") from error
         reason = str(cause).partition("\n")[0] or type(cause).__name__
         if isinstance(cause, TimeoutError):
             reason = f"no data arrived for {STALLED_S:.0f} s, or the transfer was too slow"

@@ -195,7 +195,7 @@ class Panel:
     """Options of a plugin: a section in the help of some commands, keywords of their calls.
 
     If the core has a section with that `title`, the options join it. `calls` are members of
-    `CALLS`, or commands of plugins that accept such options; `load` stands for every command that
+    `CALLS`, or commands of plugins that accept such options; `load` means every command that
     reads a model. `options` is a frozen dataclass of fields declared with `option`, which the
     request of a call carries (`Request.asked`). `function` is `package.module:function`: Typer
     reads its parameters as command-line options, and it returns the record; without it the options
@@ -227,7 +227,7 @@ def _misplaced(panel: Panel) -> str:
     for call in panel.calls:
         command = None if call in CALLS else record_of_plugin(COMMANDS_DOOR, call)
         if command is not None and call not in command.calls:
-            return f"the command '{call}' takes no options of plugins"
+            return f"the command '{call}' accepts no options of plugins"
         if unknown_call(call):
             return unknown_call(call)
     return "" if panel.calls else f"no call is named; choose one of: {', '.join(CALLS)}"
@@ -296,7 +296,7 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
 
     After `@takes(ExportOptions)`, `export(model, "out", k=4)` means `export(model, "out",
     ExportOptions(k=4))`. Type checkers derive the keywords from the record, and `help()` lists them
-    with their descriptions. Plugins are searched when a keyword is theirs.
+    with their descriptions. Plugins are searched only for other keywords.
     """
 
     def __init__(self, request: Callable[P, Options]) -> None:
@@ -402,9 +402,9 @@ def misplaced(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterato
     for name, value in given.items():
         kind = type_of(function, name)
         if callable(value):
-            continue  # a network or what loads one, which the call itself takes or refuses
+            continue  # a network or its loader, which the call itself accepts or refuses
         if not read_by_others(kind) and not fits(value, kind):
-            where = f"help({function.__qualname__}) tells what it takes"
+            where = f"help({function.__qualname__}) lists what it accepts"
             yield f"{name}={value!r:.60}: not {words(kind)}", where
 
 

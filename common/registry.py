@@ -91,7 +91,7 @@ def troubles() -> tuple[str, ...]:
 
 
 def _clash(group: str, name: str) -> str:
-    """The sources of a name that more than one package claims; else empty."""
+    """The sources of a name that more than one package claims; otherwise empty."""
     sources = ["moexport itself"] if name in _OWN_NAMES.get(group, ()) else []
     sources += [entry.distribution for entry in _doors().get(group, {}).get(name, ())]
     return f"{group}: '{name}' comes from {' and from '.join(sources)}" if sources[1:] else ""
@@ -180,7 +180,7 @@ def names_in(group: str) -> tuple[str, ...]:
 def record_of_plugin(group: str, name: str) -> Any:
     """Returns the record of a plugin; None if it does not exist or does not load.
 
-    For modules that may not import the registry, because it lies in a higher layer.
+    For modules that may not import the registry, because it is in a higher layer.
     """
     entry = next(iter(_doors().get(group, {}).get(name, ())), None)
     return None if entry is None else _loaded(entry, object)
@@ -292,7 +292,7 @@ def _loaded(entry: Entry, kind: type[Any]) -> Any:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
         if api != API:
-            reason = f"{point.module} is for API {api}, and this moexport has API {API}"
+            reason = f"{point.module} is for API {api}, but this moexport has API {API}"
         elif not isinstance(record, kind):
             reason = f"{point.value} is not a {kind.__name__}"
         elif getattr(record, "name", None) != point.name:
@@ -304,5 +304,5 @@ def _loaded(entry: Entry, kind: type[Any]) -> Any:
 
 
 def _problem(group: str, record: Any) -> str:
-    """Why a registry cannot use a record; else empty."""
+    """Why a registry cannot use a record; otherwise empty."""
     return _PROBLEMS[group](record) if group in _PROBLEMS else ""

@@ -18,7 +18,7 @@ def printable(text: str, *, several: bool = False) -> str:
     """Returns a text with characters escaped that could control a terminal or disguise the text.
 
     Names and messages from files may contain anything. The escapes are those of JSON, so JSON stays
-    valid; line breaks are escaped, too, unless the text has `several` lines.
+    valid; line breaks are also escaped, unless the text has `several` lines.
     """
     pattern = f"[{_HARMFUL}]" if several else f"[\n{_HARMFUL}]"
     return re.sub(pattern, _escaped, text)

@@ -26,16 +26,16 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The system's errors for a lack of space."""
 
 HINTS = {
-    errno.ENOSPC: "free some space or choose another -o; no part of it was left behind",
-    errno.EDQUOT: "free some space or choose another -o; no part of it was left behind",
+    errno.ENOSPC: "free some space or choose another -o; nothing was left behind",
+    errno.EDQUOT: "free some space or choose another -o; nothing was left behind",
     errno.EACCES: "choose a folder that you may write to",
     errno.EPERM: "choose a folder that you may write to",
     errno.EROFS: "the file system is read-only: choose another -o",
     errno.ELOOP: "the link leads to itself: choose another -o",
     errno.EBUSY: "a folder that is in use cannot be replaced: choose one inside it with -o",
     errno.ENAMETOOLONG: "choose a shorter -o",
-    errno.EFBIG: "the file system takes no file of that size: choose another -o",
-    errno.EIO: "the disk fails, or the connection to it: check the system's log",
+    errno.EFBIG: "the file system supports no file of that size: choose another -o",
+    errno.EIO: "the disk, or the connection to it, fails: check the system's log",
 }
 """Remedies for failures of the system, by error."""
 
@@ -82,12 +82,12 @@ def check_file(place: Path) -> None:
 
 
 def _check(folder: Path, place: Path, option: str = "-o") -> None:
-    """Refuses a place if `folder`, which is to contain it or to be it, cannot be used.
+    """Refuses a place if `folder`, which is the place or will contain it, cannot be used.
 
-    `option` is the one that named it.
+    `option` named the place.
     """
     if not folder.is_dir():
-        inside = "" if folder == place.absolute() else f", so {place.name} cannot lie in it"
+        inside = "" if folder == place.absolute() else f", so {place.name} cannot be in it"
         raise OutputError(f"{folder}: not a folder{inside}", hint=f"choose another {option}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(
@@ -96,15 +96,15 @@ def _check(folder: Path, place: Path, option: str = "-o") -> None:
     find_temporary_folder(folder)
 
 
-def find_temporary_folder(beside: Path) -> None:
-    """Uses a folder for temporary files if the system has none.
+def find_temporary_folder(fallback: Path) -> None:
+    """Uses `fallback` for temporary files if the system has no folder for them.
 
     In a container with a read-only root, only the folder of the results is writable.
     """
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
-        tempfile.tempdir = os.environ["TMPDIR"] = str(beside)  # also for child processes
+        tempfile.tempdir = os.environ["TMPDIR"] = str(fallback)  # also for child processes
 
 
 def nearest(place: Path) -> Path:
@@ -166,11 +166,11 @@ def refused(place: Path, error: OSError) -> str:
 
 @contextmanager
 def whole_file(place: Path) -> Iterator[Path]:
-    """Yields the path of a temporary file next to `place`, and renames it to that on success.
+    """Yields the path of a temporary file next to `place`, which replaces `place` on success.
 
     It has the suffix of `place`. Links are followed: their target is replaced. On failure the old
-    file stays; failures in writing raise OutputError. After a power cut one of both is there,
-    complete.
+    file stays; failures in writing raise OutputError. After a power cut one of the two is
+    there, complete.
     """
     check_file(place)
     target = place.resolve()
@@ -241,12 +241,12 @@ def replace_folder(new: Path, target: Path) -> None:
     """Replaces a folder by another on the same file system.
 
     Both are synced first. The old folder is moved aside and restored on failure: between the two
-    renames there is none. Concurrent replacements wait.
+    renames there is no folder. Concurrent replacements wait.
     """
     for path in (*new.rglob("*"), new):
         to_disk(path)
     remove_leftovers(target)
-    aside = _beside(target, OLD)
+    aside = _hidden_sibling(target, OLD)
     with locked(target.parent):
         try:
             with suppress(FileNotFoundError):
@@ -311,7 +311,7 @@ def to_disk(path: Path) -> None:
 def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
     """Locks a folder: another process waits at its own `locked` until the block ends.
 
-    Yields whether it is locked, which without `wait` may be false.
+    Yields whether it is locked; without `wait` it may not be.
 
     The lock ends with the process. It is on the folder itself and leaves no file behind, except on
     Windows, which can only lock files. A file system without locks never waits.
@@ -343,8 +343,8 @@ def held(folder: Path | None) -> Iterator[None]:
     """Locks a folder of results, made if necessary, for one command; does nothing for None.
 
     Raises OutputError at once if another command has locked it. The lock is on a file in the folder
-    and ends with the process; a file system without locks refuses nobody. A folder that stays empty
-    is removed.
+    and ends with the process; without locks nothing is refused. A folder that stays
+    empty is removed.
     """
     if folder is None:
         yield
@@ -372,7 +372,7 @@ def _holding(lock: Path, place: Path) -> Iterator[None]:
     with _locked(handle, wait=False) as free:
         if not free:
             raise OutputError(
-                f"{place}: another moexport is writing its results there",
+                f"{place}: another moexport process is writing its results there",
                 hint="wait until it has ended, or choose another place",
             )
         try:
@@ -391,7 +391,7 @@ def _temporary(target: Path, suffix: str, make: Callable[[Path], None]) -> Itera
     Its name is unpredictable, so that nobody can place a link there.
     """
     remove_leftovers(target, suffix)
-    path = _beside(target, PARTIAL + suffix, suffix)
+    path = _hidden_sibling(target, PARTIAL + suffix, suffix)
     make(path)
     _MADE.add(path)
     try:
@@ -401,7 +401,7 @@ def _temporary(target: Path, suffix: str, make: Callable[[Path], None]) -> Itera
         _MADE.discard(path)
 
 
-def _beside(target: Path, ending: str, suffix: str = "") -> Path:
+def _hidden_sibling(target: Path, ending: str, suffix: str = "") -> Path:
     return target.with_name(f".{target.name.removesuffix(suffix)}.{os.urandom(8).hex()}{ending}")
 
 
@@ -432,7 +432,7 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
                         path.rename(target)
             elif _idle_s(path) > STALE_S:
                 # Renamed first: a process that resumes must not find a part of it.
-                _remove(path.rename(_beside(target, PARTIAL + suffix, suffix)))
+                _remove(path.rename(_hidden_sibling(target, PARTIAL + suffix, suffix)))
 
 
 def _idle_s(path: Path) -> float:

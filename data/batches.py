@@ -22,7 +22,7 @@ IMAGE, LABEL, INPUT = "image", "label", "input"
 
 OUTPUT = "output"
 """The name in a feed of the outputs of a user's own model, unless they have the name of the model's
-first output: never taken for inputs."""
+first output: never used as inputs."""
 
 IGNORED = -1
 """A target token that does not count."""
@@ -59,7 +59,7 @@ def limited(batches: Iterable[Fields], count: int | None) -> Iterator[Fields]:
 def rebatched(batches: Iterable[Fields], size: int) -> Iterator[Fields]:
     """Yields the same rows in the same order as batches of `size`.
 
-    The last batch, and the last before rows of another shape, may be smaller. So results do not
+    The last batch, and the last before rows of another shape, may be smaller. Thus results do not
     depend on the sizes of the original batches, to the last bit. Holds at most one batch of either
     kind.
     """

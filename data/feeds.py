@@ -42,7 +42,7 @@ from .batches import (
 from .shards import check_shards, shard_batches, shards_of
 from .user_code import attribute_of, module_of, names_code
 
-WANTED = "a feed gives batches of numbers, [b, …]: arrays, or dicts that hold them by input name"
+WANTED = "a feed yields batches of numbers, [b, …]: arrays, or dicts of arrays by input name"
 
 LABELS = ("label", "labels")
 """Arrays in an archive that are labels and nothing else."""
@@ -50,7 +50,7 @@ LABELS = ("label", "labels")
 LABEL_NAMES = (*LABELS, "y")
 """The names of labels in an archive: they are never used as inputs."""
 
-_THEIRS = "the feed's own code failed: --verbose shows where"
+_OWN_FAULT = "the feed's own code failed: --verbose shows where"
 
 
 def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
@@ -88,12 +88,12 @@ def named_batches(
     outputs of the user's own model, the first also under the name `OUTPUT`. Raises `FeedError` for
     inputs that cannot be read and, if `strict`, for invalid labels.
     """
-    asked = _Further(tuple(names), tuple(outputs), tuple(own), labelled=labelled, strict=strict)
+    request = _Further(tuple(names), tuple(outputs), tuple(own), labelled=labelled, strict=strict)
     first, *others = names
     where = "the feed"
     feed = in_memory(feed)
     if isinstance(feed, Mapping):
-        yield _of_dict(feed, asked)
+        yield _of_dict(feed, request)
         return
     if isinstance(feed, np.ndarray):
         check_inputs(feed.dtype, feed.shape, where)
@@ -108,11 +108,11 @@ def named_batches(
                     inputs = _shard_inputs(fields, first, place)
                     check_inputs(inputs.dtype, inputs.shape, place)
                     further = {n: fields[n] for n in others if n in fields}
-                    yield {first: inputs} | further | asked.beside({**fields}, inputs, place)
+                    yield {first: inputs} | further | request.targets({**fields}, inputs, place)
                 return
             path = local(feed)
             if path.exists():
-                yield from _file_batches(path, asked)
+                yield from _file_batches(path, request)
                 return
         if not names_code(where):
             raise no_such_feed(where)
@@ -121,7 +121,7 @@ def named_batches(
         raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=WANTED)
     for item in feed:
         inputs = _array_of(item, first, where)
-        batch = {first: inputs} | asked.beside(item, inputs, where)
+        batch = {first: inputs} | request.targets(item, inputs, where)
         if isinstance(item, dict):
             batch |= {name: _array_of(item, name, where) for name in others if name in item}
         yield batch
@@ -173,7 +173,7 @@ def fields_of(
     main = first if first in arrays else left[0] if len(left) == 1 else None
     if main is None:
         raise FeedError(
-            f"{where}: a dict of {', '.join(map(str, arrays)) or 'nothing'}, without '{first}'",
+            f"{where}: the dict has {', '.join(map(str, arrays)) or 'no items'}, but no '{first}'",
             hint=f"give {{{first!r}: x}}, and 'label' for labels",
         )
     found = {first: _array_of(arrays, main, where)}
@@ -181,7 +181,7 @@ def fields_of(
     for name, array in found.items():
         if len(array) != len(found[first]):
             raise FeedError(
-                f"{where}: '{name}' holds {len(array)} inputs, and '{main}' {len(found[first])}",
+                f"{where}: '{name}' has {len(array)} inputs, but '{main}' has {len(found[first])}",
                 hint="the first axis of every array is the batch",
             )
     label = next((name for name in known if name in arrays), None)
@@ -202,19 +202,19 @@ class _Further:
     labelled: bool
     strict: bool
 
-    def beside(self, item: object, inputs: Array, where: str) -> Fields:
+    def targets(self, item: object, inputs: Array, where: str) -> Fields:
         """The labels and the user's own outputs in an item of an iterable."""
         found = self.labels(lambda: _labels_of(item, inputs, where, self.names))
         if isinstance(item, dict):
-            for name, held in self.own_names(item).items():
-                array = np.asarray(item[held])
-                found |= _own_output(name, array, len(inputs), f"{where}: a batch's '{held}'")
+            for name, key in self.own_names(item).items():
+                array = np.asarray(item[key])
+                found |= _own_output(name, array, len(inputs), f"{where}: a batch's '{key}'")
         return found
 
     def labels(self, read: Callable[[], Fields], *, named: bool = False) -> Fields:
-        """The field of labels, where they are asked for; none if it may be something else.
+        """The field of labels, if requested; empty if the array may be something else.
 
-        What is `named` so is nothing else: labels that do not fit raise `FeedError`.
+        An array `named` as labels cannot: if it does not fit, `FeedError` is raised.
         """
         if not self.labelled:
             return {}
@@ -231,8 +231,8 @@ class _Further:
         found: dict[str, str] = {}
         for index, name in enumerate(self.own):
             callable_so = [name, OUTPUT] if index == 0 and OUTPUT not in self.own else [name]
-            held = next((each for each in callable_so if each in known and each not in taken), None)
-            found |= {} if held is None else {name: held}
+            key = next((each for each in callable_so if each in known and each not in taken), None)
+            found |= {} if key is None else {name: key}
         return found
 
 
@@ -240,37 +240,37 @@ def _own_output(name: str, array: Array, count: int, where: str) -> Fields:
     """The field of a user's own outputs."""
     if array.dtype.kind not in "biuf" or not array.shape:
         raise FeedError(
-            f"{where} holds {array.dtype.name} {array.shape}, not the outputs of a model",
+            f"{where} contains {array.dtype.name} {array.shape}, not the outputs of a model",
             hint="save the model's outputs for the inputs, one row per input",
         )
     if len(array) != count:
         raise FeedError(
-            f"{where} holds the outputs of {len(array)} inputs, but there are {count} inputs",
+            f"{where} contains outputs for {len(array)} inputs, but there are {count} inputs",
             hint="save the model's outputs for these inputs, in their order",
         )
     return {name: array}
 
 
-def _of_dict(arrays: Mapping[str, Any], asked: _Further) -> Fields:
+def _of_dict(arrays: Mapping[str, Any], request: _Further) -> Fields:
     """The inputs of a dict as one batch, with the requested labels and outputs."""
-    own = asked.own_names(arrays)
+    own = request.own_names(arrays)
     others = {name: value for name, value in arrays.items() if name not in own.values()}
-    fields = fields_of(others, asked.names, asked.outputs)
-    kept = (*asked.names, LABEL) if asked.labelled else asked.names
+    fields = fields_of(others, request.names, request.outputs)
+    kept = (*request.names, LABEL) if request.labelled else request.names
     found = {name: x for name, x in fields.items() if name in kept}
-    for name, held in own.items():
-        array = np.asarray(arrays[held])
-        found |= _own_output(name, array, len(fields[asked.names[0]]), f"the data: '{held}'")
+    for name, key in own.items():
+        array = np.asarray(arrays[key])
+        found |= _own_output(name, array, len(fields[request.names[0]]), f"the data: '{key}'")
     return found
 
 
-def _file_batches(path: Path, asked: _Further) -> Iterator[Fields]:
+def _file_batches(path: Path, request: _Further) -> Iterator[Fields]:
     """The batches of a file or folder; labels and outputs in an `.npz` are read whole."""
-    first, *others = asked.names
-    beside: Fields = {}
-    if path.suffix == ".npz" and path.is_file() and (others or asked.labelled or asked.own):
-        beside = {n: npz_array(path, n) for n in npz_names(path) if n in others}
-        archive = npz_archive(path, first, others, asked.outputs)
+    first, *others = request.names
+    whole: Fields = {}
+    if path.suffix == ".npz" and path.is_file() and (others or request.labelled or request.own):
+        whole = {n: npz_array(path, n) for n in npz_names(path) if n in others}
+        archive = npz_archive(path, first, others, request.outputs)
         header, label = archive.header, archive.label
 
         def labels() -> Fields:
@@ -281,17 +281,17 @@ def _file_batches(path: Path, asked: _Further) -> Iterator[Fields]:
             checked = checked_labels(array, header.dtype, header.shape, where, of, whole=True)
             return {LABEL: checked}
 
-        beside |= asked.labels(labels, named=label in LABELS)
-        for name, held in asked.own_names(npz_names(path)).items():
-            if held in (archive.inputs, label):
+        whole |= request.labels(labels, named=label in LABELS)
+        for name, key in request.own_names(npz_names(path)).items():
+            if key in (archive.inputs, label):
                 continue
-            where = f"{path}: array '{held}'"
-            beside |= _own_output(name, npz_array(path, held), header.shape[0], where)
+            where = f"{path}: array '{key}'"
+            whole |= _own_output(name, npz_array(path, key), header.shape[0], where)
     for file in _files(path):
         start = 0
         for rows in _rows_in(file, first, others):
             end = start + len(rows)
-            yield {first: rows, **{name: x[start:end] for name, x in beside.items()}}
+            yield {first: rows, **{name: x[start:end] for name, x in whole.items()}}
             start = end
 
 
@@ -332,7 +332,7 @@ def named_samples(feed: Feed, names: Sequence[str], most: int) -> Fields:
 def is_there(where: str) -> bool:
     """Whether the inputs that a path names are there; raises `FeedError` for unreadable ones.
 
-    Reads none of them: of an archive its list of arrays, of an array its header.
+    Reads no numbers: only the list of arrays in an archive, or an array's header.
     """
     shards = shards_of(where)
     if shards is not None:
@@ -340,11 +340,11 @@ def is_there(where: str) -> bool:
         return True
     path = path_of(where)
     if path.is_file() and path.suffix == ".npz" and not npz_names(path):
-        raise FeedError(f"{path}: holds no array", hint="save the inputs: np.savez(path, input=x)")
+        raise FeedError(f"{path} contains no array", hint="save the inputs: np.savez(path, x=x)")
     if path.is_file() and path.suffix == ".npy":
         with _inputs_in(path, ""):
             pass
-    if path.is_dir() and not any(inside.is_dir() for inside in path.iterdir()):  # of images
+    if path.is_dir() and not any(inside.is_dir() for inside in path.iterdir()):  # images
         _files(path)
     return path.exists()
 
@@ -374,18 +374,18 @@ def _imported_items(where: str) -> Iterator[object]:
         items = iter(target() if callable(target) else target)
     except TypeError as error:
         raise FeedError(
-            f"{where}: is {type(target).__name__}, not an iterable of batches ({error})",
+            f"{where} is of type {type(target).__name__}, not an iterable of batches ({error})",
             hint=WANTED,
         ) from error
     except Exception as error:
-        raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_THEIRS) from error
+        raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_OWN_FAULT) from error
     while True:
         try:
             item = next(items)
         except StopIteration:
             return
         except Exception as error:
-            raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_THEIRS) from error
+            raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_OWN_FAULT) from error
         yield item
 
 
@@ -393,7 +393,7 @@ def _array_of(item: object, name: str, where: str) -> np.ndarray:
     """The batch in an item of an iterable: an array or tensor, or a dict or tuple with it."""
     if isinstance(item, Mapping):
         if name not in item:
-            raise FeedError(f"{where}: yields a dict without '{name}'", hint=WANTED)
+            raise FeedError(f"{where} yields a dict without '{name}'", hint=WANTED)
         item = item[name]
     elif isinstance(item, tuple | list) and item:
         item = item[0]
@@ -401,7 +401,7 @@ def _array_of(item: object, name: str, where: str) -> np.ndarray:
         array = np.asarray(_numbers(item))
     except (TypeError, ValueError, RuntimeError) as error:
         raise FeedError(
-            f"{where}: yields {type(item).__name__}, not an array ({error})", hint=WANTED
+            f"{where} yields {type(item).__name__}, not an array ({error})", hint=WANTED
         ) from error
     check_inputs(array.dtype, array.shape, where, type(item).__name__)
     return array
@@ -412,8 +412,8 @@ def check_inputs(
 ) -> None:
     """Raises `FeedError` unless an array can be a batch of inputs: numbers, with a batch axis."""
     if dtype.kind not in "biuf" or not shape:
-        what = f"yields {yielded}" if yielded else f"holds {dtype.name} {shape}"
-        raise FeedError(f"{where}: {what}, not an array of inputs", hint=WANTED)
+        what = f"yields {yielded}" if yielded else f"contains {dtype.name} {shape}"
+        raise FeedError(f"{where} {what}, not an array of inputs", hint=WANTED)
 
 
 def label_names(inputs: Sequence[str], outputs: Sequence[str] = ()) -> list[str]:
@@ -444,11 +444,11 @@ def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
         return fields[name if name in fields else candidates[0]]
     if IMAGE in fields:
         raise FeedError(
-            f"{where}: contains images, which only `bench` and `tune` read, with --pixels",
-            hint="give arrays: a sample.npy per input, as the model takes it",
+            f"{where} contains images, which only `bench` and `tune` read, with --pixels",
+            hint="give arrays: a sample.npy per input, as the model expects it",
         )
     raise FeedError(
-        f"{where}: contains {', '.join(fields) or 'no known fields'}, but no field '{name}'",
+        f"{where} contains {', '.join(fields) or 'no known fields'}, but no field '{name}'",
         hint=f"in a tar each input is a sample.npy or sample.{name}.npy, in Parquet a column",
     )
 
@@ -490,7 +490,7 @@ def checked_labels(
         )
     if len(array) != shape[0]:
         raise FeedError(
-            f"{where} holds {len(array)} labels for the {shape[0]} samples of {inputs_from}"
+            f"{where} has {len(array)} labels for the {shape[0]} samples of {inputs_from}"
         )
     if array.dtype.kind not in "biuf":
         raise FeedError(
@@ -499,7 +499,7 @@ def checked_labels(
     if array.dtype.kind == "f":
         if not np.isfinite(array).all():
             raise FeedError(
-                f"{where} holds NaN or infinite values", hint="leave these inputs and labels out"
+                f"{where} contains NaN or infinite values", hint="leave these inputs and labels out"
             )
         if array.ndim == 2 and not tokens:
             return _checked_attributes(array.astype(np.float64), where, whole=whole)
@@ -513,12 +513,12 @@ def checked_labels(
         return _checked_attributes(labels, where, whole=whole)
     if array.dtype.kind != "f" and labels.size and labels.min() < 0:
         first = int(np.flatnonzero(labels < 0)[0])
-        raise FeedError(f"{where} holds the negative label {int(labels[first])} at index {first}")
+        raise FeedError(f"{where} has the negative label {int(labels[first])} at index {first}")
     return labels
 
 
 SIGNS = 8
-"""From this many numbers on, labels of only −1 and 1 are taken for attributes, not a regression."""
+"""From this many numbers on, labels of only −1 and 1 are read as attributes, not a regression."""
 
 
 def _checked_attributes(labels: Labels, where: str, *, whole: bool) -> Labels:
@@ -528,7 +528,7 @@ def _checked_attributes(labels: Labels, where: str, *, whole: bool) -> Labels:
     if len(other) and (labels.dtype.kind != "f" or signs):
         row, column = (int(place) for place in other[0])
         raise FeedError(
-            f"{where} has shape {labels.shape} and holds {labels[row, column]:g} at index "
+            f"{where} has shape {labels.shape} and the value {labels[row, column]:g} at index "
             f"[{row}, {column}]; attributes are 0 or 1",
             hint="save labels.ravel() for classes"
             if labels.shape[1] == 1 and not signs
@@ -547,7 +547,7 @@ def check_not_one_hot(shape: tuple[int, ...], with_one: int, where: str) -> None
     """
     if shape[0] > 1 and shape[1] > 1 and with_one == shape[0]:
         raise FeedError(
-            f"{where} has shape {shape} and one 1 in every row, as one-hot classes have",
+            f"{where} has shape {shape} and one 1 in every row, like one-hot classes",
             hint="save labels.argmax(axis=1): the largest score decides between classes, the sign "
             "of each about attributes",
         )
@@ -557,14 +557,14 @@ def check_classes(labels: Labels, classes: int, where: str, *, first: int = 0) -
     """Raises FeedError unless every label is a class; `first` is the index of the first one."""
     if labels.dtype.kind == "f":
         raise FeedError(
-            f"{where} holds labels that are not whole numbers, but the model has {classes} classes",
+            f"{where} has labels that are not whole numbers, but the model has {classes} classes",
             hint="labels are class indices counted from 0",
         )
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if wrong.size:
         at = int(wrong[0])
         raise FeedError(
-            f"{where} holds {wrong.size} labels outside 0..{classes - 1}; "
+            f"{where} has {wrong.size} labels outside 0..{classes - 1}; "
             f"the first is {int(labels[at])} at index {first + at}",
             hint=f"the model has {classes} classes, counted from 0",
         )
@@ -579,10 +579,10 @@ class FeedHash:
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self._kind: tuple[object, ...] | None = None
-        self._beside: list[FeedHash] = []
+        self._others: list[FeedHash] = []
         self.samples = 0
 
-    def update(self, batch: np.ndarray, *beside: np.ndarray) -> None:
+    def update(self, batch: np.ndarray, *others: np.ndarray) -> None:
         """Adds the inputs of a batch [b, …], and those of further inputs of the model."""
         kind = (batch.dtype.str, batch.shape[1:])
         if kind != self._kind:  # shapes are part of the content, and rarely change
@@ -590,14 +590,14 @@ class FeedHash:
             self._kind = kind
         self._hash.update(np.ascontiguousarray(batch).data)
         self.samples += len(batch)
-        self._beside = self._beside or [FeedHash() for _ in beside]
-        for own, array in zip(self._beside, beside, strict=True):
+        self._others = self._others or [FeedHash() for _ in others]
+        for own, array in zip(self._others, others, strict=True):
             own.update(array)
 
     def hexdigest(self) -> str:
         """The SHA-256 of everything so far, as hex digits."""
         whole = self._hash.copy()
-        for own in self._beside:
+        for own in self._others:
             whole.update(own.hexdigest().encode())
         return whole.hexdigest()
 
@@ -702,7 +702,7 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
         if _is(path, other):
             raise FeedError(
                 f"{path}: not a readable {kind} file (it is an {other})",
-                hint="rename it, if it contains inputs",
+                hint="rename it if it contains inputs",
             ) from error
         raise FeedError(
             f"{path}: not a readable {kind} file ({error})",
@@ -727,11 +727,11 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
         _check_ends(path, archive)
         for member in archive.infolist():
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise NotImplementedError(f"{member.filename} is compressed as NumPy does not")
+                raise NotImplementedError(f"NumPy cannot compress like {member.filename}")
             most += member.file_size
         if most > allowed_bytes(size):
             raise FeedError(
-                f"{path}: {size} bytes that would unpack to {most}, "
+                f"{path}: its {size} bytes would unpack to {most}, "
                 f"but {allowed_bytes(size)} are allowed",
                 hint="save it uncompressed: np.savez",
             )
@@ -781,7 +781,7 @@ def _inputs_name(
     if len(left) != 1:
         saved = ", ".join(f"{each}={each}" for each in (name, *others)) if others else f"{name}=x"
         raise FeedError(
-            f"{path}: contains {', '.join(names) or 'nothing'}, but no array '{name}'",
+            f"{path} contains {', '.join(names) or 'nothing'}, but no array '{name}'",
             hint=f"save the inputs as np.savez(path, {saved})",
         )
     return left[0]
@@ -844,22 +844,22 @@ def _inputs_header(file: BinaryIO, path: Path, size: int) -> ArrayHeader:
 def _header(file: BinaryIO, where: str, size: int) -> ArrayHeader:
     """The header of an array, read from its start; refuses arrays of Python objects.
 
-    It must not declare more than a file of `size` bytes can hold.
+    It must not declare more than a file of `size` bytes can contain.
     """
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     try:
         header = ArrayHeader(*read(file))
     except MemoryError as error:  # from Python's parser, which has its own stack
-        raise ValueError("its header nests too deep") from error
+        raise ValueError("its header is nested too deeply") from error
     if header.dtype.hasobject:
         raise FeedError(
-            f"{where}: holds Python objects (dtype {header.dtype}), which are pickled and never "
+            f"{where} contains Python objects (dtype {header.dtype}), which are pickled and never "
             "loaded",
             hint="save numbers: np.array(x.tolist()), whose rows must be of one shape",
         )
     if any(not 0 <= size < 2**31 for size in header.shape):
-        raise ValueError(f"an array cannot be of shape {header.shape}")
+        raise ValueError(f"an array cannot have shape {header.shape}")
     if header.shape and header.shape[0] > size:  # rows without numbers
         raise ValueError(f"it has {size} bytes but an array of {header.shape[0]} rows")
     more = size - file.tell() - header.dtype.itemsize * math.prod(header.shape)

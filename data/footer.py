@@ -1,6 +1,6 @@
 """The footer of a Parquet file: the sizes that its row groups declare, before decoding.
 
-It is a message in Thrift's compact protocol. pyarrow can read it, too, but a damaged footer whose
+It is a message in Thrift's compact protocol. pyarrow can also read it, but a damaged footer whose
 statistics do not fit its schema raises a C++ exception that ends the process (pyarrow 26).
 """
 
@@ -110,7 +110,7 @@ class _Thrift:
 
     def _value(self, kind: int, levels: int) -> Any:
         if levels > MOST_LEVELS:
-            raise ValueError("its footer nests too deep")
+            raise ValueError("its footer is nested too deeply")
         match kind:
             case 1 | 2 | 3:
                 return self._byte()

@@ -11,7 +11,7 @@ Pixels = Literal["unit", "symmetric", "imagenet"]
 
 SCALES = "--pixels unit (0 to 1), symmetric (−1 to 1) or imagenet (mean and deviation)"
 
-UNKNOWN = "the weights do not show how the model was trained to see images"
+UNKNOWN = "the weights do not show how images were scaled in training"
 """Why a scale must be given."""
 
 

@@ -45,7 +45,7 @@ def shards_of(where: object) -> list[AnyPlace] | None:
             return [text]
         first, last = span.groups()
         if max(len(first), len(last)) > MOST_DIGITS:
-            raise FeedError(f"{text[:80]}…: numbers of shards have up to {MOST_DIGITS} digits")
+            raise FeedError(f"{text[:80]}…: shard numbers have at most {MOST_DIGITS} digits")
         if not int(first) <= int(last) < int(first) + MOST_SHARDS:
             raise FeedError(f"{text}: a range of shards must begin with the lower number")
         numbers = range(int(first), int(last) + 1)
@@ -80,8 +80,8 @@ def shard_batches(
             yield name, fields
         if not samples:
             raise FeedError(
-                f"{name}: contains nothing that can be read",
-                hint="a tar needs sample.npy or an image, and sample.cls; Parquet columns of these",
+                f"{name} contains nothing that can be read",
+                hint="a tar needs sample.npy or an image, and sample.cls; Parquet, such columns",
             )
         folder = name.rpartition("/")[0] if url_of(shard) else str(path.parent)
         if folder not in sizes:
@@ -142,7 +142,7 @@ def _check_complete(folder: Path, names: set[str]) -> None:
 
 
 def check_shards(shards: Sequence[AnyPlace]) -> None:
-    """Raises `FeedError` for a shard that is missing, where looking costs nothing: of no URL."""
+    """Raises `FeedError` for a missing shard; URLs are not looked up."""
     here = (shard for shard in shards if url_of(shard) is None)
     missing = next((str(shard) for shard in here if not Path(shard).is_file()), None)
     if missing is not None:
@@ -208,7 +208,7 @@ def _field(
     if ending == "cls":
         label = data.strip()
         if not (label.removeprefix(b"-").isdigit() and len(label) < 19):
-            raise FeedError(f"{where}: a .cls file must hold the number of a class")
+            raise FeedError(f"{where}: a .cls file must contain the number of a class")
         return {LABEL: int(label)}
     return {ending.removesuffix("npy").rstrip(".") or INPUT: array_of(data, where)}
 
@@ -254,7 +254,7 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
                 arrays = ((n, _column(column, f"{name}: column '{n}'")) for n, column in columns)
                 yield {n: x for n, x in arrays if x is not None}
             if left:
-                raise ValueError(f"its footer declares {left} rows more than it holds")
+                raise ValueError(f"its footer declares {left} rows more than it has")
     except (pa.ArrowException, OSError, *_UNREADABLE) as error:
         reason = str(error).partition("\n")[0]
         raise FeedError(f"{name}: truncated, or not Parquet ({reason})", hint=DAMAGED) from error
@@ -265,7 +265,7 @@ _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError)
 
 
 def _parquet_batch(path: Path, name: str) -> int:
-    """The number of rows to read at once, from a file that does not declare more than it can hold.
+    """The number of rows to read at once, from a file whose declared sizes fit its size.
 
     A constant column takes no space in a file, and decoding copies a dictionary's text to each row.
     """
@@ -276,7 +276,7 @@ def _parquet_batch(path: Path, name: str) -> int:
     for index, group in enumerate(row_groups(path)):
         if max(group.value_bytes, group.rows) > most:
             raise FeedError(
-                f"{name}: {size} bytes that would unpack to {max(group.value_bytes, group.rows)} "
+                f"{name}: its {size} bytes would unpack to {max(group.value_bytes, group.rows)} "
                 f"in row group {index}, but {most} are allowed",
                 hint="write it in smaller row groups",
             )
@@ -285,7 +285,7 @@ def _parquet_batch(path: Path, name: str) -> int:
 
 
 def _column(column: Any, where: str) -> Array | None:
-    """A column's numbers [b, …], or bytes as objects [b]; None for columns of anything else."""
+    """A column's numbers [b, …], or bytes as objects [b]; None for other columns."""
     import pyarrow as pa
 
     if column.null_count:
@@ -302,7 +302,7 @@ def _column(column: Any, where: str) -> Array | None:
         sizes = set(column.value_lengths().to_pylist()) or {0}
         if len(sizes) > 1:
             raise FeedError(
-                f"{where} holds lists of several lengths",
+                f"{where} contains lists of several lengths",
                 hint="the inputs of a file must have one shape",
             )
         shape.append(sizes.pop())

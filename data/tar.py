@@ -57,7 +57,7 @@ def _check_header(header: tarfile.TarInfo, file: BinaryIO) -> None:
     """
     known = {*tarfile.SUPPORTED_TYPES, *EXTENDED} - {tarfile.GNUTYPE_SPARSE}
     if header.type not in known:
-        raise tarfile.ReadError(f"{header.name!r} is of type {header.type!r}, which is not read")
+        raise tarfile.ReadError(f"{header.name!r} is of the unsupported type {header.type!r}")
     if header.size < 0 or (header.type in EXTENDED and header.size > MOST_EXTENDED):
         raise tarfile.ReadError(f"a damaged header of {header.size} bytes")
     if header.type in RECORDS:
@@ -77,7 +77,7 @@ def _check_records(data: bytes) -> None:
         if not equals or not value.endswith(b"\n") or place + length > len(data):
             raise tarfile.ReadError("a damaged header: its records do not follow each other")
         if key.startswith(b"GNU.sparse"):
-            raise tarfile.ReadError("a sparse file, which is not read")
+            raise tarfile.ReadError("a sparse file, which is not supported")
         place += length
     if LONG_NUMBER.search(data):
         raise tarfile.ReadError("a damaged header: a number in its records is too long")

@@ -18,7 +18,7 @@ DYNAMIC = frozenset({"globals", "exec", "eval", "setattr", "vars", "__getattr__"
 
 
 def check_code(source: str) -> None:
-    """Raises `UsageError` if the module of a name is not there, or its text lacks the name.
+    """Raises `UsageError` if the module of a name is missing, or does not define the name.
 
     Imports nothing; a module whose text does not show all of its names passes.
     """

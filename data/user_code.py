@@ -25,10 +25,10 @@ def names_code(text: str) -> bool:
 
 
 def no_module(source: str, name: str) -> UsageError:
-    """Returns the error for code whose module is not there."""
+    """Returns the error for code whose module is missing."""
     return UsageError(
         f"{source}: no module named {name}",
-        hint="run from the folder that holds it, or install its package",
+        hint="run from the folder that contains it, or install its package",
     )
 
 
@@ -73,7 +73,7 @@ def callable_named(source: str, what: str) -> Callable[..., Any]:
         value = attribute_of(module, source)
     except AttributeError as error:
         raise UsageError(
-            f"{source}: {name} has no {attribute}", hint="check the name behind the colon"
+            f"{source}: {name} has no {attribute}", hint="check the name after the colon"
         ) from error
     if not callable(value):
         raise UsageError(f"{source}: {attribute} is a {type(value).__name__}, not callable")

@@ -58,7 +58,7 @@ def build_engines(
     rebuild: bool = False,
     progress: Progress | None = None,
 ) -> list[EnginePlan]:
-    """Compiles the engines of `build_plan` into a bundle; returns each, and whether it was there.
+    """Compiles the engines of `build_plan` into a bundle; returns each, and whether it existed.
 
     Raises what `build` raises.
     """

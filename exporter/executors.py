@@ -1,4 +1,4 @@
-"""The door for what shares work out to other machines, where options of a plugin ask for it."""
+"""The door for plugins that distribute work to other machines if their options request it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 class Executor:
     """Nodes that calibrate, measure and evaluate.
 
-    `asked` returns whether a request's options ask for them (`Request.asked`); it raises
-    `UsageError` for contradictory ones. `calibrate` and `bench` do what the calls of their
-    names do, of models and data by path. `earlier` reads the results in a folder that `bench`
+    `asked` returns whether a request's options select them (`Request.asked`); it raises
+    `UsageError` for contradictory ones. `calibrate` and `bench` do the same as the calls of those
+    names, with models and data given by path. `earlier` reads the results in a folder that `bench`
     wrote, by kind of node; `shown` is their table; `compared` returns what changed since then, and
-    an error where a row is slower by a share. `evaluating` yields what evaluates the graphs of a
-    search. The request and the results of a benchmark are those of `bench`.
+    an error if a row is slower by more than a share. `evaluating` yields an evaluator of a search's
+    graphs. The request and the results of a benchmark are those of `bench`.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Executor:
 
 
 EXECUTORS = Registry("moexport.executors", Executor)
-"""All are plugins'."""
+"""All come from plugins."""
 
 
 def executor_of(request: Request) -> Executor | None:
-    """Returns the executor that a request's options ask for; None for this machine."""
+    """Returns the executor that a request's options select; None for this machine."""
     if not request.further:
         return None
     return next((each for each in EXECUTORS if each.asked(request)), None)

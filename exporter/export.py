@@ -1,7 +1,7 @@
 """The main job, top to bottom: trace, ranges, plan, write, check against PyTorch, engines, steps.
 
-What can be refused is refused before it, in `exporter.job.export_job`; the bundle appears at its
-destination only when all of it is done.
+Invalid requests are refused first, in `exporter.job.export_job`; the bundle appears at its
+destination only when it is complete.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 def export(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Bundle:
     """Writes a verified bundle of a model (ONNX graphs, weights, a manifest) and returns it.
 
-    `model` is a loaded model, what `load` takes, or a function that loads it: it is loaded when
-    what needs no model is checked; `destination` is the folder to write. Invalid options are
+    `model` is a loaded model, an argument of `load`, or a function that loads it; it is loaded
+    after the checks that need no model. `destination` is the folder to write. Invalid options are
     refused before the work begins, and no partial output is left.
 
     Raises:
@@ -67,8 +67,8 @@ def export(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Bun
         ParityError: a graph differs too much from PyTorch.
         EngineError: the requested engine cannot be compiled.
     """
-    asked = with_plugins(replace(options, destination=Path(destination)))
-    return write_bundle(export_job(_loading(model, options), asked), options.progress)
+    requested = with_plugins(replace(options, destination=Path(destination)))
+    return write_bundle(export_job(_loading(model, options), requested), options.progress)
 
 
 @takes(ExportOptions)
@@ -77,8 +77,8 @@ def plan(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Plan:
 
     A bundle at `destination` is ignored; unsuitable data are reported.
     """
-    asked = with_plugins(replace(options, destination=Path(destination), force=True))
-    job = export_job(_loading(model, options), asked)
+    requested = with_plugins(replace(options, destination=Path(destination), force=True))
+    job = export_job(_loading(model, options), requested)
     if job.options.data is not None and job.options.verify:
         samples = job.options.samples_to_verify
         parity_batches(job.model, job.fixed, job.options.data, samples, ranges=job.axis_ranges)
@@ -87,7 +87,7 @@ def plan(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Plan:
 
 
 def _loading(model: AnyModel, options: ExportOptions) -> Callable[[], Model]:
-    """Loads the model on demand, and with it readers and families."""
+    """A function that loads the model, and only then readers and families."""
 
     def loaded() -> Model:
         from .checkpoints.load import model_of
@@ -102,12 +102,12 @@ def write_bundle(
 ) -> Bundle:
     """Does a job: writes a verified bundle to its destination and returns it.
 
-    `traced` is its model's trace, if that was made before. A graph that holds for fewer numbers
-    of tokens than it should is written anew, traced with more of them or for those alone.
+    `traced` is its model's trace, if it was made before. A graph that is valid for too few token
+    counts is written again, traced with more tokens or limited to the valid counts.
 
-    Raises what `plan_job` raises, `ParityError` when a graph is further from PyTorch than the
-    options allow, `EngineError` when a requested engine cannot be compiled, and leaves
-    nothing behind on any failure.
+    Raises what `plan_job` raises, `ParityError` if a graph differs from PyTorch by more than the
+    options allow, and `EngineError` if a requested engine cannot be compiled. Leaves nothing
+    behind on failure.
     """
     progress, options = progress or Silent(), job.options
     with job.model.source.changes_told():
@@ -115,7 +115,7 @@ def write_bundle(
             job = replace(job, options=replace(options, data=_first_inputs(job, options.data)))
         if options.verify:
             first = next(compared_inputs(job))
-            job, traced = with_trace(job, progress, traced)  # before a run: its error explains more
+            job, traced = with_trace(job, progress, traced)  # before a run: its errors are clearer
         threads = options.threads
         if threads is None and options.verify:
             threads = _fastest_threads(job, first, progress)
@@ -126,17 +126,17 @@ def write_bundle(
             except TokensError as error:
                 missed = error
             if missed.tokens > job.traced_sizes.get("tokens", missed.tokens):
-                # What works in blocks is traced with several of them, which may hold for all.
+                # A network that works in blocks is traced with several: that may be valid for all.
                 with suppress(TraceError, ParityError, UsageError):
                     more, other = with_trace(job, progress, tokens=missed.tokens)
                     return _write(more, progress, other, answers)
-            if options.token_counts != DEFAULT_TOKENS or missed.held is None:
+            if options.token_counts != DEFAULT_TOKENS or missed.valid is None:
                 raise missed
-            return _write(of_tokens(job, *missed.held, missed.message), progress, traced, answers)
+            return _write(of_tokens(job, *missed.valid, missed.message), progress, traced, answers)
 
 
 def _first_inputs(job: ExportJob, data: Iterator[object]) -> tuple[object, ...]:
-    """The inputs for the comparisons, kept because a generator yields its inputs only once."""
+    """The inputs for the comparisons, stored because a generator yields them only once."""
     from .checks.accuracy import fields_of
 
     return tuple(fields_of(job.model, data, max(job.options.samples_to_verify, job.least_batch)))
@@ -162,7 +162,7 @@ def _answers(job: ExportJob) -> Answers | None:
 def _write(
     job: ExportJob, progress: Progress, traced: ir.Model | None, answers: Answers | None
 ) -> Bundle:
-    """Plans, writes and checks the bundle of a job, one attempt of `write_bundle`.
+    """Plans, writes and checks the bundle of a job: one attempt of `write_bundle`.
 
     `answers` are those of the untouched model on its data.
     """
@@ -174,16 +174,16 @@ def _write(
     check_destination(place, force=force, needed_bytes=copies * weights_bytes)
     with atomic_directory(place, force=force) as directory:
         progress.step("writing weights and graphs", total=weights_bytes)
-        beside = rounded_graph(planned)  # to compare with, and not to keep
-        written = replace(planned, graphs=(*planned.graphs, *beside))
+        rounded = rounded_graph(planned)  # for comparison only
+        written = replace(planned, graphs=(*planned.graphs, *rounded))
         lowered = write_graphs(written, directory, progress)
         _write_ranges_and_substitutes(planned, directory)
         parities: dict[str, Parity] = {}
         notes: tuple[str, ...] = ()
         if options.verify:
             progress.step("checking against PyTorch", unit="inputs")
-            parities, notes = compare_graphs(planned, beside, lowered, directory, progress)
-        for graph in beside:
+            parities, notes = compare_graphs(planned, rounded, lowered, directory, progress)
+        for graph in rounded:
             (directory / graph.file).unlink()
         progress.step("hashing")
         manifest = manifest_of(planned, lowered, parities, directory)
@@ -204,7 +204,7 @@ def _write(
 
 
 def _write_ranges_and_substitutes(planned: Plan, directory: Path) -> None:
-    """Writes the ranges that were taken, and the arrays that replace experts, if there are any."""
+    """Writes the ranges of the export, and the arrays that replace experts, if there are any."""
     edits = planned.job.options.edits
     if planned.table is not None:
         from ..calibration.table import CALIBRATION_FILE
@@ -240,7 +240,7 @@ def found_ranges(
 ) -> CalibrationTable | None:
     """Returns the ranges of a job: those given, those found now, or None if it needs none.
 
-    `traced` is its model's trace, which is observed.
+    `traced` is the trace of its model, in which ranges are observed.
     """
     if job.calibration is None:
         return job.table

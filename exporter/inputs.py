@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .model import Model
 
 Example = Inputs | str | Path
-"""Inputs [b, …] of a user's own network, or where they are: the first few of them are taken."""
+"""Inputs [b, …] of a user's own network, or their place: only the first few are used."""
 
 
 class Ports(Protocol):
@@ -36,11 +36,11 @@ class Ports(Protocol):
 
 
 def again(count: int, size: int, together: int = 1) -> np.ndarray:
-    """Returns which of `count` inputs `size` of them are: all in order, and then again.
+    """Returns the indices of `size` of `count` inputs: all in order, then again from another start.
 
-    Each time they begin with another one (the Thue–Morse sequence): where all came back at one
-    distance, a graph that computes an earlier block in place of a later one would be right. Inputs
-    that are computed `together` stay so.
+    The starts follow the Thue–Morse sequence: if inputs were repeated at a constant distance, a
+    graph that computes an earlier block instead of a later one would pass. Inputs that are computed
+    `together` stay together.
     """
     groups = max(1, count // together)
     rows = left = np.arange(-(-size // together))
@@ -64,27 +64,27 @@ SIZES = {
     "height": 4,
     "width": 6,
 }
-"""Random inputs take these where an axis is dynamic; none is a size that was traced."""
+"""The sizes of dynamic axes in random inputs; none is a size that was traced."""
 
 
 WHOLE = ("uint8", "int8", "int16", "int32", "int64")
-"""The types of whole numbers that an input may have; floats are float32, and there is bool."""
+"""The types of whole numbers that an input may have, besides float32 and bool."""
 
 
 def by_name(inputs: Inputs, ports: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
-    """Returns inputs by name: an array is that of the first of `ports`."""
+    """Returns inputs by name: a single array is the first of `ports`."""
     return dict(inputs) if isinstance(inputs, Mapping) else {ports[0].name: inputs}
 
 
 def tensor_of(x: Any) -> Any | None:
-    """Returns the tensor of torch that x is, or shares its memory with (DLPack); None without one.
+    """Returns x as a PyTorch tensor, by DLPack without a copy; None if impossible.
 
-    A numpy array is not one.
+    NumPy arrays are not converted.
     """
     if isinstance(x, np.ndarray):
         return None
     try:
-        import torch  # no array of numpy needs it
+        import torch  # not needed for NumPy arrays
 
         tensor = x if isinstance(x, torch.Tensor) else torch.utils.dlpack.from_dlpack(x)
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, BufferError):
@@ -97,14 +97,14 @@ def completed(
 ) -> dict[str, np.ndarray]:
     """Returns an array for every input of a model or graph, in their order.
 
-    An array stands for the first input, and missing inputs have their defaults. Raises `FeedError`
-    for a name that is no input's, and for an input that must be given.
+    An array is the first input, and missing inputs get their defaults. Raises `FeedError` for an
+    unknown name, and for a missing input that has no default.
     """
     arrays = by_name(inputs, ports)
     known = {port.name for port in ports}
     for name in arrays.keys() - known:
         raise FeedError(
-            f"{where}'{name}' is no input of the model", hint=f"it takes {', '.join(sorted(known))}"
+            f"{where}the model has no input '{name}'", hint=f"it has {', '.join(sorted(known))}"
         )
     sizes = _sizes(arrays, ports)
     for port in ports:
@@ -117,7 +117,7 @@ def completed(
 
 
 def _check_sums(ports: Sequence[TensorSpec], sizes: Mapping[str, int], where: str) -> None:
-    """Raises `FeedError` if axes together are larger than they may be: `past + tokens`."""
+    """Raises `FeedError` if a sum of axes, such as `past + tokens`, exceeds its limit."""
     for axis, most in (pair for port in ports for pair in port.limits.items()):
         past, plus, new = axis.partition(" + ")
         if not plus or past not in sizes or not (new in sizes or new.isdecimal()):
@@ -125,20 +125,20 @@ def _check_sums(ports: Sequence[TensorSpec], sizes: Mapping[str, int], where: st
         more = _size(new, sizes)
         if sizes[past] + more > most:
             raise FeedError(
-                f"{where}the cache holds {sizes[past]} tokens and {more} more are given, and "
-                f"the model has {most} positions",
-                hint="begin again with the last of them as a new prompt, without a cache",
+                f"{where}the cache has {sizes[past]} tokens and {more} more are given, but the "
+                f"model has only {most} positions",
+                hint="start again without a cache, with the last tokens as a new prompt",
             )
 
 
 def _strengths(
     strengths: np.ndarray, port: TensorSpec, sizes: Mapping[str, int], where: str
 ) -> np.ndarray:
-    """Strengths [b, s]; those of one input [s] are for all of them."""
+    """Strengths [b, s]; strengths [s] apply to every input."""
     array = np.asarray(strengths)
     if array.dtype.kind in "fiu" and not np.isfinite(array).all():
         raise FeedError(
-            f"{where}input '{port.name}' holds a strength that is not finite",
+            f"{where}input '{port.name}' contains a strength that is not finite",
             hint="0 leaves an expert out of the steering",
         )
     if array.ndim != 1:
@@ -149,7 +149,7 @@ def _strengths(
 
 
 def _sizes(arrays: Mapping[str, np.ndarray], ports: Sequence[TensorSpec]) -> dict[str, int]:
-    """The sizes of named axes, as far as arrays determine them; a missing past has length 0."""
+    """The sizes of the named axes that arrays determine; a missing past has length 0."""
     sizes = {"past": 0}
     for port in ports:
         array = arrays.get(port.name)
@@ -161,7 +161,7 @@ def _sizes(arrays: Mapping[str, np.ndarray], ports: Sequence[TensorSpec]) -> dic
 
 
 def _size(axis: str, sizes: Mapping[str, int]) -> int:
-    """The size of one axis of a sum, which may be a constant of the graph."""
+    """The size of one axis in a sum; it may be a constant of the graph."""
     return int(axis) if axis.isdecimal() else sizes[axis]
 
 
@@ -204,14 +204,14 @@ def parity_batches(
     ranges: Mapping[str, AxisRange] | None = None,
     tiny: bool = False,
 ) -> Iterator[Fields]:
-    """Returns inputs to compare with, `SAMPLES` at a time, or whole batches where that is fixed.
+    """Returns inputs for the comparison, `SAMPLES` at a time, or in batches of a fixed size.
 
-    They are whole batches of the smallest size, too, and random ones have as many tokens as one of
-    `ranges` allows. With `tiny` those of Soft MoE hold tokens that are almost zero (`_with_tiny`).
+    Batches are multiples of the smallest size, and random inputs have a token count within
+    `ranges`. With `tiny`, inputs of Soft MoE have tokens that are almost zero (`_with_tiny`).
 
-    They are up to `count` of `data`, else the model's own example, or come from a random generator
-    that begins the same every time; `fixed` is `ExportJob.fixed`. What comes first is read by the
-    call, which raises `FeedError` when it does not fit.
+    They are up to `count` inputs of `data`, otherwise the model's own example or random inputs with
+    a constant seed; `fixed` is `ExportJob.fixed`. The first ones are read by the call, which raises
+    `FeedError` if they do not fit.
     """
     ranges = ranges or {}
     least = fixed.get(BATCH) or max(model.batch_of, ranges[BATCH].min if BATCH in ranges else 1)
@@ -225,13 +225,13 @@ def parity_batches(
         own = {spec.name: given[spec.name].astype(spec.dtype) for spec in model.inputs}
         if "tokens" in ranges:
             own = _within(own, model, ranges["tokens"])
-        varies = len(model.input.dynamic_axes) > 1  # of another length, too
+        varies = len(model.input.dynamic_axes) > 1  # then other lengths are compared as well
         return iter([_whole(own, least), arrays] if varies else [_whole(own, least)])
     return iter([_with_tiny(arrays, model) if tiny else arrays])
 
 
 def _within(arrays: Fields, model: Model, tokens: AxisRange) -> Fields:
-    """The inputs, with as many tokens as a graph is for."""
+    """The inputs, with a token count that the graph supports."""
     has = arrays[model.input.name].shape[model.input.shape.index("tokens")]
     nearest = tokens.nearest(has)
     if nearest == has:
@@ -246,8 +246,8 @@ TINY = 2.0**-20
 def _with_tiny(arrays: Fields, model: Model) -> Fields:
     """The inputs, the last of which ends in tiny tokens, or rows of an image.
 
-    Where a router or norm takes them as they come, what it adds to a norm shows in no other. Only
-    of Soft MoE: a router that takes each token by itself would find all its experts as good.
+    Only with such tokens does the epsilon of a router or norm make a difference. Only for Soft MoE:
+    a router that reads each token by itself would score all experts alike.
     """
     name = model.input.name
     x = arrays[name]
@@ -260,7 +260,7 @@ def _with_tiny(arrays: Fields, model: Model) -> Fields:
 
 
 def _whole(arrays: Fields, least: int) -> Fields:
-    """The inputs, again from the start if there are fewer than the smallest batch."""
+    """The inputs, repeated if there are fewer than the smallest batch."""
     rows = np.arange(max(least, row_count(arrays))) % row_count(arrays)
     return {name: array[rows] for name, array in arrays.items()}
 
@@ -268,10 +268,10 @@ def _whole(arrays: Fields, least: int) -> Fields:
 def of_tokens(
     model: Model, inputs: Fields, rows: int, tokens: int, *, random: bool
 ) -> dict[str, np.ndarray]:
-    """Returns a number of inputs of a length in tokens: `random` ones, or those of `inputs`.
+    """Returns inputs with a given number of rows and tokens: `random` ones, or those of `inputs`.
 
-    The tokens of inputs are taken `again`, floats a little larger or smaller, so that none is there
-    twice. What the mask and the positions are follows from the tokens.
+    Tokens of `inputs` are repeated as by `again`, and floats are scaled slightly, so that no two
+    are equal. Masks and positions follow from the tokens.
     """
     limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
     sizes = {**SIZES, "tokens": tokens}
@@ -300,7 +300,7 @@ def of_tokens(
 def _feed_batches(
     model: Model, data: Feed, count: int, fixed: Mapping[str, int], batch: int
 ) -> Iterator[Fields]:
-    """The batches of a feed; of a fixed or smallest batch only whole ones."""
+    """The batches of a feed; with a fixed or smallest size, only whole batches."""
     from ..data.feeds import named_batches  # loaded if there are data
 
     size = batch * max(1, SAMPLES // batch)
@@ -317,7 +317,7 @@ def _feed_batches(
         first = _whole(first, batch)
     if row_count(first) < batch:
         raise FeedError(
-            f"--data: the model computes {batch} inputs together, the feed gives {row_count(first)}"
+            f"--data: the model computes {batch} inputs together, the feed has {row_count(first)}"
         )
 
     def rest() -> Iterator[Fields]:
@@ -338,7 +338,7 @@ def _with_axes(arrays: Fields, model: Model) -> Fields:
 def fitted_arrays(
     inputs: Inputs, model: Ports, fixed: Mapping[str, int] | None = None
 ) -> dict[str, np.ndarray]:
-    """Returns an array for every input as the model takes it; `FeedError` if that is impossible."""
+    """Returns an array for every input in the model's form; `FeedError` if that is impossible."""
     named = by_name(inputs, model.inputs)
     for spec in model.inputs:
         if spec.default == "zeros" and spec.name not in named:  # zeros would compare nothing
@@ -350,8 +350,7 @@ def fitted_arrays(
     for name, array in arrays.items():
         if len(array) != count:
             raise FeedError(
-                f"--data: input '{name}' holds {len(array)} inputs, and '{model.input.name}' "
-                f"{count}"
+                f"--data: input '{name}' has {len(array)} inputs, but '{model.input.name}' {count}"
             )
     return {spec.name: fitted(arrays[spec.name], spec, fixed) for spec in model.inputs}
 
@@ -367,7 +366,7 @@ def feed_inputs(
 
 
 def feed_batches(model: Model, data: Feed) -> Iterator[Fields]:
-    """Yields all inputs of a feed as the model takes them; `FeedError` if they do not fit."""
+    """Yields all inputs of a feed in the model's form; `FeedError` if they do not fit."""
     from ..data.feeds import named_batches  # loaded if there are data
 
     for batch in named_batches(data, [spec.name for spec in model.inputs]):
@@ -375,36 +374,36 @@ def feed_batches(model: Model, data: Feed) -> Iterator[Fields]:
 
 
 def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = None) -> np.ndarray:
-    """Returns inputs with all axes and the dtype of the model's; `FeedError` if impossible."""
+    """Returns inputs with the model's axes and dtype; `FeedError` if that is impossible."""
     x, sizes = with_axes(x, spec), fixed or {}
     # Any number of inputs: batches are made of them.
     wanted = [sizes.get(str(size), size) for size in spec.shape[1:]]
     check_array(x, replace(spec, shape=("batch", *wanted)), "--data: ", feed=True)
     if len(x) < sizes.get("batch", 0):
         raise FeedError(
-            f"--data: --batch {sizes['batch']} needs that many inputs, the feed gives {len(x)}"
+            f"--data: --batch {sizes['batch']} needs that many inputs, the feed has {len(x)}"
         )
     return x.astype(spec.dtype, copy=False)
 
 
 def random_inputs(model: Model, count: int, sizes: Mapping[str, int] = SIZES) -> np.ndarray:
-    """Returns a model's first input as `random_arrays` makes it."""
+    """Returns random values for a model's first input, as `random_arrays` does."""
     return random_arrays(model, count, sizes)[model.input.name]
 
 
 def random_arrays(
     model: Model, count: int, sizes: Mapping[str, int] = SIZES
 ) -> dict[str, np.ndarray]:
-    """Returns standard normal inputs [count, …], fewer where `count` would take too much memory.
+    """Returns standard normal inputs [count, …], fewer if `count` would take too much memory.
 
-    Integer inputs are drawn evenly from the values that the model takes, or, if that is not
-    known, from those of its example, as further inputs are: a time, a weight. A mask
-    leaves out the end of every second input, or with a cache its beginning.
+    Integer inputs are drawn uniformly from the values that the model accepts, or, if these are
+    unknown, from its example, like further inputs (a time, a weight). A mask hides the end of every
+    second input, or with a cache its beginning.
     """
     limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
     within = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
     for (first, _, second), most in ((axis.partition(" + "), m) for axis, m in limits.items()):
-        if second:  # the sum has a limit of its own
+        if second:  # the sum has its own limit
             within[first] = min(within[first], most // 2)
             within[second] = min(within[second], most - within[first])
     shapes = {spec.name: spec.concrete({**within, "batch": count}) for spec in model.inputs}
@@ -429,7 +428,7 @@ def random_arrays(
 
 
 def _gaps(shape: tuple[int, ...], *, cached: bool) -> np.ndarray:
-    """A mask [b, m]: of every second input a few tokens do not count, as where lengths differ."""
+    """A mask [b, m] that hides a few tokens of every second input, as if lengths differed."""
     mask = np.ones(shape, dtype=np.int64)
     left_out = min(3, shape[1] - 1) if shape[1] > 1 else 0
     if left_out:
@@ -438,7 +437,7 @@ def _gaps(shape: tuple[int, ...], *, cached: bool) -> np.ndarray:
 
 
 def with_axes(x: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """Returns x with the axis of size 1 that its shape may leave out."""
+    """Returns x with the axis of size 1 that callers may omit."""
     if spec.implied is None or x.ndim != len(spec.shape) - 1:
         return x
     return np.expand_dims(x, spec.shape.index(spec.implied))
@@ -449,75 +448,73 @@ PAST_AXIS = "past"
 
 
 def check_given(k: object, *, takes_k: bool, what: str) -> None:
-    """Raises `UsageError` for a k that `what` (a graph, an engine) has no input for, or lacks.
+    """Raises `UsageError` for a k that `what` (a graph, an engine) has no input for, or needs.
 
-    Also for one that is no number: an array, a text, NaN.
+    Also if k is not a number.
     """
     if k is not None and (isinstance(k, bool) or not isinstance(k, Real) or not math.isfinite(k)):
         raise UsageError(f"k = {k!r}: one whole number is expected", hint="for example k=2")
-    if takes_k and not isinstance(k, int | np.integer) and k == 1:  # to an export it may be all
+    if takes_k and not isinstance(k, int | np.integer) and k == 1:  # 1.0 means all in an export
         raise UsageError(
-            f"k = {k!r}: one expert, or all of them?",
-            hint="k=1 computes one expert; for all give their number",
+            f"k = {k!r} is ambiguous: one expert, or all of them?",
+            hint="k=1 computes one expert; for all, give their number",
         )
     if takes_k and k is None:
-        raise UsageError(f"this {what} takes k as an input, but no k was given", hint="pass --k K")
+        raise UsageError(f"k is an input of this {what}, but no k was given", hint="add --k K")
     if k is not None and not takes_k:
         raise UsageError(
             f"k = {k} was given, but the {what}'s k is baked in",
-            hint="export with --k input to choose k per run",
+            hint="export with --k input to choose k for each run",
         )
 
 
 def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool = False) -> None:
     """Raises `FeedError` for an array that an input of a graph or model cannot take.
 
-    What is no integer in the shape of `port` is a dynamic axis. Whole numbers are cast to whole
-    numbers and floats to floats, so widths need not agree where the values fit. Of a `feed` whole
-    numbers serve as floats, too, and NaN or Inf is refused. `where` names the array's source.
+    Axes of `port` that are not integers are dynamic. Whole numbers are cast to whole numbers and
+    floats to floats, so widths may differ if the values fit. In a `feed`, whole numbers may also
+    be used as floats, and NaN or Inf is refused. `where` names the array's source.
     """
     what, whole = f"{where}input '{port.name}'", port.dtype in WHOLE
     kinds = "iu" if whole else "b" if port.dtype == "bool" else "fbiu" if feed else "f"
     if not fits(x.shape, port.shape) or x.dtype.kind not in kinds:
-        from .checks.shapes import shape_hint  # loaded by an error alone
+        from .checks.shapes import shape_hint  # needed for errors only
 
         raise FeedError(
-            f"{what} takes {port.dtype} {_shape(port.shape)}, not {x.dtype.name} {_shape(x.shape)}",
+            f"{what} needs {port.dtype} {_shape(port.shape)}, not {x.dtype.name} {_shape(x.shape)}",
             hint=f"cast the array: x = x.astype('{port.dtype}')"
             if fits(x.shape, port.shape)
             else shape_hint(x.shape, port.shape),
         )
-    if isinstance(x, np.ma.MaskedArray):  # a graph has no masks: hidden values would count
-        raise FeedError(
-            f"{what} is a masked array", hint="say what its hidden values are: x.filled(0)"
-        )
-    # Some kernels of ONNX Runtime divide by it, which ends the process; of a cache nothing is past
-    # at first, and no kernel of it minds.
+    if isinstance(x, np.ma.MaskedArray):  # graphs have no masks: hidden values would be used
+        raise FeedError(f"{what} is a masked array", hint="replace its hidden values: x.filled(0)")
+    # Some kernels of ONNX Runtime divide by the size of an axis, which ends the process. A cache is
+    # empty at first, which its kernels allow.
     sizes = [1 if axis == PAST_AXIS else n for n, axis in zip(x.shape, port.shape, strict=True)]
     if 0 in (sizes[1:] if feed else sizes):
         at = sizes.index(0)
-        hint = f"its axis {port.shape[at]} is 1 at least" if at else "give at least one input"
+        hint = f"its axis {port.shape[at]} is at least 1" if at else "give at least one input"
         hint = f"leave such inputs out of the feed: {hint}" if feed and at else hint
         raise FeedError(f"{what} is empty: {_shape(x.shape)}", hint=hint)
     for axis, most in port.limits.items():
         size = x.shape[port.shape.index(axis)] if axis in port.shape else 0
         if size > most:
             raise FeedError(
-                f"{what}: {size} {axis}, but the model takes at most {most}",
+                f"{what} has {size} {axis}, but the model accepts at most {most}",
                 hint=f"cut the inputs to {most} {axis}",
             )
     if port.groups_of is not None and not feed and len(x) % port.groups_of:
         raise FeedError(
-            f"{what}: {len(x)} inputs, but {port.groups_of} are computed together",
+            f"{what} has {len(x)} inputs, but the model computes {port.groups_of} together",
             hint=f"give a multiple of {port.groups_of} inputs",
         )
     if port.below is not None and whole and x.size:
         low, high = int(x.min()), int(x.max())
         if low < 0 or high >= port.below:
             raise FeedError(
-                f"{what} holds {low if low < 0 else high}, but the model takes values from 0 to "
+                f"{what} contains {low if low < 0 else high}, but the model accepts only 0 to "
                 f"{port.below - 1}",
-                hint="token ids are those of the tokenizer that the model was trained with",
+                hint="use the tokenizer that the model was trained with",
             )
     if whole and x.size and not np.can_cast(x.dtype, port.dtype):
         limits = np.iinfo(port.dtype)
@@ -526,11 +523,11 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
         )
         if wrong is not None:
             raise FeedError(
-                f"{what} holds {wrong}, but {port.dtype} goes from {limits.min} to {limits.max}",
-                hint="cast the array as the network was given it in its example",
+                f"{what} contains {wrong}, but {port.dtype} has {limits.min} to {limits.max}",
+                hint="cast the array to the type of the network's example",
             )
     if feed and x.dtype.kind == "f" and not np.isfinite(x).all():
-        raise FeedError(f"{what} holds NaN or Inf", hint="leave such inputs out")
+        raise FeedError(f"{what} contains NaN or Inf", hint="leave such inputs out")
 
 
 def _shape(sizes: Sequence[object]) -> str:

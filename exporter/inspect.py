@@ -32,11 +32,11 @@ SHARES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One MoE layer: sizes, and the tokens it sees for one input.
+    """One MoE layer: sizes, and the tokens it processes for one input.
 
-    Of a muMoE layer also the experts of each level, of which there are `combinations`, how its
-    tensors are held with which `ranks` (each by tensor), and `expert_rank`, the largest rank that
-    an expert's matrix can have (Table 5 of the muMoE paper).
+    For a muMoE layer also the experts of each level, their number of `combinations`, the form and
+    `ranks` of each tensor, and `expert_rank`, the largest rank that an expert's matrix can have
+    (Table 5 of the muMoE paper).
     """
 
     name: str
@@ -56,10 +56,10 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class Equivalent:
-    """A layer in another form: its parameters, and its multiply-adds for one token.
+    """A layer in one form: its parameters, and its multiply-adds for one token.
 
-    `form` is as it is, one level of as many experts and the same ranks, a matrix for each expert
-    (dense), or one linear layer without experts (muMoE, Tables 4 and 10, Fig. 8).
+    `form` is the layer's own, one level with as many experts and the same ranks, a matrix for each
+    expert (dense), or one linear layer without experts (muMoE, Tables 4 and 10, Fig. 8).
     """
 
     layer: str
@@ -72,8 +72,8 @@ class Equivalent:
 class CostReport:
     """The cost of keeping a share of the experts, over all MoE layers and for one input.
 
-    `macs` counts router, dispatch, experts and combine; `expert_bytes` the FP32 weights of the
-    experts kept, which is what a run at batch 1 must read.
+    `macs` counts router, dispatch, experts and combine; `expert_bytes` counts the FP32 weights of
+    the kept experts, which a run at batch 1 must read.
     """
 
     k: str
@@ -87,7 +87,7 @@ class CostReport:
 class ModelReport:
     """The result of `moexport inspect`.
 
-    `macs` are the multiply-adds of the whole model for one input (None if they are not known),
+    `macs` are the multiply-adds of the whole model for one input (None if unknown),
     `moe_macs` those of its MoE layers with all experts that it was trained to compute.
     """
 
@@ -116,7 +116,7 @@ class ModelReport:
 def inspect(model: AnyModel, options: InspectRequest) -> ModelReport:
     """Describes a model before its export: its layers, its sizes, the cost of each k.
 
-    `model` is a loaded model, or what `load` takes, of which the shapes alone are read.
+    `model` is a loaded model, or an argument of `load`, of which only the shapes are read.
     """
     data = options.data
     loading = replace(options, values=data is not None)
@@ -124,21 +124,21 @@ def inspect(model: AnyModel, options: InspectRequest) -> ModelReport:
 
 
 def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelReport:
-    """The report for a loaded model, whose inputs have this number of `tokens` if it may vary.
+    """The report for a loaded model, whose inputs have this number of `tokens` if it varies.
 
-    Reads no weights and runs nothing, unless there is `data`: labels yield the accuracy, outputs of
-    the user's own model are compared, and a muMoE's coefficients are counted.
+    Reads no weights and runs nothing without `data`. With data, accuracy is measured on labels,
+    outputs of the user's own model are compared, and a muMoE's coefficients are counted.
 
     Raises what `answers_of` raises, and `UsageError` for data without labels or outputs.
     """
     counted_tokens, backbone_macs = _one_input(model, tokens)
     told: tuple[str, ...] = ()
     if data is not None:
-        from .checks.answers import answers_of, texts  # loaded if something is run
+        from .checks.answers import answers_of, texts  # loaded only for a run
 
         answers = answers_of(model, data)
         told = () if answers is None else tuple(texts(answers, model))
-    # Of a user's own network the data are the example first: it need not have muMoE layers.
+    # For a user's own network, data are first its example: it may have no muMoE layers.
     mixing = any(layer.spec.rewritable for layer in model.layers.values())
     counted = mixing or (not told and not model.host.own_code)
     layers = tuple(
@@ -191,7 +191,7 @@ def _layer_report(name: str, layer: MoELayer, tokens: int) -> LayerReport:
 
 
 def _equivalents(model: Model) -> Iterator[Equivalent]:
-    """Each muMoE layer as it is, and in the forms that the paper compares it with."""
+    """Each muMoE layer in its own form, and in those that the paper compares it with."""
     for name, layer in model.layers.items():
         spec = layer.spec
         if not isinstance(spec, MuMoESpec) or not spec.levels:
@@ -212,10 +212,10 @@ def _macs_of_token(spec: MuMoESpec) -> int:
 
 
 def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, int]:
-    """Returns the tokens m that each layer sees for one input.
+    """Returns the tokens m that each layer processes for one input.
 
-    A dynamic token axis counts as `dynamic` tokens. The backbone runs on zeros, in place of its
-    inputs and of its weights, none of which is read; its MoE layers and its products do not run.
+    A dynamic token axis counts as `dynamic` tokens. The backbone runs on zeros instead of its
+    inputs and weights, which are not read; its MoE layers and matrix products do not run.
     """
     return _counted(model, dynamic, _NoProducts())
 
@@ -223,20 +223,20 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
 def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | None]:
     """The tokens of each layer for one input, and the multiply-adds of the network around them.
 
-    Raises `UsageError` for a number of tokens that the model does not take.
+    Raises `UsageError` for a number of tokens that the model does not accept.
     """
     shape, limits = model.input.shape, model.input.limits
     if tokens is None:
-        # A vector is one token where an array may leave the axis of tokens out.
+        # A vector is one token if arrays may omit the token axis.
         tokens = 1 if model.input.implied == "tokens" else DEFAULT_TOKENS.opt
     elif not {"tokens", "height", "width"} & {*shape} and not model.host.of_tokens:
         raise UsageError(
-            f"--tokens {tokens}: the inputs of the model, {shape}, have no axis of tokens",
+            f"--tokens {tokens}: the model's inputs, {shape}, have no token axis",
             hint="leave --tokens out",
         )
     elif tokens > limits.get("tokens", tokens):
         raise UsageError(
-            f"--tokens {tokens}: the model takes up to {limits['tokens']}",
+            f"--tokens {tokens}: the model accepts at most {limits['tokens']}",
             hint=f"use --tokens {limits['tokens']} or fewer",
         )
     if model.host.of_tokens:
@@ -279,8 +279,8 @@ def _counted(model: Model, dynamic: int, products: _NoProducts) -> dict[str, int
             return x.new_zeros(*x.shape[:-1], self.spec.out)
 
     with torch.inference_mode(), replaced_layers(model.module, Counted) as backbone, products:
-        # One zero in memory for each, seen as a tensor of any shape. On PyTorch's meta device the
-        # backbone would not be computed at all, but importing what that needs takes a second.
+        # Each is a single zero in memory, expanded to the tensor's shape. PyTorch's meta device
+        # would avoid computing the backbone, but its imports take a second.
         zeros = {
             name: torch.zeros(()).expand(tensor.shape)
             for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())
@@ -293,8 +293,8 @@ def _counted(model: Model, dynamic: int, products: _NoProducts) -> dict[str, int
 class _NoProducts(TorchFunctionMode):
     """Zeros of the right shape in place of matrix products, which take most of a backbone's time.
 
-    The rest runs as it is, with less to load than PyTorch's meta device has. `macs` counts the
-    multiply-adds that were left out.
+    The rest runs unchanged; this loads less than PyTorch's meta device. `macs` counts the
+    multiply-adds that were skipped.
     """
 
     def __init__(self) -> None:
@@ -347,9 +347,9 @@ def _sharing(spec: MoESpec, share: Fraction) -> MoESpec:
 
 
 def _kept(specs: Mapping[str, MoESpec]) -> Iterator[tuple[str, Fraction, dict[str, int]]]:
-    """Yields labels, shares and the k of each layer: all experts, and shares of the trained ones.
+    """Yields labels, shares and the k of each layer: all experts, and shares of the trained k.
 
-    The k are those of `--k` with that share.
+    The k are the same as for `--k` with that share.
     """
     trained = {name: spec.trained_k for name, spec in specs.items()}
     every = {name: spec.experts for name, spec in specs.items()}
@@ -408,15 +408,15 @@ class SupportReport:
 
 @torch.no_grad()
 def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportReport, ...]:
-    """Returns the support of every layer that mixes experts by coefficients, level by level.
+    """Returns the support of each layer that mixes experts by coefficients, level by level.
 
-    Over up to `count` inputs of a feed. Raises UsageError for a model without such layers,
+    It uses up to `count` inputs of a feed. Raises UsageError for a model without such layers, and
     FeedError for a feed that does not fit.
     """
     specs = {name: layer.spec for name, layer in model.layers.items() if layer.spec.rewritable}
     if not specs:
         raise UsageError(
-            f"--data: a {model.family} model has no muMoE layers, whose coefficients could be "
+            f"--data: a {model.family} model has no muMoE layers, whose coefficients can be "
             "zero, and the data have neither labels nor outputs of your own model",
             hint="add an array 'label' or 'output'; `moexport bench` shows what k costs a Soft MoE",
         )

@@ -1,7 +1,7 @@
 """The job of an export: its options, resolved for one model before any work begins.
 
-`export_job` makes it, once, and refuses all that can be refused without calibrating, tracing or
-writing; what comes after is handed the whole job, which only its trace may narrow (`plan`).
+`export_job` makes it once, and refuses all that can be refused without calibrating, tracing or
+writing. Later steps get the whole job, which only its trace may narrow (`plan`).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ PEAK_SAMPLES = 64
 
 @dataclass(frozen=True, slots=True)
 class ExportJob:
-    """Everything that an export does, of which nothing has begun.
+    """Everything that an export will do.
 
-    `model` has its edits. `layers` are its layers with their k, to be planned; `fixed` are the
-    sizes of the axes that are constants of the graph. The ranges of tensors are those of `table`,
-    or will be found by `calibration`; without either none are needed.
+    `model` includes its edits. `layers` are its layers with their k, to be planned; `fixed` are the
+    sizes of the axes that are constants of the graph. The ranges of tensors are in `table`, or
+    `calibration` will find them; without either, none are needed.
     """
 
     model: Model
@@ -70,53 +70,53 @@ class ExportJob:
 
     @property
     def fixed_batch(self) -> int | None:
-        """The batch size where it is a constant of the graph."""
+        """The batch size if it is a constant of the graph."""
         return self.options.batches.opt if self.options.batches.fixed else None
 
     @property
     def axis_ranges(self) -> dict[str, AxisRange]:
         """The sizes of dynamic axes that the options set."""
-        asked = {"batch": self.options.batches, "tokens": self.options.token_counts}
+        chosen = {"batch": self.options.batches, "tokens": self.options.token_counts}
         most = {axis: n for spec in self.model.inputs for axis, n in spec.limits.items()}
         most |= {axis.split(" + ")[-1]: n for axis, n in most.items() if " + " in axis}
         return {
             axis: AxisRange(*(min(n, most.get(axis, n)) for n in (sizes.min, sizes.opt, sizes.max)))
-            for axis, sizes in asked.items()
+            for axis, sizes in chosen.items()
             if axis in self.model.input.dynamic_axes and axis not in self.fixed
         }
 
     @property
     def groups_of(self) -> int | None:
-        """The inputs of which a batch is a multiple, where its size may vary."""
+        """The number of inputs of which a batch of variable size is a multiple."""
         return self.model.input.groups_of if self.fixed_batch is None else None
 
     @property
     def fewest_experts(self) -> int:
-        """The experts of the layer that has the fewest: one k serves all layers at run time."""
+        """The smallest number of experts in a layer: one k serves all layers at run time."""
         return min(layer.spec.experts for layer in self.model.layers.values())
 
     @property
     def whole_batch(self) -> int | None:
-        """The size of batches that the graph takes whatever it is; None if any will do."""
+        """The fixed size of the graph's batches, or their multiple; None if any size is valid."""
         return self.fixed_batch or self.groups_of
 
     @property
     def least_batch(self) -> int:
-        """The smallest batch that the graph is for."""
+        """The smallest batch that the graph accepts."""
         return self.whole_batch or self.options.batches.min
 
     @property
     def checked_batch(self) -> int:
-        """The size of batches in which inputs are compared: not the one that is traced."""
+        """The batch size for comparing inputs, which is not the traced one."""
         return self.fixed_batch or self.options.batches.compared(self.model.batch_of)
 
     @property
     def largest_batch(self) -> int:
-        """The size of the largest batch that inputs are computed in."""
+        """The size of the largest batch in which inputs are computed."""
         return self.fixed_batch or self.options.batches.largest(self.model.batch_of)
 
     def probed_batches(self, more: Iterable[int] = ()) -> tuple[int, ...]:
-        """Returns the batch sizes at which a graph is compared; none if that is fixed."""
+        """Returns the batch sizes at which a graph is compared; empty if the size is fixed."""
         if self.fixed_batch is not None:
             return ()
         of = self.model.batch_of
@@ -124,15 +124,15 @@ class ExportJob:
 
     @property
     def traced_sizes(self) -> dict[str, int]:
-        """The sizes of axes while the model is traced: within the requested ranges."""
+        """The sizes of axes in the trace, which are within the requested ranges."""
         sizes = {**TRACED_SIZES, BATCH: TRACED_BATCH * self.model.batch_of}
         return {axis: sizes_of.nearest(sizes[axis]) for axis, sizes_of in self.axis_ranges.items()}
 
     @property
     def needs_ranges(self) -> bool:
-        """Whether a part becomes integers without a scale per row.
+        """Whether a part is quantised to integers without a scale per row.
 
-        Those of rows are found while the graph runs.
+        Scales per row are computed while the graph runs.
         """
         if not self.options.ranged:
             return False
@@ -141,7 +141,7 @@ class ExportJob:
 
     @property
     def calibrates(self) -> bool:
-        """Whether ranges are found before anything is planned: on the data, without a table."""
+        """Whether ranges must be found on the data before planning, because there is no table."""
         options = self.options
         if self.table is not None or options.data is None or not options.finds_ranges:
             return False
@@ -153,29 +153,29 @@ class ExportJob:
 
     @property
     def decodes(self) -> bool:
-        """Whether the model writes texts, a token at a time, with a cache of the earlier ones."""
+        """Whether the model generates text one token at a time, with a cache of earlier tokens."""
         return decodes(self.model, self.options)
 
     @property
     def writes_text(self) -> bool:
-        """Whether that is all it takes: a decoder alone also reads its encoder's output."""
+        """Whether it needs no other inputs for that: a decoder also reads an encoder's output."""
         return writes_text(self.model, self.options)
 
     @property
     def steps(self) -> list[Step]:
-        """The plugins' parts of it: those of the model, then those of the options."""
+        """The plugins' parts of the export: those of the model, then those of the options."""
         return steps_of(self.model, self.options)
 
     def layer(self, name: str, tokens: int, *, fixed: bool = False) -> AnyPlan:
-        """Returns a layer to plan, without a lowering yet, for inputs of this number of `tokens`.
+        """Returns a layer to plan, without a lowering yet, for inputs with this number of `tokens`.
 
-        `fixed`: they are a constant of the network.
+        `fixed`: the number is a constant of the network.
         """
         batch = self.options.batches.opt
         return replace(self.layers[name], batch=batch, tokens=tokens, tokens_fixed=fixed)
 
     def computed_in(self, numbers: Mapping[str, ComputeTypes]) -> ExportJob:
-        """Returns the job whose layers are planned in the numbers that they compute in."""
+        """Returns the job with its layers planned in the number types in which they compute."""
         layers = {
             name: replace(
                 layer,
@@ -207,7 +207,7 @@ def layers_to_plan(
 ) -> dict[str, AnyPlan]:
     """Returns a model's layers with their k, at the usual sizes, without lowerings yet.
 
-    Their precisions are those that the options ask for.
+    Their precisions are those of the options.
     """
     batch, tokens = options.batches.opt, options.token_counts.opt
     floats = dict.fromkeys(options.floating, options.float_name)
@@ -220,7 +220,7 @@ def layers_to_plan(
 
 
 def _tokens_of_an_input(size: int | ir.SymbolicDim | None, batch: int) -> int | None:
-    """How many of `size` rows an input has: a number, or `196*batch`; None if that varies."""
+    """The rows of one input, of `size` (a number, or `196*batch`) in a batch; None if it varies."""
     if isinstance(size, int):
         return max(1, size // batch)
     of_batch = re.fullmatch(r"(?:(\d+)\*)?batch", str(getattr(size, "value", size)))
@@ -228,14 +228,14 @@ def _tokens_of_an_input(size: int | ir.SymbolicDim | None, batch: int) -> int | 
 
 
 def decodes(model: Model, options: ExportOptions) -> bool:
-    """Whether a model's graphs write texts, a token at a time, with a cache of the earlier ones."""
+    """Whether a model's graphs generate text one token at a time, with a cache of earlier ones."""
     cached = any(spec.name.startswith(PAST) for spec in model.inputs)
     fixed = options.token_counts.fixed and "tokens" in model.input.dynamic_axes
     return model.host.of_tokens and cached and not fixed
 
 
 def writes_text(model: Model, options: ExportOptions) -> bool:
-    """Whether that is all they take: a decoder alone also reads its encoder's output."""
+    """Whether they need no other inputs for that: a decoder also reads an encoder's output."""
     return decodes(model, options) and model.input.name == "input_ids"
 
 
@@ -247,14 +247,14 @@ def steps_of(model: Model, options: ExportOptions) -> list[Step]:
 def export_job(
     model: Model | Callable[[], Model], options: ExportOptions | None = None, **more: Any
 ) -> ExportJob:
-    """Returns the job of an export, or raises what would keep it from being done (`refusals`).
+    """Returns the job of an export, or raises the reason why it is impossible (`refusals`).
 
-    `model` may be a function that loads it: what needs no model is refused before it is called.
-    `more` are fields of `options` that take the place of those.
+    `model` may be a function that loads it: the checks that need no model come before the call.
+    `more` are fields that replace those of `options`.
 
     Raises `UsageError` for contradictory options, `BundleError` for a destination that cannot be
     written, `CalibrationError` for a table of another model or of fewer experts, `LoweringError`
-    for a layer that the lowering or the precision does not serve, and `EngineError` or
+    for a layer that the lowering or the precision does not support, and `EngineError` or
     `MissingExtraError` for a requested engine that cannot be built here.
     """
     options = replace(options or ExportOptions(), **more)
@@ -286,7 +286,7 @@ def export_job(
 
 
 def _for_model(model: Model, options: ExportOptions) -> ExportOptions:
-    """The options with what a model decides: a default batch in its groups, its own bounds."""
+    """The options with the model's defaults: a batch in its groups, and its own bounds."""
     images, batch = model.batch_of, options.batches
     if images > 1 and batch == DEFAULT_BATCH:
         options = replace(
@@ -298,7 +298,7 @@ def _for_model(model: Model, options: ExportOptions) -> ExportOptions:
 
 
 def _given_table(options: ExportOptions) -> tuple[CalibrationTable | None, str]:
-    """The ranges that were given, read from their file, and what messages call them."""
+    """The given ranges, read from their file, and their name in messages."""
     table = options.calibration
     if table is None:
         return None, ""
@@ -312,7 +312,7 @@ def _given_table(options: ExportOptions) -> tuple[CalibrationTable | None, str]:
 def _with_shares(model: Model, share: Fraction) -> Model:
     """Returns the model whose hierarchies keep a share of each level, weights shared.
 
-    The model itself if k experts of each level, as many as it has, are those shares.
+    Returns the model itself if k experts of each level, up to all, already are those shares.
     """
     kept: dict[str, tuple[int, ...]] = {}
     for name, layer in model.layers.items():
@@ -325,13 +325,13 @@ def _with_shares(model: Model, share: Fraction) -> Model:
     module = sharing_weights(model.module)
     for name, layer in moe_layers(module).items():
         if name in kept:
-            spec: Any = layer.spec  # a kind with levels has `kept`
+            spec: Any = layer.spec  # kinds with levels have `kept`
             layer.spec = replace(spec, kept=kept[name])
     return replace(model, module=module)
 
 
 def _calibration_of(job: ExportJob) -> CalibrationJob:
-    """How the ranges of a job are found."""
+    """The calibration that finds the ranges of a job."""
     from ..calibration.methods import DEFAULT_METHOD  # loaded if ranges are found
     from .quantization.calibrate import CalibrationJob
 
@@ -353,7 +353,7 @@ def calibration_job(
     *,
     fixed: Mapping[str, int] | None = None,
 ) -> CalibrationJob:
-    """Returns the job of a calibration; raises `UsageError` for what the model does not take.
+    """Returns the job of a calibration; raises `UsageError` for options that the model refuses.
 
     `fixed` are the sizes of axes that are constants of the graph.
     """
@@ -373,17 +373,16 @@ def _specs(model: Model) -> dict[str, MoESpec]:
 
 
 def _observed(k: Mapping[str, int | None], specs: Mapping[str, MoESpec]) -> dict[str, int]:
-    """How many experts are observed: all where any may be kept at run time."""
+    """The number of experts to observe: all if k is chosen at run time."""
     return {name: specs[name].experts if kept is None else kept for name, kept in k.items()}
 
 
 def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Model) -> None:
-    """Raises `CalibrationError` with the reason where a table does not belong to a job.
+    """Raises `CalibrationError` with the reason if a table does not belong to a job.
 
-    A table of more experts than are kept serves: its ranges hold theirs. One of fewer does not,
-    since rows that other experts get were never observed. So a table of the model as it was
-    `loaded` serves if the job only drops or merges experts, or lets a router choose fewer.
-    `where` names the table.
+    A table may cover more experts than are kept, because its ranges include theirs, but not fewer:
+    the rows of other experts were not observed. So a table of the model as it was `loaded` is valid
+    if the job only drops or merges experts, or lets a router choose fewer. `where` names the table.
     """
     from .quantization.calibrate import AGAIN, renormalised
 
@@ -393,26 +392,26 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
     models = (job.model, loaded) if same else (job.model,)
     if not same and table.origin.model == fingerprint(loaded):
         raise CalibrationError(
-            f"{where}: was made from the model without the edits of this export",
-            hint="leave --calibration out: with --data the ranges are those of the edited model",
+            f"{where} was made from the model without the edits of this export",
+            hint="leave --calibration out: --data finds the ranges of the edited model",
         )
     if table.origin.model not in map(fingerprint, models):
         raise CalibrationError(
-            f"{where}: was made from another model, or from this one with other weights, "
+            f"{where} was made from another model, or from this one with other weights, "
             "configuration or edits",
             hint=again,
         )
     if table.origin.renormalize != job.options.renormalize:
         raise CalibrationError(
-            f"{where}: was made {renormalised(table.origin)}, this export is not", hint=again
+            f"{where} was made {renormalised(table.origin)}, but this export is not", hint=again
         )
     for layer, k in job.k.items():
         kept = job.model.layers[layer].spec.experts if k is None else k
         observed = table.origin.k.get(layer, 0)
         if observed < kept:
             raise CalibrationError(
-                f"{where}: layer {layer} was observed with k = {observed} and the export keeps "
-                f"{kept}: what the other experts get was never seen",
+                f"{where}: layer {layer} was observed with k = {observed}, but the export keeps "
+                f"{kept}: the inputs of the other experts were not observed",
                 hint=f"{again} --k {kept}",
             )
 

@@ -1,7 +1,7 @@
 """Measures, on this machine, the lowerings that can serve each layer (`--lowering tune`).
 
-A layer is timed alone: its own weights in a graph of one layer, in ONNX Runtime, at the k and the
-sizes for which the export is to be fast. The candidates take turns (`timing`).
+A layer is timed alone: its own weights in a graph of one layer, in ONNX Runtime, at the k and sizes
+for which the export is optimised. The candidates take turns (`timing`).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from .session import Session, SessionOptions
 PROTOCOL = Protocol(rounds=5, warmup=2, round_s=0.1, inputs=4)
 
 COPY_LIMIT_BYTES = 2 << 30
-"""A lowering that copies more weights than this for one batch is not run."""
+"""A lowering that copies more weights than this for one batch is not measured."""
 
-INPUTS = "random normal tokens, with a direction of its own for each input"
+INPUTS = "random normal tokens, with a different direction for each input"
 SEED = 1
 
 IR_VERSION = 10
-"""Of the graphs that are timed; every supported ONNX Runtime takes it."""
+"""The opset of the timed graphs; every supported ONNX Runtime accepts it."""
 
 
 def with_fastest(tuned: TunedLayers, plan: AnyPlan, target: Target) -> AnyPlan:
-    """Returns a plan with the lowering that was measured fastest, and the figures as its reason."""
+    """Returns a plan with the lowering that was fastest, and the measurements as its reason."""
     chosen = lowerings_of(plan.spec.kind)[tuned.chosen]
     predicted_us = chosen.predict_us(plan, machine_for(target, plan.precision))
     plan = replace(plan, chosen=chosen, predicted_us=predicted_us)
@@ -74,15 +74,15 @@ def with_fastest(tuned: TunedLayers, plan: AnyPlan, target: Target) -> AnyPlan:
 
 
 Tokens = Mapping[str, np.ndarray]
-"""The inputs of layers in a real model, [s, m, d] by name: s is at least the batch size."""
+"""The inputs of layers in a real model, [s, m, d] by name; s is at least the batch size."""
 
 
 @dataclass(frozen=True)
 class Measuring:
     """How layers are measured: for how long, and on what inputs (random ones if none are given).
 
-    `alone` measures a lowering that has no other to be compared with, too. One that is predicted to
-    take over `within` times as long as the fastest is left out. `spin_ms`: as in `SessionOptions`.
+    With `alone`, a lowering without alternatives is also measured. One that is predicted to take
+    over `within` times as long as the fastest is left out. `spin_ms`: as in `SessionOptions`.
     """
 
     protocol: Protocol = PROTOCOL
@@ -94,7 +94,7 @@ class Measuring:
 
 @dataclass(frozen=True)
 class _Group:
-    """Layers that are measured as one: the node of the first, and the names of all."""
+    """Layers that are measured once: the node of the first, and the names of all."""
 
     node: ir.Node
     names: tuple[str, ...]
@@ -102,10 +102,10 @@ class _Group:
 
 
 def _machine(target: Target) -> str:
-    """The runtime of a target's graphs on this machine, by its name."""
+    """The name of the machine on which a target's graphs run."""
     if TARGETS[target].on_cpu:
         return cpu_model()
-    from .tensorrt.backends import first_gpu  # no CPU needs it
+    from .tensorrt.backends import first_gpu  # not needed for CPUs
 
     gpu = first_gpu()
     return cpu_model() if gpu is None else gpu.name
@@ -124,10 +124,10 @@ def measure_lowerings(
 ) -> Tuning:
     """Returns the latency of every candidate for every layer of a traced model.
 
-    Layers of the same shape and k are measured once. With k as an input the graphs take it as one,
-    and are timed at a quarter of the experts. Raises `LoweringError` when no candidate runs,
-    `UsageError` when the temporary folder has no space for a layer's weights, and `EngineError`
-    when the target's provider does not run here.
+    Layers of the same shape and k are measured once. If k is an input, these graphs also have it
+    and are timed at a quarter of the experts. Raises `LoweringError` if no candidate runs,
+    `UsageError` if the temporary folder has no space for a layer's weights, and `EngineError`
+    if the target's provider does not run here.
     """
     measuring = measuring or Measuring()
     target, threads = job.options.target, torch.get_num_threads()
@@ -217,14 +217,14 @@ def _write(
 ) -> dict[str, Path]:
     """Writes the layer's weights once and a graph per candidate; returns the graphs' files.
 
-    What copies too much for one batch is put into `left_out`.
+    Candidates that copy too much for one batch are added to `left_out`.
     """
     name, plan, options = group.names[0], group.plan, job.options
     layer, compute = job.model.layers[name], precision.layers[name]
     needed, free = layer_bytes(layer, compute), shutil.disk_usage(folder).free
     if free < needed:
         raise UsageError(
-            f"--lowering tune: {folder.parent} has {free / 1e6:.0f} MB free, and the weights of "
+            f"--lowering tune: {folder.parent} has {free / 1e6:.0f} MB free, but the weights of "
             f"{name} take {needed / 1e6:.0f} MB",
             hint="free some space there, or set TMPDIR to a folder elsewhere",
         )
@@ -255,10 +255,10 @@ def _constant(value: np.ndarray) -> ir.Node:
 
 
 def _chosen(tokens: ir.Value, plan: AnyPlan, routed: Sequence[ir.Value]) -> list[ir.Node]:
-    """Nodes that choose experts for tokens by a random product, the last ones for what is `routed`.
+    """Nodes that choose experts by a random product of tokens; the last have the `routed` values.
 
-    That is index and weights of rows; the slots of a layer that is given C, of which the tokens are
-    then the logits; or a level's coefficients each.
+    These are indices and weights of rows; the slots of a layer that is given C, with tokens as its
+    logits; or the coefficients of each level.
     """
     spec, random = plan.spec, np.random.default_rng(SEED)
     if spec.chooses_sets:
@@ -286,7 +286,7 @@ def _chosen(tokens: ir.Value, plan: AnyPlan, routed: Sequence[ir.Value]) -> list
 
 
 def _alone(node: ir.Node, opset: int, plan: AnyPlan) -> ir.Model:
-    """A traced layer as a graph of its own: FP32 tokens in and out, whatever is between.
+    """A traced layer as a separate graph, with FP32 tokens as its input and output.
 
     A layer whose experts are chosen outside it gets a router, the same for all candidates.
     """
@@ -327,7 +327,7 @@ def _timed(
     left_out: dict[str, str],
     measuring: Measuring,
 ) -> dict[str, Latency]:
-    """Returns the latencies of the graphs that run; those that do not go into `left_out`."""
+    """Returns the latencies of the graphs that run; others are added to `left_out`."""
     real = measuring.inputs.get(group.names[0])
     if real is None or len(group.node.inputs) > 1:
         batches = _tokens(group.plan, group.node)
@@ -354,15 +354,15 @@ def _call(session: Session, batches: Sequence[np.ndarray], k: int | None, index:
 
 
 def _real(tokens: np.ndarray, batch: int) -> list[np.ndarray]:
-    """Batches [b, m, d] to take in turn, of what a layer is given in its model."""
+    """Batches [b, m, d] of a layer's inputs in its model, to be used in turn."""
     rows = np.arange(PROTOCOL.inputs * batch) % len(tokens)
     return [np.ascontiguousarray(tokens[indices]) for indices in np.split(rows, PROTOCOL.inputs)]
 
 
 def _tokens(plan: AnyPlan, node: ir.Node) -> list[np.ndarray]:
-    """Batches [b, m, d] or [t, d] to take in turn, whose routing differs from input to input."""
+    """Batches [b, m, d] or [t, d] to use in turn; the routing differs between inputs."""
     random, spec = np.random.default_rng(SEED), plan.spec
-    # A layer that is given its slots takes C.
+    # A layer with given slots has C as its input.
     takes_slots = spec.chooses_sets and len(node.inputs) > 1
     width = spec.experts * spec.slots if takes_slots else spec.dim
     batches = []

@@ -48,30 +48,30 @@ if TYPE_CHECKING:
 class Host:
     """A loader's knowledge about its models that their tensors do not contain.
 
-    These are the answers for the core's own families; a plugin hands over its own (`Model.host`).
+    These answers are for the core's own families; a plugin provides its own (`Model.host`).
     """
 
     own_code: ClassVar[bool] = False
-    """Whether the network's forward is code of the user's, which may refuse an input."""
+    """Whether the network's forward is the user's own code, which may refuse an input."""
 
     of_tokens: ClassVar[bool] = False
-    """Whether every layer sees every token of an input, and a cache may hold those before it."""
+    """Whether every layer processes every token of an input, with a cache for earlier tokens."""
 
     steps: ClassVar[tuple[str, ...]] = ()
-    """The names of those of `bundle.steps` that add files to each bundle."""
+    """The names of the steps (`bundle.steps`) that add files to each bundle."""
 
     def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
         """Returns a model whose own routers choose `k` experts per layer; it shares the weights.
 
-        The model itself if they do, or if it has none. Raises `UsageError` for a k that a
-        router does not support.
+        Returns the model itself if they already do, or if it has none. Raises `UsageError` for a k
+        that a router does not support.
         """
         return model
 
     def with_token_axis(self, model: Model, option: str) -> Model:
-        """Returns a model for a fixed input length as one for any length; itself otherwise.
+        """Returns a model for a fixed input length as one for any length; otherwise the model.
 
-        Raises `UsageError` if the network takes no other length; `option` asked for it.
+        Raises `UsageError`, naming `option`, if the network supports no other length.
         """
         return model
 
@@ -92,35 +92,35 @@ class Host:
         return None
 
     def benchmark(self, model: Model) -> str | None:
-        """Returns the name of what measures a model of sequences (`bench.measure.sequences`)."""
+        """Returns the name of the benchmark of a model of sequences (`bench.measure.sequences`)."""
         return None
 
     def experts_form(self, model: Model) -> str | None:
-        """Returns how PyTorch computes the untouched model's experts; None if it is one way."""
+        """Returns how PyTorch computes the untouched model's experts; None if there is one way."""
         return None
 
     def in_form(self, model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
         """Returns the untouched model with k experts per token, in a form (`experts_form`).
 
-        None leaves that as it is. Raises `UsageError` if there are no forms.
+        None keeps its own form. Raises `UsageError` if there are no forms.
         """
-        raise UsageError(f"PyTorch computes the experts of {model.family} models in one way")
+        raise UsageError(f"PyTorch computes the experts of {model.family} models in only one way")
 
     def repeated(
         self, network: nn.Module, tensors: Sequence[Tensor]
     ) -> Callable[[], Tensor] | None:
-        """Returns a network's call on tensors where more than calling it again is to be done.
+        """Returns a repeatable call of a network on tensors, which returns its first output.
 
-        It gives the first output, and can be repeated.
+        None if the network can simply be called again.
         """
         return None
 
 
 IN_MEMORY = " (in memory)"
-"""The suffix of the name of a network in memory: no file and no code has such a name."""
+"""The suffix of the name of a network in memory, which no file or code has."""
 
 OURS = Host()
-"""That of the core's families."""
+"""The host of the core's families."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +128,9 @@ class Source:
     """Where a model came from: its files, or the code that built it.
 
     `mapped` are the files that its weights may be mapped from: those, and one of converted weights.
-    `further` are the options of plugins that load it again. It is `importable` but where it needs
-    code of a notebook or this script. `watched` are the files as they were loaded. `host` is what
-    its loader provides for the model. `held` is the network of a model that was given in memory.
+    `further` are the options of plugins that load it again. It is `importable` unless it needs code
+    of a notebook or this script. `watched` are the files as they were loaded. `host` is provided by
+    its loader. `held` is the network of a model that was given in memory.
     """
 
     path: str
@@ -163,14 +163,14 @@ class Source:
         return self.watched.sha256
 
     def reading(self) -> Reading:
-        """Returns a pass over the mapped weights; CheckpointError if a file was cut short."""
+        """Returns a pass over the mapped weights; CheckpointError if a file was truncated."""
         return Reading(self.mapped, self.watched)
 
     @contextmanager
     def changes_told(self) -> Iterator[None]:
-        """Within the block, an error names a file that was changed: that may be the cause.
+        """Within the block, an error names a file that was changed, which may be the cause.
 
-        A part of a mapped file that is no more cannot be written to another, which is an OSError.
+        Copying a removed part of a mapped file to another file raises OSError.
         """
         try:
             yield
@@ -184,15 +184,14 @@ class Model:
     """A trained model, ready to trace.
 
     `module` is in eval mode, in float32 and needs no gradients; it takes a tensor for each of
-    `inputs` and returns one for each of `outputs`. Its MoE layers are `MoELayer`
-    modules. `original` is the untouched reference where that is not `module`: the user's own module
-    where the model came from a factory, and the model before its `edits`. `as_trained` is our
-    network before its edits and with the k of its training, if that is not `module`. `order`
-    names the MoE layers as they are executed, if that is not the order in which the module holds
-    them.
-    `rounded`: it rounds to BF16 on the way, so that a difference of float32 may become one of BF16.
-    `config` holds the family's constructor arguments, JSON-able and complete. `notes` are sentences
-    about defaults that were taken and keys that were skipped.
+    `inputs` and returns one for each of `outputs`. Its MoE layers are `MoELayer` modules.
+    `original` is the untouched reference if that is not `module`: the user's own module if the
+    model came from a factory, or the model before its `edits`. `as_trained` is our network before
+    its edits and with the k of its training, if that is not `module`. `order` names the MoE layers
+    in execution order, if that differs from their order in the module.
+    `rounded`: it rounds to BF16 inside, so a float32 difference may grow to one of BF16.
+    `config` has the family's constructor arguments, complete and fit for JSON. `notes` are
+    sentences about defaults that were used and keys that were skipped.
     """
 
     module: nn.Module
@@ -211,31 +210,31 @@ class Model:
 
     @property
     def input(self) -> TensorSpec:
-        """The input that feeds are of; others have defaults."""
+        """The input that feeds provide; others have defaults."""
         return self.inputs[0]
 
     @property
     def output(self) -> TensorSpec:
-        """The output that accuracy is measured by."""
+        """The output on which accuracy is measured."""
         return self.outputs[0]
 
     @property
     def batch_of(self) -> int:
-        """How many inputs are computed together: a batch is a multiple of them."""
+        """The number of inputs that are computed together: a batch is a multiple of it."""
         return self.input.groups_of or 1
 
     @property
     def host(self) -> Host:
-        """Its loader's knowledge about it."""
+        """The loader's knowledge about the model."""
         return self.source.host
 
     @property
     def untouched(self) -> nn.Module:
-        """The network that everything is compared with: the user's own if there is one."""
+        """The reference network for all comparisons: the user's own if there is one."""
         return self.module if self.original is None else self.original
 
     def changed(self, module: nn.Module) -> Model:
-        """Returns the model with `module`, a changed copy of its own, at the place of that."""
+        """Returns the model with `module`, a changed copy, in place of its own."""
         before = self.module if self.as_trained is None else self.as_trained
         return replace(self, module=module, original=self.untouched, as_trained=before)
 
@@ -259,7 +258,7 @@ def check_given_inputs(model: Model, what: str) -> None:
 def _check_inputs(model: Model, what: str, wrong: bool) -> None:
     if wrong:
         raise UsageError(
-            f"{what}: a model with one input is expected, but this {model.family} model has "
+            f"{what} needs a model with one input, but this {model.family} model has "
             f"{len(model.inputs)}",
             hint="models with token-routed experts are exported, verified and run: "
             "docs/families.md#token-routed-models"
@@ -293,7 +292,7 @@ def edited(model: Model, edits: Edits) -> Model:
     """Returns the model with edits in its layers; the model itself if there are none.
 
     The untouched module is its `original`, and all weights are shared. Raises UsageError for a
-    layer, level, expert or output that is not there.
+    missing layer, level, expert or output.
     """
     if not edits:
         return model
@@ -336,15 +335,15 @@ def edited(model: Model, edits: Edits) -> Model:
     )
 
 
-BESIDE = "substitutes.safetensors lies beside the recipe, and in the bundle it is of"
-"""Where what takes the places of experts is."""
+PLACE = "substitutes.safetensors is next to the recipe, and in its bundle"
+"""The place of the numbers that replace experts."""
 
 
 def _replace(module: nn.Module, name: str, smaller: Callable[[MoELayer], MoELayer]) -> None:
-    """Puts a layer with fewer experts at the places of one, in place."""
+    """Replaces a layer by one with fewer experts, wherever the module has it."""
     layer = moe_layers(module).get(name)
     if layer is None:
-        raise UsageError(f"the model has no MoE layer {name}", hint="is the recipe of this model?")
+        raise UsageError(f"the model has no MoE layer {name}", hint="is it this model's recipe?")
     new = smaller(layer)
     for path, child in [*module.named_modules(remove_duplicate=False)]:
         if child is layer:
@@ -357,7 +356,7 @@ def _without(kept: KeptExperts, layer: MoELayer) -> MoELayer:
     if not kept.experts or not set(kept.experts) <= set(range(spec.experts)):
         raise UsageError(
             f"{kept.text}: the layer has {spec.experts} experts",
-            hint="experts are counted from 0; is the recipe of this model?",
+            hint="experts are counted from 0; is it this model's recipe?",
         )
     if kept.constant:
         slots = spec.slots if isinstance(spec, SoftMoESpec) else 0
@@ -373,7 +372,7 @@ def _without(kept: KeptExperts, layer: MoELayer) -> MoELayer:
 
 
 def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
-    """A layer whose experts are one."""
+    """A layer whose experts are merged into one."""
     if not isinstance(layer, MuMoE):
         raise UsageError(
             f"{edit.text}: the experts of {a_layer(layer.spec.kind)} cannot be merged",
@@ -383,7 +382,7 @@ def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
     matrices = edit.matrices or (None,) * len(tensors)
     if len(matrices) != len(tensors):
         raise UsageError(
-            f"{edit.text}: {len(matrices)} matrices, and it has {len(tensors)} tensors", hint=BESIDE
+            f"{edit.text}: {len(matrices)} matrices, but it has {len(tensors)} tensors", hint=PLACE
         )
     _check_substitutes(edit.text, matrices, [(tensor.dim + 1, tensor.out) for tensor in tensors])
     return layer.merged([torch.from_numpy(matrix) for matrix in edit.matrices or ()])
@@ -392,40 +391,40 @@ def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
 def _check_substitutes(
     what: str, arrays: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Raises `UsageError` if the numbers that take the places of experts do not fit."""
-    numbers = "the numbers that take the places of experts"
+    """Raises `UsageError` if the numbers that replace experts do not fit."""
+    numbers = "the numbers that replace experts"
     for array, shape in zip(arrays, shapes, strict=True):
         if array is None:
-            raise UsageError(f"{what}: {numbers} are not there", hint=BESIDE)
+            raise UsageError(f"{what}: {numbers} are missing", hint=PLACE)
         if array.shape != shape or array.dtype != np.float32:
             raise UsageError(
                 f"{what}: {numbers} are {array.dtype} {array.shape}, not float32 {shape}",
-                hint=BESIDE,
+                hint=PLACE,
             )
         if not np.isfinite(array).all():
-            raise UsageError(f"{what}: {numbers} are not all finite", hint=BESIDE)
+            raise UsageError(f"{what}: {numbers} are not all finite", hint=PLACE)
 
 
 class Steered(nn.Module):
-    """A network with one more input, the last: the strengths [b, s] of its layers' steerings.
+    """A network with an additional last input: the strengths [b, s] of its layers' steerings.
 
-    Its modules have the paths that they have in the network itself.
+    Its modules have the same paths as in the network itself.
     """
 
     def __init__(self, network: nn.Module, layers: Sequence[MoELayer]) -> None:
         super().__init__()
         for name, child in network.named_children():
             self.add_module(name, child)
-        self._held = (network, tuple(layers))  # in a tuple, so that no module is found twice
+        self._parts = (network, tuple(layers))  # in a tuple, so that no module is found twice
 
     @property
     def network(self) -> nn.Module:
         """The network that is steered."""
-        return self._held[0]
+        return self._parts[0]
 
     def forward(self, *tensors: Tensor) -> Any:
-        """Returns the network's result for all tensors but the last."""
-        network, layers = self._held
+        """Returns the network's result for all tensors except the last."""
+        network, layers = self._parts
         for layer in layers:
             layer.strengths = tensors[-1]
         try:
@@ -436,17 +435,17 @@ class Steered(nn.Module):
 
 
 def _check_expert(edit: Ablation | Steer, spec: MoESpec) -> None:
-    """Raises `UsageError` for an expert that is not there, or that nothing can be done with."""
+    """Raises `UsageError` for an expert that is missing or cannot be edited."""
     if isinstance(edit, Ablation) and getattr(spec, "out_activation", "identity") == "softmax":
         raise UsageError(
-            f"{edit.option}: the experts of layer {spec.name} end in a softmax, which gives "
+            f"{edit.option}: the experts of layer {spec.name} end in a softmax, which returns "
             "numbers above zero for weights of zero",
             hint="`moexport specialise` measures what each expert does",
         )
     if isinstance(edit, Steer) and not spec.rewritable:
         raise UsageError(
             f"{edit.option}: layer {spec.name} is {a_layer(spec.kind)}, whose experts have no "
-            "cluster centre that tokens are compared with",
+            "cluster centre to compare tokens with",
             hint="only muMoE layers can be steered; --ablate works for all kinds",
         )
     count, what = len(spec.levels), f"{edit.option}: layer {spec.name}"
@@ -454,7 +453,7 @@ def _check_expert(edit: Ablation | Steer, spec: MoESpec) -> None:
     if edit.level is None and count > 1:
         raise UsageError(
             f"{what} has {count} levels of experts",
-            hint=f"say which: {spec.name}:1.{edit.expert} is expert {edit.expert} of level "
+            hint=f"name the level: {spec.name}:1.{edit.expert} is expert {edit.expert} of level "
             f"1 (experts by level: {sizes})",
         )
     level = 1 if edit.level is None else edit.level
@@ -476,8 +475,8 @@ def _check_combination(edit: AblatedCombination, spec: MoESpec) -> None:
     if len(levels) < 2 or len(edit.experts) != len(levels):
         has = "one level" if len(levels) == 1 else f"{len(levels)} levels"
         raise UsageError(
-            f"{what} has {has} of experts, and {len(edit.experts)} are named together",
-            hint="EXPERT+EXPERT names one of each level of a hierarchy"
+            f"{what} has {has} of experts, but {len(edit.experts)} are named together",
+            hint="EXPERT+EXPERT names one expert of each level"
             if len(levels) > 1
             else "name experts of one level after commas",
         )
@@ -505,7 +504,7 @@ def _check_rewrite(entry: Rewrite, spec: MoESpec) -> None:
     if lengths != tuple(spec.levels):
         given_text, wanted = (" and ".join(map(str, sizes)) for sizes in (lengths, spec.levels))
         raise UsageError(
-            f"{what}: {given_text} coefficients, and the layer has {wanted} experts",
+            f"{what}: {given_text} coefficients, but the layer has {wanted} experts",
             hint="give one list per level, with the mean coefficient of every expert; "
             "`moexport specialise` writes them",
         )

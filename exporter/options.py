@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 WEIGHT_BITS = (7, 8)
 
 MIN_OPSET, MAX_OPSET = 20, 23
-"""Graphs have the first unless another is requested, or later ops replace many small ones."""
+"""Graphs have the first, unless another is requested or ops of a later one replace many."""
 
 BLOCKED_OPSET = 21
 """The first opset in which DequantizeLinear supports blocks, and INT4."""
 
 CALIBRATED = ("int8", "fp8", "fp16")
-"""Precisions for which ranges are found: to quantise, and to see what overflows."""
+"""Precisions for which ranges are found: to quantise, or to detect overflows."""
 
 VERIFY_SAMPLES = 256
 """Inputs of a feed that are compared with PyTorch, unless `--verify-samples` sets the number."""
@@ -65,15 +65,15 @@ def _no_edits() -> Edits:
     return NO_EDITS
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: what is parsed is kept
+@dataclass(frozen=True, kw_only=True)  # no slots: parsed values are cached
 class ExportOptions(AxisSizes, Request):
     """Which graphs of a model are written, how they are checked, and which are compiled.
 
-    The options of `export`, as they are typed or given; properties read them. A plugin's options
-    change the fields that no call has (`bundle.steps`): a layer in `layer_lowerings` has the
-    lowering that is named there, with the reason, and without one the lowering's own; `edits` are
-    made to the model. `destination` is None if nothing is to be left behind. What cannot be
-    meant is refused before the work begins (`refusals`).
+    The options of `export` as they are given; properties parse them. A plugin's options set the
+    fields that no call has (`bundle.steps`): `layer_lowerings` names the lowering of a layer and
+    the reason, which may be the lowering's own; `edits` are made to the model. `destination` is
+    None if nothing is to be left behind. Invalid options are refused before the work begins
+    (`refusals`).
     """
 
     offered: ClassVar[frozenset[str]] = frozenset({"export"})
@@ -86,7 +86,7 @@ class ExportOptions(AxisSizes, Request):
     )
     target: Target = option(
         "onnx",
-        "The runtime of the graph; onnx is any of them, in standard ops.",
+        "The runtime of the graph; onnx means any of them, with standard ops.",
     )
     lowering: str = option(
         "auto",
@@ -196,15 +196,15 @@ class ExportOptions(AxisSizes, Request):
 
     @property
     def least_opset(self) -> int:
-        """The opset of the graph, unless an op of a later one replaces many small ones.
+        """The opset of the graph, unless an op of a later opset replaces many small ones.
 
-        With an explicit `opset`, no op of a later one is written.
+        With an explicit `opset`, no later op is written.
         """
         return self.needed_opset if self.opset is None else self.opset
 
     @property
     def needed_opset(self) -> int:
-        """The first opset that has what the precision needs."""
+        """The first opset that supports the precision."""
         blocked = self.precision == "int4" and TARGETS[self.target].standard_ops
         return BLOCKED_OPSET if blocked else MIN_OPSET
 
@@ -222,22 +222,22 @@ class ExportOptions(AxisSizes, Request):
 
     @property
     def floating(self) -> frozenset[str]:
-        """The MoE layers that keep the type of the rest."""
+        """The MoE layers that are not quantised."""
         return frozenset(self.keep_floating)
 
     @property
     def integers(self) -> bool:
-        """Whether weights become integers, with floats around them."""
+        """Whether weights are quantised to integers."""
         return self.precision in ("int8", "int4", "fp8")
 
     @property
     def ranged(self) -> bool:
-        """Whether both factors of a product are of eight bits, so that ranges are needed."""
+        """Whether both factors of a product have eight bits, which needs ranges."""
         return self.precision in ("int8", "fp8") and not self.in_blocks
 
     @property
     def in_blocks(self) -> bool:
-        """Whether integers are those of weights alone, a scale for each block of a column."""
+        """Whether only weights are quantised, with a scale for each block of a column."""
         weight_only = TARGETS[self.target].weight_only
         return self.precision == "int4" or (self.precision == "int8" and weight_only)
 
@@ -252,14 +252,14 @@ class ExportOptions(AxisSizes, Request):
 
     @property
     def fp16_weights(self) -> bool:
-        """Whether FP16 is what weights are stored in, and all is computed in FP32."""
+        """Whether weights are stored in FP16 but everything is computed in FP32."""
         return self.float_name == "fp16" and TARGETS[self.target].provider == CPU_PROVIDER
 
     @property
     def narrow_cache(self) -> bool:
-        """Whether keys and values of earlier tokens come and go as the graph computes them.
+        """Whether keys and values in the cache have the type in which the graph computes them.
 
-        A cast of each would launch a kernel for every layer and token.
+        Casting them would launch a kernel for every layer and token.
         """
         return self.float_name == "fp16" and TARGETS[self.target].launches
 
@@ -289,14 +289,14 @@ class ExportOptions(AxisSizes, Request):
 
     @property
     def samples_to_verify(self) -> int:
-        """The most inputs of a feed that are compared."""
+        """The largest number of inputs of a feed that are compared."""
         return self.verify_samples or VERIFY_SAMPLES
 
     @property
     def tolerance(self) -> Tolerance:
-        """The bounds of the parity check: the requested ones, else those of the precision.
+        """The bounds of the parity check: those requested, or the precision's.
 
-        Parity holds where |difference| ≤ atol + rtol · max|y|.
+        The check passes if |difference| ≤ atol + rtol · max|y|.
         """
         from .bundle.parity import TOLERANCES
 
@@ -304,18 +304,18 @@ class ExportOptions(AxisSizes, Request):
 
     @property
     def held_to_rounding(self) -> bool:
-        """Whether FP32 graphs may only be as far from float64 as rounding takes them."""
+        """Whether FP32 graphs may differ from float64 only by rounding."""
         return self.precision == "fp32" and self.atol is None and self.rtol is None
 
 
 def parse_lowerings(text: str) -> tuple[str, ...]:
-    """Returns the names of a comma-separated list; `UsageError` for a name that is not one."""
+    """Returns the names of a comma-separated list; `UsageError` for an unknown name."""
     names = tuple(split_list(text))
     if not names:
         raise UsageError("--lowering is empty", hint="--lowering auto lets the cost model choose")
     for name in names:
         if name not in CHOOSERS:
-            from ..graphs.lowering_names import check_lowering  # loaded if one is named
+            from ..graphs.lowering_names import check_lowering  # loaded only if one is named
 
             check_lowering(name)
     return names

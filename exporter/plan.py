@@ -33,8 +33,7 @@ DENSE = "dense"
 class GraphPlan:
     """One graph of the bundle: its file and its layers, in execution order.
 
-    `batches` are the first and the last size of the batch that it is for, where others are for the
-    rest.
+    `batches` are its smallest and largest batch, if other graphs cover the rest.
     """
 
     file: str
@@ -59,10 +58,10 @@ class GraphPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known of an export before anything is written.
+    """Everything known about an export before anything is written.
 
-    `traced` is the traced graph, its backbone in the precision of the plan; `table` the ranges that
-    were taken. `tuning` is what was measured for `--lowering tune`.
+    `traced` is the traced graph, its backbone in the precision of the plan; `table` the ranges
+    in use. `tuning` has the measurements of `--lowering tune`.
     """
 
     job: ExportJob
@@ -87,7 +86,7 @@ class Plan:
 
     @property
     def files(self) -> dict[str, int | None]:
-        """Names of the files to write, with their bytes where those are known beforehand."""
+        """Names of the files to write, with their sizes in bytes if these are known."""
         return {WEIGHTS_FILE: self.weights_bytes} | {graph.file: None for graph in self.graphs}
 
     @property
@@ -97,11 +96,11 @@ class Plan:
         notes = _share_notes(self.job)
         notes += options.notes if retention is None else retention.notes()
         by_k = TARGETS[options.target].compiled and options.lowerings == (AUTO,)
-        if by_k and len(self.graphs) > 1:  # as `plan_auto` gives them
+        if by_k and len(self.graphs) > 1:  # as from `plan_auto`
             main, dense = self.graphs
             notes += (
                 f"k is an input: {main.file} ({main.title}) copies the weights of k experts, and "
-                f"{dense.file} none, which is for a k near n: `--graph {DENSE}` runs it",
+                f"{dense.file} copies none, for a k near n: `--graph {DENSE}` runs it",
             )
         spans = [
             f"{graph.file} ({graph.title}) for batches of {_span_text(graph.batches)}"
@@ -113,7 +112,7 @@ class Plan:
         return (
             *notes,
             f"no single graph is fast at every size of --batch {options.batches}: "
-            f"{', '.join(spans)}; a session of the bundle, `run` and `bench` take the one for a "
+            f"{', '.join(spans)}; a session of the bundle, `run` and `bench` use the one for a "
             "call's batch",
         )
 
@@ -142,38 +141,38 @@ def with_trace(
     *,
     tokens: int | None = None,
 ) -> tuple[ExportJob, ir.Model]:
-    """Returns a job, for sizes that its trace holds for, and the trace, made now without one.
+    """Returns a job, limited to sizes for which its trace is valid, and the trace, made if missing.
 
-    It is made with this number of `tokens`, by default a few. Raises `UsageError` if sizes were
-    asked for at which the network computes something else.
+    It is made with this number of `tokens`, by default a few. Raises `UsageError` for requested
+    sizes at which the network computes something else.
     """
     if traced is None:
         progress.step("tracing" if tokens is None else f"tracing with {tokens} tokens")
         sizes = job.traced_sizes | ({} if tokens is None else {"tokens": tokens})
         traced = trace(job.model, opset=job.options.least_opset, fixed=job.fixed, sizes=sizes)
-    held: Held | None = traced.meta.get(HELD)
-    if held is None:
+    valid: Held | None = traced.meta.get(HELD)
+    if valid is None:
         return job, traced
-    for axis, wanted in job.axis_ranges.items():
-        low, high = held.between(axis)
-        high = wanted.max if high is None else high
-        if low <= wanted.min and wanted.max <= high:
+    for axis, requested in job.axis_ranges.items():
+        low, high = valid.between(axis)
+        high = requested.max if high is None else high
+        if low <= requested.min and requested.max <= high:
             continue
-        size = high + 1 if wanted.max > high else low - 1
-        within = AxisRange(
-            max(low, wanted.min), max(low, min(wanted.opt, high)), min(high, wanted.max)
+        size = high + 1 if requested.max > high else low - 1
+        common = AxisRange(
+            max(low, requested.min), max(low, min(requested.opt, high)), min(high, requested.max)
         )
         changes = f"the network computes something else at a {axis} of {size}"
         if axis == "tokens":
             changes = f"the network computes something else with {size} tokens"
             if job.options.token_counts == DEFAULT_TOKENS:
-                job = of_tokens(job, within.min, within.max, changes)
+                job = of_tokens(job, common.min, common.max, changes)
                 continue
         raise UsageError(
-            f"--{axis} {wanted}: {changes}, and a graph holds for one of both",
-            hint=f"--{axis} {within} exports the graph that holds for {within.min} to {within.max}"
+            f"--{axis} {requested}: {changes}, but a graph has one computation",
+            hint=f"--{axis} {common} exports the graph for {common.min} to {common.max}"
             + (
-                f", --{axis} {size}:{size}:{wanted.max} that of the larger ones"
+                f", --{axis} {size}:{size}:{requested.max} the one for larger sizes"
                 if size > high
                 else ""
             ),
@@ -182,7 +181,7 @@ def with_trace(
 
 
 def of_tokens(job: ExportJob, least: int, most: int, why: str) -> ExportJob:
-    """Returns the job for fewer numbers of tokens than it has by default; `why` is noted."""
+    """Returns the job with a smaller range of tokens than its default; `why` is noted."""
     before = job.axis_ranges["tokens"]
     usual = max(least, min(before.opt, most))
     tokens = AxisRange(max(least, before.min), usual, min(most, before.max))
@@ -206,18 +205,17 @@ def plan_traced(
     retention: Retention | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Returns the plan for a job whose model was traced; `traced` stays as it is.
+    """Returns the plan for a job whose model was traced; `traced` is not changed.
 
-    `table` holds the ranges that INT8 needs, and 16-bit floats make use of; `floats` and
-    `retention` are as in `apply_precision`. Raises `LoweringError` for a lowering that cannot
-    serve, `UsageError` for weights larger than the target loads, and what `tune` raises where the
-    lowerings are to be measured.
+    `table` has the ranges that INT8 needs and 16-bit floats use; `floats` and `retention` are as in
+    `apply_precision`. Raises `LoweringError` for an unsuitable lowering, `UsageError` for weights
+    larger than the target can load, and what `tune` raises if lowerings are measured.
     """
     known, traced = traced.meta, traced.clone()
-    traced.meta.update(known)  # for what sizes it holds
+    traced.meta.update(known)  # the sizes for which it is valid
     fused = fused_ops(job)
     if fused.floats:
-        from ..graphs.fusion.fuse import fuse  # for these targets alone
+        from ..graphs.fusion.fuse import fuse  # for these targets only
 
         fuse(traced, fused, newest=_takes_newest(job))
     precision = apply_precision(job, traced, table, floats=floats, retention=retention)
@@ -244,10 +242,10 @@ def plan_traced(
 
 
 def fused_ops(job: ExportJob) -> FusedOps:
-    """Returns the parts around the layers that a job's graphs have as one op: none in other floats.
+    """Returns the parts around the layers that a job's graphs have as one op.
 
-    ONNX Runtime's CPU kernels are of FP32, whatever the experts are in. Nor where an older opset
-    was asked for, but for targets that do not mind.
+    None if the target has no such ops for the float type (ONNX Runtime's CPU kernels are FP32 only,
+    whatever the experts' type), or if it needs a newer opset than requested.
     """
     options = job.options
     fused = TARGETS[options.target].fused
@@ -266,8 +264,8 @@ def _loadable(plan: Plan) -> Plan:
     most = TARGETS[target].most_bytes
     if most is not None and plan.weights_bytes > most:
         raise UsageError(
-            f"--target {target}: the weights are {plan.weights_bytes / 1e9:.2f} GB, and it loads "
-            f"{most / 1e9:.2f} GB",
+            f"--target {target}: the weights have {plan.weights_bytes / 1e9:.2f} GB, but "
+            f"it loads at most {most / 1e9:.2f} GB",
             hint="use a smaller --precision (fp16, int8, int4), or serve the model from a machine",
         )
     return plan
@@ -276,7 +274,7 @@ def _loadable(plan: Plan) -> Plan:
 def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
     """Returns the graphs of `--lowering auto`: one, or several for parts of the range of batches.
 
-    The main one, first, is that for OPT.
+    The first, which is the main one, is for OPT.
     """
     batch = job.options.batches
     spans: list[Span] = []
@@ -302,9 +300,9 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
 
 
 def copied_bytes(graphs: Iterable[GraphPlan], batch: int, tokens: int) -> float:
-    """Returns the bytes of weights, as FP32, that a layer copies for a batch, the most of any.
+    """Returns the most bytes of weights, as FP32, that any layer copies for a batch.
 
-    Of tokens a layer has its own number where its network has no such axis.
+    A layer has its own number of tokens if the network has no such axis.
     """
     return max(
         (
@@ -323,7 +321,7 @@ def copied_bytes(graphs: Iterable[GraphPlan], batch: int, tokens: int) -> float:
 
 
 def copies_by_k(graph: GraphPlan) -> bool:
-    """Whether a graph that takes k copies the weights of the chosen experts: of all at k = n."""
+    """Whether a graph with k as an input copies the weights of chosen experts: all at k = n."""
     return all(layer.k is None and layer.spec.chooses_sets for layer in graph.layers) and any(
         layer.copied_bytes for layer in graph.layers
     )

@@ -2,8 +2,8 @@
 
 `compare_graphs` is the check of an export: it makes a `Reference` of each batch of inputs
 (`torch_reference`), checks that PyTorch's results are consistent (`check_network`), runs every
-graph (`bundle.parity`), and raises a `ParityError` that names where the first difference starts,
-and what may help.
+graph (`bundle.parity`), and raises a `ParityError` with the place of the first difference, and
+with advice.
 """
 
 from __future__ import annotations
@@ -71,35 +71,35 @@ from .plan import GraphPlan, Plan, copied_bytes, plan_graph
 from .trace import HELD, Held
 from .write import graph_record
 
-ROUNDED_FILE = "rounded.onnx"  # the graph that others are compared with; it is not kept
-KEPT_BYTES = 8 << 20  # of a record of more tokens than the first inputs have
-LOUD = 10.0  # times the loudness of the quietest input: such inputs decide the ranges
-EXACT_BYTES = 512 << 20  # of larger weights no second copy is made, in float64
+ROUNDED_FILE = "rounded.onnx"  # the graph that others are compared with; removed afterwards
+KEPT_BYTES = 8 << 20  # the largest record of inputs with more tokens than the first
+LOUD = 10.0  # times max|y| of the quietest input: such inputs determine the ranges
+EXACT_BYTES = 512 << 20  # the largest weights that are copied to float64
 
-# What inputs of a size beyond the usual may take, as far as it is foreseen.
+# Predicted limits for inputs of other sizes than the first.
 MOST_BYTES = 512 << 20  # for the largest tensor
-MOST_COPIED_BYTES = 256 << 20  # for copies of weights in a graph: an export holds little but them
-MEMORY_SHARE = 0.25  # of the free memory, for PyTorch: a graph takes some, too
+MOST_COPIED_BYTES = 256 << 20  # for copies of weights in a graph, most of an export's memory
+MEMORY_SHARE = 0.25  # of the free memory, for PyTorch: a graph also needs some
 MOST_SECONDS = 60.0  # for PyTorch
-HEADS = 16  # of attention: what scores between tokens take
+HEADS = 16  # of attention, to predict the memory for scores between tokens
 
 
 class TokensError(ParityError):
-    """A graph is right for fewer numbers of tokens than it should be.
+    """A graph is valid for a smaller range of tokens than it should be.
 
-    It misses its bounds with this number of `tokens`, and holds from the first to the last of
-    `held`, as far as that is known.
+    It misses its bounds with this number of `tokens`; as far as is known, it is valid from the
+    first to the last number in `valid`.
     """
 
     def __init__(
-        self, message: str, *, hint: str, tokens: int, held: tuple[int, int] | None = None
+        self, message: str, *, hint: str, tokens: int, valid: tuple[int, int] | None = None
     ) -> None:
         super().__init__(message, hint=hint)
-        self.tokens, self.held = tokens, held
+        self.tokens, self.valid = tokens, valid
 
 
 def compared_inputs(job: ExportJob) -> Iterator[Fields]:
-    """The inputs that a job's graphs are compared on."""
+    """The inputs on which a job's graphs are compared."""
     options = job.options
     return parity_batches(
         job.model,
@@ -112,9 +112,9 @@ def compared_inputs(job: ExportJob) -> Iterator[Fields]:
 
 
 def rounded_graph(planned: Plan) -> tuple[GraphPlan, ...]:
-    """The graph of another lowering in the same numbers that others are compared with.
+    """The graph of another lowering with the same number types, to compare the others with.
 
-    None in FP32, where PyTorch in float64 shows the effect of rounding, and none if a lowering is
+    Empty in FP32, for which PyTorch in float64 shows the effect of rounding, and if a lowering is
     inexact.
     """
     options, layers = planned.job.options, planned.graphs[0].layers
@@ -126,7 +126,7 @@ def rounded_graph(planned: Plan) -> tuple[GraphPlan, ...]:
     large = planned.weights_bytes * (len(planned.graphs) + 1) >= LARGE_WEIGHTS_BYTES
 
     def rank(way: tuple[Kind, AnyLowering]) -> tuple[bool, float]:
-        """Others come first, of large weights those that read few of them."""
+        """Other lowerings come first; for large weights, those that read few of them."""
         kind, record = way
         own = (layer for layer in layers if layer.spec.kind == kind)
         times = (record.predict_us(o, machine_for(options.target, o.precision)) for o in own)
@@ -141,7 +141,7 @@ def rounded_graph(planned: Plan) -> tuple[GraphPlan, ...]:
 
 
 def _inexact(planned: Plan) -> bool:
-    """Whether a graph differs from PyTorch by more than rounding, according to its lowering."""
+    """Whether the lowering of a graph differs from PyTorch by more than rounding."""
     layers = [layer for graph in planned.graphs for layer in graph.layers]
     target = planned.job.options.target
     return any(layer.inexact(target) for layer in layers)
@@ -149,19 +149,18 @@ def _inexact(planned: Plan) -> bool:
 
 def compare_graphs(
     planned: Plan,
-    beside: Sequence[GraphPlan],
+    rounded_graphs: Sequence[GraphPlan],
     lowered: Mapping[str, Lowered],
     directory: Path,
     progress: Progress,
 ) -> tuple[dict[str, Parity], tuple[str, ...]]:
-    """Returns each graph's parity, or raises a `ParityError` that names where a difference starts.
+    """Returns each graph's parity, or raises a `ParityError` with the place of a difference.
 
-    The second are sentences on what was not compared. It also writes `parity.npz` to `directory`:
-    the first of the inputs with what PyTorch computed of them, and such later ones as choose
-    further experts.
+    Also returns sentences on what was not compared. Writes `parity.npz` to `directory`: the first
+    inputs and PyTorch's results for them, and those later inputs that choose further experts.
     """
     job = planned.job
-    held = job.options.held_to_rounding and not _inexact(planned)
+    by_rounding = job.options.held_to_rounding and not _inexact(planned)
     comparisons: dict[str, Comparison] = {}
     rounded: Comparison | None = None
     kept: Reference | None = None
@@ -169,7 +168,7 @@ def compare_graphs(
     reached: dict[str, frozenset[int]] = {}
     silent = {spec.name: None for spec in job.model.outputs}
     experts = {name: layer.spec.experts for name, layer in job.model.layers.items()}
-    budget = Budget(job, partial(copied_bytes, (*planned.graphs, *beside)))
+    budget = Budget(job, partial(copied_bytes, (*planned.graphs, *rounded_graphs)))
 
     def opened(graph: GraphPlan, expected: Reference) -> Comparison:
         record = graph_record(graph, lowered[graph.file])
@@ -181,8 +180,8 @@ def compare_graphs(
             budget.choose_batches(_changes(planned, "batch"))
             check_network(job, expected, budget.batches)
             comparisons = {graph.file: opened(graph, expected) for graph in planned.graphs}
-            rounded = next((opened(graph, expected) for graph in beside), None)
-        measured = held and kept is None
+            rounded = next((opened(graph, expected) for graph in rounded_graphs), None)
+        measured = by_rounding and kept is None
         expected = _compared(job, comparisons, expected, rounded, directory, measured=measured)
         if kept is None:
             kept = expected
@@ -204,19 +203,19 @@ def compare_graphs(
             raise _differs(job, directory / file, lowered[file], parity, comparisons[file].worst)
     alike = [one for one in compared if one.shapes() == compared[0].shapes()]
     if alike and not all(one.alone(kept).passed for one in comparisons.values()):
-        # Of few inputs more may be outliers, or choose otherwise, than of all: `verify` needs them.
+        # A few inputs may have a larger share of outliers or other choices: `verify` needs all.
         kept = reduce(Reference.joined, alike)
-    # Without a record it has more inputs than the first batch, or there is none.
-    again = held and kept.rounded is None
+    # Otherwise it has more inputs than the first batch, or was not computed.
+    again = by_rounding and kept.rounded is None
     (with_exact(job, kept) if again else kept).save(directory / PARITY_FILE)
     zeros = (
-        f"'{name}' is zero for all inputs of the check, which says nothing of the graph: give "
+        f"'{name}' is zero for all inputs of the check, so it could not be compared: give "
         "other inputs with --data"
         for name in silent
     )
     missing = not_compared(reached, experts)
-    told = (f"{missing}; give more inputs with --data",) if missing else ()
-    return parities, (*told, *budget.notes(), *_dropped(kept, job.model), *zeros)
+    coverage = (f"{missing}; give more inputs with --data",) if missing else ()
+    return parities, (*coverage, *budget.notes(), *_dropped(kept, job.model), *zeros)
 
 
 def opened_comparison(
@@ -226,9 +225,9 @@ def opened_comparison(
     expected: Reference,
     batches: Sequence[int] | None = None,
 ) -> Comparison:
-    """Opens a graph that was written to a folder, to be compared with references like this one.
+    """Opens a graph in a folder for comparison with references like this one.
 
-    It is compared in `batches` of these sizes, by default in all those that a job names.
+    It is compared in `batches` of these sizes, by default in all sizes of the job.
     """
     options, path = job.options, directory / graph.file
     observe, threads = expected.observed(graph.selected), torch.get_num_threads()
@@ -244,16 +243,16 @@ def opened_comparison(
 
 
 def _changes(planned: Plan, axis: str) -> tuple[int, ...]:
-    """The sizes of an axis at which the network may compute something else than it was traced with.
+    """The sizes of an axis at which the network may compute something else than in its trace.
 
-    Of each change these are the sizes on both sides.
+    They are the sizes on both sides of each change.
     """
-    held: Held | None = planned.traced.meta.get(HELD)
-    asked = planned.job.axis_ranges.get(axis)
-    if held is None or asked is None or axis not in held.traced:
+    valid: Held | None = planned.traced.meta.get(HELD)
+    span = planned.job.axis_ranges.get(axis)
+    if valid is None or span is None or axis not in valid.traced:
         return ()
-    traced = held.traced[axis]
-    found = held.changes(axis, asked.min, asked.max)
+    traced = valid.traced[axis]
+    found = valid.changes(axis, span.min, span.max)
     return tuple({*found, *(n - 1 if n > traced else n + 1 for n in found)})
 
 
@@ -264,20 +263,20 @@ def _compare_tokens(
     budget: Budget,
     directory: Path,
 ) -> None:
-    """Compares graphs at other numbers of tokens than the inputs have, from theirs on.
+    """Compares graphs at other numbers of tokens than the inputs have, the nearest first.
 
-    Raises `TokensError` for the first number at which one misses its bounds or does not run.
+    Raises `TokensError` for the first number at which a graph misses its bounds or fails.
     """
     job, model = planned.job, planned.job.model
-    asked = job.axis_ranges.get("tokens")
-    if asked is None or not all(comparison.parity().passed for comparison in comparisons.values()):
+    span = job.axis_ranges.get("tokens")
+    if span is None or not all(comparison.parity().passed for comparison in comparisons.values()):
         return
     usual = first.x.shape[model.input.shape.index("tokens")]
     rows = job.least_batch
     random = job.options.data is None and model.example is None
 
     def wrong(tokens: int) -> str | None:
-        """Why no graph is right for this number of tokens."""
+        """Why graphs are not valid for this number of tokens; None if they are."""
         inputs = first.feeds(model.input.name)
         x = of_tokens(model, inputs, rows, tokens, random=random)
         try:
@@ -298,7 +297,7 @@ def _compare_tokens(
         return None
 
     changes = _changes(planned, "tokens")
-    sizes, needed = asked.probed(more=changes), {asked.min, asked.opt, *changes}
+    sizes, needed = span.probed(more=changes), {span.min, span.opt, *changes}
     for step in (1, -1):
         right = usual
         for tokens in sorted((n for n in sizes if (n - usual) * step > 0), reverse=step < 0):
@@ -306,7 +305,7 @@ def _compare_tokens(
                 continue
             why = wrong(tokens)
             if why is not None:
-                raise _first_missed(right, tokens, why, wrong, asked, step)
+                raise _first_missed(right, tokens, why, wrong, span, step)
             right = tokens
 
 
@@ -315,22 +314,22 @@ def _first_missed(
     missed: int,
     why: str,
     wrong: Callable[[int], str | None],
-    asked: AxisRange,
+    span: AxisRange,
     step: int,
 ) -> TokensError:
-    """The error for the number of tokens at which a graph ceases to be right, between two."""
+    """The error for the first invalid number of tokens between `right` and `missed`."""
     while abs(missed - right) > 1:
         between = (missed + right) // 2
         reason = wrong(between)
         right, missed = (between, missed) if reason is None else (right, between)
         why = reason or why
-    held = (asked.min, right) if step > 0 else (right, asked.max)
+    valid = (span.min, right) if step > 0 else (right, span.max)
     return TokensError(
         f"with {missed} tokens {why}",
-        hint=f"--tokens {held[0]}:{max(held[0], min(asked.opt, held[1]))}:{held[1]} exports it for "
-        "the numbers that it holds for",
+        hint=f"--tokens {valid[0]}:{max(valid[0], min(span.opt, valid[1]))}:{valid[1]} exports it "
+        "for the valid numbers",
         tokens=missed,
-        held=held,
+        valid=valid,
     )
 
 
@@ -343,9 +342,9 @@ def _compared(
     *,
     measured: bool,
 ) -> Reference:
-    """Compares each graph with a reference, which is returned with what rounding makes of it.
+    """Compares each graph with a reference, which is returned with the effect of rounding.
 
-    That is what the `rounded` graph gives, or without one, if it is `measured`, PyTorch's
+    This is the result of the `rounded` graph or, without one and if `measured`, of PyTorch in
     float64.
     """
     file = next(iter(comparisons))
@@ -362,7 +361,7 @@ def _compared(
         port = job.model.input
         at = port.shape.index("tokens") if "tokens" in job.axis_ranges else 0
         raise TokensError(
-            f"{file} does not run at sizes that were not traced: {error.message}",
+            f"{file} does not run at other sizes than the traced ones: {error.message}",
             hint="a size of the network became a constant of the graph: --tokens N and "
             "--batch N export it for that size alone",
             tokens=expected.x.shape[at] if at else 0,
@@ -371,7 +370,7 @@ def _compared(
 
 
 def _give_back(directory: Path) -> None:
-    """Drops the pages of large weights that a graph has read, before others are read."""
+    """Releases the pages of large weights that a graph has read, before others are read."""
     if is_large(directory):
         release(directory.glob("*.bin"))
 
@@ -379,7 +378,7 @@ def _give_back(directory: Path) -> None:
 def _differs(
     job: ExportJob, path: Path, lowered: Lowered, parity: Parity, worst: Reference
 ) -> ParityError:
-    """The error for a graph that misses its bounds, on the `worst` inputs furthest.
+    """The error for a graph that misses its bounds; `worst` are its worst inputs.
 
     Raises `ParityError` if the model itself is unsuitable for a comparison.
     """
@@ -403,7 +402,7 @@ def _differs(
 
 
 def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
-    """A sentence on what experts with a capacity left out of the inputs of the check."""
+    """A sentence on the tokens of the check that experts with a capacity left out."""
     left_out = {
         name: (chosen >= layer.spec.experts).reshape(*chosen.shape[:2], -1)
         for name, layer in model.layers.items()
@@ -416,25 +415,25 @@ def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
         return ", ".join(f"{share:.1%} in {name}" for name, share in shares.items())
 
     alone = listed({name: float(mask.all(axis=-1).mean()) for name, mask in left_out.items()})
-    said = f"of the tokens of the check's inputs no expert computes {alone}"
+    sentence = f"no expert computes some tokens of the check's inputs: {alone}"
     specs = [model.layers[name].spec for name in left_out]
     if any(spec.trained_k < spec.experts for spec in specs):  # tokens choose
         dropped = listed({name: float(mask.mean()) for name, mask in left_out.items()})
-        said = f"of the choices of the check's inputs were dropped: {dropped}; {said}"
-    return (said,)
+        sentence = f"some choices for the check's inputs were dropped: {dropped}; {sentence}"
+    return (sentence,)
 
 
 def way_out(parity: Parity, options: ExportOptions) -> str:
     """Returns advice for a graph that misses the bounds of its parity check."""
     real = ""
     if options.data is None and options.ranged:
-        real = "random inputs may lie outside the ranges: give real ones with --data; or else "
+        real = "random inputs may be outside the ranges: give real ones with --data; otherwise "
     quiet, loud = parity.loudness or (0.0, 0.0)
     if options.ranged and options.data is not None and loud > LOUD * quiet:
         real = (
-            f"max|y| is {quiet:.2g} for the quietest input and {loud:.2g} for the loudest, and one "
-            "range of eight bits has to hold them all: bring the inputs to one scale, or use "
-            "--precision fp16 or fp32; or else "
+            f"max|y| is {quiet:.2g} for the quietest input and {loud:.2g} for the loudest, but one "
+            "range of eight bits must fit them all: bring the inputs to one scale, or use "
+            "--precision fp16 or fp32; otherwise "
         )
     if parity.routing_agreement >= options.tolerance.routing:
         return f"{real}raise --rtol if that is good enough, or choose another --lowering"
@@ -443,33 +442,33 @@ def way_out(parity: Parity, options: ExportOptions) -> str:
             return "choose another --lowering"
         case "int8" | "fp8":
             return (
-                f"{real}no --rtol allows for other experts: try another --method or --precision, "
-                "or --min-retention, which keeps the layers that INT8 harms most in floats"
+                f"{real}--rtol does not cover other experts: try another --method or --precision, "
+                "or --min-retention, which keeps the most sensitive layers in floating point"
             )
         case _:
-            return "no --rtol allows for other experts: take --precision fp32"
+            return "--rtol does not cover other experts: use --precision fp32"
 
 
 @dataclass(slots=True)
 class Budget:
-    """Which sizes are compared: those that take no more memory and time than a check may.
+    """Chooses the sizes to compare: those that need no more memory and time than a check may.
 
-    What larger sizes take is foreseen from the inputs before, of which `timed` computes the
-    reference. `copied_bytes` are those of the weights that a graph copies for a batch of tokens.
+    The needs of larger sizes are predicted from earlier inputs, whose reference `timed` computes.
+    `copied_bytes` returns the bytes of weights that a graph copies for a batch of tokens.
     """
 
     job: ExportJob
     copied_bytes: Callable[[int, int], float]
     batches: tuple[int, ...] = ()
     _last: tuple[int, int, float] = (1, 1, 0.0)
-    """Inputs, their tokens, and seconds."""
+    """The number of inputs, their tokens, and seconds."""
     _row_bytes: int = 0
     _grown: int = 0
     _beyond: dict[str, list[int]] = field(default_factory=dict)
 
     def timed(self, x: Inputs, *, every_k: bool = True) -> Reference:
         """Returns PyTorch's results for inputs (`torch_reference`)."""
-        began = time.thread_time()  # what others do on the machine does not count
+        began = time.thread_time()  # other processes do not count
         with grown_memory() as memory:
             expected = torch_reference(self.job, x, every_k=every_k)
         self._grown = memory.nbytes
@@ -483,7 +482,7 @@ class Budget:
         return expected
 
     def choose_batches(self, changes: Sequence[int]) -> None:
-        """Chooses the sizes of the batch that are compared."""
+        """Chooses the batch sizes that are compared."""
         rows, tokens, _ = self._last
         self.batches = tuple(
             size
@@ -494,9 +493,9 @@ class Budget:
     def affords(
         self, rows: int, tokens: int, axis: str = "tokens", *, needed: bool = False
     ) -> bool:
-        """Whether inputs of this number and length are compared; if not, a note is added.
+        """Whether this number of inputs of this length is compared; if not, a note is added.
 
-        What is `needed` may take any time.
+        Sizes that are `needed` may take any time.
         """
         last_rows, last_tokens, seconds = self._last
         longer = tokens / last_tokens
@@ -525,8 +524,8 @@ class Budget:
 def torch_reference(job: ExportJob, x: Inputs, *, every_k: bool = True) -> Reference:
     """Returns PyTorch's results for inputs of a job.
 
-    If k is chosen per run a quarter of the experts are kept and, with `every_k`, each number of
-    `other_k`, too.
+    If k is chosen per run, a quarter of the experts are kept and, with `every_k`, also each number
+    in `other_k`.
     """
     renormalize, batch = job.options.renormalize, job.largest_batch
     computed = partial(reference, job.model, x, renormalize=renormalize, batch=batch)
@@ -539,8 +538,7 @@ def torch_reference(job: ExportJob, x: Inputs, *, every_k: bool = True) -> Refer
 def kept_experts(job: ExportJob, shared: int | None = None) -> dict[str, int]:
     """Returns each layer's k in a comparison.
 
-    If it is an input that is the `shared` one of all layers; without it a quarter of the
-    experts.
+    If k is an input, it is `shared` by all layers, by default a quarter of the experts.
     """
     # One k serves all layers at run time, so the layer with the fewest experts bounds it.
     shared = shared or max(1, job.fewest_experts // 4)
@@ -550,8 +548,8 @@ def kept_experts(job: ExportJob, shared: int | None = None) -> dict[str, int]:
 def other_k(job: ExportJob) -> list[int]:
     """Returns the k compared in addition to `kept_experts`, if k is an input of the graph.
 
-    Those are 1, a quarter, half and all of the experts of each layer, at each of its levels, and as
-    many as its router chose in training.
+    They are 1, a quarter, half and all of the experts of each layer, at each of its levels, and the
+    number that its router chose in training.
     """
     if None not in job.k.values():
         return []
@@ -603,16 +601,16 @@ def reference(
 
 
 def with_exact(job: ExportJob, expected: Reference) -> Reference:
-    """Returns a reference with what PyTorch computes in float64, with every k that it is of.
+    """Returns a reference with PyTorch's results in float64, for each k of the reference.
 
-    Without it where weights are larger than `EXACT_BYTES`, or the network cannot be run so.
+    Unchanged if weights are larger than `EXACT_BYTES`, or if the network cannot run in float64.
     """
     others = {k: with_exact(job, other) for k, other in expected.at_other_k.items()}
     model = job.model
     unknown = replace(expected, rounded=None, at_other_k=others)
     if weights_bytes(model) > EXACT_BYTES:
         return unknown
-    # Few inputs at once, but no fewer than a batch may be.
+    # Few inputs at once, but no fewer than the smallest batch.
     few = max(SAMPLES // job.least_batch, 1) * job.least_batch
     batch = job.whole_batch or min(few, job.largest_batch)
     renormalize = job.options.renormalize
@@ -621,7 +619,7 @@ def with_exact(job: ExportJob, expected: Reference) -> Reference:
         try:
             feeds = expected.feeds(model.input.name)
             parts = [network.computed(part) for part in chunks(feeds, batch)]
-        except Exception:  # noqa: BLE001  a network may insist on float32: the result is then unknown
+        except Exception:  # noqa: BLE001  a network may need float32: the result is then unknown
             return unknown
     y = np.concatenate([part.outputs[0] for part in parts])
     choices = _by_input(parts)
@@ -637,13 +635,13 @@ def weights_bytes(model: Model) -> int:
 
 
 def _trained(model: Model) -> dict[str, int]:
-    """How many experts each layer of a model computes as it was trained."""
+    """The number of experts that each layer computed in training."""
     return {name: layer.spec.trained_k for name, layer in model.layers.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """One pass: the outputs, and each choice with the margin by which it was made."""
+    """One pass: the outputs, and each choice with its margin."""
 
     outputs: list[np.ndarray]
     choices: dict[str, tuple[np.ndarray, np.ndarray]]
@@ -652,8 +650,8 @@ class Computed:
 def _by_input(parts: Sequence[Computed]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The choices and margins of each input, over all parts.
 
-    Tokens that a layer sees one after the other stand by their inputs. What is not as many of each
-    input is no input's own: it is left out, and the values alone decide.
+    Tokens that a layer processes in turn are grouped by their inputs. Choices that differ in number
+    between inputs belong to none: they are left out, and only values are compared.
     """
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for name in parts[0].choices:
@@ -674,8 +672,8 @@ def _by_input(parts: Sequence[Computed]) -> dict[str, tuple[np.ndarray, np.ndarr
 class Network:
     """A network in PyTorch, run as a graph is (`exporter.session.GraphSession`).
 
-    `network` computes the outputs; the choices are those of the model's own module, with a number
-    of experts `kept`. It computes in float64 where that is `exact`; its weights stay as they are.
+    `network` computes the outputs; the choices are those of the model's own module, with `kept`
+    experts. If `exact`, it computes in float64, without changing its weights.
     """
 
     takes_k = False
@@ -741,7 +739,7 @@ class Network:
     def _values(self, module: nn.Module, arrays: Fields) -> list[np.ndarray]:
         # Copies: a network may change its inputs in place.
         tensors = [torch.from_numpy(np.array(arrays[spec.name])) for spec in self._model.inputs]
-        with _told(self._model, len(tensors[0])):
+        with _user_errors(self._model, len(tensors[0])):
             if self._exact:
                 own = (*module.named_parameters(), *module.named_buffers())
                 weights = {name: _in_float64(tensor) for name, tensor in own}
@@ -756,8 +754,8 @@ def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _told(model: Model, count: int) -> Iterator[None]:
-    """A context for runs of a user's own network on a number of inputs: it may refuse them."""
+def _user_errors(model: Model, count: int) -> Iterator[None]:
+    """A context for runs of a user's own network on `count` inputs, which it may refuse."""
     try:
         yield
     except Exception as error:  # the user's code may fail in any way
@@ -765,13 +763,13 @@ def _told(model: Model, count: int) -> Iterator[None]:
             raise
         raise UsageError(
             f"{model.source.path}: its forward failed on a batch of {count}: {one_line(error)}",
-            hint="if it takes some batches alone, --batch N exports it for batches of N",
+            hint="if it accepts only some batches, --batch N exports it for batches of N",
         ) from error
 
 
 @contextmanager
 def pages_given_back(model: Model) -> Iterator[None]:
-    """Within the context the pages of mapped weights are given back once a module has run."""
+    """Within the context, the pages of mapped weights are released once a module has run."""
     reading = model.source.reading()
 
     def count(module: nn.Module, *_: object) -> None:
@@ -779,7 +777,7 @@ def pages_given_back(model: Model) -> Iterator[None]:
         own = (weight for part in (module, *lists) for weight in part.parameters(recurse=False))
         reading.advance(sum(weight.nbytes for weight in own))
 
-    # Of all modules, as a factory's own network keeps its experts where it likes.
+    # For all modules, because a factory's network may have its experts anywhere.
     hook = register_module_forward_hook(count)
     try:
         yield
@@ -791,10 +789,10 @@ def pages_given_back(model: Model) -> Iterator[None]:
 def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -> None:
     """Raises `ParityError` if the model itself is unsuitable for a comparison.
 
-    On the inputs of the reference our layers, as they were trained, must return what the untouched
-    network returns; and if the batch is not constant in the graph, what PyTorch returns for an
-    input must not depend on the others of its batch, but for those that it is computed together
-    with: it is run in `batches` of these sizes.
+    On the inputs of the reference, our layers with their trained k must return the same as the
+    untouched network. If the batch is not constant in the graph, PyTorch's result for an input must
+    not depend on the others in its batch, except those that are computed together: it is run in
+    `batches` of these sizes.
     """
     model, options, bounds = job.model, job.options, pytorch_bounds(job.options)
     with pages_given_back(model):
@@ -818,16 +816,16 @@ def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -
 
 def pytorch_bounds(options: ExportOptions) -> Tolerance:
     """Returns the bounds for PyTorch's results: those of FP32, or a user's wider ones."""
-    usual, asked = TOLERANCES["fp32"], options.tolerance
+    usual, requested = TOLERANCES["fp32"], options.tolerance
     if options.precision != "fp32":
         return usual
-    return replace(usual, atol=asked.atol, rtol=max(usual.rtol, asked.rtol))
+    return replace(usual, atol=requested.atol, rtol=max(usual.rtol, requested.rtol))
 
 
 def _several(arrays: Fields, count: int) -> Fields:
     """At least `count` inputs: if there are fewer, they are repeated, rotated along an axis.
 
-    A batch of one input, several times over, does not show what depends on the others in it.
+    A batch that repeats one input does not show whether results depend on the other inputs.
     """
     samples, *_ = (len(array) for array in arrays.values())
     if samples >= count:
@@ -871,9 +869,9 @@ def _check_batches(
         where = f", starting in layer {parity.first_difference}" if parity.first_difference else ""
         raise ParityError(
             f"in PyTorch the output for an input depends on the others in its batch{where}: "
-            f"a batch of {size} gives something else than one of {count} ({describe(parity)})",
-            hint="--batch N exports it for batches of N alone; for any batch its router must "
-            "choose for each input by itself, without a capacity or statistics over the batch",
+            f"batches of {size} and of {count} differ ({describe(parity)})",
+            hint="--batch N exports it for batches of N only; for any batch its router must "
+            "choose for each input alone, without a capacity or statistics over the batch",
         )
 
 
@@ -907,7 +905,7 @@ def first_different_layer(
         model.module(*(torch.from_numpy(np.ascontiguousarray(array)) for array in x.values()))
 
     def off(actual: np.ndarray, wanted: np.ndarray) -> bool:
-        """Whether some row is further off than its own largest number allows."""
+        """Whether the error of some row exceeds the bound from its largest number."""
         largest, furthest = (
             np.abs(array).reshape(len(wanted), -1).max(axis=1, initial=0.0)
             for array in (wanted, actual - wanted)
@@ -926,6 +924,6 @@ def first_different_layer(
 
 
 def all_outputs(output: Any) -> tuple[torch.Tensor, ...]:
-    """Returns a backbone's output tensors; of a tuple what is no tensor is left out."""
+    """Returns a backbone's output tensors; other items of a tuple are left out."""
     values = output if isinstance(output, tuple) else (output,)
     return tuple(value for value in values if isinstance(value, torch.Tensor))

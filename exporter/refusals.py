@@ -1,13 +1,13 @@
 """The checks of an export before it starts: one table, in the order in which they run.
 
-A check yields invalid or impossible requests before any work begins. Its stage is
-what it needs: the options alone, with what the target takes, this machine, the model as it is
-loaded, or the export as it is resolved for that model (`job.ExportJob`).
+A check yields invalid or impossible requests before any work begins. Its stage is what it needs:
+only the options, the target's features, this machine, the loaded model, or the export as resolved
+for that model (`job.ExportJob`).
 
-Elsewhere are only refusals that belong to something else:
+Only these refusals are elsewhere:
 
-- parsers refuse what does not parse (`k.parse_k`, `sizes.parse_range`), and the first check
-  asks them; `k.resolve_k` refuses a k that no layer has, since it makes each layer's k;
+- parsers refuse malformed values (`k.parse_k`, `sizes.parse_range`), and the first check
+  calls them; `k.resolve_k`, which computes each layer's k, refuses a k that no layer has;
 - records of other calls refuse their own values when they are made (`requests`, `__post_init__`);
   those of an export cannot, because plugins change them first;
 - a plugin's step has its own checks (`bundle.steps.Step`);
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from ..graphs.lowerings.base import AnyPlan
     from .model import Model
 
-NO_FACTORS = "its weight tensor is held whole, and integer products are those of factors"
+NO_FACTORS = "its weight tensor is not factorised, but only factors can be quantised"
 
-NO_EXPERTS = "it has no matrices of experts, which are what is written in blocks"
+NO_EXPERTS = "it has no matrices of experts to quantise in blocks"
 
 _TOKEN_AXES = frozenset({"tokens", "height", "width"})
 """Axes that `--tokens` sets: for an image it is the number of pixels."""
@@ -75,7 +75,7 @@ BEFORE_LOADING: tuple[Stage, ...] = ("options", "target", "machine")
 
 
 def with_plugins(options: ExportOptions) -> ExportOptions:
-    """Returns the options of an export as the asked steps of plugins change them, and checks both.
+    """Returns the options of an export as changed by the selected plugin steps, and checks both.
 
     Raises `UsageError` for contradictory options.
     """
@@ -91,20 +91,20 @@ def with_plugins(options: ExportOptions) -> ExportOptions:
 
 
 def check_without_model(options: ExportOptions) -> None:
-    """Raises what keeps an export from being done whatever its model; imports no PyTorch."""
+    """Raises the reason why an export is impossible for any model; does not import PyTorch."""
     for stage in BEFORE_LOADING:
         check(stage, options)
 
 
 def check(stage: Stage, *of: Any) -> None:
-    """Raises the first mistake of a stage, whose checks are called with what they need."""
+    """Raises the first mistake of a stage, whose checks are called with `of`."""
     for needs, found in CHECKS:
         if needs == stage:
             refuse(found(*of))
 
 
 def values(options: ExportOptions) -> Iterator[Mistake]:
-    """Values of another type, or that do not parse, or that are unknown."""
+    """Values that have another type, cannot be parsed, or are unknown."""
     yield from misfits(
         ExportOptions, {name: getattr(options, name) for name in declared(ExportOptions)}
     )
@@ -121,7 +121,7 @@ def known_target(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def integers(options: ExportOptions) -> Iterator[Mistake]:
-    """Options of integers with a precision that has none, and values that they cannot have."""
+    """Options of quantisation with other precisions, and invalid values of them."""
     share = options.min_retention
     if options.weight_bits not in (None, *WEIGHT_BITS):
         yield (
@@ -159,24 +159,24 @@ def _not_int8(option: str, precision: Precision) -> Mistake:
 
 
 def graph(options: ExportOptions) -> Iterator[Mistake]:
-    """An opset or lowerings that cannot be, or not together with the rest."""
+    """An opset or lowerings that are invalid, or contradict other options."""
     names, opset, target = options.lowerings, options.least_opset, TARGETS[options.target]
     if not MIN_OPSET <= opset <= MAX_OPSET:
         yield (
             f"--opset {opset}: opsets {MIN_OPSET} to {MAX_OPSET} are supported",
-            "20 is the first with a whole Gelu; leave it unless a runtime needs another",
+            "20 is the first that has Gelu; leave it out unless a runtime needs another",
         )
     if len(set(names)) < len(names):
         yield f"--lowering {','.join(names)}: a name is repeated", "name each lowering once"
     if MIN_OPSET <= opset < options.needed_opset:
         yield (
             f"--precision int4 for --target {options.target}: ONNX has weights in blocks from "
-            f"opset {BLOCKED_OPSET} on, and the graph is to have opset {opset}",
-            f"leave --opset out: {BLOCKED_OPSET} is taken then; or take --target ort-cpu",
+            f"opset {BLOCKED_OPSET} on, but the requested opset is {opset}",
+            f"leave --opset out to use {BLOCKED_OPSET}, or use --target ort-cpu",
         )
     if TUNE in names and target.compiled:
         yield (
-            f"--lowering tune for --target {options.target}: it times graphs in ONNX Runtime, and "
+            f"--lowering tune for --target {options.target}: it times graphs in ONNX Runtime, but "
             "this target runs engines",
             "use auto, or name lowerings (--lowering gather,conditional) and compare "
             "their engines on the machine with the GPU: `moexport bench BUNDLE`",
@@ -188,7 +188,7 @@ def graph(options: ExportOptions) -> Iterator[Mistake]:
         )
     if options.kept == "input" and options.min_retention is not None:
         yield (
-            "--min-retention with --k input: retention needs one k, and this graph accepts any",
+            "--min-retention with --k input: retention needs one k, but this graph accepts any",
             "give the k that will be used, or leave --min-retention out",
         )
 
@@ -213,7 +213,7 @@ def comparison(options: ExportOptions) -> Iterator[Mistake]:
         if bound is not None and not 0 <= bound < math.inf:
             yield (
                 f"{option} {bound:g}: bounds are finite and not negative",
-                "--rtol 1e-4 allows a difference of 1e-4 of max|y|; --no-verify any",
+                "--rtol 1e-4 allows a difference of 1e-4 · max|y|; --no-verify allows any",
             )
 
 
@@ -231,7 +231,7 @@ def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
         yield problem(f"--rest {options.rest}", reason, "leave --rest out")
     if options.integers and not (target.compiled or target.weight_only):
         if options.rest not in (None, "fp32"):
-            reason = "integer products give FP32 on a CPU"
+            reason = "integer products return FP32 on a CPU"
             yield problem(f"--rest {options.rest}", reason, "leave --rest out")
         if options.io_precision != "fp32":
             option = f"--io-precision {options.io_precision}"
@@ -251,7 +251,7 @@ def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def inputs(options: ExportOptions) -> Iterator[Mistake]:
-    """Options that read inputs or ranges although there are none, or that have no use."""
+    """Options that need inputs or ranges if there are none, or that have no effect."""
     table = options.calibration
     there = f" for --target {options.target}" if options.precision == "int8" else ""
     no_ranges = f"--precision {options.precision}{there} needs no ranges"
@@ -276,13 +276,13 @@ def inputs(options: ExportOptions) -> Iterator[Mistake]:
         yield no_ranges_found(options.precision)
     if options.min_retention is not None:
         yield (
-            f"--min-retention {options.min_retention:g}: it is measured on real inputs, and "
+            f"--min-retention {options.min_retention:g}: it is measured on real inputs, but "
             "there are none",
-            "give a feed with --data, with labels where there are any",
+            "give a feed with --data, with labels if there are any",
         )
     if options.verify_samples is not None:
         yield (
-            f"--verify-samples {options.verify_samples}: it counts inputs of a feed, and there is "
+            f"--verify-samples {options.verify_samples}: it counts inputs of a feed, but there is "
             "none",
             "give a feed with --data; without one a few random inputs are compared",
         )
@@ -297,19 +297,19 @@ def no_ranges_found(precision: Precision) -> Mistake:
 
 
 def unread_data(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """Inputs that nothing reads; a network of the user's own is tried on them when it is loaded."""
+    """Inputs that nothing reads; a user's own network is checked on them when it is loaded."""
     if options.data is not None and not options.reads and not model.host.own_code:
         yield (
-            "--data: nothing is calibrated and --no-verify compares nothing",
+            "--data: nothing is calibrated, and --no-verify skips the comparison",
             "leave --data or --no-verify out",
         )
 
 
 def linear_layers(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """`--quantize all` of a model that has no linear layers besides its experts."""
+    """`--quantize all` for a model whose only linear layers are its experts."""
     inside = {id(parameter) for layer in model.layers.values() for parameter in layer.parameters()}
-    beside = any(id(parameter) not in inside for parameter in model.module.parameters())
-    if options.quantize == "all" and not beside:
+    others = any(id(parameter) not in inside for parameter in model.module.parameters())
+    if options.quantize == "all" and not others:
         yield (
             "--quantize all: the model has no linear layers outside its MoE layers",
             "leave --quantize out",
@@ -317,10 +317,10 @@ def linear_layers(model: Model, options: ExportOptions) -> Iterator[Mistake]:
 
 
 def inputs_of_engines(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """An engine of a model with several inputs."""
+    """An engine for a model with several inputs."""
     if TARGETS[options.target].compiled and len(model.inputs) > 1:
         yield (
-            f"--target {options.target}: engines are built of graphs with one input, and this "
+            f"--target {options.target}: engines are built from graphs with one input, but this "
             f"model has {len(model.inputs)}",
             "use --target ort-cuda for a GPU, or ort-cpu",
         )
@@ -342,7 +342,7 @@ def routing(job: Resolved) -> Iterator[Mistake]:
 
 
 def named_layers(job: Resolved) -> Iterator[Mistake]:
-    """Options that name layers, of which the model has none of that name."""
+    """Options that name layers which the model does not have."""
     options = job.options
     named = {"keep_floating": options.keep_floating, "layer_lowerings": options.layer_lowerings}
     for option, names in named.items():
@@ -353,25 +353,25 @@ def named_layers(job: Resolved) -> Iterator[Mistake]:
 
 
 def read_once(options: ExportOptions) -> Iterator[Mistake]:
-    """A feed that can be read once, where the export reads it several times."""
+    """A feed that can be read only once, if the export reads it several times."""
     if isinstance(options.data, Iterator) and options.reads > 1:
         yield FeedError(
-            f"--data: the feed is a {type(options.data).__name__}, which can be read once, and "
+            f"--data: the feed is a {type(options.data).__name__}, which can be read once, but "
             f"this export reads it {options.reads} times",
-            hint="give a list, an array, a file, or an iterable that begins anew each time",
+            hint="give a list, an array, a file, or an iterable that starts again each time",
         )
 
 
 def engine(options: ExportOptions) -> Iterable[Mistake]:
     """A requested engine that cannot be built here."""
-    from .bundle.runtimes import check_engine  # whose checks load what runs graphs
+    from .bundle.runtimes import check_engine  # its checks load the runtimes
 
     check_engine(options.target, options.engine)
     return ()
 
 
 def computed(options: ExportOptions) -> Iterable[Mistake]:
-    """A precision that this machine does not compute, where graphs are compared."""
+    """A precision that this machine cannot compute, if graphs are compared."""
     from .bundle.runtimes import check_computes
 
     if options.verify:
@@ -380,7 +380,7 @@ def computed(options: ExportOptions) -> Iterable[Mistake]:
 
 
 def destination(options: ExportOptions) -> Iterable[Mistake]:
-    """A folder that cannot be written, or that is not to be replaced."""
+    """A folder that cannot be written, or must not be replaced."""
     from .bundle.destination import check_destination
 
     if options.destination is not None:
@@ -389,18 +389,18 @@ def destination(options: ExportOptions) -> Iterable[Mistake]:
 
 
 def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """A batch that is no multiple of the inputs that the model computes together."""
+    """A batch that is not a multiple of the inputs that the model computes together."""
     images, batch = model.batch_of, options.batches
     if batch != DEFAULT_BATCH and any(n % images for n in (batch.min, batch.opt, batch.max)):
         yield (
             f"--batch {batch}: the model routes the tokens of {images} inputs together",
             f"--batch {images}:{images}:{4 * images}, or other multiples of {images}; one "
-            "input is routed by itself with a smaller group_size, or without a capacity_factor",
+            "input is routed alone with a smaller group_size, or without a capacity_factor",
         )
 
 
 def retention_of_one_input(model: Model, options: ExportOptions) -> Iterable[Mistake]:
-    """`--min-retention` of a model with several inputs."""
+    """`--min-retention` for a model with several inputs."""
     from .model import check_one_input  # loads PyTorch
 
     if options.min_retention is not None:
@@ -409,7 +409,7 @@ def retention_of_one_input(model: Model, options: ExportOptions) -> Iterable[Mis
 
 
 def axes(job: Resolved) -> Iterator[Mistake]:
-    """A number of tokens for a model that has no such axis, and sizes that it does not take."""
+    """Token counts for a model without a token axis, and sizes that it does not accept."""
     spec, options = job.model.input, job.options
     if options.token_counts != DEFAULT_TOKENS and not _TOKEN_AXES.intersection(spec.dynamic_axes):
         yield (
@@ -418,18 +418,18 @@ def axes(job: Resolved) -> Iterator[Mistake]:
             "leave --tokens out",
         )
     for axis, sizes in (("batch", options.batches), ("tokens", options.token_counts)):
-        # The default range is no wish: a model with fewer positions narrows it.
+        # The default range is not a request: a model with fewer positions narrows it.
         default = axis == "tokens" and sizes == DEFAULT_TOKENS
         most = spec.limits.get(axis, sizes.max)
         if sizes.max > most and not default:
             yield (
-                f"--{axis} {sizes}: the model takes at most {most}",
-                f"--{axis} 1:{most}:{most} covers all that it can take",
+                f"--{axis} {sizes}: the model accepts at most {most}",
+                f"--{axis} 1:{most}:{most} covers all sizes",
             )
 
 
 def renormalized(job: Resolved) -> Iterator[Mistake]:
-    """`--renormalize` for layers whose coefficients stay as they are."""
+    """`--renormalize` for layers whose coefficients cannot be renormalised."""
     if job.options.renormalize:
         specs = {name: layer.spec for name, layer in job.model.layers.items()}
         yield from not_renormalizable(specs)
@@ -443,13 +443,13 @@ def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
         if not spec.renormalizable:
             yield (
                 f"--renormalize: layer {spec.name} is {a_layer(spec.kind)}, whose coefficients "
-                "stay as they are",
+                "cannot be renormalised",
                 "leave --renormalize out",
             )
 
 
 def lowerings(job: Resolved) -> Iterable[Mistake]:
-    """A lowering that does not serve a layer."""
+    """A lowering that does not support a layer."""
     from ..graphs.lowerings.choice import check as check_lowering  # loads PyTorch
 
     options = job.options
@@ -463,7 +463,7 @@ def lowerings(job: Resolved) -> Iterable[Mistake]:
 
 
 def stored_integers(job: Resolved) -> Iterator[Mistake]:
-    """A layer whose weights an integer precision does not serve."""
+    """A layer whose weights an integer precision does not support."""
     from ..graphs.names import operand_of
 
     options = job.options
@@ -474,23 +474,23 @@ def stored_integers(job: Resolved) -> Iterator[Mistake]:
         ):
             other = "fp16" if TARGETS[options.target].weight_only else "int8 or fp32"
             yield LoweringError(
-                f"layer {name}: --precision {options.precision} does not serve this layer: "
+                f"layer {name}: --precision {options.precision} does not support this layer: "
                 f"{NO_EXPERTS}",
                 hint=f"use --precision {other}",
             )
         if quantised and not any(operand_of(part.name) for part in layer.stored()):
             yield LoweringError(
-                f"layer {name}: --precision int8 does not serve this layer: {NO_FACTORS}",
+                f"layer {name}: --precision int8 does not support this layer: {NO_FACTORS}",
                 hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
             )
 
 
 def integers_in_blocks(job: Resolved) -> Iterator[Mistake]:
-    """Weights in blocks if no layer would get any: the bundle would be in floats."""
+    """Weights in blocks if no layer would have any: the bundle would have only floats."""
     from ..graphs.precision.weights import not_in_blocks
 
     options = job.options
-    if not options.in_blocks or options.quantize == "all":  # other linear layers may get it
+    if not options.in_blocks or options.quantize == "all":  # other linear layers may have them
         return
     problems = {
         name: not_in_blocks(layer.stored(), options.quant_format)
@@ -500,15 +500,15 @@ def integers_in_blocks(job: Resolved) -> Iterator[Mistake]:
     if problems and all(problems.values()):
         name, problem = next(iter(problems.items()))
         yield LoweringError(
-            f"--precision {options.precision}: no layer can have it: of layer {name}, {problem}",
+            f"--precision {options.precision}: no layer supports it: for layer {name}, {problem}",
             hint="use --precision fp16"
             if TARGETS[options.target].weight_only
-            else "use --precision int8, which takes any width",
+            else "use --precision int8, which supports any width",
         )
 
 
 def real_inputs(job: Resolved) -> Iterable[Mistake]:
-    """Ranges that need inputs, if there are none; and models that are not calibrated."""
+    """Ranges that need inputs, if there are none; and models that cannot be calibrated."""
     from .model import check_given_inputs  # loads PyTorch
 
     options = job.options
@@ -544,4 +544,4 @@ CHECKS: tuple[tuple[Stage, Callable[..., Iterable[Mistake]]], ...] = (
     ("export", integers_in_blocks),
     ("export", real_inputs),
 )
-"""Every check of an export, after the stage that it belongs to."""
+"""Every check of an export, by its stage."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AnyPath = str | Path
 
 Provider = Literal["cpu", "cuda", "tensorrt"]
-"""Where ONNX Runtime runs a graph: the names of `exporter.session.PROVIDERS`."""
+"""The execution providers of ONNX Runtime: the names in `exporter.session.PROVIDERS`."""
 
 SIZES = "MIN:OPT:MAX"
 
@@ -78,7 +78,7 @@ class InspectRequest(LoadRequest):
     )
     tokens: int | None = option(
         None,
-        "Tokens of one input, where the model takes any number.",
+        "Tokens of one input, if the model accepts any number.",
         unset="196, and 1 for layers that take vectors",
     )
 
@@ -88,7 +88,7 @@ class InspectRequest(LoadRequest):
 
 
 class AxisSizes:
-    """The sizes of axes that a request has as `batch` and `tokens`, parsed once."""
+    """A request with `batch` and `tokens`, which are parsed once."""
 
     batch: Sizes
     tokens: Sizes
@@ -106,7 +106,7 @@ class AxisSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SensitivityRequest(Request):
-    """At which k, and on how many inputs, a model is observed, or compared a layer at a time."""
+    """The k and the number of inputs with which a model is observed, or its layers compared."""
 
     k: K = option("n", "Experts to compute, as in export, but not input.")
     samples: int | None = option(
@@ -117,11 +117,11 @@ class SensitivityRequest(Request):
     )
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for a value that cannot be meant."""
+        """Raises `UsageError` for an invalid value."""
         if parse_k(self.k) == "input":
             raise UsageError(
-                "--k input: ranges are those of the experts that are kept, and this says none",
-                hint="--k n observes all experts, and its table serves an export with --k input",
+                "--k input: ranges depend on the experts that are kept, which this does not fix",
+                hint="--k n observes all experts; its table is valid for an export with --k input",
             )
         at_least(self, "samples", 1)
 
@@ -130,9 +130,8 @@ class SensitivityRequest(Request):
 class CalibrateRequest(SensitivityRequest):
     """How the ranges of a model's tensors are found.
 
-    `batch` is how many inputs the observing graph runs at once, whatever the feed's own batches: it
-    costs memory and saves time, and changes a range by no more than the rounding of the model's own
-    arithmetic.
+    `batch` is the number of inputs that the observing graph runs at once, whatever the feed's own
+    batches. Larger ones need more memory and less time, and change a range only by rounding.
     """
 
     offered: ClassVar[frozenset[str]] = frozenset({"calibrate"})
@@ -153,7 +152,7 @@ class CalibrateRequest(SensitivityRequest):
     )
     out: AnyPath | None = option(
         None,
-        "A file for the table; one of the same origin that is there is returned.",
+        "A file for the table; an existing one of the same origin is returned.",
         unset="the table is not written",
         in_shell=False,
     )
@@ -164,7 +163,7 @@ class CalibrateRequest(SensitivityRequest):
         SensitivityRequest.__post_init__(self)
         if self.percentile is not None and self.method != "percentile":
             raise UsageError(
-                f"--percentile {self.percentile:g}: the method is {self.method}, which has none",
+                f"--percentile {self.percentile:g}: the method {self.method} has no percentile",
                 hint="leave --percentile out, or give --method percentile",
             )
         if self.percentile is not None and not 50 < self.percentile <= 100:
@@ -176,7 +175,7 @@ class CalibrateRequest(SensitivityRequest):
 
     @property
     def share(self) -> float:
-        """The share of values in range, in %, where the method is `percentile`."""
+        """The share of values in range, in %, for the method `percentile`."""
         from ..calibration.methods import DEFAULT_PERCENTILE
 
         return DEFAULT_PERCENTILE if self.percentile is None else self.percentile
@@ -190,7 +189,7 @@ class BuildRequest(Request):
         None, "The runtime, tensorrt or tensorrt-rtx.", unset="the bundle's"
     )
     graph: str | None = option(
-        None, "The file or lowering of a graph, if the bundle holds several.", unset="all"
+        None, "The file or lowering of a graph, if the bundle has several.", unset="all"
     )
     batch: Sizes | None = option(
         None,
@@ -220,7 +219,7 @@ class VerifyRequest(Request):
     data: Feed | None = option(
         None,
         "Inputs with labels, or outputs of your own model, to run every graph on.",
-        unset="nothing but what the bundle holds",
+        unset="only the inputs in the bundle",
         compare=False,
     )
     trust_engine: bool = option(
@@ -228,7 +227,7 @@ class VerifyRequest(Request):
     )
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for a bound below 0, or that any difference meets."""
+        """Raises `UsageError` for a bound that is negative or not finite."""
         for name in ("atol", "rtol"):
             at_least(self, name, 0)
             if not (getattr(self, name) or 0) < math.inf:
@@ -246,7 +245,7 @@ class RunRequest(Request):
 
     k: int | None = option(None, "Experts to compute, if k is an input of the graph.", unset="none")
     graph: str | None = option(
-        None, "The file or lowering of a graph, if the bundle holds several.", unset="the main one"
+        None, "The file or lowering of a graph, if the bundle has several.", unset="the main one"
     )
     batch_size: int | None = option(
         None, "How many inputs to run at once.", unset="the largest batch of the export"
@@ -285,16 +284,16 @@ class RunRequest(Request):
             with_ = "" if self.engine is None else f" with --engine={self.engine}"
             refuse_changed(self, ("trust_engine", "host_weights"), f": no engine is loaded{with_}")
         else:
-            why = f": it is ONNX Runtime's, and {self.engine} runs the engine"
+            why = f": it belongs to ONNX Runtime, but {self.engine} runs the engine"
             refuse_changed(self, ("threads",), why)
         if self.runs_graph and self.provider != "cuda":
-            refuse_changed(self, ("cuda_graphs",), ": --provider cuda replays them")
+            refuse_changed(self, ("cuda_graphs",), ": only --provider cuda replays them")
         if self.engine is not None:
-            self._refuse_what_others_take(self.engine)
+            self._refuse_foreign_options(self.engine)
 
     @property
     def runs_graph(self) -> bool:
-        """Whether a runtime runs the graph itself, and not an engine that was compiled of it."""
+        """Whether a runtime runs the graph itself, and not an engine compiled from it."""
         return self.engine in (None, *runtime_names())
 
     @property
@@ -304,16 +303,16 @@ class RunRequest(Request):
         own = {name: getattr(self, name) for name in ("provider", "cuda_graphs")}
         return named | {name: own[name] for name in changed(self) if name in own}
 
-    def _refuse_what_others_take(self, engine: str) -> None:
-        asked = self.session_options
-        own = [(e, name) for e in (self, *self.further) for name in changed(e) if name in asked]
+    def _refuse_foreign_options(self, engine: str) -> None:
+        given = self.session_options
+        own = [(e, name) for e in (self, *self.further) for name in changed(e) if name in given]
         if not own:
             return
         from .bundle.runtimes import RUNTIMES, owner_of  # loads the runtimes of plugins
 
         record = RUNTIMES[engine] if self.runs_graph else None
-        ran = f", and {record.title} runs it" if record else f", and {engine} runs the engine"
-        ran = "" if engine == "onnxruntime" else ran  # who does not choose has that one
+        ran = f", but {record.title} runs it" if record else f", but {engine} runs the engine"
+        ran = "" if engine == "onnxruntime" else ran  # the default
         for options, name in own:
             if record is None or name not in record.takes:
-                refuse_changed(options, (name,), f": it is {owner_of(name)[1]}'s{ran}")
+                refuse_changed(options, (name,), f": it belongs to {owner_of(name)[1]}{ran}")

@@ -41,19 +41,19 @@ CUDA_MAJOR = 13
 """The CUDA that onnxruntime-gpu needs from 1.31 on (`libcudart.so.13` in its provider)."""
 
 NO_KLEIDIAI = ("mlas.disable_kleidiai", "1")
-"""On ARM its products of INT4 weights round what they multiply row by row, not block by block: 2.5
-to 5 times the error where some channels are large."""
+"""On ARM its INT4 products round activations by row instead of by block: errors are 2.5 to 5 times
+larger if some channels are large."""
 
 AS_STORED = (
     ("session.disable_prepacking", "1"),
     ("optimization.constant_folding_max_output_size_in_bytes", str(1 << 20)),
     ("optimization.disable_specified_optimizers", "FuseFp16InitializerToFp32NodeTransformer"),
 )
-"""The runtime keeps no copy of weights: neither packed ones, nor those in FP32 of a graph that
-casts FP16 ones to it."""
+"""The runtime keeps no copies of weights, neither packed ones nor FP32 ones of FP16 weights that a
+graph casts."""
 
 PROVIDER_OPTIONS = {CUDA: {"use_tf32": "0"}}
-"""FP32 is FP32: the provider would round products to 10 bits of mantissa by itself."""
+"""FP32 is FP32: by default, the provider rounds products to 10 bits of mantissa."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +61,22 @@ class SessionOptions:
     """How a graph is run.
 
     `threads` within an operator (None: the runtime's choice). `prepack` lets the runtime keep a
-    re-ordered copy of each constant weight, in FP32 of those that are cast to it: faster, but the
-    copy is private memory, where weights read as they lie stay pages of the mapped file.
-    `plan_memory` lets the runtime decide at the start which values share a buffer, as it does by
-    default: the time grows with the square of the nodes, and for thousands of them is most of what
-    opening takes, so graphs that are only checked go without. `observe` names inner values to
-    return in addition to the outputs, with their ONNX element type. `profile` makes the runtime
-    time every node, into a file whose name begins with it. `spin_ms` is how long the runtime's
-    threads spin after a call (None: some 35 ms, as they do by default): the next call finds them
-    awake, but whatever else runs in between waits for a core. `rounded` runs 16-bit graphs in FP32
-    with their own rounding (`fp16_emulation`): to check them, not to be fast. With `cuda_graphs`
-    the CUDA provider replays repeated work as CUDA graphs, where it can (`bundle.gpu_runs`);
-    `timed` runs it on a stream on which the GPU's time can be measured.
+    re-ordered copy of each constant weight, in FP32 if the graph casts it: faster, but the copy is
+    private memory, while the original weights are pages of the mapped file. `plan_memory` lets the
+    runtime decide at the start which values share a buffer, as by default. That time grows with the
+    square of the number of nodes and dominates the opening of large graphs, so it is off for graphs
+    that are only checked. `observe` names inner values to return in addition to the outputs, with
+    their ONNX element type. `profile` makes the runtime time every node, into a file whose name
+    begins with it. `spin_ms` is the time that the runtime's threads spin after a call (None: the
+    default, about 35 ms): the next call finds them awake, but other threads in between wait for a
+    core. `rounded` runs 16-bit graphs in FP32 with their own rounding (`fp16_emulation`), which is
+    for checks only. With `cuda_graphs` the CUDA provider replays repeated work as CUDA graphs if
+    possible (`bundle.gpu_runs`); `timed` runs it on a stream that can measure the GPU's time.
 
-    `runtime` is the name of the runtime's record (`bundle.runtimes`), which tells what of
-    `OWN_OPTIONS` it takes: `provider` is ONNX Runtime's name for what computes, or a short one of
-    `PROVIDERS`. `of_plugins` are
-    the options of a plugin's runtime, by name: it takes all of them. What else a runtime does not
-    know, it goes without.
+    `runtime` is the name of the runtime's record (`bundle.runtimes`), which lists the `OWN_OPTIONS`
+    that it accepts. `provider` is ONNX Runtime's name of an execution provider, or a short one from
+    `PROVIDERS`. `of_plugins` are the options of a plugin's runtime, by name; it accepts all of
+    them. Other options that a runtime does not know are ignored.
     """
 
     provider: str = CPU
@@ -104,19 +102,19 @@ class SessionOptions:
             known = " or ".join(runtime_names()) + left_out()
             raise UsageError(f"runtime={self.runtime!r}: unknown runtime", hint=f"use {known}")
         if spin_ms is not None and not (isinstance(spin_ms, int | float) and 0 <= spin_ms < inf):
-            raise UsageError(f"spin_ms={spin_ms!r}: not a time", hint="spin_ms=0 lets them rest")
+            raise UsageError(f"spin_ms={spin_ms!r}: not a time", hint="spin_ms=0 disables spinning")
         refuse(
             misfits(SessionOptions, {each.name: getattr(self, each.name) for each in fields(self)})
         )
         object.__setattr__(self, "provider", PROVIDERS.get(self.provider, self.provider))
 
     def stating(self, **stated: Any) -> SessionOptions:
-        """Returns the options with those of these that are stated, which None is not."""
+        """Returns the options with the given ones replaced; None means not given."""
         return replace(self, **{name: each for name, each in stated.items() if each is not None})
 
 
 OWN_OPTIONS = ("provider", "profile", "cuda_graphs")
-"""The options that some runtimes do not have, and then refuse."""
+"""The options that runtimes refuse if they do not have them."""
 
 
 class GraphSession(Protocol):
@@ -145,12 +143,12 @@ class GraphSession(Protocol):
 class Session:
     """An exported graph, loaded in ONNX Runtime.
 
-    Calling it with x returns y; with a graph whose k is an input, `k` must be given too. Of a graph
-    with several inputs x is the first, or a dict of arrays by name: those that are left out take
-    their defaults, a mask of ones, positions by that mask, an empty cache.
+    Calling it with x returns y; `k` is needed if k is an input of the graph. If the graph has
+    several inputs, x is the first, or a dict of arrays by name. Missing inputs get their defaults:
+    a mask of ones, positions by that mask, an empty cache.
 
     The session of another runtime is a subclass. Its constructor sets `path` and `options` and
-    calls `describe`; `provider` names the provider that runs the graph; and it has a `call`, which
+    calls `describe`; `provider` names the provider that runs the graph. It has a `call`, which
     `bench` times alone, with the `errors` that this raises, or a `run`, which begins with `feeds`.
     """
 
@@ -170,7 +168,7 @@ class Session:
     def describe(
         self, ports: Sequence[Described], outputs: Sequence[str], facts: GraphFacts | None
     ) -> None:
-        """Reads a graph's inputs and outputs; `BundleError` for one not as ours."""
+        """Reads a graph's inputs and outputs; `BundleError` for a graph unlike ours."""
         inputs = {name: (dtype, shape) for name, dtype, shape in ports}
         self.takes_k = inputs.pop(K_INPUT, None) is not None
         ours = facts is not None
@@ -196,8 +194,8 @@ class Session:
         if len(self._ports) != len(inputs) or unclear:
             taken = ", ".join(f"{name} ({dtype})" for name, (dtype, _) in inputs.items())
             raise BundleError(
-                f"{self.path.name}: takes {taken or 'no inputs'}; one of numbers is expected, "
-                "beside k",
+                f"{self.path.name} has {taken or 'no inputs'}, but one input of numbers is "
+                "expected, besides k",
                 hint="run a graph that `moexport export` wrote",
             )
         self._sizes = facts.sizes
@@ -214,7 +212,7 @@ class Session:
 
     @property
     def provider(self) -> str:
-        """The execution provider that serves the graph."""
+        """The execution provider that runs the graph."""
         return str(self._session.get_providers()[0])
 
     @property
@@ -243,10 +241,10 @@ class Session:
     ) -> dict[str, Any]:
         """Returns outputs by name, all of them unless `outputs` lists some.
 
-        If the first input is an array of numpy, they are such arrays. A tensor of torch, or
-        anything else that supports DLPack, returns tensors of torch on its device: what is on the
-        GPU stays there. Raises `FeedError` when x does not fit the graph's input, `EngineError`
-        where the run fails.
+        If the first input is a NumPy array, they are NumPy arrays. For a PyTorch tensor, or
+        anything else that supports DLPack, they are PyTorch tensors on its device: data on the GPU
+        stay there. Raises `FeedError` if x does not fit the graph's input, `EngineError` if the run
+        fails.
         """
         wanted = list(outputs) if outputs is not None else self.output_names
         first = x.get(self.input_name) if isinstance(x, Mapping) else x
@@ -270,7 +268,7 @@ class Session:
         """Returns the exceptions that the runtime raises if a run fails."""
         from ..common.onnx_runtime import runtime_errors
 
-        # What copies to and from a GPU fails with is not the runtime's own.
+        # Copies to and from a GPU raise other exceptions than the runtime.
         return runtime_errors() if self._runs is None else (RuntimeError, *runtime_errors())
 
     def failure(self, error: Exception) -> tuple[str, str]:
@@ -282,10 +280,10 @@ class Session:
     def bound(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> Callable[[], list[np.ndarray]]:
-        """Returns the runtime's own call for a batch x, by default its first output's: to time it.
+        """Returns the runtime's own call for a batch x, by default of the first output, for timing.
 
-        Inputs are checked here, once, and not by the call. Raises what `run` raises. A runtime that
-        has no more than a `run` of its own is called by that.
+        Inputs are checked here once, and not by the call. Raises what `run` raises. For a runtime
+        that has only a `run`, the call is that `run`.
         """
         wanted = list(outputs or self.output_names[:1])
         kind = type(self)
@@ -295,7 +293,7 @@ class Session:
 
     @property
     def call(self) -> Callable[..., list[np.ndarray]]:
-        """The runtime's own call, of the names of outputs and of inputs by name."""
+        """The runtime's own call, with the names of outputs, and inputs by name."""
         call: Callable[..., list[np.ndarray]] = (
             self._on_cpu.run if self._runs is None else self._runs.run
         )
@@ -304,9 +302,9 @@ class Session:
     def gpu_ms(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> float | None:
-        """Returns the GPU's time for one run, copies to and from it left out; by default of y.
+        """Returns the GPU's time for one run without copies to and from it; by default of y.
 
-        None on a CPU, and for a session that was opened without `SessionOptions.timed`.
+        None on a CPU, and for a session opened without `SessionOptions.timed`.
         """
         wanted = list(outputs or self.output_names[:1])
         return None if self._runs is None else self._runs.gpu_ms(wanted, self.feeds(x, k))
@@ -314,10 +312,10 @@ class Session:
     def bound_values(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> Callable[[], list[Any]]:
-        """Returns the runtime's own call for a batch x whose values stay with the runtime.
+        """Returns the runtime's own call for a batch x, whose values stay with the runtime.
 
-        So a text is generated: a call takes what the one before returned, where it is. Of the
-        outputs, by default all, the first is handed to numpy. Raises what `run` raises.
+        It is for generating text: each call reuses the outputs of the previous one in place. Of the
+        `outputs`, by default all, only the first is converted to NumPy. Raises what `run` raises.
         """
         from ..common.onnx_runtime import ort
 
@@ -341,13 +339,13 @@ class Session:
         """Ends the profile of `SessionOptions.profile`; returns its file (JSON)."""
         return Path(self._session.end_profiling())
 
-    def _seen(self, name: str, tensor: Any) -> np.ndarray:
-        """A tensor as checks see it: floats on the GPU, which stay there, as zeros of its shape."""
+    def _for_checks(self, name: str, tensor: Any) -> np.ndarray:
+        """A tensor for checks: floats on the GPU are replaced by zeros of the same shape."""
         where = tensor.device
         here = "cpu" if self._runs is None else "cuda:0"
         if where.type not in ("cpu", "cuda") or (where.type == "cuda" and str(where) != here):
             raise FeedError(
-                f"input '{name}' lies on {where}, and the session on {here}",
+                f"input '{name}' is on {where}, but the session is on {here}",
                 hint=f"move it: x.to('{here}')",
             )
         strengths = any(port.name == name and port.default == "zeros" for port in self._ports)
@@ -367,7 +365,7 @@ class Session:
             )
         given = by_name(x, self._ports)
         tensors = {n: t for n, value in given.items() if (t := tensor_of(value)) is not None}
-        seen = {n: self._seen(n, tensor) for n, tensor in tensors.items()}
+        seen = {n: self._for_checks(n, tensor) for n, tensor in tensors.items()}
         arrays = completed({**given, **seen}, self._ports)
         feeds: dict[str, Any] = {}
         for port in self._ports:
@@ -390,16 +388,16 @@ class Session:
                 continue
             low, high = self._sizes[axis]
             if not low <= size <= (high or inf):
-                held = f"from {low} on" if high is None else f"from {low} to {high}"
+                valid = f"from {low} on" if high is None else f"from {low} to {high}"
                 given = f"{size} tokens" if axis == "tokens" else f"a {axis} of {size}"
                 raise FeedError(
-                    f"input '{port.name}': {given}, and the graph holds {held}: beyond that the "
+                    f"input '{port.name}' has {given}, but the graph is valid {valid}; beyond, the "
                     "network computes something else",
-                    hint=f"export another graph for it, with --{axis}",
+                    hint=f"export another graph with --{axis}",
                 )
 
 
-BF16 = "torch.bfloat16"  # which numpy has not
+BF16 = "torch.bfloat16"  # which NumPy does not have
 
 
 def _cast(tensor: Any, dtype: str) -> Any:
@@ -450,9 +448,9 @@ def _facts(session: ort.InferenceSession) -> GraphFacts | None:
 def graph_call(
     path: Path, options: SessionOptions | None = None
 ) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
-    """Returns a callable that runs a graph as it is written, from a bundle or not, on named arrays.
+    """Returns a callable that runs a graph file on named arrays, whether from a bundle or not.
 
-    Nothing is checked: that is for who makes graph and inputs.
+    It checks nothing: the caller must pass a valid graph and inputs.
     """
     session = _open(path, options or SessionOptions())
     names = [value.name for value in session.get_outputs()]
@@ -476,25 +474,25 @@ def check_provider(provider: str) -> None:
         )
     if provider == CPU:
         return
-    from .tensorrt.backends import first_gpu  # no CPU needs it
+    from .tensorrt.backends import first_gpu  # not needed for CPUs
 
     if first_gpu() is None:
         raise EngineError(
             f"{provider}: there is no NVIDIA GPU here, or no driver for it",
-            hint="run it on the CPU, or on the machine with the GPU",
+            hint="run it on the CPU, or on a machine with a GPU",
         )
 
 
 def _settings(options: SessionOptions) -> ort.SessionOptions:
-    """The options as ONNX Runtime has them."""
+    """The options in ONNX Runtime's form."""
     from ..common.onnx_runtime import ort
 
     settings = ort.SessionOptions()
-    # Errors are raised, and warnings about folding are noise; only why a GPU's libraries cannot be
-    # loaded appears only in the log.
+    # Errors are raised, and warnings about folding are noise; but the reason why a GPU's libraries
+    # cannot be loaded appears only in the log.
     settings.log_severity_level = 4 if options.provider == CPU else 3
-    # Graphs in Q/DQ form are TensorRT's. ONNX Runtime runs them as written, but what it fuses them
-    # to is wrong for stacked weights and saturates in 16 bits on CPUs without VNNI.
+    # Graphs in Q/DQ form are for TensorRT. ONNX Runtime runs them as written; its fused ops are
+    # wrong for stacked weights, and saturate in 16 bits on CPUs without VNNI.
     settings.add_session_config_entry("session.disable_quant_qdq", "1")
     settings.add_session_config_entry(*NO_KLEIDIAI)
     if options.threads is not None:
@@ -508,7 +506,7 @@ def _settings(options: SessionOptions) -> ort.SessionOptions:
         for entry in AS_STORED:
             settings.add_session_config_entry(*entry)
     settings.enable_mem_reuse = options.plan_memory
-    # What a check casts on the way goes back to the system, where another graph is open, too.
+    # Memory for casts in a check is returned to the system, because other graphs are open.
     settings.enable_cpu_mem_arena = options.plan_memory or options.prepack
     if options.profile is not None:
         settings.enable_profiling = True
@@ -524,7 +522,7 @@ def _gpu_runs(path: Path, options: SessionOptions) -> GpuRuns:
     check_provider(options.provider)
     refused: str | None = None
     if options.provider != CUDA:
-        refused = f"{options.provider} has CUDA graphs of its own"
+        refused = f"{options.provider} has its own CUDA graphs"
     elif not options.cuda_graphs:
         refused = "switched off (cuda_graphs=False)"
     elif options.profile is not None:
@@ -533,7 +531,7 @@ def _gpu_runs(path: Path, options: SessionOptions) -> GpuRuns:
         refused = capture_refused(path)
     stream = None
     if options.timed:
-        with contextlib.suppress(MissingExtraError):  # no GPU times without it
+        with contextlib.suppress(MissingExtraError):  # without it, GPU times are unknown
             stream = Stream()
     return GpuRuns(
         lambda graphs: _open(path, options, graphs=graphs, stream=stream), refused, stream=stream
@@ -565,7 +563,7 @@ def _open(
     if not on_cpu:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints missing libraries
             ort.preload_dlls()  # pip's CUDA and cuDNN, which the loader does not find
-        # Tells which nodes of a graph that captures nothing run on the CPU.
+        # Shows which nodes run on the CPU if a graph cannot be captured.
         settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     fallbacks = {CPU: [], TENSORRT: [CUDA, CPU]}.get(options.provider, [CPU])
     providers = [
@@ -579,7 +577,7 @@ def _open(
             settings.add_session_config_entry(folder, str(path.parent))
             content = model.SerializeToString()
         session = ort.InferenceSession(content, settings, providers, enable_fallback=0)
-        _ = session.get_modelmeta().custom_metadata_map  # read here, where it may be no text
+        _ = session.get_modelmeta().custom_metadata_map  # read here: it may be invalid text
     except (DecodeError, *runtime_errors()) as error:
         if not on_cpu:
             raise EngineError(
@@ -588,7 +586,7 @@ def _open(
             ) from error
         raise BundleError(
             f"ONNX Runtime cannot load {path.name}: {words(error)}",
-            hint="`moexport verify` tells whether the bundle is damaged",
+            hint="`moexport verify` checks whether the bundle is damaged",
         ) from error
     _check_started(session, options.provider)
     return session
@@ -599,7 +597,7 @@ def _check_started(session: ort.InferenceSession, provider: str) -> None:
     started = session.get_providers()[0]
     if started == provider:
         return
-    from .tensorrt.cuda import DRIVERS  # no CPU needs it
+    from .tensorrt.cuda import DRIVERS  # not needed for CPUs
 
     raise EngineError(
         f"ONNX Runtime cannot start {provider} here and would run on {started} instead",
@@ -611,7 +609,7 @@ def _check_started(session: ort.InferenceSession, provider: str) -> None:
 
 
 def _tensorrt_options(path: Path) -> dict[str, str]:
-    # Which loads all that builds engines.
+    # This import loads all that builds engines.
     from .tensorrt.ort_provider import load_libraries, provider_options
 
     load_libraries()
@@ -619,7 +617,7 @@ def _tensorrt_options(path: Path) -> dict[str, str]:
 
 
 def _failed(path: Path, who: str, batch: int, said: str) -> EngineError:
-    """The error for a run that failed though its inputs fit."""
+    """The error for a run that failed although its inputs fit."""
     if re.search("bad.alloc|[Ff]ailed to allocate memory|[Oo]ut of memory", said):
         return EngineError(
             f"{path.name}: memory ran out for a batch of {batch}",
@@ -627,14 +625,14 @@ def _failed(path: Path, who: str, batch: int, said: str) -> EngineError:
         )
     return EngineError(
         f"{path.name}: the run failed in {who}: {said}",
-        hint="`moexport verify` tells whether the bundle is damaged; another --lowering may run",
+        hint="`moexport verify` checks whether the bundle is damaged; another --lowering may run",
     )
 
 
 def _check_nodes(nodes: Iterable[NodeProto], name: str) -> None:
-    """Raises `BundleError` for a node that ends the process where ONNX Runtime 1.32 runs it.
+    """Raises `BundleError` for a node that would end the process.
 
-    It takes a negative `batch_dims` of GatherND, which the standard has not, as it is.
+    ONNX Runtime 1.32 does not check for a negative `batch_dims` of GatherND, which is invalid.
     """
     for node in nodes:
         for attribute in node.attribute:
@@ -647,11 +645,10 @@ def _check_nodes(nodes: Iterable[NodeProto], name: str) -> None:
 
 
 def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
-    """The graph with inner values as outputs, or in FP32 with its own rounding; None as it is.
+    """The graph with inner values as outputs, or in FP32 with its own rounding; None if unchanged.
 
-    A BF16 graph is emulated on a CPU, which has no kernels for it, and an FP16 one where asked:
-    CPUs with FP16 arithmetic sum it in FP16.
-    Weights stay where they are.
+    A BF16 graph is emulated on a CPU, which has no kernels for it, and an FP16 one on request: CPUs
+    with FP16 arithmetic sum it in FP16. Weights are not moved.
     """
     if options.provider != CPU and not options.observe:
         return None

@@ -1,7 +1,7 @@
-"""Traces a model to a traced graph: standard ops, and one `ai.moexport` node a MoE layer.
+"""Traces a model to a traced graph: standard ops, and one `ai.moexport` node for each MoE layer.
 
-The experts' weights are not part of the trace. Each node names its layer, and the lowering takes
-the weights from where they are, so that tracing neither copies nor even reads them.
+The experts' weights are not part of the trace. Each node names its layer, and the lowering uses
+the weights in place, so that tracing neither copies nor reads them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """softmax(q·kᵀ·scale)·v as five nodes; masks and grouped heads go PyTorch's own way."""
+    """softmax(q·kᵀ·scale)·v as five nodes; masks and grouped heads use PyTorch's translation."""
     plain = attn_mask is None and not is_causal and not enable_gqa
     if not plain or query.shape is None or len(query.shape) != RANK:
         return torchlib.aten_scaled_dot_product_attention(
@@ -78,7 +78,7 @@ def scaled_dot_product_attention(
 def stable_sort(
     values: Any, stable: bool = True, dim: int = -1, descending: bool = False
 ) -> tuple[Any, Any]:
-    """A sort as `TopK` of all, which leaves equal values in their order."""
+    """A sort as `TopK` of all values, which keeps equal values in their order."""
     shape: Any = op.Shape(values)
     at: Any = op.Constant(value_ints=[dim])
     size: Any = op.Gather(shape, at)
@@ -86,7 +86,7 @@ def stable_sort(
 
 
 def squeeze(values: Any, dim: int) -> Any:
-    """An axis is left out if its size is 1: as in PyTorch, others stay."""
+    """Removes an axis if its size is 1, as in PyTorch."""
     size = None if values.shape is None or not len(values.shape) else values.shape[dim]
     if isinstance(size, int) and size != 1:
         return op.Identity(values)
@@ -144,7 +144,7 @@ def embedding_bag(
 
 
 class BagsAsRows(TorchFunctionMode):
-    """Within the block, calls of PyTorch's `embedding_bag` are calls of ours."""
+    """Within the block, calls of PyTorch's `embedding_bag` use ours."""
 
     def __torch_function__(
         self,
@@ -158,14 +158,14 @@ class BagsAsRows(TorchFunctionMode):
 
 
 CAUSAL = {nn.TransformerEncoder: "is_causal", nn.TransformerDecoder: "tgt_is_causal"}
-"""The argument with which a module learns that its mask is causal."""
+"""The argument that tells a module that its mask is causal."""
 
 
 @contextlib.contextmanager
 def _masks_unread(network: nn.Module) -> Iterator[None]:
     """Within the block, PyTorch's Transformers add a mask unless `is_causal` is set.
 
-    Otherwise they compare its values with those of a causal mask, which a trace cannot follow.
+    Otherwise they compare its values with a causal mask, which cannot be traced.
     """
 
     def hook(name: str, module: nn.Module, args: Any, named: Any) -> tuple[Any, Any]:
@@ -187,7 +187,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def name_nodes(graph: ir.Graph) -> None:
-    """Renames every node `MODULE/OP`, with a number from the second of a kind on, in place."""
+    """Renames every node `MODULE/OP` in place, with a number from the second of a kind on."""
     taken: set[str] = set()
     for node in graph:
         module = _module(node)
@@ -238,12 +238,12 @@ class _StandIn(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """For what sizes of its axes a trace holds, as PyTorch's tracer reports it.
+    """The sizes of its axes for which a trace is valid, as PyTorch's tracer reports them.
 
-    `bounds` are the least and the largest size of an axis, None without one. A `guard` is a
-    comparison of sizes that came out one way while tracing, as code in terms of axes. Where it
-    comes out the other way, the network may compute something else; mostly only where its tensors
-    lie in memory is another matter then. `traced` are the sizes of the trace.
+    `bounds` are the smallest and the largest size of an axis, None if unlimited. A `guard` is a
+    comparison of sizes that was made while tracing, as code in terms of axes. If it has another
+    result, the network may compute something else, although mostly only its tensors' memory layout
+    differs. `traced` are the sizes of the trace.
     """
 
     bounds: Mapping[str, tuple[int, int | None]]
@@ -251,14 +251,14 @@ class Held:
     traced: Mapping[str, int]
 
     def between(self, axis: str) -> tuple[int, int | None]:
-        """Returns the least and the largest size of an axis that the trace holds for; None: any."""
+        """Returns the smallest and the largest valid size of an axis; None: no limit."""
         return self.bounds.get(axis, (1, None))
 
     def changes(self, axis: str, least: int, most: int) -> tuple[int, ...]:
-        """Returns the sizes from `least` to `most` at which a guard first comes out otherwise.
+        """Returns the sizes from `least` to `most` at which a guard's result first changes.
 
-        Of each guard that is one below the traced size and one above it. A size of 1 is not one of
-        them: guards about it are of any network.
+        For each guard these are one below the traced size and one above it. A size of 1 is never
+        included: every network has guards about it.
         """
         traced, found = self.traced[axis], set[int]()
         up, down = range(traced + 1, most + 1), range(traced - 1, max(least, 2) - 1, -1)
@@ -277,10 +277,10 @@ class Held:
 
 
 HELD = "moexport.held"
-"""The key of what is known of a trace's sizes (`Held`), in its `meta`."""
+"""The key of a trace's valid sizes (`Held`) in its `meta`."""
 
 PROGRAM = "moexport.program"
-"""The key of PyTorch's program that a graph is made of, in the `meta` of what a host traces."""
+"""The key of PyTorch's program in the `meta` of a graph that a host traced."""
 
 
 def trace(
@@ -292,9 +292,9 @@ def trace(
 ) -> ir.Model:
     """Returns the traced graph of a model, every named axis of its input dynamic.
 
-    `fixed` gives the sizes of axes that are to be constants instead, and `sizes` those that others
-    have while they are traced. For what sizes it holds is in its `meta` (`HELD`). Raises
-    `TraceError` when the backbone cannot be traced.
+    `fixed` has the sizes of axes that become constants instead, and `sizes` those of other axes
+    while they are traced. The sizes for which it is valid are in its `meta` (`HELD`). Raises
+    `TraceError` if the backbone cannot be traced.
     """
     fixed = fixed or {}
     if isinstance(model.module, Steered):  # strengths meet the layers when these are lowered
@@ -307,10 +307,10 @@ def trace(
                 graph = _program(backbone, model, sizes, fixed, opset=opset)
         except torch.onnx.errors.OnnxExporterError as error:
             cause = error.__cause__ or error
-            if is_out_of_memory(cause):  # that does not concern the network
-                # Anew: chained to itself, it would have no end.
+            if is_out_of_memory(cause):  # not a problem of the network
+                # A new error, because one that is chained to itself would loop.
                 raise MemoryError(str(cause)) from None
-            if isinstance(cause, MoexportError):  # of what stands around the user's code
+            if isinstance(cause, MoexportError):  # from the code around the user's
                 raise type(cause)(cause.message, hint=cause.hint) from error
             said, hint = _why(cause)
             line = LINE.search(str(cause))
@@ -324,17 +324,17 @@ def trace(
     _check_calls(graph, moe_layers(model.module))
     program = graph.meta.pop(PROGRAM, None)
     if program is not None:
-        graph.meta[HELD] = _held(program, model, sizes, fixed)
+        graph.meta[HELD] = _valid_sizes(program, model, sizes, fixed)
     return graph
 
 
-def _held(
+def _valid_sizes(
     program: torch.export.ExportedProgram,
     model: Model,
     traced: Mapping[str, int],
     fixed: Mapping[str, int],
 ) -> Held:
-    """For what sizes a program of PyTorch's holds."""
+    """The sizes for which a program of PyTorch is valid."""
     users = set(program.graph_signature.user_inputs)
     values = [node.meta.get("val") for node in program.graph.nodes if node.name in users]
     symbols: dict[str, Any] = {}
@@ -351,7 +351,7 @@ def _held(
             (symbol,) = expression.free_symbols if len(expression.free_symbols) == 1 else (None,)
             times: Any = None if symbol is None else expression.coeff(symbol)
             if symbol is None or expression != times * symbol or axis not in traced:
-                continue  # a sum of axes, each of which is an axis of another input
+                continue  # a sum of axes of other inputs
             symbols[str(symbol)] = axis, int(times)
             ranges = environment.var_to_range[symbol]
             # The trace never covers a size of 1, or of one group: graphs are compared at it.
@@ -369,7 +369,7 @@ def _held(
 
 
 def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[CodeType, ...]:
-    """The comparisons that the tracer made, in terms of axes; those of other numbers left out."""
+    """The comparisons that the tracer made, in terms of axes; others are left out."""
     by_code: dict[str, CodeType] = {}
     deferred = environment.deferred_runtime_asserts.values()
     for guard in (*environment.guards, *chain.from_iterable(deferred)):
@@ -380,15 +380,15 @@ def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[C
             size = axis if times == 1 else f"({axis} // {times})"
             code = re.sub(rf"\b{symbol}\b", size, code)
         if code not in by_code:
-            with contextlib.suppress(SyntaxError):  # what is no Python is no comparison of numbers
+            with contextlib.suppress(SyntaxError):  # not a comparison of numbers
                 by_code[code] = compile(code, "guard", "eval")
     return tuple(by_code.values())
 
 
 def _why(cause: BaseException) -> tuple[str, str]:
-    """Why PyTorch could not trace a network, in words, and the beginning of a hint, if any.
+    """The reason why PyTorch could not trace a network, and the beginning of a hint, if any.
 
-    The first error has the reason; those around it name only the step.
+    The first error has the reason; the errors chained to it name only the step.
     """
     chain = [cause]
     while (before := chain[-1].__cause__) is not None:
@@ -397,7 +397,7 @@ def _why(cause: BaseException) -> tuple[str, str]:
     lines = (line.strip() for line in str(first).splitlines())
     said = next((line for line in lines if line), type(first).__name__)
     for error in chain:
-        if type(error).__name__ != "DispatchError":  # of PyTorch's exporter, which has it inside
+        if type(error).__name__ != "DispatchError":  # PyTorch's exporter wraps the reason in it
             continue
         frames = traceback.walk_tb(error.__traceback__)
         nodes = (frame.f_locals.get("node") for frame, _ in frames)
@@ -412,12 +412,12 @@ def _why(cause: BaseException) -> tuple[str, str]:
     if "DataDependent" in text or "data-dependent" in text:
         said = "a branch of its forward, or a size, depends on the values of its inputs"
         return said, "torch.where(condition, a, b) computes both branches; "
-    # PyTorch fails over its own sentence where the size at which that comes is no whole number.
+    # PyTorch fails to write its message if the size in it is not a whole number.
     limit = re.search(r"Expected op to be '==', got \S+ for (.+)", text)
     if limit is not None:
-        said = f"what it computes depends on its sizes: the trace holds for {limit[1]}"
+        said = f"its computation depends on its sizes: the trace is valid for {limit[1]}"
     if "Constraints violated" in text or limit is not None:
-        return said, "--batch N exports for that size alone; "
+        return said, "--batch N exports for that size only; "
     return said, ""
 
 
@@ -445,7 +445,7 @@ def _program(
         torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype)) for spec in model.inputs
     )
     limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
-    # One of a name, wherever it stands.
+    # Equal names are one axis, wherever they occur.
     axes = {
         axis: torch.export.Dim(axis, min=least_size(size), max=limits.get(axis))
         for axis, size in sizes.items()
@@ -462,7 +462,7 @@ def _program(
     )
     kinds = [parameter.kind for parameter in signature(backbone.forward).parameters.values()]
     listed = kinds.index(Parameter.VAR_POSITIONAL) if Parameter.VAR_POSITIONAL in kinds else None
-    nested: tuple[Any, ...] = dynamic  # what `*past` takes is one argument to the tracer
+    nested: tuple[Any, ...] = dynamic  # the tracer passes all of `*past` as one argument
     if listed is not None and listed < len(dynamic):
         nested = (*dynamic[:listed], dynamic[listed:])
     with BagsAsRows(), _masks_unread(backbone):
@@ -490,10 +490,10 @@ def _program(
 
 
 def optimise(model: ir.Model, program: torch.export.ExportedProgram | None) -> None:
-    """Does to a graph what PyTorch's exporter does last, and keeps the numbers near 0 and 1.
+    """Optimises a graph like PyTorch's exporter, but keeps numbers near 0 and 1.
 
-    onnxscript's rules take x + 1e-8 and x · 1.000005 for x: that divides by zero if 1e-8 is
-    what a norm adds. While the rules run, such numbers are inputs of the graph.
+    onnxscript's rules replace x + 1e-8 and x · 1.000005 by x, which divides by zero if 1e-8 is the
+    epsilon of a norm. While the rules run, such numbers are inputs of the graph.
     """
     graph = model.graph
     numbers: list[tuple[ir.Value, ir.TensorProtocol]] = []
@@ -518,7 +518,7 @@ def optimise(model: ir.Model, program: torch.export.ExportedProgram | None) -> N
 
 
 def _nearly_neutral(number: ir.TensorProtocol) -> bool:
-    """Whether onnxscript's rules (`math.isclose`) take a number for 0 or 1, and it is neither."""
+    """Whether onnxscript's rules (`math.isclose`) treat a number as 0 or 1, and it is neither."""
     if number.shape.rank() or not number.dtype.is_floating_point():
         return False
     x = number.numpy().item()
@@ -531,9 +531,9 @@ PYTORCH = str(Path(torch.__file__).parent)
 
 
 def _made_a_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: Any) -> str:
-    """The line of a network's code that makes a number of a size which is traced as a symbol.
+    """The line of a network's code that turns a symbolic size into a number.
 
-    It traces the network once more and watches the calls, which takes several times as long.
+    It traces the network again and watches the calls, which takes several times as long.
     """
     conversions = {torch.SymInt.__int__.__code__, torch.SymInt.__index__.__code__}
     lines: list[str] = []
@@ -552,7 +552,7 @@ def _made_a_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: An
     before = sys.getprofile()
     sys.setprofile(watch)
     try:
-        with contextlib.suppress(Exception):  # PyTorch reports the constant by an error
+        with contextlib.suppress(Exception):  # PyTorch reports the constant as an error
             torch.export.export(backbone, examples, dynamic_shapes=shapes, strict=False)
     finally:
         sys.setprofile(before)
@@ -569,17 +569,17 @@ def _check_dynamic(
     model: Model,
     line: Callable[[], str],
 ) -> None:
-    """Raises TraceError if the network made a constant of an axis that is to stay dynamic."""
+    """Raises TraceError if the network turned a dynamic axis into a constant."""
     for value, spec, axes in zip(traced.graph.inputs, model.inputs, dynamic, strict=True):
         sizes = () if value.shape is None else value.shape.dims
         for axis in axes:
             if axis < len(sizes) and isinstance(sizes[axis], int):
                 of_batch = spec.shape[axis] == BATCH
                 raise TraceError(
-                    f"the network takes the {spec.shape[axis]} of its {spec.name} as a number, "
-                    f"{sizes[axis]} while it is traced, and a graph with it runs for that size "
+                    f"the network uses the {spec.shape[axis]} of its {spec.name} as a number, "
+                    f"{sizes[axis]} while it is traced, so the graph would run for that size "
                     f"alone{line()}",
-                    hint=f"write x.shape[{axis}] alone: no len(x), no int(…) and no loop over it"
+                    hint=f"use x.shape[{axis}] directly: no len(x), no int(…) and no loop over it"
                     + ("; or export for one size with --batch N" if of_batch else ""),
                 )
 
@@ -587,7 +587,7 @@ def _check_dynamic(
 def _name_batch(traced: ir.Model, images: int) -> None:
     """Expresses sizes that are a multiple of the number of groups in terms of the batch.
 
-    Behind a Reshape PyTorch calls the groups by its own symbol, and no other axis varies.
+    After a Reshape, PyTorch names the groups by its own symbol, and no other axis varies.
     """
     for value in (item for node in (*traced.graph, traced.graph) for item in _values(node)):
         if value.shape is None:
@@ -609,7 +609,7 @@ def _values(of: ir.Node | ir.Graph) -> Sequence[ir.Value]:
 
 
 def _check_calls(graph: ir.Model, layers: Iterable[str]) -> None:
-    """Each layer must be one node: values and choices are identified by the layer's name."""
+    """Raises TraceError unless each layer is one node: its name identifies values and choices."""
     calls = Counter(
         node.attributes.get_string("layer") for node in graph.graph if node.domain == DOMAIN
     )
@@ -617,19 +617,19 @@ def _check_calls(graph: ir.Model, layers: Iterable[str]) -> None:
     if names and not calls:
         raise TraceError(
             f"no output of the network depends on its MoE layers ({names})",
-            hint="return what is computed with them",
+            hint="return a result that is computed with them",
         )
     for layer, count in calls.items():
         if count > 1:
             raise TraceError(
                 f"the layer {layer} is called {count} times in one forward pass",
-                hint="give each call a layer of its own (copy.deepcopy keeps the weights)",
+                hint="give each call its own layer (copy.deepcopy keeps the weights)",
             )
 
 
 @contextlib.contextmanager
 def layers_as_nodes(module: nn.Module) -> Iterator[nn.Module]:
-    """Puts a one-node stand-in at the place of every MoE layer, and the layers back after."""
+    """Replaces every MoE layer by a one-node stand-in within the block."""
     if "" in moe_layers(module):
         raise TraceError("the model is a bare MoE layer; wrap it in a module that calls it")
     with replaced_layers(module, _StandIn) as backbone:
@@ -638,14 +638,14 @@ def layers_as_nodes(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the exporter's notices about itself (torchvision is absent, …) off the terminal."""
+    """Hides the exporter's own notices (torchvision is absent, …) from the terminal."""
     loggers = [logging.getLogger(name) for name in NOTICES]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        # It prints its steps on stdout, which is for results only, and the graph of what it cannot
-        # trace on stderr.
+        # It prints its steps on stdout, which is for results only, and graphs that it cannot trace
+        # on stderr.
         with (
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),

@@ -1,4 +1,4 @@
-"""Writes what is planned, the weights and the graphs, and makes their manifest."""
+"""Writes the planned weights and graphs, and makes their manifest."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _lower(
     }
     if limits:
         facts["limits"] = limits
-    sizes = _held_sizes(plan)
+    sizes = _valid_sizes(plan)
     if sizes:
         facts["sizes"] = sizes
     if job.groups_of is not None:
@@ -127,17 +127,17 @@ def _lower(
     return lowered
 
 
-def _held_sizes(plan: Plan) -> dict[str, tuple[int, int | None]]:
-    """The sizes of axes beyond which the network computes something else than the graph."""
-    held: Held | None = plan.traced.meta.get(HELD)
-    if held is None:
+def _valid_sizes(plan: Plan) -> dict[str, tuple[int, int | None]]:
+    """The sizes of axes within which the graph computes the same as the network."""
+    valid: Held | None = plan.traced.meta.get(HELD)
+    if valid is None:
         return {}
     most = {axis: n for port in plan.job.model.inputs for axis, n in port.limits.items()}
-    between = {axis: held.between(axis) for axis in plan.job.axis_ranges}
+    between = {axis: valid.between(axis) for axis in plan.job.axis_ranges}
     return {
         axis: (low, high)
         for axis, (low, high) in between.items()
-        if low > 1 or high not in (None, most.get(axis))  # a limit of the model is its own
+        if low > 1 or high not in (None, most.get(axis))  # not the model's own limit
     }
 
 
@@ -209,8 +209,8 @@ def _notes(plan: Plan, parities: Mapping[str, Parity]) -> list[str]:
     elif options.data is None:
         notes.append("parity was checked on random inputs: give real ones with --data")
     notes += [
-        f"{file}: most was not compared: of {parity.choices:,} choices {parity.tied:,} are ties, "
-        "between scores closer than rounding may change; give real inputs with --data"
+        f"{file}: most was not compared: {parity.tied:,} of {parity.choices:,} choices are ties "
+        "between scores that differ by less than rounding; give real inputs with --data"
         for file, parity in parities.items()
         if parity.mostly_ties
     ]
@@ -224,7 +224,7 @@ def _notes(plan: Plan, parities: Mapping[str, Parity]) -> list[str]:
 
 
 def _layer_record(layer: AnyPlan, lowered: Lowered, trained: Mapping[str, MoELayer]) -> LayerRecord:
-    """A layer as it is written; `trained` are those of the model before its edits."""
+    """The record of a written layer; `trained` are the model's layers before its edits."""
     experts = trained[layer.name].spec.experts if layer.name in trained else layer.spec.experts
     return LayerRecord(
         **layer.to_json(),
@@ -253,7 +253,7 @@ def _port(spec: TensorSpec, job: ExportJob) -> TensorSpec:
 
 
 def _added_port(value: ir.Value) -> TensorSpec:
-    """An output that the network does not have: what a layer chose."""
+    """An output that the network does not have: the choices of a layer."""
     assert value.dtype is not None and value.shape is not None
     sizes = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
     return TensorSpec(str(value.name), str(value.dtype.numpy()), sizes)

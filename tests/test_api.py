@@ -200,8 +200,8 @@ def test_a_keyword_that_a_call_does_not_have_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("keyword", "value", "told"),
     [
-        ("lowering", ["gather"], "lowering=['gather']: not a text"),
-        ("target", None, "target=None: not a text"),
+        ("lowering", ["gather"], "lowering=['gather']: not a string"),
+        ("target", None, "target=None: not a string"),
         ("precision", 16, "precision=16: not one of fp32, fp16"),
         ("precision", "FP16", 'precision="FP16": unknown value'),
         ("method", "mean", 'method="mean": unknown value'),
@@ -249,11 +249,11 @@ def test_numbers_of_numpy_and_lists_of_any_kind_are_values_too(values: dict[str,
     ("call", "arguments", "options", "told"),
     [
         ("load", ("x.pt",), {"sets": "num_heads=4"}, "sets='num_heads=4': not a list"),
-        ("load", ("x.pt",), {"config": 4}, "config=4: not a mapping or a text or a path or None"),
+        ("load", ("x.pt",), {"config": 4}, "config=4: not a mapping or a string or a path or None"),
         ("inspect", ("x.pt",), {"tokens": "4"}, "tokens='4': not a whole number or None"),
         ("calibrate", ("x.pt", "x.npz"), {"batch": 2.5}, "batch=2.5: not a whole number"),
-        ("calibrate", ("x.pt", "x.npz"), {"k": " input "}, 'k="input": ranges are'),
-        ("sensitivity", ("x.pt", None, "x.npz"), {"k": "input"}, 'k="input": ranges are'),
+        ("calibrate", ("x.pt", "x.npz"), {"k": " input "}, 'k="input": ranges depend'),
+        ("sensitivity", ("x.pt", None, "x.npz"), {"k": "input"}, 'k="input": ranges depend'),
         ("sensitivity", ("x.pt", None, "x.npz"), {"samples": 0}, "samples=0: at least 1"),
         ("run", ("x", "x.npz", "y.npz"), {"provider": "gpu"}, 'provider="gpu": unknown value'),
         (
@@ -269,25 +269,25 @@ def test_numbers_of_numpy_and_lists_of_any_kind_are_values_too(values: dict[str,
         ("tune", ("x.pt", "x.npz", "out"), {"threads": "1"}, "threads='1': not a whole number"),
         ("load", ("x.pt",), {"progress": print}, "progress=<built-in function print>: not a Prog"),
         ("build", ("x",), {"options": 3}, "options=3: not an EngineOptions or None"),
-        ("build", (3,), {}, "bundle=3: not a Bundle or a text or a path"),
+        ("build", (3,), {}, "bundle=3: not a Bundle or a string or a path"),
         ("calibrate", ("x.pt", "x.npz"), {"loading": 3}, "loading=3: not a LoadRequest"),
-        ("export", ("x.pt", 3), {}, "destination=3: not a text or a path"),
-        ("export", ("x.pt", "x"), {"data": 3}, "data=3: not a text or a path or an array or a map"),
+        ("export", ("x.pt", 3), {}, "destination=3: not a string or a path"),
+        ("export", ("x.pt", "x"), {"data": 3}, "data=3: not a string or a path or an array or"),
         ("export", ("x.pt", "x"), {"engine": "on"}, "engine='on': not an EngineOptions or True or"),
-        ("verify", ("x",), {"data": 3}, "data=3: not a text or a path or an array"),
+        ("verify", ("x",), {"data": 3}, "data=3: not a string or a path or an array"),
         ("bench", ("x.pt",), {"before": 3}, "before=3: not a Results or a mapping or None"),
         (
             "bench",
             ("x.pt",),
             {"data": 3},
-            "data=3: not a text or a path or a LabelledData",
+            "data=3: not a string or a path or a LabelledData",
         ),
         ("bench", (3,), {}, "3: not a path"),
         (
             "report",
             ("x", "y"),
             {"beside": [3]},
-            "beside=[3]: not a list with entries that",
+            "beside=[3]: not a list in which each entry",
         ),
     ],
 )
@@ -303,10 +303,10 @@ def test_every_call_refuses_what_cannot_be_meant(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"profile": 3}, "profile=3: not a path or a text or None"),
+        ({"profile": 3}, "profile=3: not a path or a string or None"),
         ({"prepack": "no"}, "prepack='no': not True or False"),
         ({"options": 3}, "options=3: not a SessionOptions or None"),
-        ({"provider": 3}, "provider=3: not a text"),
+        ({"provider": 3}, "provider=3: not a string"),
         ({"threads": 0}, "threads=0: not a number of threads"),
     ],
 )
@@ -340,7 +340,7 @@ def test_objects_of_types_that_only_checkers_import_are_values() -> None:
 
 
 def test_ranges_that_are_none_are_refused() -> None:
-    with pytest.raises(UsageError, match="calibration=3: not a CalibrationTable or a text"):
+    with pytest.raises(UsageError, match="calibration=3: not a CalibrationTable or a string"):
         moexport.export(never, "x", precision="int8", calibration=3)
 
 

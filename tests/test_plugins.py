@@ -269,7 +269,7 @@ def test_without_plugins_the_core_is_alone(tmp_path: Path) -> None:
     ("module", "reason"),
     [
         ("import nothing_of_this_name", "ModuleNotFoundError: No module named"),
-        (READER.replace("API = 1", "API = 2"), "theirs is for API 2, and this moexport has API 1"),
+        (READER.replace("API = 1", "API = 2"), "theirs is for API 2, but this moexport has API 1"),
         (READER.replace("API = 1", ""), "theirs is for API None"),
         ("API = 1\nMINE = 3", "theirs:MINE is not a Reader"),
         (READER.replace('"mine"', '"other"'), "theirs:MINE is not named 'mine'"),
@@ -492,7 +492,7 @@ def test_options_of_plugins_have_a_panel_and_one_that_two_claim_names_both(
     [('("calibrat",)', "there is no call 'calibrat'; did you mean 'calibrate'?"),
      ('("bench", "tun")', "there is no call 'tun'; did you mean 'tune'?"),
      ('("verify",)', "there is no call 'verify'; choose one of: load, inspect, export"),
-     ('("serve",)', "the command 'serve' takes no options of plugins"),
+     ('("serve",)', "the command 'serve' accepts no options of plugins"),
      ("()", "no call is named; choose one of: load")],
 )  # fmt: skip
 def test_options_for_a_call_that_there_is_not_are_told_of(

@@ -1,7 +1,7 @@
 """Rewords messages for Python callers: `force=True` for `--force`, a call for a command.
 
 Messages are written once, with options as a shell spells them. Calls with keywords (`takes`) reword
-the errors that leave them.
+the errors that they raise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..console import with_pages
 class Keyword:
     """An option's form in a Python call: its name, whether it is a switch or a list, its choices.
 
-    `pairs`: what a shell has as `KEY=VALUE` is a dict.
+    `pairs`: `KEY=VALUE` in a shell is a dict.
     """
 
     name: str
@@ -66,16 +66,16 @@ ELSEWHERE = {
     "compute-capability": Keyword("compute_capabilities", several=True),
     "engine-cache": Keyword("cache"),
 }
-"""Options of other calls that are not called as the shell has them."""
+"""Options of other calls whose names differ from those in a shell."""
 
 NUMBERS = frozenset(("k", "batch"))
-"""Options whose lists are lists of numbers, with commas between them in a shell."""
+"""Options with lists of numbers, which have commas between them in a shell."""
 
 SIZES = re.compile(r"(?<![\w:.=])(\d+|MIN):(\d+|OPT):(\d+|MAX)(?![\w:.])")
-"""Sizes as a shell has them, which are a tuple in Python."""
+"""Sizes as typed in a shell; in Python they are a tuple."""
 
 PER_LAYER = re.compile(r"\((\d+(?:,\d+){2,})\)")
-"""A number for each layer as a shell has them, which are a list in Python."""
+"""Numbers per layer as typed in a shell; in Python they are a list."""
 
 OTHERWISE = {"verbose": "the traceback", "dry-run": "moexport.plan(…)"}
 """Shell-only options and their counterparts in Python."""
@@ -207,7 +207,7 @@ def _assigned(value: str, keyword: Keyword) -> str:
     key, equals, setting = value.partition("=")
     if not keyword.pairs:
         return f"{keyword.name}={_literal(value, keyword)}"
-    if not equals:  # which is no setting: it was given as a shell has it
+    if not equals:  # not a setting: it was given as in a shell
         return f"sets=[{json.dumps(value, ensure_ascii=False)}]"
     if "," in setting:
         parts = [_literal(part, keyword) for part in setting.split(",") if part]

@@ -19,7 +19,7 @@ _TYPES: dict[Any, tuple[type[Any], str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
-    str: (str, "a text"),
+    str: (str, "a string"),
     Path: (PathLike, "a path"),
     Sequence: (Iterable, "a list"),
     Mapping: (Mapping, "a mapping"),
@@ -36,7 +36,7 @@ class _Later(type):
 
     @property
     def type(cls) -> Any:
-        """The type itself, or `Any` where that cannot be imported."""
+        """The type itself, or `Any` if it cannot be imported."""
         try:
             return getattr(import_module(cls.module), cls.__name__)
         except (ImportError, AttributeError):
@@ -63,14 +63,14 @@ class _Names(dict[str, Any]):
 
 @cache
 def _checkers_imports(module: str) -> dict[str, tuple[str, bool]]:
-    """The names that a module imports for type checkers alone.
+    """The names that a module imports for type checkers alone, with the modules they come from.
 
-    Each is of the module that follows it, or, if that is true, the `whole` module.
+    The flag is true if the name is that of the module itself.
     """
     found: dict[str, tuple[str, bool]] = {}
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (OSError, TypeError):  # it has no source here
+    except (OSError, TypeError):  # there is no source
         return found
     package = module.split(".")
     for block in tree.body:
@@ -120,7 +120,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def read_by_others(kind: Any) -> bool:
-    """Whether a type is that of a model or a feed: a network, a function or an iterable is one."""
+    """Whether a type is that of a model or feed, such as a network, a function or an iterable."""
     others = ("Any", "Callable", "Iterable", "Module")
     return any(getattr(base, "__name__", "Any") in others for base in map(_base, _whole(kind)))
 
@@ -146,7 +146,7 @@ def _word(kind: Any) -> str:
     """The name of a type in a message; for a list, also the type of its items."""
     base = _base(kind)
     if base is Sequence and (inner := words(get_args(kind)[0])):
-        return f"a list with entries that are each {inner}"
+        return f"a list in which each entry is {inner}"
     if base in _TYPES:
         return _TYPES[base][1]
     name: str = base.__name__
@@ -166,7 +166,7 @@ def _is_of(value: Any, kind: Any) -> bool:
     if base is Any or not isinstance(base, type):
         return True
     if base not in _TYPES:
-        array = base.__name__ == "ndarray" and hasattr(value, "__array__")  # a tensor, too
+        array = base.__name__ == "ndarray" and hasattr(value, "__array__")  # also a tensor
         return array or isinstance(value, base)
     if base is bool and isinstance(value, int):
         return value in (0, 1)

@@ -29,7 +29,7 @@ def unset(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], Pat
     """
     sizes = {key: int(np.prod(shape, dtype=np.int64)) for key, shape in shapes.items()}
     starts, size = {}, 0
-    # Small tensors lie together: systems map 2 MB around each touched page, so reading the biases
+    # Small tensors are adjacent: systems map 2 MB around each touched page, so reading the biases
     # of experts would otherwise map all weights between them again.
     for key in sorted(sizes, key=lambda key: sizes[key]):
         starts[key] = size

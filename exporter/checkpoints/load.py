@@ -52,19 +52,19 @@ def load(source: str | os.PathLike[str] | nn.Module, options: LoadRequest) -> Mo
         UsageError: an argument is invalid.
     """
     if isinstance(source, nn.Module):
-        _say_loading(options, type(source).__name__)
+        _report_loading(options, type(source).__name__)
         return _load_module(source, options)
     if not isinstance(source, str | os.PathLike):
         raise UsageError(
-            f"a model is expected, not {type(source).__name__}",
+            f"expected a model, not {type(source).__name__}",
             hint="give a checkpoint's path or URL, package.module:factory, or an nn.Module",
         )
-    _say_loading(options, source)
+    _report_loading(options, source)
     with named_by_url():
         return _load(source, options)
 
 
-def _say_loading(options: LoadRequest, source: object) -> None:
+def _report_loading(options: LoadRequest, source: object) -> None:
     if options.progress is not None:
         options.progress.step(f"loading {source}")
 
@@ -118,7 +118,7 @@ def _settings(request: LoadRequest) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of a request: a file's, and those that override them."""
     if request.config is None and not request.sets:
         return {}, {}
-    from .settings import read_config  # loaded where there are any
+    from .settings import read_config  # loaded only if there are any
 
     return read_config(request.config), read_config(sets=request.sets)
 

@@ -74,12 +74,12 @@ def _only_one(
     if len(found) > 1:
         names = " and ".join(loader.name for loader, _ in found)
         raise PluginError(
-            f"{source}: the plugins {names} all load it",
+            f"{source}: several plugins load it: {names}",
             hint=f"remove all but one of them; {PLUGINS}=off disables all plugins",
         )
     return found[0] if found else None
 
 
 def _has_config(place: Path) -> bool:
-    """Whether a `config.json` lies in a folder or next to a file; else plugins are skipped."""
+    """Whether a `config.json` is in a folder or next to a file; otherwise plugins are skipped."""
     return ((place if place.is_dir() else place.parent) / "config.json").is_file()

@@ -36,7 +36,7 @@ def parse_value(text: str) -> Any:
         return [parse_value(part) for part in text.split(",") if part.strip()]
     if not text:
         return ""
-    for kind in ("json", "yaml"):  # YAML has plainer words than JSON
+    for kind in ("json", "yaml"):  # plain words are valid YAML
         with suppress(UsageError):
             return document(text, kind, "a value", UsageError)
     return text
@@ -50,7 +50,7 @@ def _read_file(file: Path) -> dict[str, Any]:
     if kind is None:
         raise UsageError(
             f"{file}: configuration is read from .json, .yaml or .toml, not {file.suffix!r}",
-            hint="name the file by what it holds, or give settings one by one: --set KEY=VALUE",
+            hint="rename the file to its format, or give settings one by one: --set KEY=VALUE",
         )
     try:
         content = read_document(file, kind, partial(UsageError, hint="check --config"))
@@ -62,7 +62,7 @@ def _read_file(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise UsageError(
-            f"{file}: holds a {type(content).__name__}, not keys and values",
+            f"{file} contains a {type(content).__name__}, not keys and values",
             hint='for example {"num_heads": 12}',
         )
     return {str(key): value for key, value in content.items()}

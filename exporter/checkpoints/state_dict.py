@@ -34,7 +34,7 @@ WRAPPERS = ("model", "state_dict", "module", "model_ema", "state_dict_ema")
 AVERAGES = ("model_ema", "state_dict_ema")
 
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "params.", "opt.target.")
-"""Prefixes of every key: from DataParallel and torch.compile, from the attribute that holds a
+"""Prefixes of every key: from DataParallel and torch.compile, from the attribute of a
 LightningModule's network, and from training codes in JAX."""
 
 TRAINING = re.compile(
@@ -104,7 +104,7 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
         raise CheckpointError(
-            f"{source}: no tensors inside; it contains {_listed(content)}",
+            f"{source} has no tensors; it contains {_listed(content)}",
             hint="save the model's state_dict()",
         )
     others = [str(key) for key in content if str(key) not in tensors]
@@ -175,8 +175,8 @@ def _check_plain(source: Path, tensors: dict[str, Tensor], size: int) -> None:
         if declared > allowed_bytes(size):
             raise CheckpointError(
                 f"{source}: its tensors up to {key} of shape {list(tensor.shape)} need {declared} "
-                f"bytes, in a file of {size}",
-                hint="save tensors that hold their numbers: tensor.contiguous(), or .clone()",
+                f"bytes, but the file has {size}",
+                hint="save tensors with their own numbers: tensor.contiguous(), or .clone()",
             )
 
 
@@ -262,7 +262,7 @@ def check_finite(source: Path | str, tensors: Mapping[str, Tensor], reading: Rea
             if math.isfinite(low) and math.isfinite(high):
                 value = "numbers that are infinite in float32"
             raise CheckpointError(
-                f"{source}: {key} holds {value}",
+                f"{source}: {key} contains {value}",
                 hint="the training diverged or the file is damaged: use an earlier checkpoint",
             )
         reading.advance(tensor.nbytes)

@@ -38,7 +38,7 @@ INDEX_BYTES = 128 << 20
 """The largest index of shards: one with 90,000 tensors has 9 MB."""
 
 STANDARD = ("model.safetensors", "pytorch_model.bin")
-"""The weights' names in Hugging Face's libraries, in their order of preference. `config.json` lies
+"""The weights' names in Hugging Face's libraries, in their order of preference. `config.json` is
 next to them, and in a Trainer's folder its optimizer and arguments."""
 
 ADAPTER = "adapter_model"
@@ -129,7 +129,7 @@ def _config_in(folder: Path) -> Path | None:
 def _find_in_folder(folder: Path) -> WeightFiles:
     if (folder / "manifest.json").is_file() and (folder / "weights.bin").is_file():
         raise CheckpointError(
-            f"{folder}: a bundle, which contains no checkpoint",
+            f"{folder} is a bundle, which contains no checkpoint",
             hint=f"give the checkpoint that it was exported from: `moexport inspect {folder}` "
             "names it",
         )
@@ -147,14 +147,14 @@ def _find_in_folder(folder: Path) -> WeightFiles:
         weights = [file for file in files if not is_adapter(file)]
         if files and not weights:
             raise CheckpointError(
-                f"{files[0]}: an adapter, but the weights of its base model are missing",
+                f"{files[0]} is an adapter, but the weights of its base model are missing",
                 hint="merge it into that model: merge_and_unload() of peft, then save_pretrained",
             )
         files = weights
     if not files:
         raise CheckpointError(
-            f"{folder}: no weights in this folder",
-            hint=f"it should hold one of {', '.join((*SUFFIXES, f'*{INDEX}', *formats()))}",
+            f"{folder} contains no weights",
+            hint=f"it should contain one of {', '.join((*SUFFIXES, f'*{INDEX}', *formats()))}",
         )
     if len(files) > 1:
         names = ", ".join(p.name for p in files[:6])
@@ -176,7 +176,7 @@ def is_adapter(file: Path) -> bool:
 def _standard(folder: Path) -> list[Path]:
     """The file or the index that Hugging Face's libraries would read, if there is one.
 
-    Raises CheckpointError if a folder has both: one may be left from another save.
+    Raises CheckpointError if a folder has both: one may be from another save.
     """
     for name in STANDARD:
         file, index = folder / name, folder / f"{name}{INDEX}"
@@ -197,7 +197,7 @@ def _read_index(index: Path, config: Path | None) -> WeightFiles:
     """The shards of a `*.index.json`, whose `weight_map` maps every key to its file."""
     placed = _weight_map(index)
     if not placed:
-        raise CheckpointError(f"{index}: lists no weights")
+        raise CheckpointError(f"{index} lists no weights")
     keys: dict[str, list[str]] = {}
     for key, name in sorted(placed.items(), key=lambda item: item[1]):
         keys.setdefault(name, []).append(key)
@@ -254,7 +254,7 @@ def read_files(weights: WeightFiles) -> Mapping[str, Any]:
         if twice:
             raise CheckpointError(
                 f"{path}: {twice[0]} is also in another shard",
-                hint="the shards are of different saves: save or download the folder again",
+                hint="the shards are from different saves: save or download the folder again",
             )
         merged.update(shard)
     return merged
@@ -276,7 +276,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
         raise _damaged(path, error) from error
     if not isinstance(content, Mapping):
         what = "single tensor" if isinstance(content, Tensor) else type(content).__name__
-        raise CheckpointError(f"{path}: holds a {what}, not a state dict")
+        raise CheckpointError(f"{path} contains a {what}, not a state dict")
     return content
 
 
@@ -284,7 +284,7 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
     text = str(error)
     first_line = text.partition("\n")[0][:200]
     if "TorchScript" in text:
-        return CheckpointError(f"{path}: a TorchScript archive, not weights", hint=RESAVE)
+        return CheckpointError(f"{path} is a TorchScript archive, not weights", hint=RESAVE)
     if "not enough memory" in text or "can't allocate memory" in text:
         return CheckpointError(
             f"{path}: not enough memory to read it", hint="use a machine with more memory"
@@ -312,7 +312,7 @@ def _check_archives(*paths: Path) -> None:
     if unpacked > allowed_bytes(size):
         where = paths[0] if len(paths) == 1 else f"{paths[0].parent}: {len(paths)} shards"
         raise CheckpointError(
-            f"{where}: {size} bytes that would unpack to {unpacked}", hint="save it uncompressed"
+            f"{where}: its {size} bytes would unpack to {unpacked}", hint="save it uncompressed"
         )
 
 
@@ -358,7 +358,7 @@ def _read_pickled(path: Path) -> Any:
     if is_zip:
         _check_archives(path)
     elif _is_tar(start):  # PyTorch's reader hangs on a malicious header
-        raise CheckpointError(f"{path}: a tar, as PyTorch wrote before 0.1.10", hint=RESAVE)
+        raise CheckpointError(f"{path} is a tar file, as before PyTorch 0.1.10", hint=RESAVE)
     _check_pickles(path, is_zip)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
@@ -369,7 +369,7 @@ def _read_pickled(path: Path) -> Any:
 
 
 def _is_tar(start: bytes) -> bool:
-    """Whether the first block of a file is a tar header with the right checksum."""
+    """Whether the first block of a file is a tar header with a valid checksum."""
     try:
         tarfile.TarInfo.frombuf(start, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
@@ -400,9 +400,7 @@ def _check_pickles(path: Path, is_zip: bool) -> None:
         makes = [name for name in names if name.endswith(".bytearray")]
         if makes or ("_codecs.encode" in names and codecs & GROWING):
             what = "makes a bytearray" if makes else "encodes bytes"
-            raise CheckpointError(
-                f"{path}: {what}, which weights do not need; refused", hint=RESAVE
-            )
+            raise CheckpointError(f"{path} {what}, which weights do not need; refused", hint=RESAVE)
 
 
 PICKLE_BYTES = 64 << 20
@@ -426,9 +424,9 @@ def _refusal(path: Path, is_zip: bool, message: str) -> CheckpointError:
     unique = list(dict.fromkeys(names))
     listed = ", ".join(f"`{name}`" for name in unique[:5])
     if any(name.startswith("torch.nn.modules.") for name in unique):
-        what = f"holds a whole pickled module and needs {listed}"
+        what = f"it contains a whole pickled module and needs {listed}"
     else:
-        what = f"would have to run {listed} to load"
+        what = f"loading it would run {listed}"
     return CheckpointError(
         f"{path}: {what}; refused: moexport never executes pickled code", hint=RESAVE
     )

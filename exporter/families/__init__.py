@@ -64,7 +64,7 @@ def layouts() -> tuple[PublishedLayer[Any], ...]:
 
 def family_named(name: str) -> Family:
     """Returns the family of that name; raises FamilyError with the nearest one."""
-    from ..checkpoints.family_names import check_family  # loaded where one is named
+    from ..checkpoints.family_names import check_family  # loaded only if one is named
 
     if name not in FAMILIES:
         check_family(name, all_names())
@@ -83,7 +83,7 @@ def detect(tensors: Tensors) -> Family:
         names = [family.name for family in fitting]
         raise FamilyError(
             f"the checkpoint fits several families: {', '.join(names)}",
-            hint=f"name the right one: --family {names[0]}",
+            hint=f"name the correct one: --family {names[0]}",
         )
     for prefix in _prefixes(tensors):
         beneath = under(tensors, prefix)
@@ -98,7 +98,7 @@ def detect(tensors: Tensors) -> Family:
             )
     keys = some(list(tensors))
     raise FamilyError(
-        f"no known family has these {len(tensors)} keys: {keys}{_layers_seen(tensors)}",
+        f"no known family has these {len(tensors)} keys: {keys}{_known_layers(tensors)}",
         hint=f"known families (--family): {', '.join(all_names())}; for any other network, "
         f"{OTHER_BACKBONES}{left_out()}",
     )
@@ -116,7 +116,7 @@ def _prefixes(tensors: Tensors) -> list[str]:
     return list(dict.fromkeys(depths))
 
 
-def _layers_seen(tensors: Tensors) -> str:
+def _known_layers(tensors: Tensors) -> str:
     """A remark for known layers in an unknown network."""
     for layer in layouts():
         prefixes = find_layers(tensors, layer)

@@ -53,7 +53,7 @@ class FamilyModel:
 class Family:
     """One published training code: how its checkpoints are recognised and rebuilt.
 
-    `options` are the configuration keys that `build` takes, `questions` those among them that
+    `options` are the configuration keys that `build` accepts, `questions` those among them that
     shapes never determine. `published` converts a configuration file of the training code to
     options. In lists of families, a plugin's comes `after` the one of that name, or last.
     """
@@ -73,7 +73,7 @@ def renamed(family: Family, *, name: str, summary: str, keys: Mapping[str, str])
     """Returns a family like `family` for checkpoints with other key names.
 
     `keys` maps regular expressions to replacements, applied in order, from the checkpoint's names
-    to those of `family`, which messages use, too.
+    to those of `family`, which messages also use.
     """
 
     def published(tensors: Tensors) -> dict[str, Tensor]:
@@ -296,7 +296,7 @@ class Constructor:
             if key in settings and not _same(settings[key], value):
                 raise FamilyError(
                     f"{self.family}: {key}={_shown(settings[key])} was given, but the shapes in "
-                    f"the checkpoint say {key}={_shown(value)}",
+                    f"the checkpoint imply {key}={_shown(value)}",
                     hint=f"leave {key} out, or check that this is the right checkpoint",
                 )
         answers = {key: settings[key] for key in questions if key in settings}
@@ -325,8 +325,8 @@ class Constructor:
                 )
         if settings.get(REST, "default") != "default":
             raise FamilyError(
-                f"{self.family}: {REST}={_shown(settings[REST])} is not a choice",
-                hint=f"--set {REST}=default takes the published default for what was left out",
+                f"{self.family}: {REST}={_shown(settings[REST])} is not valid",
+                hint=f"--set {REST}=default uses the published default for each missing setting",
             )
 
     def _is_whole(self, settings: Config, read: Config) -> bool:
@@ -396,7 +396,7 @@ def number_above_zero(family: str, key: str, value: Any) -> float:
 
 
 def one_or_pair(height: int, width: int) -> int | list[int]:
-    """A height and a width as a constructor takes them: one number if they are equal."""
+    """A height and a width in a constructor's form: one number if they are equal."""
     return height if height == width else [height, width]
 
 

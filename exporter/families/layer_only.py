@@ -84,10 +84,10 @@ def _the_only(layer: PublishedLayer[Any], tensors: Tensors, prefixes: list[str])
     if len(prefixes) == 1 and not outside:
         return prefixes[0]
     names = [_place(prefix) for prefix in prefixes]
-    beside = f" and other weights ({', '.join(outside[:3])}, …)" if outside else ""
+    others = f" and other weights ({', '.join(outside[:3])}, …)" if outside else ""
     raise FamilyError(
-        f"{layer.family}: the file holds {len(prefixes)} {layer.title} layers "
-        f"({', '.join(names[:6])}){beside}; of such a network only one layer can be exported",
+        f"{layer.family}: the file contains {len(prefixes)} {layer.title} layers "
+        f"({', '.join(names[:6])}){others}; only one layer of such a network can be exported",
         hint="give the network as package.module:factory with --weights, or pick one layer: "
         f"--set {LAYER}={names[0]}",
     )

@@ -114,7 +114,7 @@ def _check(layer: SoftMoE, config: Config) -> tuple[str, ...]:
     if isinstance(seq_len, int) and seq_len // spec.experts != spec.slots:
         raise FamilyError(
             f"{NAME}: seq_len={seq_len} makes {seq_len // spec.experts} slots for each of "
-            f"{spec.experts} experts, but the shapes say num_slots={spec.slots}"
+            f"{spec.experts} experts, but the shapes imply num_slots={spec.slots}"
         )
     return ()
 

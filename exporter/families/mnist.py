@@ -126,7 +126,7 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     patch, grid = math.isqrt(d), math.isqrt(features // spec.out)
     if patch * patch != d:
         raise CheckpointError(
-            f"{NAME}: phi is for tokens of width {d}, not a square patch of pixels"
+            f"{NAME}: phi is for tokens of width {d}, which is not a square patch of pixels"
         )
     decoder = {key: tensors[key] for key in (DECODER, BIAS) if key in tensors}
     shapes: dict[str, TensorShape] = {DECODER: (classes, grid * grid * spec.out), BIAS: (classes,)}

@@ -209,7 +209,7 @@ def _whole(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> T
             f"experts (projs.*) need {len(levels) + 2} axes: [n, …, d, o]",
         )
     if 0 in shape:
-        raise CheckpointError(f"{where}: {key}.{WHOLE} holds a size of zero: {list(shape)}")
+        raise CheckpointError(f"{where}: {key}.{WHOLE} has a size of zero: {list(shape)}")
     return "full", shape, ()
 
 
@@ -236,7 +236,7 @@ def _factors(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) ->
             hint="the core of a Tucker form has one axis per factor, of that factor's rank",
         )
     if any(0 in shape for shape in shapes):
-        raise CheckpointError(f"{these} hold a size or a rank of zero: {listed}")
+        raise CheckpointError(f"{these} have a size or a rank of zero: {listed}")
     if core is not None:
         return "tucker", first, second
     if axes == {2}:
@@ -264,7 +264,7 @@ def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
     where = prefix.removesuffix(".") or "the layer"
     levels = numbered(local, "projs")
     if not levels or any(t.ndim != 2 for t in levels):
-        raise CheckpointError(f"{where}: not a muMoE layer: projs.0 must be there, as [d, n]")
+        raise CheckpointError(f"{where}: not a muMoE layer: it needs projs.0 [d, n]")
     sizes = tuple(int(t.shape[1]) for t in levels)
     specs, factors, width = [], [], int(levels[0].shape[0])
     for key in (FIRST, SECOND):
@@ -310,7 +310,7 @@ def _check_variance(key: str, variance: Tensor) -> None:
     """Raises CheckpointError for a negative variance, whose root would be NaN."""
     if not variance.is_meta and variance.numel() and float(variance.min()) < 0:
         raise CheckpointError(
-            f"{key} holds the negative variance {float(variance.min()):.3g}",
+            f"{key} contains the negative variance {float(variance.min()):.3g}",
             hint="the file is damaged: use another copy or an earlier checkpoint",
         )
 
@@ -391,7 +391,7 @@ def with_layers(
     for path, layer in layers.items():
         if (layer.spec.dim, layer.spec.out) != (widths[path], widths[path]):
             raise CheckpointError(
-                f"{path}: a layer from {layer.spec.dim} to {layer.spec.out}, but the network is "
+                f"{path}: the layer maps {layer.spec.dim} to {layer.spec.out}, but the network is "
                 f"{widths[path]} wide"
             )
     return filled(backbone, own, layers)
@@ -404,7 +404,7 @@ def _apply(family: str, layer: MuMoE, config: dict[str, Any]) -> tuple[str, ...]
     activate(family, [layer], config)
     if config[RANK] not in (2, 3):
         raise FamilyError(
-            f"{family}: {RANK}={config[RANK]}, but a layer takes (batch, tokens, dim) or "
+            f"{family}: {RANK}={config[RANK]}, but a layer accepts (batch, tokens, dim) or "
             "(batch, dim)",
             hint=f"--set {RANK}=3, or 2 for vectors, whose output is (batch, 1, out)",
         )

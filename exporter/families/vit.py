@@ -260,7 +260,7 @@ def _as_read(settings: Config, read: Config) -> Config:
     if "norm_layer" in same:
         if same["norm_layer"] not in NORM_LAYERS:
             raise FamilyError(
-                f"{NAME}: norm_layer={same['norm_layer']} is not LayerNorm, the only one known",
+                f"{NAME}: norm_layer={same['norm_layer']} is unknown: only LayerNorm is supported",
                 hint="give the eps of a LayerNorm: --set norm_eps=1e-6",
             )
         del same["norm_layer"]
@@ -273,7 +273,7 @@ ASKED = {
     "img_size": Question(224, "the same positions fit several heights and widths"),
     "global_pool": Question("token", "token, avg or '': the keys are the same"),
     "act_layer": ACT_LAYER,
-    "norm_eps": Question(1e-6, "that of every LayerNorm; 1e-5 where norm_layer=nn.LayerNorm"),
+    "norm_eps": Question(1e-6, "the eps of every LayerNorm; 1e-5 if norm_layer=nn.LayerNorm"),
 }
 
 CONSTRUCTOR = Constructor(
@@ -398,13 +398,13 @@ def _no_embed_class(tensors: Tensors, settings: Config, spec: ViT) -> bool:
         (height, width), (patch_h, patch_w) = spec.image, spec.patch
         raise FamilyError(
             f"{NAME}: img_size={height},{width} makes {spec.patches} patches of "
-            f"{patch_h}x{patch_w}, but pos_embed holds {positions} positions",
+            f"{patch_h}x{patch_w}, but pos_embed has {positions} positions",
             hint="give the size that the model was trained for: --set img_size=224 or 224,192",
         )
     wanted = settings.get("no_embed_class")
     if wanted is not None and spec.class_token and bool(wanted) != without:
         raise FamilyError(
-            f"{NAME}: no_embed_class={wanted} was given, but pos_embed holds {positions} positions "
+            f"{NAME}: no_embed_class={wanted} was given, but pos_embed has {positions} positions "
             f"for {spec.patches} patches",
             hint="leave no_embed_class out, or check that this is the right checkpoint",
         )

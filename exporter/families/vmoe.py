@@ -78,7 +78,7 @@ def _config(layer: SoftMoE, _: Tensors, __: Config) -> dict[str, Any]:
 def _check(_: SoftMoE, config: Config) -> tuple[str, ...]:
     if config["noise_std"] and config["deterministic"] is False:
         raise FamilyError(
-            f"{NAME}: deterministic=False adds noise to the router at inference too",
+            f"{NAME}: deterministic=False also adds noise to the router at inference",
             hint="leave it out to export the layer without noise",
         )
     if config["group_size"] is not None:

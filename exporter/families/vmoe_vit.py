@@ -125,7 +125,7 @@ def published(family: str, taken: Collection[str], config: Config) -> dict[str, 
     name = str(model.get("name", MODELS[0])).rpartition(".")[2]
     if name not in MODELS:
         raise FamilyError(
-            f"{family}: the configuration is of a {name}",
+            f"{family}: the configuration is for a {name}",
             hint=f"known models are {' and '.join(MODELS)}",
         )
     options: dict[str, Any] = {}
@@ -224,10 +224,10 @@ CLASSIFIER = Question(
     "gap", "gap is the mean of all tokens, 0 the first of them: the keys are the same"
 )
 POSITION_EMB = Question("sincos2d", "sincos2d or none: neither has parameters")
-IMAGE_SIZE = Question(224, "height and width: no parameter has them")
+IMAGE_SIZE = Question(224, "height and width: no parameter contains them")
 
 
-def tokens_told(tensors: Tensors, read: Config, settings: Config) -> int | None:
+def tokens_of_image(tensors: Tensors, read: Config, settings: Config) -> int | None:
     """Returns the tokens of an image, if a parameter or the configuration determines them."""
     if POSITIONS in tensors:
         return shape_of(SOFT, tensors, POSITIONS, "1, m, d")[1]
@@ -237,7 +237,7 @@ def tokens_told(tensors: Tensors, read: Config, settings: Config) -> int | None:
 
 def _square_side(tensors: Tensors, read: Config, settings: Config) -> int | None:
     """The patches on each side of a square image; None if it need not be square."""
-    tokens = tokens_told(tensors, read, settings)
+    tokens = tokens_of_image(tensors, read, settings)
     patches = 0 if tokens is None else tokens - int("cls" in tensors)
     return math.isqrt(patches) if patches > 0 and math.isqrt(patches) ** 2 == patches else None
 
@@ -534,7 +534,7 @@ def settled(
     if 0 in grid:
         raise FamilyError(f"{family}: image_size={config['image_size']} is smaller than a patch")
     tokens = math.prod(grid) + int("cls" in tensors)
-    expected = tokens_told(tensors, read, settings)
+    expected = tokens_of_image(tensors, read, settings)
     if expected is not None and tokens != expected:
         raise FamilyError(
             f"{family}: image_size={image[0]},{image[1]} makes {tokens} tokens, but "
@@ -573,8 +573,8 @@ def rounding_note(*, rounded: bool) -> str:
             "may change a choice of experts"
         )
     return (
-        "the experts are given float32, where the published code may round their tokens and "
-        "outputs to bfloat16 (dispatch=bfloat16 does so, too)"
+        "the experts get float32, while the published code may round their tokens and "
+        "outputs to bfloat16 (as dispatch=bfloat16 does)"
     )
 
 

@@ -52,7 +52,7 @@ from ...exporter.families.vmoe_vit import (
     rounding_note,
     rounds,
     settled,
-    tokens_told,
+    tokens_of_image,
 )
 from ...graphs.layers.margins import GroupRouter
 from .layers.experts import Experts, ExpertsSpec, ExpertsWeights
@@ -475,7 +475,7 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
         read["ensemble_size"] = first.shape[1]
     if settings.get("capacity_factor") in ("none", "None"):
         settings = {**settings, "capacity_factor": None}
-    questions = _questions(settings, read, tokens_told(tensors, read, settings))
+    questions = _questions(settings, read, tokens_of_image(tensors, read, settings))
     config, grid = settled(NAME, CONSTRUCTOR, tensors, settings, read, questions)
     routing = GroupRouting.of(config, math.prod(grid) + int("cls" in tensors))
     rounded = rounds(NAME, config)

@@ -65,7 +65,7 @@ def test_other_content_is_other_data(tmp_path: Path) -> None:
     [
         ({"a": X, "b": X}, "contains a, b, but no array 'input'"),
         ({"label": np.arange(4)}, "contains label, but no array 'input'"),
-        ({"input": X, "label": np.arange(3)}, "'label' holds 3 labels for the 4 samples"),
+        ({"input": X, "label": np.arange(3)}, "'label' has 3 labels for the 4 samples"),
         ({"input": X, "y": np.eye(4)}, r"'y' has shape \(4, 4\)"),
         ({"input": X, "y": np.array([0, 1, -2, 1])}, "negative label -2 at index 2"),
         (
@@ -74,8 +74,8 @@ def test_other_content_is_other_data(tmp_path: Path) -> None:
         ),
         ({"input": X, "y": np.array(list("abcd"))}, "dtype <U1, but labels are numbers"),
         ({"input": X, "y": np.array([0, 1, np.nan, 1])}, "NaN or infinite"),
-        ({"input": X, "y": np.array([[0, 1], [1, 1], [0, 2], [1, 0]])}, r"holds 2 at index \[2, 1"),
-        ({"input": X, "y": np.array([[-1.0, 1], [1, 1], [1, -1], [1, 1]])}, r"holds -1 at index"),
+        ({"input": X, "y": np.array([[0, 1], [1, 1], [0, 2], [1, 0]])}, r"value 2 at index \[2, 1"),
+        ({"input": X, "y": np.array([[-1.0, 1], [1, 1], [1, -1], [1, 1]])}, r"value -1 at index"),
         ({"input": X[:0]}, "contains no samples"),
         ({"input": X * np.nan}, "NaN"),
     ],

@@ -117,7 +117,7 @@ def test_a_second_benchmark_in_the_same_folder_is_refused_at_once(
     model: Model, digits: Digits, tmp_path: Path
 ) -> None:
     graph = CountingGraph(model)
-    with held(tmp_path), pytest.raises(OutputError, match="another moexport is writing"):
+    with held(tmp_path), pytest.raises(OutputError, match="another moexport process is writing"):
         bench([candidate(model, graph)], digits.test, replace(SETTINGS, out=tmp_path))
     assert not graph.inputs
 

@@ -335,7 +335,7 @@ def test_what_cannot_be_measured_is_refused_first(model: Model, digits: Digits) 
     flat = LabelledData(digits.test.inputs.reshape(360, -1), digits.test.labels)
     with pytest.raises(
         FeedError,
-        match=r"d: input 'input' takes float32 \(batch, 1, 28, 28\), not float32 \(6, 784\)",
+        match=r"d: input 'input' needs float32 \(batch, 1, 28, 28\), not float32 \(6, 784\)",
     ):
         bench([Candidate("d", model)], flat, QUICK)
     assert digits.test.labels is not None

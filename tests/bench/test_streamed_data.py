@@ -58,7 +58,7 @@ def test_other_images_are_other_data(tmp_path: Path) -> None:
 
 
 def test_the_scale_of_pixels_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="weights do not show how the model was trained"):
+    with pytest.raises(UsageError, match="weights do not show how images were scaled"):
         open_labelled(str(images(tmp_path)), SPEC)
     np.savez(tmp_path / "x.npz", input=np.zeros((2, *SPEC.shape[1:]), np.float32))
     with pytest.raises(UsageError, match=r"--pixels unit: .*x\.npz is not a folder of images"):

@@ -160,12 +160,12 @@ FILES = {
     "array.npz": "not a readable .npz file",
     "empty.npz": "contains nothing, but no array 'input'",
     "other.npz": "contains image, mask, label, but no array 'input'",
-    "objects.npz": "objects.npz: holds Python objects (dtype object)",
+    "objects.npz": "objects.npz contains Python objects (dtype object)",
     "scalar.npz": "not an array of inputs",
     "text.npy": "not a readable .npy file",
     "scalar.npy": "not an array of inputs",
     "archive.npy": "not a readable .npy file",
-    "objects.npy": "objects.npy: holds Python objects (dtype object)",
+    "objects.npy": "objects.npy contains Python objects (dtype object)",
     "empty.npy": "the feed contains no inputs",
     "table.csv": "not a readable .npy file",
     "folder": "the folder contains no .npy file",
@@ -192,7 +192,7 @@ def test_a_file_that_is_no_feed_says_so(kind: str, tmp_path: Path) -> None:
         (":x", "no such feed"),
         ("own_broken:x", "cannot be imported (no such dataset)"),
         ("own_feeds:nothing", "the feed contains no inputs"),
-        ("own_feeds:number", "is int, not an iterable"),
+        ("own_feeds:number", "is of type int, not an iterable"),
         ("own_feeds:broken", "the data set is not mounted"),
         ("own_feeds:wrong", "yields a dict without 'input'"),
         ("own_feeds:words", "yields str, not an array of inputs"),
@@ -239,15 +239,15 @@ def test_parity_is_checked_on_the_inputs_that_were_given(tmp_path: Path) -> None
         (
             X[:, :, :31],
             (),
-            "--data: input 'input' takes float32 (batch, tokens, 32), not float32 (6, 5, 31)",
+            "--data: input 'input' needs float32 (batch, tokens, 32), not float32 (6, 5, 31)",
         ),
-        (X[0], (), "takes float32 (batch, tokens, 32), not float32 (5, 32)"),
-        (X, ("--tokens", "7"), "takes float32 (batch, 7, 32), not float32 (6, 5, 32)"),
+        (X[0], (), "needs float32 (batch, tokens, 32), not float32 (5, 32)"),
+        (X, ("--tokens", "7"), "needs float32 (batch, 7, 32), not float32 (6, 5, 32)"),
         (X[:, :0], (), "--data: input 'input' is empty: (6, 0, 32)"),
-        (X, ("--batch", "8"), "--batch 8 needs that many inputs, the feed gives 6"),
-        (np.full_like(X, np.nan), (), "input 'input' holds NaN or Inf"),
-        (np.full_like(X, -np.inf), (), "input 'input' holds NaN or Inf"),
-        (X.astype(np.complex64), (), "holds complex64 (6, 5, 32), not an array of inputs"),
+        (X, ("--batch", "8"), "--batch 8 needs that many inputs, the feed has 6"),
+        (np.full_like(X, np.nan), (), "input 'input' contains NaN or Inf"),
+        (np.full_like(X, -np.inf), (), "input 'input' contains NaN or Inf"),
+        (X.astype(np.complex64), (), "contains complex64 (6, 5, 32), not an array of inputs"),
     ],
 )
 def test_inputs_that_the_model_does_not_take_are_refused(
@@ -285,8 +285,8 @@ def bomb(path: Path, kind: int, copies: int) -> None:
     ("kind", "copies", "said"),
     [
         pytest.param(zipfile.ZIP_DEFLATED, 100, "would unpack to", id="overlapping"),
-        pytest.param(zipfile.ZIP_BZIP2, 1, "compressed as NumPy does not", id="bzip2"),
-        pytest.param(zipfile.ZIP_LZMA, 1, "compressed as NumPy does not", id="lzma"),
+        pytest.param(zipfile.ZIP_BZIP2, 1, "NumPy cannot compress like", id="bzip2"),
+        pytest.param(zipfile.ZIP_LZMA, 1, "NumPy cannot compress like", id="lzma"),
     ],
 )
 def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused_unread(
@@ -343,7 +343,7 @@ def test_a_header_that_nests_too_deep_is_no_lack_of_memory(tmp_path: Path) -> No
     header = b"-" * 7000 + b"1\n"
     path = tmp_path / "x.npy"
     path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
-    with pytest.raises(FeedError, match="its header nests too deep"):
+    with pytest.raises(FeedError, match="its header is nested too deeply"):
         list(batches(path, "input"))
 
 
@@ -375,8 +375,8 @@ def test_a_tensor_is_a_batch_and_not_a_row_each() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "a dict of nothing, without 'input'"),
-        ({"a": X, "b": X}, "a dict of a, b, without 'input'"),
+        ({}, "the dict has no items, but no 'input'"),
+        ({"a": X, "b": X}, "the dict has a, b, but no 'input'"),
         ({"input": "words"}, "not an array of inputs"),
         ({"input": X, "label": np.zeros(5, int)}, "'label'"),
     ],

@@ -171,7 +171,7 @@ REFUSED = {
         "--opset 12": "--opset 12: opsets 20 to 23 are supported",
         "--family soft-moe-vitt": "unknown family 'soft-moe-vitt'",
         "--config broken.json": "broken.json: not valid JSON",
-        "--config list.json": "list.json: holds a list, not keys and values",
+        "--config list.json": "list.json contains a list, not keys and values",
         "--config notes.txt": "notes.txt: configuration is read from .json, .yaml or .toml",
         "--data broken.npz": "broken.npz: not a readable .npz file",
         "--data folder": "folder: the folder contains no .npy file",
@@ -185,14 +185,14 @@ REFUSED = {
     "inspect": {
         "--family mumo": "unknown family 'mumo'",
         "--tokens 0": "--tokens 0: at least 1",
-        "--config list.json": "list.json: holds a list",
+        "--config list.json": "list.json contains a list",
     },
     "calibrate": {
         "--k 1.0": "--k 1.0: one expert, or all of them?",
-        "--k input": "--k input: ranges are those of the experts that are kept",
+        "--k input": "--k input: ranges depend on the experts that are kept",
         "--samples 0": "--samples 0: at least 1",
         "--batch 0": "--batch 0: at least 1",
-        "--method mse --percentile 99": "--percentile 99: the method is mse",
+        "--method mse --percentile 99": "--percentile 99: the method mse has",
         "--percentile 3": "--percentile 3: a share above 50",
     },
     "bench": {

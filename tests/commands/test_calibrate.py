@@ -109,12 +109,12 @@ def test_force_replaces_it(table: Path, feed: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--method", "minmax", "--percentile", "99"), "the method is minmax, which has none"),
+        (("--method", "minmax", "--percentile", "99"), "the method minmax has no percentile"),
         (("--percentile", "0.99"), "a share above 50 and up to 100"),
         (("--samples", "0"), "--samples 0: at least 1"),
         (("--batch", "0"), "--batch 0: at least 1"),
         (("--k", "99"), "has 4 experts"),
-        (("--k", "input"), "--k input: ranges are those of the experts that are kept"),
+        (("--k", "input"), "--k input: ranges depend on the experts that are kept"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(
@@ -133,7 +133,7 @@ def test_an_export_takes_a_table_of_as_many_experts_or_more(table: Path) -> None
         assert made is not None
         assert made.origin.k == {"layer": 2}
     for k in ("3", "n", "input"):
-        with pytest.raises(CalibrationError, match="observed with k = 2 and the export keeps"):
+        with pytest.raises(CalibrationError, match="observed with k = 2, but the export keeps"):
             export_job(model, int8(k), calibration=table)
 
 

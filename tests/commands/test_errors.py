@@ -211,7 +211,7 @@ def run_layer(bundle: Path, folder: Path, *options: str, x: object = None) -> Ou
 
 def test_run_asks_for_k_where_it_is_an_input(k_input: Path, tmp_path: Path) -> None:
     outcome = run_layer(k_input, tmp_path)
-    assert_refused(outcome, "takes k as an input, but no k was given", "pass --k K")
+    assert_refused(outcome, "k is an input of this graph, but no k was given", "add --k K")
 
 
 @pytest.mark.parametrize("k", ["0", "-1", "5"])
@@ -252,8 +252,8 @@ def test_run_lists_the_graphs_there_are(exported: Path, tmp_path: Path) -> None:
             np.zeros((1, 3, 32, 32), np.complex64),
             "complex64 (1, 3, 32, 32), not an array",
         ),
-        (np.array(["a"]), "holds str32 (1,), not an array of inputs"),
-        (np.float32(3), "holds float32 (), not an array of inputs"),
+        (np.array(["a"]), "contains str32 (1,), not an array of inputs"),
+        (np.float32(3), "contains float32 (), not an array of inputs"),
     ],
 )
 def test_run_refuses_inputs_that_do_not_fit(

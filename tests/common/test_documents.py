@@ -44,7 +44,7 @@ HOSTILE = [
     pytest.param("yaml", MERGES, "anchors and aliases", id="nested merges"),
     pytest.param("yaml", ALIASES, "anchors and aliases", id="aliases"),
     pytest.param("yaml", "a: {<<: {b: 1}}", "merges", id="a merge"),
-    pytest.param("yaml", "[" * 5000, "nest deeper", id="deep YAML"),
+    pytest.param("yaml", "[" * 5000, "nested deeper", id="deep YAML"),
     pytest.param("yaml", 'a: !!int ""', "tags", id="an empty number"),
     pytest.param("yaml", f"a: {':'.join(['59'] * 100_000)}", "digits", id="base 60"),
     pytest.param("yaml", f"a: {':'.join(['59'] * 300)}.5", "YAML", id="float of base 60"),
@@ -56,7 +56,7 @@ HOSTILE = [
     ),
     pytest.param("toml", f"[{' . '.join(['a'] * 9000)}]", "parts", id="a dotted table"),
     pytest.param("toml", "a = " + "[" * 5000 + "]" * 5000, "TOML", id="deep TOML"),
-    pytest.param("json", '{"a":' * 500 + "1" + "}" * 500, "nest deeper", id="deep JSON"),
+    pytest.param("json", '{"a":' * 500 + "1" + "}" * 500, "nested deeper", id="deep JSON"),
     pytest.param("json", f'{{"a": {"9" * 400}}}', "64 bits", id="a huge number of JSON"),
     pytest.param("json", f'{{"a": {"9" * 5000}}}', "JSON", id="a number that Python refuses"),
 ]

@@ -263,7 +263,7 @@ def test_a_second_command_with_the_same_folder_is_refused_at_once(tmp_path: Path
     with subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline()
-        with pytest.raises(OutputError, match="results: another moexport is writing"), held(folder):
+        with pytest.raises(OutputError, match="results: another moexport process"), held(folder):
             pass
         assert process.poll() is None  # it was not waited for
         process.kill()

@@ -117,12 +117,12 @@ def test_other_numbers_of_idx_files_are_read(kind: int, dtype: str, tmp_path: Pa
         (
             "train-labels-idx1-ubyte",
             lambda _: idx(LABELS[:19]),
-            r"train-labels-idx1-ubyte holds 19 labels for the 20 samples of .*train-images",
+            r"train-labels-idx1-ubyte has 19 labels for the 20 samples of .*train-images",
         ),
         (
             "train-labels-idx1-ubyte",
             lambda _: idx(np.full(20, 11, np.uint8)),
-            r"holds 20 labels outside 0..9; the first is 11 at index 0",
+            r"has 20 labels outside 0..9; the first is 11 at index 0",
         ),
         (
             "train-labels-idx1-ubyte",
@@ -168,7 +168,7 @@ def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
         ),
         ({"x_train": IMAGES.astype(str)}, r"'x_train' has dtype <U\d+, but pixels are numbers"),
         ({"x_test": IMAGES[:0], "y_test": LABELS[:0]}, r"'x_test' has shape \(0, 28, 28\)"),
-        ({"y_test": LABELS[20:] + 0.5}, r"'y_test' holds labels that are not whole numbers"),
+        ({"y_test": LABELS[20:] + 0.5}, r"'y_test' has labels that are not whole numbers"),
     ],
 )
 def test_arrays_that_are_no_mnist_are_refused(

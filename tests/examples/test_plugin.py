@@ -117,8 +117,8 @@ def test_what_it_does_not_do_is_said(site: Path, inputs: Path) -> None:
     reference = ("run", "out", "-i", "x.npz", "-o", "z.npz", "--engine", "onnx-reference")
     done = run(*reference, "--provider", "cuda")
     assert done.returncode == 2
-    assert "--provider: it is ONNX Runtime's, and ONNX's reference runs it" in done.stderr
-    assert "--cache: it is OpenVINO's" in run(*reference, "--cache", "kept").stderr
+    assert "--provider: it belongs to ONNX Runtime, but ONNX's reference runs it" in done.stderr
+    assert "--cache: it belongs to OpenVINO" in run(*reference, "--cache", "kept").stderr
     model = str(DATA / "mumoe_cp" / "weights.pt")
     settings = ("--set", "act=entmax15", "--set", "rest=default")
     done = run("export", model, "-o", "none", "--lowering", "in-turn", *settings)

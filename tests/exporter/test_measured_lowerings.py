@@ -179,7 +179,7 @@ def test_a_layer_with_one_lowering_is_not_timed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why", "advice"),
     [
-        (("--target", "tensorrt"), "and this target runs engines", "moexport bench BUNDLE"),
+        (("--target", "tensorrt"), "but this target runs engines", "moexport bench BUNDLE"),
         (("--target", "tensorrt-rtx"), "runs engines", "--lowering gather,conditional"),
         (("--precision", "bf16"), "no BF16 kernels", "another --precision"),
     ],

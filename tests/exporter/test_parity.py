@@ -295,7 +295,7 @@ def test_all_inputs_that_were_given_are_compared_and_the_first_are_kept(
             ("--data", __file__, "--verify-samples", "9", "--no-verify"),
             "with --no-verify: nothing will be compared",
         ),
-        (("--verify-samples", "9"), "it counts inputs of a feed, and there is none"),
+        (("--verify-samples", "9"), "it counts inputs of a feed, but there is none"),
     ],
 )
 def test_a_number_of_inputs_that_means_nothing_is_refused(

@@ -123,7 +123,7 @@ def test_a_text_longer_than_the_positions_is_refused(tmp_path: Path) -> None:
     case = read_case("mumoe_gpt2_cp")
     refused = export(case, tmp_path, "--tokens", "1:16:64")
     assert refused.code == 2
-    assert "the model takes at most 32" in refused.error
+    assert "the model accepts at most 32" in refused.error
     assert export(case, tmp_path).code == 0
     np.savez(tmp_path / "long.npz", input_ids=np.zeros((1, 33), dtype=np.int64))
     ran = run("run", tmp_path / "out", "-i", tmp_path / "long.npz", "-o", tmp_path / "y.npz")
@@ -134,7 +134,7 @@ def test_a_text_longer_than_the_positions_is_refused(tmp_path: Path) -> None:
         np.savez(tmp_path / "ids.npz", input_ids=ids)
         ran = run("run", tmp_path / "out", "-i", tmp_path / "ids.npz", "-o", tmp_path / "y.npz")
         assert ran.code == 1
-        expected = f"input 'input_ids' holds {wrong}, but the model takes values from 0 to 95"
+        expected = f"input 'input_ids' contains {wrong}, but the model accepts only 0 to 95"
         assert ran.error == expected
     assert not (tmp_path / "y.npz").exists()
 

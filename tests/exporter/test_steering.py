@@ -137,7 +137,7 @@ def test_a_steered_bundle_is_measured_beside_the_untouched_model(tmp_path: Path)
     [
         ("head:3", "--steer head:3: the model has no MoE layer head", "layers: layer", CP),
         ("layer:32", "--steer layer:32: layer layer has 32 experts", "use 0 to 31", CP),
-        ("layer:3", "layer layer has 2 levels of experts", "say which", TWO_LEVELS),
+        ("layer:3", "layer layer has 2 levels of experts", "name the level", TWO_LEVELS),
         ("layer:3.0", "has no level 3", "1 has 16, 2 has 4", TWO_LEVELS),
         ("layer", "--steer layer: names no expert", "LAYER:EXPERT:STRENGTH", CP),
         ("layer:3:nan", "a strength of nan is not finite", "cluster centre", CP),

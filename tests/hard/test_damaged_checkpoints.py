@@ -313,7 +313,7 @@ def test_shards_that_are_small_alone_are_counted_together(tmp_path: Path) -> Non
         (tmp_path / name).hardlink_to(first)
     index = {"weight_map": {f"w{i}" if i else "w": name for i, name in enumerate(names)}}
     (tmp_path / "model.npz.index.json").write_text(json.dumps(index))
-    with pytest.raises(MoexportError, match=r"40 shards: .* bytes that would unpack to"):
+    with pytest.raises(MoexportError, match=r"40 shards: its .* bytes would unpack to"):
         load(tmp_path / "model.npz.index.json")
 
 

@@ -85,7 +85,7 @@ def test_numbers_of_shards_that_nobody_has_are_refused(tmp_path: Path) -> None:
     pattern = "s-{0.." + "9" * 5000 + "}.tar"
     outcome = run(*EXPORT, "--data", pattern, "-o", tmp_path / "out")
     assert outcome.code == 1
-    assert outcome.error.endswith("numbers of shards have up to 18 digits")
+    assert outcome.error.endswith("shard numbers have at most 18 digits")
     assert len(outcome.error) < 200
 
 

@@ -180,7 +180,7 @@ def test_a_library_that_holds_pythons_lock_is_ended_from_outside(
     err, took = sent_to(process, signal.SIGTERM, signals)
     assert process.returncode == 130
     assert took > grace_s if signals == 1 else took < grace_s  # the second signal does not wait
-    assert err == "error: interrupted while a library computed\n"
+    assert err == "error: interrupted while a library was computing\n"
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 

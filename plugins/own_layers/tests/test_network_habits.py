@@ -174,7 +174,7 @@ def test_a_layer_that_changes_its_input_is_right_where_nobody_else_uses_that() -
     ("given", "code", "error", "hint"),
     [
         ("does=autocast", 1, "bfloat16 under torch.autocast", "leave autocast out"),
-        ("does=call twice", 1, "the layer mix is called 2 times", "a layer of its own"),
+        ("does=call twice", 1, "the layer mix is called 2 times", "its own layer"),
         ("does=return a text", 1, "its output 'classes' is a str", "return only tensors"),
         ("does=count the batch", 1, ": x = x.reshape(len(x), 6, 3))", "x.shape[0]"),
         ("does=name a number", 1, ": x = x.reshape(int(x.shape[0]), 6, 3))", "no int(…)"),

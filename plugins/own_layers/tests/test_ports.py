@@ -145,7 +145,7 @@ def test_what_is_not_served_is_refused_by_its_name(factory: str, error: str, hin
         ("median", "the operator aten.median.dim has no form in ONNX", "other operators"),
         ("distances", "_cdist_forward.default has no form in ONNX", "other operators"),
         ("branch", "depends on the values of its inputs (own_net.py", "torch.where"),
-        ("unused", "no output of the network depends on its MoE layers (mix", "return what is"),
+        ("unused", "no output of the network depends on its MoE layers (mix", "return a result"),
     ],
 )
 def test_a_network_that_cannot_be_traced_says_which_part(does: str, error: str, hint: str) -> None:
@@ -268,7 +268,7 @@ def test_numbers_that_an_input_cannot_hold_are_refused() -> None:
     assert run("export", "ports_net:net", *ADAPTER, *given).code == 0
     np.savez("x.npz", input=np.full((2, 6, 12), 300))
     outcome = run("run", "out", "-i", "x.npz", "-o", "y.npz")
-    assert "'input' holds 300, but uint8 goes from 0 to 255" in outcome.error
+    assert "'input' contains 300, but uint8 has 0 to 255" in outcome.error
     assert not Path("y.npz").exists()
 
 

@@ -407,7 +407,7 @@ def test_nan_in_a_networks_own_parameters_is_named(tmp_path: Path) -> None:
     code = "from mynet import *\ndef diverged():\n    network = Tokens()\n"
     code += "    network.head.weight.data[0, 0] = float('nan')\n    return network\n"
     (tmp_path / "diverged.py").write_text(code)
-    with pytest.raises(CheckpointError, match=r"diverged:diverged: head\.weight holds NaN"):
+    with pytest.raises(CheckpointError, match=r"diverged:diverged: head\.weight contains NaN"):
         load("diverged:diverged", config=SHAPE)
     del sys.modules["diverged"]
 

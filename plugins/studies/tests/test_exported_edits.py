@@ -281,13 +281,13 @@ def test_a_rewrite_file_that_is_not_there(tmp_path: Path) -> None:
         ({"output": 10}, "layer layer: the layer has 10 outputs", "use 0 to 9", TWO_LEVELS),
         (
             {"coefficients": [0.5] * 16},
-            "16 coefficients, and the layer has 16 and 4",
+            "16 coefficients, but the layer has 16 and 4",
             "specialise",
             TWO_LEVELS,
         ),
         (
             {"coefficients": [[0.5] * 15, [0.5] * 4]},
-            "15 and 4 coefficients, and the layer has 16 and 4 experts",
+            "15 and 4 coefficients, but the layer has 16 and 4 experts",
             "one list per level",
             TWO_LEVELS,
         ),

@@ -241,7 +241,7 @@ def test_what_cannot_be_a_language_models_data_is_refused(model: Model, tmp_path
     deep = b"-" * 7000 + b"1\n"
     head = b"\x93NUMPY\x01\x00" + len(deep).to_bytes(2, "little")
     (tmp_path / "deep.npy").write_bytes(head + deep)
-    with pytest.raises(FeedError, match="its header nests too deep"):
+    with pytest.raises(FeedError, match="its header is nested too deeply"):
         token_windows(tmp_path / "deep.npy", model, PROMPT)
     for number, array in enumerate((np.array(3), np.array("text"), np.array([None]))):
         np.save(tmp_path / f"{number}.npy", array)
@@ -253,7 +253,7 @@ def test_what_cannot_be_a_language_models_data_is_refused(model: Model, tmp_path
         token_windows(tmp_path / "long.txt", model, PROMPT)
     with pytest.raises(FeedError, match="no such file"):
         token_windows(tmp_path / "none.txt", model, PROMPT)
-    with pytest.raises(FeedError, match="values from 0 to 299"):
+    with pytest.raises(FeedError, match="only 0 to 299"):
         token_windows(np.full(100, 300), model, PROMPT)
     assert prompt_of(model, None) == 63
     with pytest.raises(UsageError, match="--tokens 64: the model has 64 positions"):

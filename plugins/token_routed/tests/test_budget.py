@@ -92,5 +92,5 @@ def test_a_configuration_that_is_a_list_or_too_deep_is_named(folder: Path, tmp_p
     place = changed(folder, tmp_path)
     deep = '{"model_type": "mixtral", "a": ' + "[" * 90 + "]" * 90 + "}"
     (place / "config.json").write_text(deep)
-    with pytest.raises(CheckpointError, match="nest deeper"):
+    with pytest.raises(CheckpointError, match="nested deeper"):
         load(place)

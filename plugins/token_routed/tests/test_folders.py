@@ -365,13 +365,13 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "beyond float32": (
         lambda w: {**w, "model.norm.weight": torch.full((32,), 1e300, dtype=torch.float64)},
-        ("model.norm.weight holds numbers that are infinite in float32",),
+        ("model.norm.weight contains numbers that are infinite in float32",),
     ),
-    "nan": (_nan(f"{Q}.weight"), (f"{Q}.weight holds NaN",)),
-    "nan in a rare expert": (_nan(f"{EXPERT}w2.weight"), (f"{EXPERT}w2.weight holds NaN",)),
+    "nan": (_nan(f"{Q}.weight"), (f"{Q}.weight contains NaN",)),
+    "nan in a rare expert": (_nan(f"{EXPERT}w2.weight"), (f"{EXPERT}w2.weight contains NaN",)),
     "nan in a scale": (
         lambda w: _packed(w, weight_scale=torch.tensor(float("nan"))),
-        (f"{Q}.weight_scale holds NaN",),
+        (f"{Q}.weight_scale contains NaN",),
     ),
 }
 
@@ -581,7 +581,7 @@ def test_the_command_line_names_a_key_and_leaves_nothing(mixtral: Path, tmp_path
     folder = changed(mixtral, tmp_path / "odd", _nan(f"{EXPERT}w2.weight"))
     outcome = run("export", folder, "-o", tmp_path / "out")
     assert outcome.code == 1
-    assert f"{EXPERT}w2.weight holds NaN" in outcome.error
+    assert f"{EXPERT}w2.weight contains NaN" in outcome.error
     assert not (tmp_path / "out").exists()
 
 

@@ -112,7 +112,7 @@ def test_a_graph_of_whole_groups_is_the_authors(name: str, lowering: str, tmp_pa
     for batch in (4, 16):
         y = session(case.x(batch))
         assert apart(as_rows(case, y), case.io[f"y_nobf16_b{batch}"]) < CLOSE
-    with pytest.raises(FeedError, match="5 inputs, but 4 are computed together"):
+    with pytest.raises(FeedError, match="5 inputs, but the model computes 4 together"):
         session(case.x(5))
     assert all(check.passed for check in bundle.verify())
 

@@ -321,7 +321,7 @@ def test_constants_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoin
         recipe.edits.with_substitutes({name: np.zeros((1, 1, 1), np.float32)}),
         recipe.edits.with_substitutes({name: whole.astype(np.float16)}),
     ):
-        with pytest.raises(UsageError, match=r"the numbers that take the places of experts are"):
+        with pytest.raises(UsageError, match=r"the numbers that replace experts are"):
             edited(model, edits)
 
 
@@ -393,7 +393,7 @@ def test_a_second_search_in_the_same_folder_is_refused_at_once(
     report = tmp_path / "report"
     with held(report):
         error = refused(model, few(digits, 60), tmp_path, report=report, keep="97%")
-    assert str(error).startswith(f"{report}: another moexport is writing")
+    assert str(error).startswith(f"{report}: another moexport process is writing")
 
 
 def test_a_second_search_for_the_same_bundle_is_refused_at_once(
@@ -402,7 +402,7 @@ def test_a_second_search_for_the_same_bundle_is_refused_at_once(
     out = tmp_path / "out"
     with held_place(out):
         error = refused(model, few(digits, 60), tmp_path, keep="97%")
-    assert str(error).startswith(f"{out}: another moexport is writing")
+    assert str(error).startswith(f"{out}: another moexport process is writing")
     assert [*tmp_path.iterdir()] == []
 
 

@@ -44,7 +44,7 @@ def test_what_is_timed_is_the_runtimes_own_call(exported: Path, images: np.ndarr
     (bare,) = call()
     np.testing.assert_array_equal(bare, runner.infer(images))
     # The inputs were checked when the call was prepared.
-    with pytest.raises(FeedError, match="takes float32"):
+    with pytest.raises(FeedError, match="needs float32"):
         runner.bound(images[0])
     timed = TimedRunner(loader(exported), [images])
     timed(0)

@@ -325,7 +325,7 @@ def test_tensors_give_tensors_on_the_cpu(bundle: moexport.Bundle) -> None:
 
 def test_a_tensor_of_another_device_is_refused(bundle: moexport.Bundle) -> None:
     session = bundle.session(provider="cpu")
-    with pytest.raises(FeedError, match="lies on meta, and the session on cpu") as caught:
+    with pytest.raises(FeedError, match="is on meta, but the session is on cpu") as caught:
         session(torch.empty(2, 5, 32, device="meta"), 2)
     assert caught.value.hint == "move it: x.to('cpu')"
     with pytest.raises(FeedError, match="float32"):

@@ -36,18 +36,18 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"engine": "onnxruntime", "device": "gpu"}, "--device: it is OpenVINO's"),
+        ({"engine": "onnxruntime", "device": "gpu"}, "--device: it belongs to OpenVINO"),
         (
             {"engine": "openvino", "provider": "cuda"},
-            "--provider: it is ONNX Runtime's, and OpenVINO runs it",
+            "--provider: it belongs to ONNX Runtime, but OpenVINO runs it",
         ),
         (
             {"engine": "tensorrt", "cache": "kept"},
-            "--cache: it is OpenVINO's, and tensorrt runs the engine",
+            "--cache: it belongs to OpenVINO, but tensorrt runs the engine",
         ),
         (
             {"engine": "tensorrt", "threads": 2},
-            "--threads: it is ONNX Runtime's, and tensorrt runs the engine",
+            "--threads: it belongs to ONNX Runtime, but tensorrt runs the engine",
         ),
     ],
 )

@@ -105,7 +105,9 @@ def test_without_a_config_no_plugin_is_asked(theirs: Path) -> None:
 
 @pytest.mark.plugins
 def test_a_source_that_two_plugins_take_is_an_error_that_names_both(theirs: Path) -> None:
-    with pytest.raises(PluginError, match="theirs:network: the plugins factory and mine all load"):
+    with pytest.raises(
+        PluginError, match="theirs:network: several plugins load it: factory and mine"
+    ):
         moexport.load("theirs:network")
 
 

@@ -357,7 +357,7 @@ def test_a_file_that_may_not_be_read_is_named(
 def test_an_npz_with_pickled_objects_is_refused_unread(tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     np.savez(tmp_path / "m.npz", w=np.array([RunsCode(proof)], dtype=object))
-    assert_refused(tmp_path / "m.npz", "holds Python objects", "never loaded")
+    assert_refused(tmp_path / "m.npz", "contains Python objects", "never loaded")
     assert not proof.exists()
 
 

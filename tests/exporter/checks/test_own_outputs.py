@@ -231,7 +231,7 @@ def test_recorded_outputs_of_published_code_are_the_rebuilt_model_s(name: str) -
         (lambda y: np.exp(y) / np.exp(y).sum(axis=1, keepdims=True), "softmax"),
         (lambda y: y[:, :5], "are ('batch', 5)"),
         (lambda y: y.argmax(axis=1), "before any argmax"),
-        (lambda y: y[:-1], "the outputs of 59 inputs"),
+        (lambda y: y[:-1], "outputs for 59 inputs"),
         (lambda y: np.where(y == y.max(), np.nan, y), "NaN or Inf"),
     ],
 )
@@ -276,7 +276,7 @@ def test_labels_that_are_no_classes_are_told_of_and_those_of_another_length_refu
     np.savez(wide, input=x, label=np.array([0, 1, 2, 3, 300]))
     place = tmp_path / "out"
     refused = run("export", weights, "-o", place, "--data", few)
-    assert "array 'label' holds 4 labels for the 5 samples" in refused.error
+    assert "array 'label' has 4 labels for the 5 samples" in refused.error
     assert not place.exists()
     words = "the labels of --data are neither classes nor attributes of this model's output"
     assert words in run("export", weights, "-o", place, "--data", wide).err
@@ -284,4 +284,4 @@ def test_labels_that_are_no_classes_are_told_of_and_those_of_another_length_refu
     assert checked.code == 0
     (line,) = [line for line in checked.out.splitlines() if "accuracy of" in line]
     assert line.startswith(f"noted   accuracy of model.onnx: {words}")
-    assert "array 'label' holds 4 labels" in run("verify", place, "--data", few).error
+    assert "array 'label' has 4 labels" in run("verify", place, "--data", few).error

@@ -104,7 +104,7 @@ def test_a_cache_longer_than_the_positions_is_refused(bundle: Bundle) -> None:
     names = [each.name for each in bundle.manifest.inputs[1:]]
     feed: dict[str, np.ndarray] = dict.fromkeys(names, full)
     feed["input_ids"] = np.zeros((1, 1), np.int64)
-    with pytest.raises(FeedError, match="holds 224 tokens and 1 more are given"):
+    with pytest.raises(FeedError, match="has 224 tokens and 1 more are given"):
         session.run(feed)
     shorter = {name: array[:, :, 1:] for name, array in feed.items() if array.ndim == 4}
     assert session.run(feed | shorter)["logits"].shape == (1, 1, 40)

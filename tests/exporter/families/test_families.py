@@ -310,7 +310,7 @@ def test_every_family_accepts_the_published_defaults_for_the_rest(case: str) -> 
     assert (
         load(recorded.weights, config={**asked, "rest": "default"}, values=False).config == config
     )
-    with pytest.raises(FamilyError, match="rest=other is not a choice"):
+    with pytest.raises(FamilyError, match="rest=other is not valid"):
         load(recorded.weights, config={**asked, "rest": "other"}, values=False)
 
 

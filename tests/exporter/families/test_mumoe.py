@@ -85,7 +85,7 @@ BROKEN: list[tuple[str, State, str]] = [
     (
         "mumoe_tr",
         {"bn.0.running_var": torch.linspace(-0.5, 1, 32)},
-        "bn.0.running_var holds the negative variance -0.5",
+        "bn.0.running_var contains the negative variance -0.5",
     ),
 ]
 
@@ -136,7 +136,7 @@ def test_a_layer_that_is_wider_than_its_network_is_refused(
     state = state_of(name)
     last = max(key for key in state if key.startswith(f"{layer}.MuMoE2.factors."))
     state[last] = torch.cat((state[last], state[last][:1]))
-    words = f"{layer}: a layer from {width} to {width + 1}, but the network is {width} wide"
+    words = f"{layer}: the layer maps {width} to {width + 1}, but the network is {width} wide"
     with pytest.raises(CheckpointError, match=words):
         load(saved(tmp_path, state), config=read_case(name).config)
 

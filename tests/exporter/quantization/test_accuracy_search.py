@@ -233,7 +233,7 @@ def test_a_table_does_not_replace_the_inputs(tmp_path: Path) -> None:
     assert run("calibrate", LAYER, "--data", feed(tmp_path), "-o", table).code == 0
     outcome = export(tmp_path, "--calibration", table, "--min-retention", "0.9")
     assert outcome.code == 2
-    assert "it is measured on real inputs, and there are none" in outcome.error
+    assert "it is measured on real inputs, but there are none" in outcome.error
     np.savez(tmp_path / "empty.npz", input=np.empty((0, 5, 32), np.float32))
     options = ("--calibration", table, "--min-retention", "0.9", "--no-verify")
     outcome = export(tmp_path, *options, "--data", tmp_path / "empty.npz")
@@ -245,7 +245,7 @@ def test_a_table_does_not_replace_the_inputs(tmp_path: Path) -> None:
     ("labels", "message"),
     [
         (np.full(INPUTS, 7), r"16 labels outside 0\.\.4; the first is 7 at index 0"),
-        (np.zeros(INPUTS - 1, int), "holds 299 labels for the 300 samples"),
+        (np.zeros(INPUTS - 1, int), "has 299 labels for the 300 samples"),
         ((classes(network(1.0), X) + 1) % CLASSES, "FP32 predicts none of 300 labels"),
     ],
     ids=["other classes", "too few", "none right"],

@@ -131,7 +131,9 @@ def test_a_lowering_that_needs_all_matrices_at_once_is_refused(
 
 
 def test_a_model_of_which_no_layer_can_have_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MoexportError, match=r"no layer can .* experts.w2 has 40 rows") as told:
+    with pytest.raises(
+        MoexportError, match=r"no layer supports it: .* experts.w2 has 40 rows"
+    ) as told:
         exported(tmp_path, "ort-cpu", "grouped", hidden=40)
     assert "--precision int8" in str(told.value.hint)
     assert not (tmp_path / "out").exists()
@@ -141,7 +143,7 @@ def test_mumoe_layers_are_refused_with_the_reason(tmp_path: Path) -> None:
     case = read_case("mumoe_gpt2_cp")
     options = ("--precision", "int4", "--target", "ort-cpu", "--set", "rest=default")
     outcome = run("export", case.weights, "-o", tmp_path / "out", *options)
-    assert outcome.code != 0 and "--precision int4 does not serve this layer" in outcome.error
+    assert outcome.code != 0 and "--precision int4 does not support this layer" in outcome.error
     assert not (tmp_path / "out").exists()
 
 

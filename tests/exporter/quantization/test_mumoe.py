@@ -144,8 +144,8 @@ def test_edits_are_those_of_fp32(form: Form, tmp_path: Path) -> None:
 def test_an_unfactorised_layer_is_refused_unless_it_stays_in_floats(tmp_path: Path) -> None:
     outcome = exported_layer(spec_of("full", (6,)), tmp_path, *INT8, "--target", "ort-cpu")
     assert outcome.code == 1
-    assert "layer layer: --precision int8 does not serve this layer" in outcome.error
-    assert "is held whole" in outcome.error
+    assert "layer layer: --precision int8 does not support this layer" in outcome.error
+    assert "is not factorised" in outcome.error
     assert not (tmp_path / "out").exists()
     bundle = moexport.export(
         moexport.load(tmp_path / "layer.pt", config={"act": "entmax15"}),

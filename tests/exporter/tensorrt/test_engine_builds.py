@@ -480,8 +480,8 @@ def test_a_bundle_without_that_engine_says_how_to_build_it(with_engine: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--engine=tensorrt-rtx", "--provider=cuda"), "--provider: it is ONNX Runtime's"),
-        (("--engine=tensorrt-rtx", "--threads=2"), "--threads: it is ONNX Runtime's"),
+        (("--engine=tensorrt-rtx", "--provider=cuda"), "--provider: it belongs to ONNX Runtime"),
+        (("--engine=tensorrt-rtx", "--threads=2"), "--threads: it belongs to ONNX Runtime"),
         (("--trust-engine",), "--trust-engine: no engine is loaded"),
     ],
 )

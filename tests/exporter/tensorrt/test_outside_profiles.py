@@ -54,7 +54,7 @@ LISTED = "(input 1:2:4×4:8:16×24, k 2:2:3; input 8×5×24, k 4)"
         ((8, 5, 24), "2", 2, f"k = 2: outside the engine's profile {LISTED}", "--profile k="),
         ((2, 8, 24), "6", 2, f"k = 6: outside the engine's profile {LISTED}", "--profile k="),
         ((2, 8, 24), "7", 2, "--k 7: the model has 6 experts", "1 ≤ k ≤ 6"),
-        ((2, 8, 24), None, 2, "this engine takes k as an input, but no k was given", "pass --k K"),
+        ((2, 8, 24), None, 2, "k is an input of this engine, but no k was given", "add --k K"),
         (
             (2, 8, 23),
             "2",
@@ -62,7 +62,7 @@ LISTED = "(input 1:2:4×4:8:16×24, k 2:2:3; input 8×5×24, k 4)"
             "(batch, tokens, 24), not float32 (2, 8, 23)",
             "`moexport inspect` shows what a model takes",
         ),
-        ((2, 0, 24), "2", 1, "input 'input' is empty: (2, 0, 24)", "its axis tokens is 1 at least"),
+        ((2, 0, 24), "2", 1, "input 'input' is empty: (2, 0, 24)", "its axis tokens is at least 1"),
     ],
 )
 def test_a_run_outside_the_profiles_is_refused_before_the_engine_is_looked_at(

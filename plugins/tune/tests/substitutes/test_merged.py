@@ -199,10 +199,10 @@ def test_numbers_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoint:
     layer = name.rpartition(":")[0]
     with_more = {**constants, f"{layer}:2": constants[name]}
     for wrong, said in (
-        ({}, "are not there"),
+        ({}, "are missing"),
         ({**constants, name: constants[name][:-1]}, "not float32"),
         ({**constants, name: np.full_like(constants[name], np.nan)}, "not all finite"),
-        (with_more, "3 matrices, and it has 2 tensors"),
+        (with_more, "3 matrices, but it has 2 tensors"),
         ({**constants, "head": constants[name]}, "that layer keeps all"),
     ):
         with pytest.raises(UsageError, match=said) as caught:
