@@ -69,7 +69,7 @@ def plan_engines(
     ]
     if not records:
         known = ", ".join(record.file for record in manifest.graphs)
-        raise UsageError(f"the bundle contains no graph '{graph}'", hint=f"it contains {known}")
+        raise UsageError(f"the bundle has no graph '{graph}'", hint=f"it has {known}")
     defaults = exported_ranges(manifest) | dict(ranges or {})
     port = manifest.inputs[0]
     experts = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None

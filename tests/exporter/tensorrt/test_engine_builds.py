@@ -196,7 +196,7 @@ def test_a_dry_run_says_what_would_be_built(bundle: Path) -> None:
         (("--compute-capability", "current,8.9"), "current stands alone", "name capabilities"),
         (("--profile", "rows=1"), "--profile rows=1: expected AXIS", "axes: batch, tokens"),
         (("--profile", "k=1:2:7"), "--profile k=1:2:7: k is at most 6", "covers every k"),
-        (("--graph", "dense"), "contains no graph 'dense'", "it contains model.onnx"),
+        (("--graph", "dense"), "has no graph 'dense'", "it has model.onnx"),
         (("--profile", "batch=1", "--profile", "batch=1"), "two are the same", "give each once"),
         (
             ("--batch", "1:2:4", "--profile", "batch=1"),
