@@ -252,9 +252,9 @@ def test_where_nothing_was_compared_no_difference_is_told(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a: a.update(x=a["x"][:0]), "it holds no inputs"),
+        (lambda a: a.update(x=a["x"][:0]), "it has no inputs"),
         (lambda a: a.update(y=np.array(["a"] * 8)), "'y' is str32, not numbers"),
-        (lambda a: a.update(y=a["y"][:3]), "'y' is of shape (3, 10)"),
+        (lambda a: a.update(y=a["y"][:3]), "'y' has the shape (3, 10)"),
         (lambda a: a.pop("margin/blocks.2.mlp"), "its choices are not complete"),
         (lambda a: a.update({"kept/blocks.2.mlp": np.ones(3)}), "not a readable parity record"),
         (lambda a: a.pop("dense"), "dense"),
