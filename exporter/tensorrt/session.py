@@ -196,7 +196,7 @@ class EngineSession:
             dtype = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
             raise FeedError(
                 f"input '{name}' takes {wanted}, not {dtype}",
-                hint="cast the array; `moexport inspect` shows what a model takes",
+                hint="cast the array; `moexport inspect` shows the inputs that a model accepts",
             )
         if source.on_gpu and source.array.device.index != self._device:
             raise FeedError(
