@@ -39,10 +39,10 @@ from ..write import graph_record, write_graphs
 from .precision import KeptPart, Measure, Retention, quantised_parts
 
 RANKED = 64
-"""The number of inputs that a ranking compares."""
+"""The most inputs that a ranking compares."""
 
 SAMPLES = 512
-"""The number of inputs for retention: each is 0.002 of it."""
+"""The most inputs for retention: each is 0.002 of it."""
 
 BATCH = 16
 
@@ -75,8 +75,8 @@ def rank(
 ) -> tuple[LayerSensitivity, ...]:
     """Returns the sensitivity of each layer in an INT8 export for ONNX Runtime.
 
-    Measured on the first `samples` inputs of a feed, at most `RANKED`. Raises `LoweringError` for a
-    layer that INT8 does not support.
+    It is measured on the first `samples` inputs of a feed, at most `RANKED`. Raises `LoweringError`
+    for a layer that INT8 does not support.
     """
     options = ExportOptions(k=k, target="ort-cpu", renormalize=renormalize, precision="int8")
     job = export_job(model, options, data=data, calibration=table)
@@ -94,8 +94,8 @@ def floats_for_retention(
     count as one part; then the most sensitive part becomes floats, and the next, until the
     requested share is reached on up to `SAMPLES` inputs of the feed.
 
-    Raises as `reference_outputs` does for unsuitable inputs, and `ParityError` if even floats alone
-    do not reach it.
+    Raises what `reference_outputs` raises for unsuitable inputs, and `ParityError` if even floats
+    alone do not reach it.
     """
     least = job.options.min_retention
     if least is None:
@@ -224,7 +224,7 @@ class ReferenceOutputs:
     Inputs and answers are files in `folder`, one per batch, so that neither is held in memory. The
     answers are the classes [b] or [b, m] with the highest scores; the signs of the logits if labels
     are `attributes` [b, o]; and for a model without class scores its outputs. `labels` are the
-    right answers, by batch, if the feed has them.
+    correct answers, by batch, if the feed has them.
     """
 
     folder: Path
@@ -319,7 +319,7 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
         raise FeedError(
             f"--data: the feed contains no {least} to measure retention on",
             hint="give at least one array; a generator can be read only once, and the "
-            "ranges have used it up",
+            "ranges have read it",
         )
     if not classes or unlabelled:
         return ReferenceOutputs(
@@ -369,7 +369,7 @@ def _computed(
         y = one_per_sample(y, labels)
         if y.ndim < 2 or y[0].size < 2:
             raise UsageError(
-                f"--min-retention: the model's outputs {y.shape} hold one number per input, which "
+                f"--min-retention: the model's outputs {y.shape} have one number per input, which "
                 "is neither class scores nor a direction",
                 hint="--rtol bounds its error; `calibrate --sensitivity` ranks the layers",
             )

@@ -79,10 +79,10 @@ def test_the_same_calibration_uses_the_table_that_is_there(table: Path, feed: Pa
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--k", "1"), "of k = 2, not 1"),
+        (("--k", "1"), "for k = 2, not 1"),
         (("--k", "2", "--method", "minmax"), "method percentile 99.99, not minmax"),
         (("--k", "2", "--percentile", "99"), "method percentile 99.99, not percentile 99"),
-        (("--k", "2", "--samples", "11"), "of another feed (12 inputs)"),
+        (("--k", "2", "--samples", "11"), "for another feed (12 inputs)"),
         (("--k", "2", "--renormalize"), "without --renormalize"),
     ],
 )
