@@ -148,7 +148,7 @@ def _check_groups(size: int | None, total: int | None, port: TensorSpec, source:
         raise UsageError(f"--batch-size {size}: {reason}", hint=f"choose a multiple of {together}")
     if total is not None and total % together:
         raise FeedError(
-            f"{source}: contains {total} inputs, but {reason}",
+            f"{source} contains {total} inputs, but {reason}",
             hint=f"give a multiple of {together} inputs: padding would change other outputs",
         )
 

@@ -28,8 +28,8 @@ class EngineRecord:
     identifies graph, weights, options, version and device: engines with equal keys are equal.
     `peak_memory_bytes` is the build's peak of the machine's memory. `kernels` has, by MoE layer,
     the types that the engine's own layers of its experts read and write, if it was inspected on a
-    GPU; `bound` the weights that are its inputs. By `signature` the user who built it recognises it
-    on that machine.
+    GPU; `bound` the weights that are its inputs. `signature` shows that a user built it on a
+    machine.
     """
 
     file: str
@@ -70,7 +70,7 @@ class EngineRecord:
 class EnginePlan:
     """One engine to build from a graph, and then its record in the manifest.
 
-    `weights_bytes` is the size of the bundle's weights; `on_gpu`: there is a GPU to try kernels on.
+    `weights_bytes` is the size of the bundle's weights; `on_gpu`: a GPU tries kernels.
     `notes` are remarks on the profiles for users. A built engine has a `record` and the new
     `files`; `reused` is `bundle` or `cache` if it existed before.
     """
@@ -203,7 +203,7 @@ def _write_manifest(directory: Path, manifest: Manifest) -> None:
 NEVER_RUN = (
     "**Never run**: building an engine does not run it, and any comparison above is of the graph "
     "in ONNX Runtime. On the machine with the GPU, `moexport verify . --trust-engine` "
-    "compares each engine with PyTorch. An engine may execute code: trust those alone that you "
+    "compares each engine with PyTorch. An engine may execute code: trust only engines that you "
     "built. From this folder:"
 )
 
@@ -236,7 +236,7 @@ def gpus(record: EngineRecord) -> str:
     cards = BACKENDS[record.flavour].cards
     wide = record.options.get("hardware_compatible")
     if record.device is not None and not wide:
-        return f"{record.device} ({', '.join(record.compute_capabilities)}) alone"
+        return f"{record.device} ({', '.join(record.compute_capabilities)}) only"
     names = [f"{cards[c]} ({c})" if c in cards else c for c in record.compute_capabilities]
     if wide == "ampere-plus":
         return "compute capability 8.0 and newer"
@@ -274,7 +274,7 @@ def _python(manifest: Manifest, record: EngineRecord) -> str:
 
 
 def _alone(manifest: Manifest, record: EngineRecord) -> Iterator[str]:
-    """Python code that runs it by TensorRT and PyTorch alone, if the plan contains its weights."""
+    """Python code that runs it without moexport, if the plan contains its weights."""
     title = BACKENDS[record.flavour].title
     outside = ("strip_plan", "weight_streaming")
     if record.bound or any(record.options.get(name) for name in outside):
@@ -284,7 +284,7 @@ def _alone(manifest: Manifest, record: EngineRecord) -> Iterator[str]:
         )
         return
     yield (
-        f"By {title} {record.version} and PyTorch alone, without moexport (not run either):\n\n"
+        f"With {title} {record.version} and PyTorch, without moexport (also never run):\n\n"
         f"```python\n{_program(manifest, record)}\n```"
     )
 
@@ -295,7 +295,7 @@ def _program(manifest: Manifest, record: EngineRecord) -> str:
     names: Sequence[str] = record.settings.get("outputs") or list(dtypes)
     outputs = ", ".join(f'"{name}": torch.{dtypes.get(name, "int64")}' for name in names)
     on_host = [
-        f"k = torch.tensor([{_k(manifest, record)}]).pin_memory()  # which is read on the host",
+        f"k = torch.tensor([{_k(manifest, record)}]).pin_memory()  # read on the host",
         f'context.set_tensor_address("{K_INPUT}", k.data_ptr())',
     ]
     return "\n".join(
