@@ -94,7 +94,7 @@ def nodes_on_cpu(session: ort.InferenceSession) -> str:
 
 
 class CaptureLock:
-    """Allows concurrent runs, but a capture only alone."""
+    """Allows concurrent runs, or one capture alone."""
 
     def __init__(self) -> None:
         self._changed = Condition()

@@ -363,7 +363,7 @@ class Manifest:
         return min((g for g in self.graphs if g.batches), key=distance) if main.batches else main
 
     def _problems(self) -> Iterator[str]:
-        """Values of the right type that no export writes."""
+        """Values of the correct type that no export writes."""
         for name in self.files:
             if not all(map(is_plain_name, name.split("/"))):
                 yield f"{name!r} is not the name of a file in the bundle's folder"

@@ -738,7 +738,7 @@ class Comparison:
         return replace(expected, rounded=rounded, at_other_k=others)
 
     def alone(self, expected: Reference) -> Parity:
-        """Returns how far the graph is off on these inputs and at other token counts alone."""
+        """Returns how far the graph is off on only these inputs, and at other token counts."""
         other = replace(self)
         other._at_sizes = {at: part for at, part in self._at_sizes.items() if at[0] == "tokens"}
         other.add(expected)

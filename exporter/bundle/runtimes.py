@@ -44,8 +44,8 @@ def _has_provider(record: TargetRecord) -> None:
 class RuntimeRecord:
     """One runtime: `title` is its name in texts, and `extra` of pyproject.toml installs it.
 
-    `open` opens a graph: a runtime that no target uses needs nothing else. `takes` are the session
-    options of its own that it accepts (`session.OWN_OPTIONS`, and those of plugins' panels for
+    `open` opens a graph: a runtime that no target uses needs nothing else. `takes` are the optional
+    session options that it accepts (`session.OWN_OPTIONS`, and those of plugins' panels for
     `run`). `options` returns the session options for a target's graphs with a number of threads,
     which spin for a number of ms. `check_runs` raises a `MoexportError` if this machine cannot run
     a target's graphs, `check_computes` if it cannot compute a precision for a target, so that

@@ -294,7 +294,7 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
     """
     classes = _gives_classes(job.model)
     unlabelled = attributes = False
-    batches = seen = right = 0
+    batches = samples = right = 0
     by_batch: list[Labels] = []
     for x, y, labels in _computed(job, progress):
         unlabelled |= labels is None
@@ -308,10 +308,10 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
         answers = _answers(y, attributes=attributes) if classes else y
         np.save(folder / f"y-{batches}.npy", answers)
         if classes and not unlabelled and labels is not None:
-            _check_labels(labels, y, seen, attributes=attributes)
+            _check_labels(labels, y, samples, attributes=attributes)
             right += _right(answers, labels)
             by_batch.append(labels)
-        batches, seen = batches + 1, seen + len(x)
+        batches, samples = batches + 1, samples + len(x)
         progress.advance(len(x))
     if not batches:
         size = job.whole_batch
@@ -323,18 +323,18 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
         )
     if not classes or unlabelled:
         return ReferenceOutputs(
-            folder=folder, batches=batches, samples=seen, classes=classes, labels=None
+            folder=folder, batches=batches, samples=samples, classes=classes, labels=None
         )
     if not right:
         raise FeedError(
-            f"--data: FP32 predicts none of {seen} labels, so there is no accuracy to retain",
+            f"--data: FP32 predicts none of {samples} labels, so there is no accuracy to retain",
             hint="are they this model's classes, counted from 0? Without labels the agreement "
             "with FP32 is measured",
         )
     return ReferenceOutputs(
         folder=folder,
         batches=batches,
-        samples=seen,
+        samples=samples,
         classes=classes,
         labels=tuple(by_batch),
         attributes=attributes,
@@ -346,7 +346,7 @@ def _computed(
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None, Labels | None]]:
     """Inputs of the feed in batches, the model's outputs, and labels, if any.
 
-    Batches smaller than the model takes have no outputs.
+    Batches that are too small for the model have no outputs.
     """
     model, data, fixed = job.model, job.options.data, dict(job.fixed)
     assert data is not None

@@ -87,7 +87,7 @@ class CalibrationJob:
 class Observed:
     """Observations of a model's tensors, from which a method chooses ranges."""
 
-    seen: Observations
+    observations: Observations
     origin: Origin
 
     def table(self, method: Method, percentile: float = DEFAULT_PERCENTILE) -> CalibrationTable:
@@ -97,9 +97,9 @@ class Observed:
             origin=replace(self.origin, method=method, percentile=share),
             ranges={
                 key: choose(histogram, method, percentile)
-                for key, histogram in sorted(self.seen.histograms.items())
+                for key, histogram in sorted(self.observations.histograms.items())
             },
-            peaks=dict(sorted(self.seen.peaks.items())),
+            peaks=dict(sorted(self.observations.peaks.items())),
             moexport=metadata.version("moexport"),
         )
 
@@ -134,7 +134,7 @@ def observe_model(
     `FeedError` for inputs that do not fit, and `CalibrationError` naming a tensor without a range.
     """
     observed = observe_share(job, (0, 1), workspace=workspace, progress=progress, traced=traced)
-    observed.seen.check()
+    observed.observations.check()
     return observed
 
 
@@ -176,10 +176,10 @@ def observe_share(
         )
         # A pre-packed copy of every weight would double the memory.
         run = graph_call(path, SessionOptions(prepack=False))
-        seen = observe(run, graph, islice(_numbered(whole, progress), share[0], None, share[1]))
+        found = observe(run, graph, islice(_numbered(whole, progress), share[0], None, share[1]))
         if total is None:  # the number was unknown before
-            progress.step(f"the feed gave {feed_hash.samples} inputs")
-    return Observed(seen=seen, origin=job.origin(feed_hash))
+            progress.step(f"the feed has {feed_hash.samples} inputs")
+    return Observed(observations=found, origin=job.origin(feed_hash))
 
 
 def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:

@@ -1,8 +1,8 @@
 """Compiles a graph to an engine in a separate process, and explains failures.
 
-There are two kinds of memory to run out of, with different remedies. The machine's memory holds the
+There are two kinds of memory to run out of, with different remedies. The machine's memory has the
 weights several times and little else: no build option changes that (`docs/engines.md`). The GPU's
-memory holds the kernels that TensorRT tries, for the largest sizes of the profiles, with as much
+memory has the kernels that TensorRT tries, for the largest sizes of the profiles, with as much
 scratch memory as the workspace allows.
 """
 
@@ -292,7 +292,7 @@ EXPLANATIONS = (
     Explanation(
         r"No space left on device|Disk quota exceeded",
         "there is no room for the engine on the disk",
-        "free some space where the bundle is; an engine takes about as much as the weights",
+        "free some space where the bundle is; an engine is about as large as the weights",
     ),
     Explanation(
         r"FP32 GEMM is not supported|check_turing_op_compatibility",

@@ -167,11 +167,11 @@ class Captured:
     """Recorded work that is launched as one; freed with the last reference."""
 
     def __init__(self, graph: Any) -> None:
-        with ExitStack() as made:
-            made.callback(call, "cudaGraphDestroy", graph)
+        with ExitStack() as stack:
+            stack.callback(call, "cudaGraphDestroy", graph)
             self._ready = call("cudaGraphInstantiate", graph, 0)
-            made.callback(call, "cudaGraphExecDestroy", self._ready)
-            self.close = closing_once(self, made.pop_all().close)
+            stack.callback(call, "cudaGraphExecDestroy", self._ready)
+            self.close = closing_once(self, stack.pop_all().close)
 
     def launch(self, stream: Stream) -> None:
         """Queues the recorded work on a stream."""

@@ -190,9 +190,9 @@ def add_engines(
     Raises what `make_engines` raises, and `BundleError` for a folder that is not writable.
     """
     with staging(directory) as staged:
-        made = list(make_engines(directory, manifest, plans, staged, progress, rebuild=rebuild))
-        add_to_bundle(directory, made, staged, describe)
-    return made
+        built = list(make_engines(directory, manifest, plans, staged, progress, rebuild=rebuild))
+        add_to_bundle(directory, built, staged, describe)
+    return built
 
 
 def check_for_export(target: str, engine: EngineOptions | bool) -> None:
@@ -227,10 +227,10 @@ def build_for_export(
             note = f"no engine was built: {error.message}; {error.hint}"
             return replace(manifest, notes=[*manifest.notes, note])
     plans = plan_engines(manifest, manifest.target, options)
-    made = list(make_engines(directory, manifest, plans, directory, progress))
+    built = list(make_engines(directory, manifest, plans, directory, progress))
     notes = [note for plan in plans for note in plan.notes]
-    notes += [n for e in made for n in precision_notes(e.built.file, e.built.kernels)]
-    return with_engines(replace(manifest, notes=[*manifest.notes, *notes]), made)
+    notes += [n for e in built for n in precision_notes(e.built.file, e.built.kernels)]
+    return with_engines(replace(manifest, notes=[*manifest.notes, *notes]), built)
 
 
 def _check_can_build(chosen: Backend) -> None:

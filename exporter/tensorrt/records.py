@@ -114,12 +114,12 @@ def engines_of(manifest: Manifest) -> list[EngineRecord]:
     return records
 
 
-def with_engines(manifest: Manifest, made: Sequence[EnginePlan]) -> Manifest:
+def with_engines(manifest: Manifest, built: Sequence[EnginePlan]) -> Manifest:
     """Returns the manifest with these engines in place of those with the same files."""
-    new = {engine.built.file: engine.built for engine in made}
+    new = {engine.built.file: engine.built for engine in built}
     old = [record for record in engines_of(manifest) if record.file not in new]
     files = dict(manifest.files)
-    for engine in made:
+    for engine in built:
         files.update(engine.files)
     engines: list[dict[str, Any]] = [record.as_json() for record in (*old, *new.values())]
     return replace(manifest, engines=engines, files=dict(sorted(files.items())))
@@ -141,7 +141,7 @@ Describe = Callable[[Path, Manifest], Manifest]
 
 
 def add_to_bundle(
-    directory: Path, made: Sequence[EnginePlan], staged: Path, describe: Describe | None = None
+    directory: Path, built: Sequence[EnginePlan], staged: Path, describe: Describe | None = None
 ) -> None:
     """Moves built engines into a bundle and lists them in its manifest and, by `describe`, page.
 
@@ -149,7 +149,7 @@ def add_to_bundle(
     and the new one is listed when its files are there. Concurrent builds take turns, and each keeps
     the engines of the other.
     """
-    names = sorted({name for engine in made for name in engine.files})
+    names = sorted({name for engine in built for name in engine.files})
     with _write_errors(directory), locked(directory):
         if names:
             for name in names:
@@ -162,7 +162,7 @@ def add_to_bundle(
             for name in names:
                 (staged / name).replace(directory / name)
             manifest = with_engines(
-                Manifest.read(directory), [engine for engine in made if engine.files]
+                Manifest.read(directory), [engine for engine in built if engine.files]
             )
             if describe is not None:
                 manifest = describe(directory, manifest)
