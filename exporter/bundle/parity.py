@@ -76,8 +76,8 @@ class Tolerance:
     one of the two dropped count, and `routing` is a share of tokens.
 
     A graph is also compared with the exact result for its own weights (`Rounded`): its distance
-    from that may be `roundings` times the distance of that from PyTorch. If `roundings` is below 1,
-    a difference in the last bit of its floats is also allowed.
+    from this may be `roundings` times as large as the distance between this and PyTorch. If
+    `roundings` is below 1, a difference in the last bit of its floats is also allowed.
     """
 
     atol: float = 0.0
@@ -122,9 +122,9 @@ TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
 """FP32 allows for sums in another order. FP16 keeps 11 bits and BF16 8, over a network's depth.
 INT8 has about 1% of error in each layer, INT4 10%. Ties are as wide as such errors in a score.
 
-`roundings`: two graphs that each round their own values are √2 times as far from each other as from
-the exact result. So do 16-bit floats, and INT8 on another CPU, once layers have amplified a
-difference in the last bit. INT4 rounds weights, which are the same in both. In FP32 the measure is
+`roundings`: if each of two graphs rounds its own values, as in 16-bit floats, or in INT8 on another
+CPU after layers that amplify a difference in the last bit, they are √2 times as far from each other
+as from the exact result. INT4 rounds weights, which are the same in both. In FP32 the measure is
 PyTorch's own rounding, and sums in another order round more or less than that."""
 
 
@@ -216,8 +216,8 @@ class Parity:
     tokens: int | None = None
     """The number of tokens that misses the bounds, if the usual one meets them."""
     apart: float | None = None
-    """The graph's distance from the exact result for its weights (`Rounded`), over the distance of
-    that from PyTorch."""
+    """The graph's distance from the exact result for its weights (`Rounded`), over the distance
+    between this and PyTorch."""
     computed_in: str | None = None
     """The type in which the runtime reports that it computed matrix products."""
     whole_differing: float | None = None

@@ -353,7 +353,7 @@ def _other_outputs(model: Model, answers: Answers, found: _Results, *, option: b
     if own.roundings is not None and own.max_rel < SMALL:
         share = (
             f", {own.roundings:.0f} times as far from float64 as PyTorch's float32 is, but at most "
-            f"{ROUNDINGS:g} times is allowed: a setting with a small effect is wrong (norm_eps, "
+            f"{ROUNDINGS:g} times is allowed: a minor setting may be wrong (norm_eps, "
             "act_layer), or yours were computed with less precision"
         )
     if own.agreeing is not None:

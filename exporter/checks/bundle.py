@@ -116,7 +116,7 @@ def data_checks(
         if len(found.apart):
             passed = not whole or _within(found.apart, bounds)
             detail = (
-                f"at most {float(found.apart.max()):.2g} of max|y| apart, the largest output "
+                f"at most {float(found.apart.max()):.2g} of max|y| apart; the largest output "
                 f"is the same in {found.agreeing:,} of {found.inputs:,} inputs{at_k}"
             )
             detail += "" if whole else "; not judged: the graph has fewer experts, or edits"

@@ -28,8 +28,8 @@ class EngineRecord:
     identifies graph, weights, options, version and device: engines with equal keys are equal.
     `peak_memory_bytes` is the build's peak of the machine's memory. `kernels` has, by MoE layer,
     the types that the engine's own layers of its experts read and write, if it was inspected on a
-    GPU; `bound` the weights that are its inputs. `signature` shows that a user built it on a
-    machine.
+    GPU; `bound` the weights that are its inputs. `signature` identifies the user and the machine
+    that built it.
     """
 
     file: str
@@ -70,7 +70,7 @@ class EngineRecord:
 class EnginePlan:
     """One engine to build from a graph, and then its record in the manifest.
 
-    `weights_bytes` is the size of the bundle's weights; `on_gpu`: a GPU tries kernels.
+    `weights_bytes` is the size of the bundle's weights; `on_gpu`: a GPU can try kernels.
     `notes` are remarks on the profiles for users. A built engine has a `record` and the new
     `files`; `reused` is `bundle` or `cache` if it existed before.
     """
@@ -157,8 +157,8 @@ def add_to_bundle(
             before = Manifest.read(directory)
             if not _is_as_written(directory / PAGE, before):
                 describe = None  # a page that a user wrote stays unchanged
-            struck = {*names, PAGE} if describe else {*names}
-            _write_manifest(directory, without_files(before, struck))
+            removed = {*names, PAGE} if describe else {*names}
+            _write_manifest(directory, without_files(before, removed))
             for name in names:
                 (staged / name).replace(directory / name)
             manifest = with_engines(

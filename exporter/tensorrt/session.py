@@ -326,7 +326,7 @@ class LoadedEngine:
         inputs = [name for name in names if name not in others]
         if len(inputs) != 1:
             raise EngineError(
-                f"{self.path}: inputs {', '.join(inputs) or 'none'}; expected one, besides k",
+                f"{self.path} has {', '.join(inputs) or 'no inputs'}; expected one input besides k",
                 hint="keep the engine in its bundle, whose manifest describes its inputs",
             )
         (self.input_name,) = inputs
