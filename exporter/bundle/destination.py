@@ -63,7 +63,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
     parent = nearest(destination.absolute().parent)
     if not parent.is_dir():
         raise BundleError(
-            f"{parent}: not a folder, so {destination.name} cannot lie in it",
+            f"{parent}: not a folder, so {destination.name} cannot be in it",
             hint="choose another -o",
         )
     find_temporary_folder(parent)
