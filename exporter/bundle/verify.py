@@ -288,9 +288,9 @@ def _parity_check(
     here = for_cpus(manifest.target)
     compared = partial(_compared, directory, manifest, graph, expected, bounds)
     try:
-        parity = meant = compared(rounded=not here)
+        parity = intended = compared(rounded=not here)
         if here and not parity.passed and manifest.numbers.get("rest") == "fp16":
-            meant = compared(rounded=True)
+            intended = compared(rounded=True)
     except MoexportError as error:
         absent = isinstance(error, MissingExtraError | PluginError)
         return Check(name, False, error.message, error.hint if absent else None)
@@ -304,10 +304,10 @@ def _parity_check(
         runtime = runtime_of(manifest.target)
         provider = CPU if runtime == "onnxruntime" else RUNTIMES[runtime].title
         detail += f"; computed by {provider} on {cpu_features()}"
-    if meant.passed and not parity.passed:
+    if intended.passed and not parity.passed:
         detail += (
             f", which sums FP16 products in FP16: summed in FP32 and rounded to FP16, the graph is "
-            f"correct ({describe(meant)}). Export it again: FP16 graphs for CPUs now compute in "
+            f"correct ({describe(intended)}). Export it again: FP16 graphs for CPUs now compute in "
             "FP32"
         )
     exported = recorded(manifest.parity, manifest.precision)
